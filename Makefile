@@ -1,0 +1,76 @@
+# Two commands do everything on a fresh machine, set-up included: `make reproduce` and `make test`.
+# Extra Hydra overrides go into ARGS: make reproduce ARGS="scale=smoke", make figure FIG=fig08 ARGS="workload=skewed"
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+RUN    := $(BIN)/python
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup reproduce figure figures report record smoke test test-slow test-gpu lint tune compare clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# A stamp is newer than the files that decide what is installed, so set-up runs once.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "punica needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": call make with PYTHON=/path/to/python3.11")'
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed: on Debian and Ubuntu install python3-venv"; exit 1; }
+	@touch $@
+
+$(VENV)/.experiments: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing punica and what the experiments need (about a minute; torch is the large part)"
+	@$(PIP) -e '.[experiments]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.experiments
+	@echo "Installing what the tests and notebooks need"
+	@$(PIP) -e '.[dev,notebooks]'
+	@touch $@
+
+setup: $(VENV)/.dev ## Create .venv and install everything, pinned by constraints.txt
+
+reproduce: $(VENV)/.experiments ## Measure every figure on this machine, compare with the paper, draw, judge
+	@$(RUN) -m experiments.reproduce $(ARGS)
+
+figure: $(VENV)/.experiments ## Measure and draw one figure: make figure FIG=fig08
+	@test -n "$(FIG)" || { echo "Say which figure: make figure FIG=fig08"; exit 2; }
+	@$(RUN) -m experiments.reproduce figures=[$(FIG)] $(ARGS)
+
+figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (results/), no measuring
+	@$(RUN) -m experiments.figures $(ARGS)
+
+report: $(VENV)/.experiments ## Judge the paper's claims on this machine's rows: claims.csv and claims.md
+	@$(RUN) -m experiments.report $(ARGS)
+
+record: $(VENV)/.experiments ## Promote this machine's rows and figures to results/ and figures/
+	@$(RUN) -m experiments.record $(ARGS)
+
+smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few minutes)
+	@$(RUN) -m experiments.reproduce scale=smoke $(ARGS)
+
+test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
+	@$(RUN) -m pytest -m "not slow and not gpu and not multi_gpu" $(ARGS)
+
+test-slow: $(VENV)/.dev ## Run the tests that `make test` leaves out on a machine without a GPU
+	@$(RUN) -m pytest -m "slow and not gpu and not multi_gpu" $(ARGS)
+
+test-gpu: $(VENV)/.dev ## Run every GPU test (NVIDIA, compute capability 8.0 or newer)
+	@$(RUN) -m pytest -m "gpu" $(ARGS)
+
+lint: $(VENV)/.dev ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+tune: $(VENV)/.experiments ## Search kernel configurations for this GPU, resumable: make tune ARGS="minutes=9"
+	@$(RUN) -m experiments.tune $(ARGS)
+
+compare: $(VENV)/.experiments ## Ratios of two sets of rows: make compare A=results/h200 B=outputs/h200/rows
+	@test -n "$(A)" -a -n "$(B)" || { echo "Say which rows: make compare A=results/h200 B=outputs/h200/rows"; exit 2; }
+	@$(RUN) -m experiments.compare a=$(A) b=$(B) $(ARGS)
+
+clean: ## Remove the environment and caches; measurements in outputs/ stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
