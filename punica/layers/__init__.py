@@ -1,0 +1,35 @@
+"""Layers with LoRA: each wraps a base layer of :mod:`punica.parallel` and adds every row's own adapter.
+
+``from_layer`` picks the class; ``set_mapping`` connects the layer to the step's metadata; ``set_lora`` fills a slot.
+"""
+
+from punica.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
+from punica.layers.column_parallel_linear import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+)
+from punica.layers.packing import expand_groups
+from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
+from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
+from punica.layers.selection import LORA_CLASSES, from_layer
+from punica.layers.utils import register_layer_class, resolve_layer_class
+
+__all__ = [
+    "LORA_CLASSES",
+    "BaseLayerWithLoRA",
+    "BaseLinearLayerWithLoRA",
+    "ColumnParallelLinearWithLoRA",
+    "MergedColumnParallelLinearVariableSliceWithLoRA",
+    "MergedColumnParallelLinearWithLoRA",
+    "MergedQKVParallelLinearWithLoRA",
+    "QKVParallelLinearWithLoRA",
+    "ReplicatedLinearWithLoRA",
+    "RowParallelLinearWithLoRA",
+    "expand_groups",
+    "from_layer",
+    "register_layer_class",
+    "resolve_layer_class",
+]

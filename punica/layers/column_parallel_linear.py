@@ -1,0 +1,232 @@
+"""LoRA over column-parallel layers: plain, merged (gate/up) and QKV, with one adapter or one per packed matrix.
+
+Every rank makes its own outputs, so A is replicated and B is cut by rows like the base weight. What differs between
+the classes is which rows belong to this rank, and whether the packed matrices share one A (an adapter trained on the
+packed matrix) or have one each (trained on ``q_proj``, ``k_proj``, ``v_proj`` and so on: the usual case).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from punica.layers.base import BaseLinearLayerWithLoRA, LoRAInput
+from punica.layers.packing import LoRAFactor, expand_groups
+from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
+from punica.parallel.group import tensor_model_parallel_all_gather
+from punica.parallel.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    check_last_dim,
+)
+
+
+class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
+    """One A and one B over ``ColumnParallelLinear``, or over a merged layer as one matrix.
+
+    Rank ``p`` keeps rows ``[p*o, (p+1)*o)`` of B, ``o`` the output width per rank. Over a merged base
+    (``is_merged_col_linear``) B has ``sum(output_sizes)`` rows and the rank keeps its piece of every matrix, in order.
+    """
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self.output_size = self.base_layer.output_size_per_partition
+        self.output_slices = (self.output_size,)
+        self.is_merged_col_linear = is_kind_of(base_layer, MergedColumnParallelLinear)
+        # On one rank a subclass of a merged layer may compute in a forward of its own: that is then the base output.
+        self._use_base_forward = (
+            self.tp_size == 1
+            and self.is_merged_col_linear
+            and type(base_layer).forward is not MergedColumnParallelLinear.forward
+        )
+
+    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return lora_b
+        if not self.is_merged_col_linear:
+            return self._own_rows(lora_b)
+        return torch.cat([self._own_rows(matrix) for matrix in torch.split(lora_b, list(self.base_layer.output_sizes))])
+
+    def _own_rows(self, matrix: Tensor) -> Tensor:
+        rows = matrix.shape[0] // self.tp_size
+        return matrix.narrow(0, self.tp_rank * rows, rows)
+
+    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """``[..., in] -> [..., out/tp]``, or ``[..., out]`` when the base layer gathers."""
+        check_last_dim(input_, self.input_size, type(self).__name__)
+        output = self.apply(input_, None if self.base_layer.skip_bias_add else self.bias)
+        if self.base_layer.gather_output and self.tp_size > 1:
+            output = tensor_model_parallel_all_gather(output)
+        return self._result(output)
+
+    def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._forward_base(x) if self._use_base_forward else super()._base_output(x, bias)
+
+    @classmethod
+    @_not_fully_sharded_can_replace
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
+    ) -> bool:
+        """Exactly ``ColumnParallelLinear``, or a merged layer of at most two matrices adapted as one."""
+        if is_exactly(source_layer, ColumnParallelLinear):
+            return True
+        return _is_merged_with(source_layer, max_sizes=2) and len(packed_modules_list) == 1
+
+
+class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
+    """One A and B per matrix of a merged layer, e.g. gate and up.
+
+    ``output_sizes`` are the full widths; rank ``p`` keeps rows ``[s*o_i, (s+1)*o_i)`` of slice ``i``, where
+    ``o_i = output_slices[i]`` and ``s = output_ids[i]`` is the shard that this rank holds (``p`` here).
+    """
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self._set_slices(self.base_layer.output_sizes, [size // self.tp_size for size in self.base_layer.output_sizes])
+        self.output_ids = (self.tp_rank,) * self.n_slices
+
+    def _set_slices(self, full_sizes: Sequence[int], own_sizes: Sequence[int]) -> None:
+        self.output_sizes = self.full_output_sizes = tuple(full_sizes)
+        self.output_slices = tuple(own_sizes)
+        self.n_slices = len(self.output_slices)
+
+    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
+        rows = self.output_slices[i]
+        return lora_b.narrow(0, self.output_ids[i] * rows, rows)
+
+    def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+        list_a, list_b = as_pair_list("lora_a", lora_a), as_pair_list("lora_b", lora_b)
+        if len(list_a) != len(list_b):
+            raise ValueError(f"lora_a and lora_b must have equally many entries, got {len(list_a)} and {len(list_b)}")
+        self._check_pairs(list_a, list_b)
+        return (list_a, list_b) if len(list_b) == self.n_slices else self.expand_packed_lora(list_a, list_b)
+
+    def expand_packed_lora(
+        self, lora_a: Sequence[LoRAFactor], lora_b: Sequence[LoRAFactor]
+    ) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+        """One pair per slice from fewer groups: a group's B is split over the slices it covers, its A is shared.
+
+        See :func:`punica.layers.packing.expand_groups`; ``ValueError`` when the groups do not cover the slices.
+        """
+        return expand_groups(lora_a, lora_b, self.output_sizes)
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        *,
+        source_layer: Any,
+        lora_config: Any,
+        packed_modules_list: list[str],
+        model_config: Any = None,
+        decorate: bool = True,
+    ) -> bool:
+        """A merged layer adapted as two matrices; on one rank fully sharded or not is the same, subclasses welcome."""
+        if not _is_merged_with(source_layer) or len(packed_modules_list) != 2:
+            return False
+        if getattr(source_layer, "tp_size", 1) == 1:
+            return True
+        sharded = decorate and lora_config.fully_sharded_loras
+        return is_exactly(source_layer, MergedColumnParallelLinear) and not sharded
+
+
+class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinearWithLoRA):
+    """A merged layer of three or more matrices, adapted one by one, in groups, or as one matrix.
+
+    Besides lists, ``set_lora`` takes a single A (shared by all slices) and a single B (``sum(output_sizes)`` rows).
+    """
+
+    def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+        if isinstance(lora_b, Tensor):
+            if lora_b.ndim != 2 or lora_b.shape[0] != sum(self.output_sizes):
+                raise ValueError(
+                    f"a single lora_b must be 2-D with {sum(self.output_sizes)} rows, the sum of output_sizes "
+                    f"{self.output_sizes}, got shape {tuple(lora_b.shape)}"
+                )
+            lora_b = list(torch.split(lora_b, list(self.output_sizes)))
+        if isinstance(lora_a, Tensor):
+            lora_a = [None if b is None else lora_a for b in as_pair_list("lora_b", lora_b)]
+        return super()._to_slices(lora_a, lora_b)
+
+    @classmethod
+    @_not_fully_sharded_can_replace
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
+    ) -> bool:
+        """A merged layer packed from three or more modules, or of three or more matrices adapted as one."""
+        packed = len(packed_modules_list)
+        return _is_merged_with(source_layer) and (packed >= 3 or (packed < 2 and len(source_layer.output_sizes) >= 3))
+
+
+class _QKVSlices(BaseLinearLayerWithLoRA):
+    """Which rows of q, k and v a rank holds when query heads share kv heads, and kv heads are replicated over ranks.
+
+    Rank ``p`` holds q shard ``q_shard_id = p`` of ``q_proj_shard_size`` rows, and k and v shard
+    ``kv_shard_id = p // num_kv_head_replicas`` of ``kv_proj_shard_size`` rows each.
+    """
+
+    def _set_qkv_sizes(self) -> None:
+        base = self.base_layer
+        self.q_proj_total_size = base.total_num_heads * base.head_size
+        self.kv_proj_total_size = base.total_num_kv_heads * base.head_size
+        self.q_proj_shard_size = base.num_heads * base.head_size
+        self.kv_proj_shard_size = base.num_kv_heads * base.head_size
+        self.q_shard_id = self.tp_rank
+        self.kv_shard_id = self.tp_rank // base.num_kv_head_replicas
+
+
+class QKVParallelLinearWithLoRA(_QKVSlices, ColumnParallelLinearWithLoRA):
+    """One A and one B over the fused QKV layer: B is ``[q; k; v]``, and a rank keeps its rows of each part."""
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self._set_qkv_sizes()
+        self.full_output_sizes = (self.q_proj_total_size + 2 * self.kv_proj_total_size,)
+
+    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return lora_b
+        q, k, v = torch.split(lora_b, [self.q_proj_total_size, self.kv_proj_total_size, self.kv_proj_total_size])
+        q_rows, kv_rows = self.q_proj_shard_size, self.kv_proj_shard_size
+        kv_start = self.kv_shard_id * kv_rows
+        own_q = q.narrow(0, self.q_shard_id * q_rows, q_rows)
+        return torch.cat([own_q, k.narrow(0, kv_start, kv_rows), v.narrow(0, kv_start, kv_rows)])
+
+    @classmethod
+    @_not_fully_sharded_can_replace
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
+    ) -> bool:
+        """Exactly ``QKVParallelLinear``, adapted as one matrix."""
+        return is_exactly(source_layer, QKVParallelLinear) and len(packed_modules_list) == 1
+
+
+class MergedQKVParallelLinearWithLoRA(_QKVSlices, MergedColumnParallelLinearWithLoRA):
+    """One A and B each for q, k and v. The full sizes are those of the checkpoint, replicas not counted."""
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self._set_qkv_sizes()
+        self._set_slices(
+            (self.q_proj_total_size, self.kv_proj_total_size, self.kv_proj_total_size),
+            (self.q_proj_shard_size, self.kv_proj_shard_size, self.kv_proj_shard_size),
+        )
+        self.output_ids = (self.q_shard_id, self.kv_shard_id, self.kv_shard_id)
+
+    @classmethod
+    @_not_fully_sharded_can_replace
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
+    ) -> bool:
+        """Exactly ``QKVParallelLinear``, adapted as three matrices."""
+        return is_exactly(source_layer, QKVParallelLinear) and len(packed_modules_list) == 3
+
+
+def _is_merged_with(layer: Any, max_sizes: int | None = None) -> bool:
+    """Whether ``layer`` is a merged column layer, of at most ``max_sizes`` matrices where given."""
+    if not is_kind_of(layer, MergedColumnParallelLinear):
+        return False
+    return max_sizes is None or len(layer.output_sizes) <= max_sizes

@@ -1,0 +1,137 @@
+"""Rules that all LoRA layers share: which base layer a class replaces, where slots live, what `set_lora` accepts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# A plain cast of fp8 would drop its scales; integers are no weights.
+ADAPTER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_replacements: dict[str, type[nn.Module]] = {}
+
+
+def register_layer_class(name: str, replacement: type[nn.Module]) -> None:
+    """Let ``replacement`` stand for the base layer class called ``name`` (e.g. ``"ColumnParallelLinear"``).
+
+    For deployments that substitute their own subclass for a base layer everywhere: the replacement rules that ask for
+    *exactly* that class then accept the substitute, and no longer the original.
+    """
+    if not (isinstance(replacement, type) and issubclass(replacement, nn.Module)):
+        raise TypeError(f"replacement for {name!r} must be an nn.Module class, got {replacement!r}")
+    _replacements[name] = replacement
+
+
+def resolve_layer_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class registered under the name of ``cls``, or ``cls`` itself."""
+    return _replacements.get(cls.__name__, cls)
+
+
+def is_exactly(layer: object, cls: type[nn.Module]) -> bool:
+    """Whether ``layer`` is of the class that stands for ``cls``, subclasses excluded."""
+    return type(layer) is resolve_layer_class(cls)
+
+
+def is_kind_of(layer: object, cls: type[nn.Module]) -> bool:
+    """Whether ``layer`` is of the class that stands for ``cls``, of ``cls``, or of a subclass of either."""
+    return isinstance(layer, (cls, resolve_layer_class(cls)))
+
+
+def _not_fully_sharded_can_replace(can_replace: Callable[..., bool]) -> Callable[..., bool]:
+    """Decorate ``can_replace_layer``: the wrapped answer AND ``not lora_config.fully_sharded_loras``.
+
+    ``decorate=False`` switches the condition off, so that a fully sharded subclass can reuse its parent's test.
+    """
+    return _with_condition(can_replace, lambda lora_config: not lora_config.fully_sharded_loras)
+
+
+def _fully_sharded_can_replace(can_replace: Callable[..., bool]) -> Callable[..., bool]:
+    """Decorate ``can_replace_layer``: the wrapped answer AND ``lora_config.fully_sharded_loras``."""
+    return _with_condition(can_replace, lambda lora_config: bool(lora_config.fully_sharded_loras))
+
+
+def _with_condition(can_replace: Callable[..., bool], condition: Callable[[Any], bool]) -> Callable[..., bool]:
+    @functools.wraps(can_replace)
+    def conditional(cls: type, *, lora_config: Any, decorate: bool = True, **layer: Any) -> bool:
+        return (not decorate or condition(lora_config)) and can_replace(cls, lora_config=lora_config, **layer)
+
+    return conditional
+
+
+def lora_device(base_layer: nn.Module) -> torch.device:
+    """Where the LoRA buffers of ``base_layer`` belong: the device of the first weight it has.
+
+    Looked for, in order: ``weight``, ``weight_packed``, ``qweight``, then ``w2_weight`` (on ``routed_experts`` if there
+    is one). Raises ``ValueError`` when it has none of them.
+    """
+    for owner, name in (
+        (base_layer, "weight"),
+        (base_layer, "weight_packed"),
+        (base_layer, "qweight"),
+        (getattr(base_layer, "routed_experts", base_layer), "w2_weight"),
+    ):
+        weight = getattr(owner, name, None)
+        if isinstance(weight, Tensor):
+            return weight.device
+    raise ValueError(
+        f"unsupported base layer {type(base_layer).__name__}: it has none of weight, weight_packed, qweight, w2_weight"
+    )
+
+
+def check_slot_index(index: object, num_slots: int) -> None:
+    """``TypeError`` unless ``index`` is an int, ``ValueError`` unless it is a slot in ``[0, num_slots)``."""
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"index must be an int, got {type(index).__name__} ({index!r})")
+    if not 0 <= index < num_slots:
+        raise ValueError(f"index must be a slot in [0, {num_slots}), got {index}; max_loras={num_slots} slots exist")
+
+
+def check_count(name: str, value: object) -> None:
+    """``TypeError`` unless ``value`` is an int, ``ValueError`` unless it is at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> None:
+    """Check one pair A ``[r, in]``, B ``[out, r]`` by itself (sizes in and out are the layer's to check).
+
+    ``TypeError``: not tensors, or a dtype other than fp16, bf16, fp32, fp64. ``ValueError``: only one of them is
+    ``None``, not 2-D, ranks differ, rank above ``max_rank``.
+    """
+    if lora_a is None and lora_b is None:
+        return
+    if lora_a is None or lora_b is None:
+        missing = "lora_a" if lora_a is None else "lora_b"
+        raise ValueError(f"slice {position}: {missing} is None but its partner is not; give both, or None for both")
+    for name, tensor in (("lora_a", lora_a), ("lora_b", lora_b)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"slice {position}: {name} must be a tensor or None, got {type(tensor).__name__}")
+        if tensor.dtype not in ADAPTER_DTYPES:
+            raise TypeError(
+                f"slice {position}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; "
+                "dequantise it first"
+            )
+        if tensor.ndim != 2:
+            raise ValueError(f"slice {position}: {name} must be 2-D, got shape {tuple(tensor.shape)}")
+    rank = lora_a.shape[0]
+    if rank != lora_b.shape[1]:
+        raise ValueError(
+            f"slice {position}: lora_a has rank {rank} (its rows), lora_b has rank {lora_b.shape[1]} (its columns)"
+        )
+    if rank > max_rank:
+        raise ValueError(
+            f"slice {position}: rank {rank} exceeds max_lora_rank {max_rank}; raise LoRAConfig.max_lora_rank"
+        )
+
+
+def as_pair_list(name: str, value: object) -> list[Any]:
+    """A list argument of a packed layer as a list; ``TypeError`` for a single tensor or anything else."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list with one tensor or None per slice, got {type(value).__name__}")
+    return list(value)

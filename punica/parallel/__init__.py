@@ -1,0 +1,57 @@
+"""The base layers that LoRA wraps, and the tensor-parallel group they talk through.
+
+These are minimal: enough of a parallel Transformer to test and use the library on its own. Attribute names follow
+vLLM's layers, so that code written against those can be carried over.
+"""
+
+from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShardIndices
+from punica.parallel.group import (
+    SingleProcessGroup,
+    TensorParallelGroup,
+    TorchDistGroup,
+    divide,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    set_tensor_parallel_group,
+    split_tensor_along_last_dim,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+    tensor_model_parallel_gather,
+    tensor_parallel,
+)
+from punica.parallel.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from punica.parallel.logits import LogitsProcessor
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LinearBase",
+    "LogitsProcessor",
+    "MergedColumnParallelLinear",
+    "ParallelLMHead",
+    "QKVParallelLinear",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+    "SingleProcessGroup",
+    "TensorParallelGroup",
+    "TorchDistGroup",
+    "UnquantizedLinearMethod",
+    "VocabParallelEmbedding",
+    "VocabShardIndices",
+    "divide",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "set_tensor_parallel_group",
+    "split_tensor_along_last_dim",
+    "tensor_model_parallel_all_gather",
+    "tensor_model_parallel_all_reduce",
+    "tensor_model_parallel_gather",
+    "tensor_parallel",
+]

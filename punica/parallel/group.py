@@ -1,0 +1,234 @@
+"""The tensor-parallel group: who shares a layer with whom, and how partial results meet.
+
+Tensor parallelism (Megatron-LM) splits the weight of one layer over ``tp_size`` ranks. A column-parallel layer
+leaves each rank with a slice of the output (joined by an *all-gather*), a row-parallel layer leaves each rank with a
+partial sum (joined by an *all-reduce*). A *group* is any object with ``rank``, ``world_size``, ``all_reduce(t)``,
+``all_gather(t, dim)`` and ``gather(t, dst, dim)``; two are provided, :class:`SingleProcessGroup` (one rank, every
+collective is the identity) and :class:`TorchDistGroup` (``torch.distributed``: gloo on CPUs, NCCL on GPUs).
+
+The layers call the ``tensor_model_parallel_*`` functions, which look the current group up at call time. With one rank
+they return their input untouched, so a single-GPU forward pays nothing for the seam.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TensorParallelGroup(Protocol):
+    """What a group must offer. Tensors may live on any device the group's backend supports."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group, in ``[0, world_size)``."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the layers."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks; may work in place; returns the result."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Concatenation of every rank's tensor along ``dim``, in rank order."""
+        ...
+
+    def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
+        """As :meth:`all_gather` on rank ``dst``; ``None`` on the others."""
+        ...
+
+
+class SingleProcessGroup:
+    """The group of one: every collective returns its input without copying."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over one rank."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The concatenation of one tensor."""
+        return tensor
+
+    def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
+        """The concatenation of one tensor, on the only rank there is."""
+        return tensor
+
+
+class TorchDistGroup:
+    """A ``torch.distributed`` process group as a tensor-parallel group.
+
+    Args:
+        process_group: the group to use; ``None`` is the default (world) group.
+
+    The object may be built before ``torch.distributed.init_process_group``; using it before is a ``RuntimeError``.
+    Collectives are issued on the current CUDA stream and can be captured in a CUDA graph with NCCL. All ranks must
+    hold tensors of one shape; on CPU, where looking costs little, a disagreement is a ``ValueError`` on every rank.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self._process_group = process_group
+
+    def _require_initialized(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "TorchDistGroup used before torch.distributed is initialised; call torch.distributed.init_process_group"
+            )
+
+    @property
+    def rank(self) -> int:
+        """Rank within the group (not the global rank)."""
+        self._require_initialized()
+        return dist.get_rank(self._process_group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        self._require_initialized()
+        return dist.get_world_size(self._process_group)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place where ``tensor`` is contiguous; returns the result."""
+        self._require_initialized()
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=self._process_group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Every rank's tensor, concatenated along ``dim`` in rank order, on every rank."""
+        self._require_initialized()
+        self._check_same_shape(tensor)
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor, group=self._process_group)
+        return torch.cat(parts, dim=dim)
+
+    def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
+        """As :meth:`all_gather`, but only rank ``dst`` of the group receives the result."""
+        self._require_initialized()
+        self._check_same_shape(tensor)
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == dst else None
+        dist.gather(tensor, parts, group=self._process_group, group_dst=dst)
+        return None if parts is None else torch.cat(parts, dim=dim)
+
+    def _check_same_shape(self, tensor: Tensor) -> None:
+        """Compare shapes over ranks on CPU; on CUDA a read-back would stall the stream, so the caller sees to it."""
+        if tensor.device.type != "cpu":
+            return
+        shapes: list[object] = [None] * self.world_size
+        dist.all_gather_object(shapes, tuple(tensor.shape), group=self._process_group)
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(f"tensors to gather must have one shape on all ranks, got {shapes} in rank order")
+
+
+_SINGLE = SingleProcessGroup()
+_process_wide: TensorParallelGroup = _SINGLE
+_this_thread = threading.local()
+
+
+def _current_group() -> TensorParallelGroup:
+    group = getattr(_this_thread, "group", None)
+    return _process_wide if group is None else group
+
+
+def set_tensor_parallel_group(group: TensorParallelGroup | None) -> None:
+    """Install ``group`` for the whole process; ``None`` goes back to a single rank.
+
+    Call it once, before layers are built: they read ``tp_rank`` and ``tp_size`` from it at construction.
+    Raises ``TypeError`` for an object without the collectives of :class:`TensorParallelGroup`.
+    """
+    global _process_wide
+    _process_wide = _SINGLE if group is None else _checked(group)
+
+
+@contextmanager
+def tensor_parallel(group: TensorParallelGroup) -> Iterator[TensorParallelGroup]:
+    """Use ``group`` inside the ``with`` block, in this thread only; the previous group comes back afterwards."""
+    previous = getattr(_this_thread, "group", None)
+    _this_thread.group = _checked(group)
+    try:
+        yield group
+    finally:
+        _this_thread.group = previous
+
+
+def _checked(group: TensorParallelGroup) -> TensorParallelGroup:
+    missing = [name for name in ("all_reduce", "all_gather", "gather") if not callable(getattr(group, name, None))]
+    if missing:
+        raise TypeError(
+            f"group must offer all_reduce, all_gather and gather, {type(group).__name__} lacks {', '.join(missing)}; "
+            "pass a SingleProcessGroup, a TorchDistGroup or an object with the same methods"
+        )
+    return group
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Rank of this process in the current group; 0 when none is set."""
+    return _current_group().rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Number of ranks in the current group; 1 when none is set."""
+    return _current_group().world_size
+
+
+def tensor_model_parallel_all_reduce(tensor: Tensor) -> Tensor:
+    """Sum ``tensor`` over the ranks of the current group; possibly in place; returns the result."""
+    group = _current_group()
+    return tensor if group.world_size == 1 else group.all_reduce(tensor)
+
+
+def tensor_model_parallel_all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
+    """Concatenate every rank's ``tensor`` along ``dim`` in rank order; ``ValueError`` if there is no such ``dim``."""
+    dim = _positive_dim(tensor, dim)
+    group = _current_group()
+    return tensor if group.world_size == 1 else group.all_gather(tensor, dim)
+
+
+def tensor_model_parallel_gather(tensor: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+    """As :func:`tensor_model_parallel_all_gather` on rank ``dst``, ``None`` on the others.
+
+    Raises ``ValueError`` when ``dst`` is no rank of the group or ``dim`` no dimension of the tensor.
+    """
+    dim = _positive_dim(tensor, dim)
+    group = _current_group()
+    if not 0 <= dst < group.world_size:
+        raise ValueError(f"dst must be a rank in [0, {group.world_size}), got {dst}")
+    return tensor if group.world_size == 1 else group.gather(tensor, dst, dim)
+
+
+def _positive_dim(tensor: Tensor, dim: int) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"dim must be in [{-tensor.ndim}, {tensor.ndim}) for shape {tuple(tensor.shape)}, got {dim}")
+    return dim % tensor.ndim
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """``numerator // denominator``, insisting that nothing is left over.
+
+    Raises ``ValueError`` naming both numbers when ``denominator < 1`` or the division is not exact.
+    """
+    if denominator < 1 or numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}; choose sizes that are multiples of tp_size")
+    return numerator // denominator
+
+
+def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> tuple[Tensor, ...]:
+    """``num_partitions`` equal views of ``tensor``, cut along its last dimension.
+
+    Raises ``ValueError`` when the last dimension is not divisible by ``num_partitions``.
+    """
+    return torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)

@@ -1,0 +1,352 @@
+"""The linear layers that LoRA wraps: replicated, or split over tensor-parallel ranks by columns or by rows.
+
+Every layer computes ``y = x W^T (+ b)`` with ``W`` of shape ``[out, in]``. For rank ``p`` of ``tp``:
+
+* *column parallel* keeps a block of **rows** of ``W`` (columns of ``W^T``): each rank makes ``out / tp`` outputs;
+* *row parallel* keeps a block of **columns** of ``W``: each rank takes ``in / tp`` inputs and makes a partial sum.
+
+A pair column -> row, as in attention and in the MLP, needs one all-reduce and no gather (Megatron-LM).
+
+Attribute names follow vLLM. Inference only: no parameter requires a gradient. Parameters are created uninitialised
+(``torch.empty``) in the default device and ``params_dtype``; a model fills them through ``weight_loader``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from punica.parallel.group import (
+    divide,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    split_tensor_along_last_dim,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+
+LinearOutput = Tensor | tuple[Tensor, Tensor | None]
+
+
+class UnquantizedLinearMethod:
+    """How a layer multiplies: plain ``x @ weight^T (+ bias)``. Quantised layers replace ``layer.quant_method``."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., in]`` to ``[..., out]`` with the weight of ``layer``."""
+        return F.linear(x, layer.weight, bias)
+
+
+def resolve_tp(tp_rank: int | None, tp_size: int | None) -> tuple[int, int]:
+    """The place, taken from the current group where ``None``; ``ValueError`` unless ``0 <= tp_rank < tp_size``."""
+    size = get_tensor_model_parallel_world_size() if tp_size is None else tp_size
+    rank = get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"tp_rank must be in [0, tp_size) and tp_size >= 1, got tp_rank={rank}, tp_size={size}")
+    return rank, size
+
+
+def check_positive(**sizes: int) -> None:
+    """``ValueError`` naming the first size that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_last_dim(x: Tensor, expected: int, layer_name: str) -> None:
+    """``ValueError`` unless ``x`` is ``[..., expected]``; called before the matmul."""
+    if x.ndim == 0 or x.shape[-1] != expected:
+        raise ValueError(f"{layer_name}: last input dimension must be {expected}, got input of shape {tuple(x.shape)}")
+
+
+def check_checkpoint_shape(loaded: Tensor, expected: Sequence[int], what: str) -> None:
+    """``ValueError`` with both shapes when a checkpoint tensor is not the full tensor that the layer expects."""
+    if tuple(loaded.shape) != tuple(expected):
+        raise ValueError(f"{what}: checkpoint tensor must have shape {tuple(expected)}, got {tuple(loaded.shape)}")
+
+
+class LinearBase(nn.Module):
+    """Sizes, tensor-parallel place and parameters common to all linear layers.
+
+    Args:
+        input_size, output_size: full (unsharded) sizes, at least 1.
+        skip_bias_add: leave the bias out of the product; the caller adds the returned one (fused elsewhere).
+        params_dtype: dtype of weight and bias; ``None`` is ``torch.get_default_dtype()``.
+        prefix: name of the layer in the model, used in messages.
+        return_bias: ``forward`` returns ``(output, bias if skip_bias_add else None)`` instead of the output alone.
+        tp_rank, tp_size: this rank's place; ``None`` asks the current group (see :mod:`punica.parallel.group`).
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        prefix: str = "",
+        return_bias: bool = True,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive(input_size=input_size, output_size=output_size)
+        self.input_size = input_size
+        self.output_size = output_size
+        self.skip_bias_add = skip_bias_add
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.prefix = prefix
+        self.return_bias = return_bias
+        self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size)
+        self.quant_method = UnquantizedLinearMethod()
+
+    def _create_parameters(self, out_features: int, in_features: int, bias: bool) -> None:
+        """Register ``weight [out_features, in_features]`` (this rank's) and ``bias [out_features]`` or ``None``."""
+        self.weight = self._parameter((out_features, in_features), input_dim=1)
+        if bias:
+            self.bias = self._parameter((out_features,))
+            nn.init.zeros_(self.bias)
+        else:
+            self.register_parameter("bias", None)
+
+    def _parameter(self, shape: tuple[int, ...], **attributes: Any) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(shape, dtype=self.params_dtype), requires_grad=False)
+        for name, value in {"output_dim": 0, "weight_loader": self.weight_loader, **attributes}.items():
+            setattr(parameter, name, value)
+        return parameter
+
+    @property
+    def _label(self) -> str:
+        return self.prefix or type(self).__name__
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
+        """Copy this rank's part of the **full** checkpoint tensor into ``param``.
+
+        Here, for layers that are not split along the output, the whole tensor. A wrong shape or shard id is a
+        ``ValueError`` and leaves ``param`` unchanged.
+        """
+        self._reject_shard_id(shard_id)
+        check_checkpoint_shape(loaded_weight, param.shape, self._label)
+        param.data.copy_(loaded_weight)
+
+    def _reject_shard_id(self, shard_id: Hashable) -> None:
+        if shard_id is not None:
+            raise ValueError(f"{self._label}: shard_id must be None, this layer holds one matrix; got {shard_id!r}")
+
+    def _result(self, output: Tensor) -> LinearOutput:
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+class ReplicatedLinear(LinearBase):
+    """The whole weight on every rank: small layers (routers, gates) that are not worth splitting."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = True, **common: Any) -> None:
+        super().__init__(input_size, output_size, **common)
+        self._create_parameters(output_size, input_size, bias)
+
+    def forward(self, input_: Tensor) -> LinearOutput:
+        """``[..., in] -> [..., out]``."""
+        check_last_dim(input_, self.input_size, self._label)
+        return self._result(self.quant_method.apply(self, input_, None if self.skip_bias_add else self.bias))
+
+
+@dataclass(frozen=True)
+class OutputShard:
+    """One checkpoint matrix of a column layer: of its ``full`` rows, ``[start, start + rows)`` belong to this rank."""
+
+    full: int
+    start: int
+    rows: int
+
+
+class ColumnParallelLinear(LinearBase):
+    """``W`` split by rows: rank ``p`` computes outputs ``[p * out/tp, (p+1) * out/tp)``.
+
+    Args (besides those of :class:`LinearBase`):
+        bias: create a bias of ``out / tp`` elements per rank.
+        gather_output: all-gather the outputs so that every rank holds all ``out`` columns.
+        output_sizes: full widths of the matrices packed in this layer; they must add up to ``output_size``.
+
+    Raises ``ValueError`` when a width is below 1 or not divisible by ``tp_size``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        output_sizes: Sequence[int] | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(input_size, output_size, **common)
+        sizes = [output_size] if output_sizes is None else list(output_sizes)
+        if sum(sizes) != output_size:
+            raise ValueError(f"output_sizes must add up to output_size={output_size}, got {sizes} (sum {sum(sizes)})")
+        check_positive(**{f"output_sizes[{i}]": size for i, size in enumerate(sizes)})
+        self.gather_output = gather_output
+        self.output_partition_sizes = [divide(size, self.tp_size) for size in sizes]
+        self.output_size_per_partition = sum(self.output_partition_sizes)
+        self.input_size_per_partition = input_size
+        self._create_parameters(self.output_size_per_partition, input_size, bias)
+
+    def _shards(self) -> dict[Hashable, OutputShard]:
+        """Checkpoint matrices in the order in which their parts lie in the weight, by shard id."""
+        rows = self.output_size_per_partition
+        return {None: OutputShard(self.output_size, self.tp_rank * rows, rows)}
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
+        """Copy this rank's rows of one checkpoint matrix (``shard_id``) or of all of them stacked (``None``).
+
+        Raises ``ValueError`` for an unknown id or a wrong shape; ``param`` is then unchanged.
+        """
+        shards = self._shards()
+        if shard_id is not None and shard_id not in shards:
+            known = [key for key in shards if key is not None]
+            raise ValueError(f"{self._label}: shard_id must be None or one of {known}, got {shard_id!r}")
+        wanted = shards if shard_id is None else {shard_id: shards[shard_id]}
+        full_rows = sum(shard.full for shard in wanted.values())
+        check_checkpoint_shape(loaded_weight, (full_rows, *param.shape[1:]), self._label)
+        source = target = 0
+        for key, shard in shards.items():
+            if key in wanted:
+                rows = loaded_weight.narrow(0, source + shard.start, shard.rows)
+                param.data.narrow(0, target, shard.rows).copy_(rows)
+                source += shard.full
+            target += shard.rows
+
+    def forward(self, input_: Tensor) -> LinearOutput:
+        """``[..., in] -> [..., out/tp]``, or ``[..., out]`` with ``gather_output``."""
+        check_last_dim(input_, self.input_size, self._label)
+        output = self.quant_method.apply(self, input_, None if self.skip_bias_add else self.bias)
+        if self.gather_output and self.tp_size > 1:
+            output = tensor_model_parallel_all_gather(output)
+        return self._result(output)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel matrices with one input, multiplied at once (gate and up of the MLP).
+
+    ``output_sizes`` are the full widths. A rank's weight holds its part of every matrix, one below the other, so the
+    output of rank ``p`` is ``[gate_p, up_p]`` and not a contiguous piece of ``[gate, up]``.
+    Checkpoint shard ids: ``0 .. n-1``, or ``None`` for all matrices stacked.
+    """
+
+    def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = True, **common: Any) -> None:
+        if not output_sizes:
+            raise ValueError("output_sizes must name at least one width, got none")
+        super().__init__(input_size, sum(output_sizes), bias=bias, output_sizes=output_sizes, **common)
+        self.output_sizes = list(output_sizes)
+
+    def _shards(self) -> dict[Hashable, OutputShard]:
+        sizes = zip(self.output_sizes, self.output_partition_sizes, strict=True)
+        return {i: OutputShard(full, self.tp_rank * rows, rows) for i, (full, rows) in enumerate(sizes)}
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projections in one matmul, split by heads (grouped-query attention).
+
+    With fewer kv heads than ranks every kv head is replicated on ``num_kv_head_replicas = tp / total_num_kv_heads``
+    ranks: rank ``p`` holds q shard ``p`` and k/v shard ``p // num_kv_head_replicas``. ``output_sizes`` counts the
+    replicas. Checkpoint shard ids: ``"q"``, ``"k"``, ``"v"``, or ``None`` for the three stacked.
+
+    Raises ``ValueError`` when heads do not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        total_num_heads: int,
+        total_num_kv_heads: int | None = None,
+        bias: bool = True,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+        **common: Any,
+    ) -> None:
+        tp_rank, tp_size = resolve_tp(tp_rank, tp_size)
+        total_kv = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
+        check_positive(head_size=head_size, total_num_heads=total_num_heads, total_num_kv_heads=total_kv)
+        num_heads = divide(total_num_heads, tp_size)
+        replicas = divide(tp_size, total_kv) if tp_size >= total_kv else 1
+        num_kv_heads = divide(total_kv * replicas, tp_size)
+        sizes = [heads * head_size * tp_size for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        place = {"tp_rank": tp_rank, "tp_size": tp_size}
+        super().__init__(hidden_size, sum(sizes), bias, gather_output=False, output_sizes=sizes, **place, **common)
+        self.hidden_size = hidden_size
+        self.head_size = head_size
+        self.total_num_heads = total_num_heads
+        self.total_num_kv_heads = total_kv
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_kv_head_replicas = replicas
+        self.output_sizes = sizes
+
+    def _shards(self) -> dict[Hashable, OutputShard]:
+        q_rows, kv_rows, _ = self.output_partition_sizes
+        q = OutputShard(self.total_num_heads * self.head_size, self.tp_rank * q_rows, q_rows)
+        kv_start = self.tp_rank // self.num_kv_head_replicas * kv_rows
+        kv = OutputShard(self.total_num_kv_heads * self.head_size, kv_start, kv_rows)
+        return {"q": q, "k": kv, "v": kv}
+
+
+class RowParallelLinear(LinearBase):
+    """``W`` split by columns: rank ``p`` multiplies inputs ``[p * in/tp, (p+1) * in/tp)`` into a partial sum.
+
+    Args (besides those of :class:`LinearBase`):
+        bias: create a bias of ``out`` elements; it is added on rank 0 only, or the sum would count it ``tp`` times.
+        input_is_parallel: the input is already this rank's slice (as a column layer leaves it); otherwise it is cut.
+        reduce_results: all-reduce the partial sums.
+
+    Raises ``ValueError`` when ``in`` is not divisible by ``tp_size``, or for ``reduce_results=False`` with a bias that
+    is added and ``tp_size > 1``: the caller's own reduction could not know which rank's bias counts.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        reduce_results: bool = True,
+        **common: Any,
+    ) -> None:
+        super().__init__(input_size, output_size, **common)
+        if bias and not self.skip_bias_add and not reduce_results and self.tp_size > 1:
+            raise ValueError(
+                f"reduce_results=False with an added bias and tp_size={self.tp_size}: the bias would be counted "
+                "inconsistently; pass bias=False or skip_bias_add=True and add it after the reduction"
+            )
+        self.input_size_per_partition = divide(input_size, self.tp_size)
+        self.input_is_parallel = input_is_parallel
+        self.reduce_results = reduce_results
+        self._create_parameters(output_size, self.input_size_per_partition, bias)
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
+        """Copy this rank's columns of the full ``[out, in]`` weight, or the whole bias; ``ValueError`` as above."""
+        if param.ndim == 1:
+            return super().weight_loader(param, loaded_weight, shard_id)
+        self._reject_shard_id(shard_id)
+        check_checkpoint_shape(loaded_weight, (self.output_size, self.input_size), self._label)
+        columns = self.input_size_per_partition
+        param.data.copy_(loaded_weight.narrow(1, self.tp_rank * columns, columns))
+
+    def forward(self, input_: Tensor) -> LinearOutput:
+        """``[..., in/tp]`` (or ``[..., in]`` when not ``input_is_parallel``) to ``[..., out]``."""
+        expected = self.input_size_per_partition if self.input_is_parallel else self.input_size
+        check_last_dim(input_, expected, self._label)
+        if not self.input_is_parallel:
+            input_ = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank].contiguous()
+        bias = None if self.skip_bias_add or self.tp_rank > 0 else self.bias
+        output = self.quant_method.apply(self, input_, bias)
+        if self.reduce_results and self.tp_size > 1:
+            output = tensor_model_parallel_all_reduce(output)
+        return self._result(output)

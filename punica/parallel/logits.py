@@ -1,0 +1,76 @@
+"""From hidden states to logits: head matmul, gather over ranks, cut to the real vocabulary, soft cap, scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from punica.parallel.embedding import ParallelLMHead
+from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_gather
+
+
+class LogitsProcessor(nn.Module):
+    """``logits = scale * cap(hidden W^T + b)`` with ``cap(z) = soft_cap * tanh(z / soft_cap)`` where a cap is set.
+
+    Args:
+        vocab_size: ids the model knows, added ones included.
+        org_vocab_size: columns to keep (``None``: ``vocab_size``).
+        scale: factor after the soft cap.
+        logits_as_input: ``hidden_states`` are logits already.
+        soft_cap: bound of the absolute value of a logit (Gemma 2), or ``None``.
+
+    ``use_all_gather``: every rank gets the logits; set it to false and only rank 0 does, the others get ``None``.
+    ``include_gpu_probs_tensor`` and ``should_modify_greedy_probs_inplace`` are plain flags that a sampler may read.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        org_vocab_size: int | None = None,
+        scale: float = 1.0,
+        logits_as_input: bool = False,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.org_vocab_size = vocab_size if org_vocab_size is None else org_vocab_size
+        self.scale = scale
+        self.logits_as_input = logits_as_input
+        self.soft_cap = soft_cap
+        self.use_all_gather = True
+        self.include_gpu_probs_tensor = False
+        self.should_modify_greedy_probs_inplace = False
+
+    def forward(
+        self, lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None
+    ) -> Tensor | None:
+        """``hidden_states [S, hidden]`` to logits ``[S, org_vocab_size]``, or ``None`` on ranks that do not get them.
+
+        Calls ``self._get_logits``, so that a LoRA layer can lend its own version and keep the rest.
+        """
+        logits: Tensor | None = hidden_states
+        if not self.logits_as_input:
+            logits = self._get_logits(hidden_states, lm_head, embedding_bias)
+        if logits is None:
+            return None
+        if self.soft_cap is not None:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def _get_logits(
+        self, hidden_states: Tensor, lm_head: ParallelLMHead, embedding_bias: Tensor | None = None
+    ) -> Tensor | None:
+        """Head matmul, plus ``embedding_bias`` (or else the head's own bias), gathered, cut to ``org_vocab_size``."""
+        bias = lm_head.bias if embedding_bias is None else embedding_bias
+        logits = self._gather_logits(lm_head.quant_method.apply(lm_head, hidden_states, bias))
+        if logits is None:
+            return None
+        if lm_head.columns_in_id_order is not None:
+            logits = logits.index_select(-1, lm_head.columns_in_id_order)
+        return logits[..., : self.org_vocab_size]
+
+    def _gather_logits(self, logits: Tensor) -> Tensor | None:
+        """Join the shards along the vocabulary: on all ranks, or on rank 0 alone."""
+        if self.use_all_gather:
+            return tensor_model_parallel_all_gather(logits)
+        return tensor_model_parallel_gather(logits)

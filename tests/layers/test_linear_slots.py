@@ -1,0 +1,230 @@
+"""Slots: shapes, what `set_lora` writes, and that a refused adapter leaves everything as it was (L7, L8)."""
+
+import pytest
+import torch
+from torch import nn
+
+from punica.config import LoRAConfig
+from punica.layers import (
+    BaseLayerWithLoRA,
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+    from_layer,
+)
+from punica.parallel import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+
+
+def column(lora_config, **options):
+    layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 10, **options))
+    layer.create_lora_weights(4, lora_config())
+    return layer
+
+
+def merged(lora_config, **options):
+    layer = MergedColumnParallelLinearWithLoRA(MergedColumnParallelLinear(6, [8, 4], **options))
+    layer.create_lora_weights(4, lora_config())
+    return layer
+
+
+def buffers(layer):
+    return [*layer.lora_a_stacked, *layer.lora_b_stacked, layer.lora_ranks]
+
+
+@pytest.mark.parametrize(
+    ("base", "packed", "a_shapes", "b_shapes"),
+    [
+        pytest.param(ReplicatedLinear(6, 10), [], [(8, 6)], [(10, 8)], id="replicated"),
+        pytest.param(ColumnParallelLinear(6, 10, tp_rank=0, tp_size=2), [], [(8, 6)], [(5, 8)], id="column"),
+        pytest.param(
+            MergedColumnParallelLinear(6, [8, 4], tp_rank=1, tp_size=2),
+            ["g", "u"],
+            [(8, 6)] * 2,
+            [(4, 8), (2, 8)],
+            id="merged",
+        ),
+        pytest.param(
+            QKVParallelLinear(6, 2, 4, 2, tp_rank=3, tp_size=4), ["q", "k", "v"], [(8, 6)] * 3, [(2, 8)] * 3, id="qkv"
+        ),
+        pytest.param(QKVParallelLinear(6, 2, 4, 2, tp_rank=1, tp_size=2), ["qkv"], [(8, 6)], [(8, 8)], id="qkv-as-one"),
+        pytest.param(RowParallelLinear(6, 10, tp_rank=0, tp_size=2), [], [(8, 3)], [(10, 8)], id="row"),
+    ],
+)
+def test_buffers(base, packed, a_shapes, b_shapes, lora_config):
+    layer = from_layer(base, 4, lora_config(lora_dtype=torch.bfloat16), packed)
+    assert [tuple(t.shape) for t in layer.lora_a_stacked] == [(4, 1, *shape) for shape in a_shapes]
+    assert [tuple(t.shape) for t in layer.lora_b_stacked] == [(4, 1, *shape) for shape in b_shapes]
+    assert all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in buffers(layer)[:-1])
+    assert layer.lora_ranks.dtype == torch.int32
+    assert tuple(layer.lora_ranks.shape) == (len(a_shapes), 4)
+    assert all((t == 0).all() for t in buffers(layer))
+
+
+def test_second_adapter_leaves_no_trace_of_the_first(lora_config):
+    layer = column(lora_config)
+    layer.set_lora(3, torch.full((2, 6), 7.0), torch.full((10, 2), 7.0))
+    layer.set_lora(1, torch.ones(8, 6), torch.ones(10, 8))
+    layer.set_lora(1, torch.full((2, 6), 2.0), torch.full((10, 2), 3.0))
+    a, b = layer.lora_a_stacked[0][:, 0], layer.lora_b_stacked[0][:, 0]
+    assert (a[1, :2] == 2.0).all()
+    assert (b[1, :, :2] == 3.0).all()
+    assert (a[1, 2:] == 0).all()
+    assert (b[1, :, 2:] == 0).all()
+    assert (a[3, :2] == 7.0).all()
+    assert (a[[0, 2]] == 0).all()
+    assert layer.lora_ranks.tolist() == [[0, 2, 0, 2]]
+    layer.reset_lora(1)
+    assert (a[1] == 0).all()
+    assert (b[1] == 0).all()
+    assert (b[3, :, :2] == 7.0).all()
+    assert layer.lora_ranks.tolist() == [[0, 0, 0, 2]]
+
+
+def test_ranks_belong_to_slices(lora_config):
+    layer = merged(lora_config)
+    layer.set_lora(2, [torch.ones(3, 6), torch.ones(8, 6)], [torch.ones(8, 3), torch.ones(4, 8)])
+    assert layer.lora_ranks.tolist() == [[0, 0, 3, 0], [0, 0, 8, 0]]
+    layer.set_lora(2, [None, torch.ones(5, 6)], [None, torch.ones(4, 5)])
+    assert layer.lora_ranks.tolist() == [[0, 0, 0, 0], [0, 0, 5, 0]]
+    assert (layer.lora_a_stacked[0] == 0).all()
+    assert (layer.lora_b_stacked[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_are_cast_to_the_dtype_of_the_slots(dtype, lora_config):
+    layer = column(lora_config)
+    layer.set_lora(0, torch.full((1, 6), 0.5, dtype=dtype), torch.full((10, 1), 0.25, dtype=dtype))
+    assert (layer.lora_a_stacked[0][0, 0, 0] == 0.5).all()
+    assert layer.lora_a_stacked[0].dtype == torch.float32
+
+
+def test_transposed_source(lora_config):
+    layer = column(lora_config)
+    a, b = torch.randn(6, 3).T, torch.randn(3, 10).T
+    layer.set_lora(0, a, b)
+    assert torch.equal(layer.lora_a_stacked[0][0, 0, :3], a)
+    assert torch.equal(layer.lora_b_stacked[0][0, 0, :, :3], b)
+
+
+A, B = torch.ones(2, 6), torch.ones(10, 2)
+B8, B4 = torch.ones(8, 2), torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "index", "lora_a", "lora_b", "error", "message"),
+    [
+        pytest.param(column, 1.0, A, B, TypeError, "index must be an int, got float", id="float-index"),
+        pytest.param(column, True, A, B, TypeError, "index must be an int, got bool", id="bool-index"),
+        pytest.param(column, 4, A, B, ValueError, r"\[0, 4\), got 4", id="index-too-large"),
+        pytest.param(column, -1, A, B, ValueError, r"\[0, 4\), got -1", id="negative-index"),
+        pytest.param(column, 1, [A], [B], TypeError, "one tensor .* got list", id="list-for-tensor"),
+        pytest.param(merged, 1, A, B, TypeError, "list .* got Tensor", id="tensor-for-list"),
+        pytest.param(merged, 1, [A, A], [B8], ValueError, "2 and 1", id="unequal-lists"),
+        pytest.param(merged, 1, [A] * 3, [B8, B4, B4], ValueError, "do not cover the 2 slices", id="too-many"),
+        pytest.param(merged, 1, [A, 3], [B8, B4], TypeError, "slice 1: lora_a .* got int", id="not-a-tensor"),
+        pytest.param(column, 1, A[0], B, ValueError, r"lora_a must be 2-D, got shape \(6,\)", id="1-d"),
+        pytest.param(column, 1, A.int(), B, TypeError, "got torch.int32", id="int-a"),
+        pytest.param(column, 1, A, B.to(torch.float8_e4m3fn), TypeError, "float8", id="fp8-b"),
+        pytest.param(column, 1, torch.ones(3, 6), B, ValueError, "rank 3 .* rank 2", id="rank-mismatch"),
+        pytest.param(
+            column, 1, torch.ones(9, 6), torch.ones(10, 9), ValueError, "rank 9 exceeds max_lora_rank 8", id="rank"
+        ),
+        pytest.param(column, 1, torch.ones(2, 5), B, ValueError, "6 columns, got 5", id="in-size"),
+        pytest.param(column, 1, A, torch.ones(5, 2), ValueError, "slice 0: lora_b must have 10 rows, got 5", id="out"),
+        pytest.param(
+            merged, 1, [A, A], [B8, B8], ValueError, "slice 1: lora_b must have 4 rows, got 8", id="slice-out"
+        ),
+        pytest.param(merged, 1, [A, None], [B8, B4], ValueError, "slice 1: lora_a is None", id="half-none"),
+        pytest.param(column, 1, A, None, ValueError, "lora_b is None", id="half-none-single"),
+    ],
+)
+def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, message, lora_config):
+    layer = build(lora_config)
+    first = (torch.randn(3, 6), torch.randn(10, 3)) if build is column else None
+    if first is None:
+        layer.set_lora(1, [torch.randn(3, 6)] * 2, [torch.randn(8, 3), torch.randn(4, 3)])
+    else:
+        layer.set_lora(1, *first)
+    before = [t.clone() for t in buffers(layer)]
+    with pytest.raises(error, match=message):
+        layer.set_lora(index, lora_a, lora_b)
+    assert all(torch.equal(now, then) for now, then in zip(buffers(layer), before, strict=True))
+
+
+def test_check_lora_writes_nothing(lora_config):
+    layer = merged(lora_config)
+    layer.check_lora([A, A], [B8, B4])
+    assert all((t == 0).all() for t in buffers(layer))
+    with pytest.raises(ValueError, match="4 rows"):
+        layer.check_lora([A, A], [B8, B8])
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_full_sizes_are_asked_for_on_every_rank(tp_size, lora_config):
+    row = RowParallelLinearWithLoRA(RowParallelLinear(8, 10, tp_rank=1, tp_size=tp_size))
+    row.create_lora_weights(4, lora_config())
+    with pytest.raises(ValueError, match=f"8 columns, got {8 // tp_size}"):
+        row.set_lora(0, torch.ones(2, 8 // tp_size), torch.ones(10, 2))
+    qkv = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(8, 2, 4, 2, tp_rank=1, tp_size=tp_size))
+    qkv.create_lora_weights(4, lora_config())
+    a = torch.ones(2, 8)
+    with pytest.raises(ValueError, match="slice 1: lora_b must have 4 rows, got 8"):
+        qkv.set_lora(0, [a, a, a], [torch.ones(8, 2)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("max_loras", "config", "error", "message"),
+    [
+        pytest.param(0, {}, ValueError, "max_loras must be at least 1, got 0", id="no-slots"),
+        pytest.param("4", {}, TypeError, "max_loras must be an int", id="str"),
+        pytest.param(4, {"lora_dtype": "auto"}, TypeError, "verify_with_model_config", id="auto-dtype"),
+    ],
+)
+def test_bad_creation(max_loras, config, error, message, lora_config):
+    layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 10))
+    settings = LoRAConfig(max_loras=4, **{"lora_dtype": torch.float32, **config})
+    with pytest.raises(error, match=message):
+        layer.create_lora_weights(max_loras, settings)
+    layer.create_lora_weights(4, lora_config())
+
+
+def test_unsupported_base_layer():
+    base = ColumnParallelLinear(6, 10)
+    del base.weight
+    with pytest.raises(ValueError, match="unsupported base layer ColumnParallelLinear"):
+        ColumnParallelLinearWithLoRA(base)
+
+
+@pytest.mark.parametrize("name", ["weight_packed", "qweight"])
+def test_device_and_weight_of_a_quantised_base(name):
+    base = ColumnParallelLinear(6, 10)
+    packed = nn.Parameter(torch.zeros(5, 6, device="meta"))
+    del base.weight
+    setattr(base, name, packed)
+    layer = ColumnParallelLinearWithLoRA(base)
+    assert layer.device == torch.device("meta")
+    assert layer.weight is packed
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer: layer.slice_lora_a(A),
+        lambda layer: layer.slice_lora_b(B),
+        lambda layer: layer.create_lora_weights(4, None),
+        lambda layer: layer.reset_lora(0),
+        lambda layer: layer.set_lora(0, A, B),
+        lambda layer: layer.can_replace_layer(source_layer=None, lora_config=None, packed_modules_list=[]),
+    ],
+    ids=["slice_lora_a", "slice_lora_b", "create_lora_weights", "reset_lora", "set_lora", "can_replace_layer"],
+)
+def test_base_class_is_abstract(call):
+    with pytest.raises(NotImplementedError, match="BaseLayerWithLoRA"):
+        call(BaseLayerWithLoRA())

@@ -1,0 +1,151 @@
+"""Packed adapters: groups that cover several slices, absent slices, single tensors, impossible groupings (L5)."""
+
+import pytest
+import torch
+
+from punica.layers import (
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    expand_groups,
+)
+from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear
+
+
+def group(rows, rank=2):
+    return None if rows is None else torch.randn(rows, rank)
+
+
+def expand(sizes, rows):
+    """Expanded A and B for groups of these rows (None: not adapted), A being the group's index."""
+    a = [None if m is None else torch.tensor([[float(i)]]) for i, m in enumerate(rows)]
+    b = [group(m) for m in rows]
+    return a, b, *expand_groups(a, b, sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "owner"),
+    [
+        pytest.param((8, 4, 4, 6), (16, 6), (0, 0, 0, 1), id="two-groups-for-four"),
+        pytest.param((8, 4, 4, 6), (22,), (0, 0, 0, 0), id="one-for-all"),
+        pytest.param((8, 4, 4, 6), (8, 8, 6), (0, 1, 1, 2), id="middle"),
+        pytest.param((8, 4, 4, 6), (None, 6), (None, None, None, 1), id="none-covers-three"),
+        pytest.param((8, 4, 4, 6), (None, 4, 6), (None, None, 1, 2), id="none-covers-two"),
+        pytest.param((8, 4, 4, 6), (8, None, 10), (0, None, 2, 2), id="none-in-the-middle"),
+        pytest.param((4, 4, 4, 4), (None, 4, None), (None, 1, None, None), id="fewest-slices-first"),
+        pytest.param((5, 5), (None,), (None, None), id="nothing-adapted"),
+    ],
+)
+def test_groups_cover_slices(sizes, rows, owner):
+    a, b, full_a, full_b = expand(sizes, rows)
+    assert len(full_a) == len(full_b) == len(sizes)
+    taken = [0] * len(rows)
+    for size, index, slice_a, slice_b in zip(sizes, owner, full_a, full_b, strict=True):
+        if index is None:
+            assert slice_a is None
+            assert slice_b is None
+        else:
+            assert slice_a is a[index]
+            assert torch.equal(slice_b, b[index][taken[index] : taken[index] + size])
+            taken[index] += size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "message"),
+    [
+        pytest.param((8, 4, 4, 6), (16, 5), "slice 3 .group 1 with 5 rows", id="last-too-short"),
+        pytest.param((8, 4, 4, 6), (10, 12), "slice 0 .group 0 with 10 rows", id="cuts-a-slice"),
+        pytest.param((8, 4, 4, 6), (8, 4), "slice 2 .no group left", id="too-few-rows"),
+        pytest.param((8, 4), (8, 4, 4), "slice 2 .group 2 with 4 rows", id="too-many-groups"),
+        pytest.param((8, 4), (None, None, None), "do not cover the 2 slices", id="more-nones-than-slices"),
+    ],
+)
+def test_impossible_grouping(sizes, rows, message):
+    with pytest.raises(ValueError, match=message) as info:
+        expand(sizes, rows)
+    assert str(list(sizes)) in str(info.value)
+
+
+def variable(lora_config):
+    layer = MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear(5, [8, 4, 4, 6]))
+    layer.create_lora_weights(4, lora_config())
+    return layer
+
+
+def slot_content(layer, slot, rank):
+    a = [stacked[slot, 0, :rank] for stacked in layer.lora_a_stacked]
+    b = [stacked[slot, 0, :, :rank] for stacked in layer.lora_b_stacked]
+    return a, torch.cat(b)
+
+
+def test_single_tensors_for_many_slices(lora_config):
+    layer, a, b = variable(lora_config), torch.randn(3, 5), torch.randn(22, 3)
+    layer.set_lora(1, a, b)
+    stored_a, stored_b = slot_content(layer, 1, 3)
+    assert all(torch.equal(part, a) for part in stored_a)
+    assert torch.equal(stored_b, b)
+    assert layer.lora_ranks[:, 1].tolist() == [3, 3, 3, 3]
+
+
+def test_single_a_with_grouped_b(lora_config):
+    layer, a, b = variable(lora_config), torch.randn(3, 5), torch.randn(22, 3)
+    layer.set_lora(1, a, [b[:16], b[16:]])
+    stored_a, stored_b = slot_content(layer, 1, 3)
+    assert all(torch.equal(part, a) for part in stored_a)
+    assert torch.equal(stored_b, b)
+
+
+def test_single_a_skips_absent_slices(lora_config):
+    layer, a = variable(lora_config), torch.randn(3, 5)
+    layer.set_lora(1, a, [torch.randn(8, 3), None, None, torch.randn(6, 3)])
+    assert layer.lora_ranks[:, 1].tolist() == [3, 0, 0, 3]
+    assert (layer.lora_a_stacked[1] == 0).all()
+
+
+def test_single_b_with_one_a_per_slice(lora_config):
+    layer, b = variable(lora_config), torch.randn(22, 3)
+    a = [torch.randn(3, 5) for _ in range(4)]
+    layer.set_lora(1, a, b)
+    stored_a, stored_b = slot_content(layer, 1, 3)
+    assert all(torch.equal(part, given) for part, given in zip(stored_a, a, strict=True))
+    assert torch.equal(stored_b, b)
+
+
+@pytest.mark.parametrize(
+    ("lora_a", "lora_b", "message"),
+    [
+        pytest.param(torch.ones(3, 5), torch.ones(21, 3), r"22 rows.*\(21, 3\)", id="rows"),
+        pytest.param(torch.ones(3, 5), torch.ones(22), "2-D", id="1-d"),
+        pytest.param([torch.ones(3, 5)] * 2, torch.ones(22, 3), "2 and 4", id="two-a"),
+    ],
+)
+def test_bad_single_tensor(lora_a, lora_b, message, lora_config):
+    layer = variable(lora_config)
+    with pytest.raises(ValueError, match=message):
+        layer.set_lora(1, lora_a, lora_b)
+    assert (layer.lora_ranks == 0).all()
+
+
+def test_qkv_with_absent_k(lora_config, wrapper_for, lora_term, random_pair):
+    """Adapters for q_proj and v_proj only, as in the LoRA paper: k keeps the base output."""
+    base = QKVParallelLinear(6, 2, 4, 2, return_bias=False)
+    for parameter in base.parameters():
+        parameter.data.normal_()
+    layer = MergedQKVParallelLinearWithLoRA(base)
+    layer.create_lora_weights(4, lora_config())
+    layer.set_mapping(wrapper_for([0, -1, 0]))
+    pairs = [random_pair(4, 6, 8), None, random_pair(2, 6, 4)]
+    layer.set_lora(0, [pair and pair[0] for pair in pairs], [pair and pair[1] for pair in pairs])
+    x = torch.randn(3, 6)
+    result = layer(x)
+    assert torch.equal(result[:, 8:12], base(x)[:, 8:12])
+    reference = base(x).double() + lora_term(x, [0, -1, 0], {0: pairs}, (8, 4, 4))
+    torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
+
+
+def test_expansion_splits_by_full_sizes_on_every_rank(lora_config):
+    base = QKVParallelLinear(6, 2, 4, 2, tp_rank=3, tp_size=4)
+    layer = MergedQKVParallelLinearWithLoRA(base)
+    layer.create_lora_weights(4, lora_config())
+    b = torch.arange(16).float().unsqueeze(1)
+    layer.set_lora(0, [torch.ones(1, 6)] * 2, [b[:12], b[12:]])
+    assert [stacked[0, 0, :, 0].tolist() for stacked in layer.lora_b_stacked] == [[6, 7], [10, 11], [14, 15]]
