@@ -1,0 +1,120 @@
+"""`LoRAConfig`: how many adapters, how wide, in which dtype, and the switches of the kernels.
+
+Every switch of the library is a field here; the library reads no environment variable.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from punica.checks import check_count
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_SWITCHES = (
+    "fully_sharded_loras",
+    "specialize_active_lora",
+    "enable_mixed_moe_lora_format",
+    "batch_invariant",
+    "debug_checks",
+    "pdl",
+    "dual_stream",
+)
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """What is allocated for adapters, and how the ops run.
+
+    Checked when built: TypeError for a wrong type or an unsupported torch dtype, ValueError for a value out of range.
+
+    Capacity
+        max_lora_rank: widest adapter; the rank dimension of every stacked weight.
+        max_loras: slots on the device, i.e. distinct adapters in one batch.
+        max_cpu_loras: adapters kept in host memory, at least ``max_loras`` (``None``: equal to it).
+        lora_dtype: ``"auto"`` (the model's), ``"float16"``, ``"bfloat16"``, ``"float32"`` or such a torch dtype.
+        target_modules: deployment filter, suffixes or full module names; ``None`` wraps every supported module.
+    Layout
+        fully_sharded_loras: shard A as well as B over tensor-parallel ranks.
+        enable_mixed_moe_lora_format: always use the 2D MoE class and convert 3D adapters.
+    Execution
+        specialize_active_lora: one captured CUDA graph per count of active adapters.
+        batch_invariant: one fixed kernel form, so that a row's bits do not depend on its batch.
+        tuned_dir: folder with tuned kernel tables; ``None`` uses the ones in the package.
+        debug_checks: ops also verify device-side indices (synchronises; for debugging).
+        pdl: programmatic dependent launch between shrink and expand where the GPU has it.
+        dual_stream: run the adapter's shrink beside the base layer on a second stream.
+    """
+
+    max_lora_rank: int = 16
+    max_loras: int = 1
+    max_cpu_loras: int | None = None
+    fully_sharded_loras: bool = False
+    lora_dtype: str | torch.dtype = "auto"
+    target_modules: list[str] | None = None
+    specialize_active_lora: bool = False
+    enable_mixed_moe_lora_format: bool = False
+    batch_invariant: bool = False
+    tuned_dir: str | Path | None = None
+    debug_checks: bool = False
+    pdl: bool = True
+    dual_stream: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("max_lora_rank", self.max_lora_rank)
+        check_count("max_loras", self.max_loras)
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        check_count(
+            "max_cpu_loras", self.max_cpu_loras, self.max_loras, "max_loras: host memory has a copy of every slot"
+        )
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not (isinstance(self.lora_dtype, str) and self.lora_dtype == "auto"):
+            _as_dtype("lora_dtype", self.lora_dtype)
+        if self.target_modules is not None:
+            object.__setattr__(self, "target_modules", _module_names(self.target_modules))
+        if self.tuned_dir is not None and not isinstance(self.tuned_dir, (str, Path)):
+            raise TypeError(f"tuned_dir must be a path or None, got {type(self.tuned_dir).__name__}")
+
+    def verify_with_model_config(self, model_config: Any) -> None:
+        """Resolve ``lora_dtype`` to a torch dtype, in place; ``"auto"`` takes the dtype of the model.
+
+        ``model_config`` is a Hugging Face config or anything with ``dtype`` (or ``torch_dtype``), a torch dtype or its
+        name. ValueError when ``"auto"`` meets a model config without one.
+        """
+        if self.lora_dtype != "auto":
+            object.__setattr__(self, "lora_dtype", _as_dtype("lora_dtype", self.lora_dtype))
+            return
+        model_dtype = getattr(model_config, "dtype", None) or getattr(model_config, "torch_dtype", None)
+        if model_dtype is None:
+            raise ValueError(
+                f'lora_dtype "auto" needs a model config with a dtype, {type(model_config).__name__} has none; '
+                f"set lora_dtype to one of {list(_DTYPES)}"
+            )
+        object.__setattr__(self, "lora_dtype", _as_dtype("the model's dtype", model_dtype))
+
+
+def _as_dtype(name: str, value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        if value not in _DTYPES.values():
+            raise TypeError(f"{name} is {value}; adapters are stored as one of {list(_DTYPES)}")
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str or a torch dtype, got {type(value).__name__} {value!r}")
+    if value not in _DTYPES:
+        raise ValueError(f'{name} is {value!r}, must be one of {list(_DTYPES)} (lora_dtype also takes "auto")')
+    return _DTYPES[value]
+
+
+def _module_names(names: Any) -> list[str]:
+    if isinstance(names, str) or not isinstance(names, (list, tuple, set, frozenset)):
+        raise TypeError(f"target_modules must be a list of module names or None, got {names!r}")
+    for position, name in enumerate(names):
+        if not isinstance(name, str):
+            raise TypeError(f"target_modules[{position}] must be a str, got {type(name).__name__} {name!r}")
+        if not name:
+            raise ValueError(f"target_modules[{position}] is empty; give a suffix such as 'q_proj' or a full name")
+    return list(names)

@@ -1,0 +1,61 @@
+"""Name -> thing, for the four things people replace: op backend, serving system, scheduling policy, workload.
+
+Adding one is a file, a ``@REGISTRY.register("name")`` line, a YAML file and a test. Everything else in the library is
+a plain function call.
+"""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Named things of one kind.
+
+    ``kind`` is how error messages call an entry, e.g. ``Registry("workload")``.
+
+    >>> SHAPES: Registry[type] = Registry("shape")
+    >>> @SHAPES.register("circle")
+    ... class Circle: ...
+    >>> SHAPES.get("circle") is Circle, SHAPES.names()
+    (True, ('circle',))
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that stores what it decorates under ``name`` and returns it unchanged.
+
+        Raises TypeError when ``name`` is not a string, ValueError when it is empty or already taken.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name of a {self.kind} must be a str, got {type(name).__name__} {name!r}")
+        if not name:
+            raise ValueError(f"name of a {self.kind} must not be empty")
+
+        def store(entry: T) -> T:
+            if name in self._entries:
+                raise ValueError(
+                    f"{self.kind} {name!r} is already taken by {self._entries[name]!r}; choose another name"
+                )
+            self._entries[name] = entry
+            return entry
+
+        return store
+
+    def get(self, name: str) -> T:
+        """The entry called ``name``; ValueError lists the known names when there is none."""
+        if isinstance(name, str) and name in self._entries:
+            return self._entries[name]
+        known = ", ".join(self.names()) or "none"
+        raise ValueError(
+            f"unknown {self.kind} {name!r}; known: {known}. Use one of these, or register yours with "
+            f'@<registry>.register("{name}") in a module that is imported before it is asked for'
+        )
+
+    def names(self) -> tuple[str, ...]:
+        """Known names, in the order of registration."""
+        return tuple(self._entries)

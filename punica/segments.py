@@ -1,0 +1,230 @@
+"""Which token uses which adapter: `LoRAMapping`, `convert_mapping`, `compute_meta`, and the kernels' `LoRAKernelMeta`.
+
+An *adapter id* is what the user knows (integer >= 1, 0 = none). A *slot* is where its weights lie on the device (index
+below ``max_loras``, ``-1`` = none). A *segment* is a maximal run of neighbouring tokens with one slot; SGMV computes
+``Y[s_b:s_{b+1}] += X[s_b:s_{b+1}] @ W_b`` for all segments b in one launch (paper, section 4).
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from punica.checks import check_count, check_slot_vector
+from punica.kernel_meta import LoRAKernelMeta, get_captured_lora_counts
+
+__all__ = [
+    "HostIndices",
+    "LoRAKernelMeta",
+    "LoRAMapping",
+    "Segments",
+    "compute_meta",
+    "convert_mapping",
+    "get_captured_lora_counts",
+    "host_indices",
+]
+
+
+@dataclass(frozen=True)
+class LoRAMapping:
+    """Adapter ids of one step, compared by value.
+
+    ``index_mapping``: id of every token (length T). ``prompt_mapping``: id of every sampled row (length S): equal to
+    the tokens when decoding, one per request in a prefill. 0 = no adapter. Both take any sequence of integers, 1-D
+    integer CPU tensors and numpy arrays included, and are stored as tuples of int.
+    ``is_prefill``: the step contains prompts, so runs of equal slots are long.
+
+    TypeError (with position and value): an element that is bool, float, str or None. ValueError: a negative element.
+    """
+
+    index_mapping: Sequence[int]
+    prompt_mapping: Sequence[int]
+    is_prefill: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index_mapping", _adapter_ids("index_mapping", self.index_mapping))
+        object.__setattr__(self, "prompt_mapping", _adapter_ids("prompt_mapping", self.prompt_mapping))
+        if not isinstance(self.is_prefill, bool):
+            raise TypeError(f"is_prefill must be a bool, got {type(self.is_prefill).__name__} {self.is_prefill!r}")
+
+
+def _adapter_ids(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+        raise ValueError(f"{name} is on {values.device}; mappings are built on the host, pass a CPU tensor or a list")
+    if isinstance(values, (torch.Tensor, np.ndarray)):
+        if values.ndim != 1:
+            raise ValueError(f"{name} must be 1-D, one adapter id per row, got shape {tuple(values.shape)}")
+        values = values.tolist()
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of adapter ids, got {type(values).__name__} {values!r}")
+    ids = tuple(values)
+    if not set(map(type, ids)) <= {int}:
+        ids = tuple(_as_int(name, position, value) for position, value in enumerate(ids))
+    if ids and min(ids) < 0:
+        position = next(i for i, value in enumerate(ids) if value < 0)
+        raise ValueError(f"{name}[{position}] is {ids[position]}; adapter ids are >= 1, and 0 means no adapter")
+    return ids
+
+
+def _as_int(name: str, position: int, value: Any) -> int:
+    is_bool = isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == torch.bool
+    try:
+        if not is_bool:
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}[{position}] is {value!r} ({type(value).__name__}); adapter ids are integers >= 0")
+
+
+class HostIndices(NamedTuple):
+    """The result of `host_indices`: int64 arrays ``[T]``, ``[S]``, ``[S]``, ``[2, T]`` as in `convert_mapping`."""
+
+    token_slots: np.ndarray
+    sampler_slots: np.ndarray
+    sampler_slots_padded: np.ndarray
+    embedding_offsets: np.ndarray
+
+    @property
+    def lengths(self) -> list[int]:
+        """``[T, S, S, T]``."""
+        tokens, sampled = len(self.token_slots), len(self.sampler_slots)
+        return [tokens, sampled, sampled, tokens]
+
+
+def host_indices(
+    mapping: LoRAMapping,
+    lora_index_to_id: Sequence[int | None],
+    max_loras: int,
+    vocab_size: int,
+    extra_vocab_size: int = 0,
+) -> HostIndices:
+    """`convert_mapping` without a device: what the wrapper refills its buffers from, and hands to the kernel metadata.
+
+    One dictionary from id to slot is built per call, so the work is O(T + S + slots). Errors as in `convert_mapping`.
+    """
+    if not isinstance(mapping, LoRAMapping):
+        raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
+    slot_of = _slot_table(lora_index_to_id)
+    check_count("max_loras", max_loras)
+    if max_loras < len(lora_index_to_id):
+        raise ValueError(
+            f"max_loras is {max_loras}, must be >= {len(lora_index_to_id)}, the number of entries of lora_index_to_id"
+        )
+    check_count("vocab_size", vocab_size)
+    check_count("extra_vocab_size", extra_vocab_size, lowest=0)
+    tokens = _slots("index_mapping", mapping.index_mapping, slot_of)
+    sampled = (
+        tokens
+        if mapping.prompt_mapping == mapping.index_mapping
+        else _slots("prompt_mapping", mapping.prompt_mapping, slot_of)
+    )
+    rows = len(sampled)
+    padded = np.arange(rows) + rows * np.where(sampled >= 0, sampled, max_loras - 1)
+    # rows without adapter point harmlessly into slot 0: the expand that follows skips them
+    table = np.maximum(tokens, 0)
+    offsets = np.stack((table * extra_vocab_size, table * (vocab_size + extra_vocab_size)))
+    return HostIndices(tokens, sampled, padded, offsets)
+
+
+def convert_mapping(
+    mapping: LoRAMapping,
+    lora_index_to_id: Sequence[int | None],
+    max_loras: int,
+    vocab_size: int,
+    extra_vocab_size: int,
+    device: torch.device | str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+    """Slots and offsets of every row of a step, as int64 tensors on ``device``.
+
+    ``lora_index_to_id[s]`` is the adapter id in slot s or None; ``max_loras`` (>= its length) encodes "none" in the
+    padded indices. Returns
+
+    - ``base_indices`` ``[T]``: slot of each token, ``-1`` = none
+    - ``sampler_indices`` ``[S]``: slot of each sampled row
+    - ``sampler_indices_padded`` ``[S]``: ``s + S * p`` with p the slot, or ``max_loras - 1`` for none
+    - ``embeddings_indices`` ``[2, T]``: with ``e = max(slot, 0)``: ``e * extra_vocab_size`` and
+      ``e * (vocab_size + extra_vocab_size)``, the offset of the slot's table in a flattened embedding A
+    - ``indices_len`` ``[T, S, S, T]``
+
+    The four tensors are views of one allocation, filled by one copy. TypeError: a wrong type. ValueError: an id that is
+    in no slot (all such ids and the loaded ones are listed), an id in two slots, a number out of range.
+    """
+    host = host_indices(mapping, lora_index_to_id, max_loras, vocab_size, extra_vocab_size)
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in host]))
+    target = torch.device(device)
+    if target.type == "cuda":
+        packed = packed.pin_memory()
+    packed = packed.to(target, non_blocking=True)
+    tokens, sampled = len(host.token_slots), len(host.sampler_slots)
+    base, sampler, padded, offsets = packed.split([tokens, sampled, sampled, 2 * tokens])
+    return base, sampler, padded, offsets.view(2, tokens), host.lengths
+
+
+def _slot_table(lora_index_to_id: Sequence[int | None]) -> dict[int, int]:
+    """Adapter id -> slot, with 0 -> -1."""
+    if isinstance(lora_index_to_id, (str, bytes)) or not isinstance(lora_index_to_id, Sequence):
+        raise TypeError(f"lora_index_to_id must be a list of ids and None, got {type(lora_index_to_id).__name__}")
+    slot_of = {0: -1}
+    for slot, adapter_id in enumerate(lora_index_to_id):
+        if adapter_id is None:
+            continue
+        check_count(f"lora_index_to_id[{slot}]", adapter_id)
+        if adapter_id in slot_of:
+            raise ValueError(
+                f"lora_index_to_id has adapter id {adapter_id} in slots {slot_of[adapter_id]} and {slot}; "
+                "an adapter lies in one slot"
+            )
+        slot_of[adapter_id] = slot
+    return slot_of
+
+
+def _slots(name: str, ids: Sequence[int], slot_of: dict[int, int]) -> np.ndarray:
+    try:
+        return np.fromiter(map(slot_of.__getitem__, ids), dtype=np.int64, count=len(ids))
+    except KeyError:
+        pass
+    first: dict[int, int] = {}
+    for position, adapter_id in enumerate(ids):
+        if adapter_id not in slot_of:
+            first.setdefault(adapter_id, position)
+    unknown = ", ".join(f"{adapter_id} (first at position {at})" for adapter_id, at in first.items())
+    loaded = sorted(set(slot_of) - {0})
+    raise ValueError(f"{name} names adapters that are in no slot: {unknown}; loaded ids: {loaded}. Activate them first")
+
+
+class Segments(NamedTuple):
+    """The result of `compute_meta`: starts ``[B]``, lengths ``[B]``, slots ``[B]``, B, longest run, T, no adapter."""
+
+    b_seq_start: torch.Tensor
+    seq_length: torch.Tensor
+    lora_indices: torch.Tensor
+    batch_size: int
+    max_length: int
+    token_nums: int
+    no_lora: bool
+
+
+def compute_meta(token_lora_tensor: torch.Tensor) -> Segments:
+    """Run-length encode the slots of a step (integer tensor ``[T]``, ``-1`` = no adapter) into B segments.
+
+    ``[2,2,2,-1,-1,0,0,2]`` gives starts ``[0,3,5,7]``, lengths ``[3,2,2,1]`` (int64), slots ``[2,-1,0,2]`` (dtype of
+    the input), B = 4, longest 3, T = 8, ``no_lora`` False. T = 0 gives empty tensors, zeros and ``no_lora`` True.
+
+    TypeError: not an integer tensor. ValueError: not 1-D, or a value below -1.
+    """
+    check_slot_vector("token_lora_tensor", token_lora_tensor)
+    slots, lengths = torch.unique_consecutive(token_lora_tensor, return_counts=True)
+    tokens, runs = token_lora_tensor.shape[0], slots.shape[0]
+    if runs == 0:
+        return Segments(lengths, lengths.clone(), slots, 0, 0, 0, True)
+    lowest, highest = slots.min().item(), slots.max().item()
+    if lowest < -1:
+        position = int((token_lora_tensor < -1).nonzero()[0])
+        raise ValueError(
+            f"token_lora_tensor[{position}] is {token_lora_tensor[position].item()}; slots are >= 0, and -1 means none"
+        )
+    starts = lengths.cumsum(0) - lengths
+    return Segments(starts, lengths, slots, runs, int(lengths.max()), tokens, highest < 0)

@@ -1,0 +1,64 @@
+"""`StagedBuffer`: integers of one step, allocated once and refilled from the host with a single copy.
+
+Captured CUDA graphs and kernels hold the address of the device tensor, so it never moves. On a CPU the host array *is*
+the tensor and nothing is copied. For a GPU there are two pinned host arrays: the copy is asynchronous, so while it may
+still be reading one of them the next step fills the other, and an event tells when a third step may reuse the first.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+
+class StagedBuffer:
+    """A tensor ``tensor`` of fixed shape and address; ``begin`` gives the host array to fill, ``commit`` publishes it.
+
+    Use: ``host = buffer.begin(); host[...] = values; buffer.commit(rows)``. One thread at a time; the copy runs on the
+    current stream of the buffer's device.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, initial: tuple[int, ...] = (0,)
+    ) -> None:
+        """``initial`` is repeated along the first dimensions (one value per column, or one for all)."""
+        start = torch.tensor(initial, dtype=dtype).expand(shape).contiguous()
+        self.tensor = start.to(device)
+        self._asynchronous = device.type == "cuda"
+        if device.type == "cpu":
+            self._hosts = [self.tensor]
+        else:
+            copies = 2 if self._asynchronous else 1
+            self._hosts = [start.pin_memory() if self._asynchronous else start for _ in range(copies)]
+        self._arrays: list[np.ndarray] = [host.numpy() for host in self._hosts]
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._hosts)
+        self._turn = 0
+
+    def begin(self) -> np.ndarray:
+        """The host array (shape of the buffer) that may be overwritten now; holds what it held two steps ago."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+        event = self._copied[self._turn]
+        if event is not None and not event.query():
+            event.synchronize()  # only when the device is two whole steps behind
+        return self._arrays[self._turn]
+
+    def commit(self, rows: int) -> None:
+        """Send the first ``rows`` rows (a contiguous prefix) to the device tensor; the rest of it is left alone."""
+        host = self._hosts[self._turn]
+        if host is self.tensor or not rows:
+            return
+        self.tensor[:rows].copy_(host[:rows], non_blocking=self._asynchronous)
+        if self._asynchronous:
+            event = self._copied[self._turn] or torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.tensor.device))
+            self._copied[self._turn] = event
+
+
+def aligned_offsets(lengths: list[int], multiple: int = 32) -> tuple[list[int], int]:
+    """Start of each of several arrays packed into one allocation, and the total, in elements.
+
+    Starts are multiples of ``multiple`` (32 int32 = 128 bytes), so that every array is as well aligned as one of its
+    own: Triton compiles a faster kernel for 16-byte aligned pointers.
+    """
+    padded = [math.ceil(length / multiple) * multiple for length in lengths]
+    return [sum(padded[:i]) for i in range(len(padded))], sum(padded)

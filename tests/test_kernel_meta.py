@@ -1,0 +1,224 @@
+"""The kernels' metadata: its definition, its invariants, what a step leaves behind for the next."""
+
+import numpy as np
+import pytest
+import torch
+
+from punica.segments import LoRAKernelMeta, get_captured_lora_counts
+
+DEVICE_FIELDS = (
+    "token_lora_mapping",
+    "token_indices_sorted_by_lora_ids",
+    "active_lora_ids",
+    "num_tokens_per_lora",
+    "lora_token_start_loc",
+)
+HOST_FIELDS = ("no_lora_flag_cpu", "num_active_loras_cpu", "default_num_active_loras_cpu")
+
+
+def snapshot(meta: LoRAKernelMeta) -> dict[str, list]:
+    return {name: getattr(meta, name).tolist() for name in DEVICE_FIELDS + HOST_FIELDS}
+
+
+def test_kernel_meta_example() -> None:
+    meta = LoRAKernelMeta.make(3, 8, "cpu")
+    meta.prepare_tensors(torch.tensor([2, -1, 0, 2, 2, 0]))
+    assert meta.token_lora_mapping.tolist() == [2, -1, 0, 2, 2, 0, -1, -1]
+    assert meta.token_indices_sorted_by_lora_ids[:6].tolist() == [1, 2, 5, 0, 3, 4]
+    assert meta.active_lora_ids.tolist() == [-1, 0, 2, -1]
+    assert meta.num_tokens_per_lora.tolist() == [1, 2, 3, 0]
+    assert meta.lora_token_start_loc.tolist() == [0, 1, 3, 6, 0]
+    assert meta.num_active_loras_cpu.tolist() == [3]
+    assert meta.default_num_active_loras_cpu.tolist() == [4]
+    assert meta.no_lora_flag_cpu.tolist() == [False]
+    assert {getattr(meta, name).dtype for name in DEVICE_FIELDS} == {torch.int32}
+    assert meta.num_active_loras_cpu.dtype == meta.default_num_active_loras_cpu.dtype == torch.int32
+    assert meta.no_lora_flag_cpu.dtype == torch.bool
+    assert all(getattr(meta, name).is_contiguous() for name in DEVICE_FIELDS)
+
+
+def test_kernel_meta_of_one_adapter() -> None:
+    meta = LoRAKernelMeta.make(3, 3, "cpu")
+    meta.prepare_tensors(torch.tensor([1, 1, 1], dtype=torch.int32))
+    assert meta.active_lora_ids.tolist() == [1, -1, -1, -1]
+    assert meta.num_tokens_per_lora.tolist() == [3, 0, 0, 0]
+    assert meta.lora_token_start_loc.tolist() == [0, 3, 0, 0, 0]
+    assert meta.num_active_loras_cpu.item() == 1
+
+
+@pytest.mark.parametrize("max_loras", [1, 2, 8, 128, 40000])
+def test_kernel_meta_invariants_on_random_mappings(max_loras: int) -> None:
+    capacity = 70
+    meta = LoRAKernelMeta.make(max_loras, capacity, "cpu")
+    rng = np.random.default_rng(max_loras)
+    for _ in range(200):
+        tokens = int(rng.integers(0, capacity + 1))
+        slots = rng.integers(-1, max_loras, tokens)
+        meta.prepare_tensors(torch.from_numpy(slots))
+        order = meta.token_indices_sorted_by_lora_ids[:tokens].tolist()
+        assert order == sorted(range(tokens), key=lambda t: slots[t])  # Python's sort is stable
+        present = sorted(set(slots.tolist()))
+        assert meta.active_lora_ids.tolist() == present + [-1] * (max_loras + 1 - len(present))
+        assert meta.num_tokens_per_lora.sum().item() == tokens
+        starts, counts = meta.lora_token_start_loc.tolist(), meta.num_tokens_per_lora.tolist()
+        for position, slot in enumerate(present):
+            owned = order[starts[position] : starts[position] + counts[position]]
+            assert [slots[t] for t in owned] == [slot] * int((slots == slot).sum())
+        assert not any(starts[len(present) + 1 :])
+        assert meta.token_lora_mapping.tolist() == slots.tolist() + [-1] * (capacity - tokens)
+        assert meta.no_lora_flag_cpu.item() == (tokens == 0 or slots.max() < 0)
+        assert meta.num_active_loras_cpu.item() == (0 if meta.no_lora_flag_cpu.item() else len(present))
+
+
+def test_a_step_without_adapters_leaves_no_stale_slots() -> None:
+    meta = LoRAKernelMeta.make(3, 8, "cpu")
+    fresh = snapshot(meta)
+    meta.prepare_tensors(torch.tensor([2, -1, 0, 2, 2, 0]))
+    meta.prepare_tensors(torch.full((5,), -1))
+    assert meta.no_lora_flag_cpu.item()
+    assert meta.num_active_loras_cpu.item() == 0
+    assert meta.active_lora_ids.tolist() == [-1] * 4
+    assert meta.token_lora_mapping.tolist() == [-1] * 8
+    assert meta.token_indices_sorted_by_lora_ids[:5].tolist() == [0, 1, 2, 3, 4]
+    meta.prepare_tensors(torch.empty(0, dtype=torch.int64))
+    assert {**snapshot(meta), "token_indices_sorted_by_lora_ids": None} == {
+        **fresh,
+        "token_indices_sorted_by_lora_ids": None,
+    }
+
+
+def test_a_shorter_step_resets_the_tail() -> None:
+    meta = LoRAKernelMeta.make(3, 8, "cpu")
+    meta.prepare_tensors(torch.tensor([2, 1, 0, 2, 2, 0, 1, 1]))
+    meta.prepare_tensors(torch.tensor([1, 0]))
+    assert meta.token_lora_mapping.tolist() == [1, 0] + [-1] * 6
+
+
+@pytest.mark.parametrize(
+    ("max_loras", "specialize", "counts"),
+    [
+        (8, True, [1, 2, 4, 8, 9]),
+        (6, True, [1, 2, 4, 7]),
+        (4, True, [1, 2, 4, 5]),
+        (3, True, [1, 2, 4]),
+        (1, True, [1, 2]),
+        (8, False, [9]),
+    ],
+)
+def test_captured_counts(max_loras: int, specialize: bool, counts: list[int]) -> None:
+    assert get_captured_lora_counts(max_loras, specialize) == counts
+
+
+@pytest.mark.parametrize(
+    ("captured", "slots", "rounded"),
+    [
+        ([1, 2, 4], [2, -1, 0], 4),
+        ([4, 1, 2], [2, 0], 2),
+        ([1, 2], [2, -1, 0], 3),
+        ([], [2, -1, 0], 3),
+        ([1, 2, 4], [-1], 0),
+    ],
+    ids=["up", "exact, given unsorted", "above the largest", "none captured", "no adapter"],
+)
+def test_active_count_is_rounded_up_to_a_captured_one(captured, slots, rounded) -> None:
+    meta = LoRAKernelMeta.make(3, 8, "cpu", captured)
+    meta.prepare_tensors(torch.tensor(slots))
+    assert meta.num_active_loras_cpu.item() == rounded
+    assert meta.captured_lora_counts == sorted(captured)
+
+
+def test_addresses_never_change() -> None:
+    meta = LoRAKernelMeta.make(5, 64, "cpu")
+    before = [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS + HOST_FIELDS]
+    for tokens in range(64):
+        meta.prepare_tensors(torch.randint(-1, 5, (tokens,)))
+    assert [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS + HOST_FIELDS] == before
+
+
+@pytest.mark.parametrize(
+    ("slots", "error", "message"),
+    [
+        (torch.zeros(9, dtype=torch.int64), ValueError, "9 tokens.*max_num_tokens=8"),
+        (torch.tensor([0, 3, -2]), ValueError, r"\[1\] is 3.*\[-1, 3\)"),
+        (torch.tensor([0, -2]), ValueError, r"\[1\] is -2"),
+        (torch.zeros(3), TypeError, "float32"),
+        (torch.zeros(3, dtype=torch.bool), TypeError, "bool"),
+        (torch.zeros(1, 3, dtype=torch.int64), ValueError, "1-D"),
+        ([0, 1], TypeError, "list"),
+    ],
+    ids=["too many", "slot too large", "slot too small", "float", "bool", "2-D", "list"],
+)
+def test_bad_slots_raise_and_keep_the_previous_step(slots, error, message) -> None:
+    meta = LoRAKernelMeta.make(3, 8, "cpu")
+    meta.prepare_tensors(torch.tensor([2, -1, 0]))
+    before = snapshot(meta)
+    with pytest.raises(error, match=message):
+        meta.prepare_tensors(slots)
+    assert snapshot(meta) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((0, 8), "max_loras is 0"), ((3, 0), "max_num_tokens is 0"), ((3, 8, "cpu", [5]), r"has 5.*= 4"),
+     ((3, 8, "cpu", [0]), "is 0")],
+)  # fmt: skip
+def test_make_rejects_bad_sizes(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoRAKernelMeta.make(*(arguments if len(arguments) > 2 else (*arguments, "cpu")))
+
+
+def test_meta_args_are_views_in_the_order_of_the_ops() -> None:
+    meta = LoRAKernelMeta.make(3, 8, "cpu")
+    meta.prepare_tensors(torch.tensor([2, -1, 0]))
+    mapping, order, counts, starts, ids, flag, active = meta.meta_args(5, True)
+    assert mapping.tolist() == [2, -1, 0, -1, -1]
+    assert mapping.data_ptr() == meta.token_lora_mapping.data_ptr()
+    assert order.shape == (5,)
+    assert order.data_ptr() == meta.token_indices_sorted_by_lora_ids.data_ptr()
+    assert (counts, starts, ids) == (meta.num_tokens_per_lora, meta.lora_token_start_loc, meta.active_lora_ids)
+    assert flag is meta.no_lora_flag_cpu
+    assert active is meta.num_active_loras_cpu
+    assert meta.meta_args(5)[6] is meta.default_num_active_loras_cpu
+    assert meta.meta_args(0)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("token_nums", [-1, 9])
+def test_meta_args_out_of_range(token_nums: int) -> None:
+    with pytest.raises(ValueError, match=rf"token_nums is {token_nums}"):
+        LoRAKernelMeta.make(3, 8, "cpu").meta_args(token_nums)
+
+
+@pytest.mark.gpu
+def test_cuda_updates_never_synchronise_and_keep_every_step_intact() -> None:
+    """Steps are queued behind a long kernel: double-buffered staging must not be overwritten before it was copied."""
+    meta = LoRAKernelMeta.make(8, 4096, "cuda")
+    steps = [torch.randint(-1, 8, (4096,)) for _ in range(2)]
+    seen = []
+    for slots in steps:  # pinned memory, events and streams exist after a first round
+        meta.prepare_tensors(slots)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(50_000_000)
+        for slots in steps:
+            meta.prepare_tensors(slots)
+            seen.append(meta.token_lora_mapping.clone())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for slots, copy in zip(steps, seen, strict=True):
+        assert torch.equal(copy.cpu().long(), slots)
+    addresses = [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS]
+    for _ in range(100):
+        slots = torch.randint(-1, 8, (int(torch.randint(0, 4097, ())),))
+        meta.prepare_tensors(slots)
+        assert torch.equal(meta.token_lora_mapping[: len(slots)].cpu().long(), slots)
+    assert [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS] == addresses
+
+
+@pytest.mark.gpu
+def test_cuda_input_gives_the_same_as_cpu_input() -> None:
+    slots = torch.randint(-1, 8, (100,))
+    on_host, on_device = (LoRAKernelMeta.make(8, 128, "cuda") for _ in range(2))
+    on_host.prepare_tensors(slots)
+    on_device.prepare_tensors(slots.cuda())
+    assert snapshot(on_host) == snapshot(on_device)

@@ -1,0 +1,98 @@
+"""The paper's numbers as data: columns, readability, and facts that any copy must keep."""
+
+import csv
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from punica.measure.paper import FIGURE_FILES, SOURCES, SYSTEMS, as_rows, paper_file, read_claims, read_figure
+from punica.measure.records import COLUMNS
+from punica.workload import PAPER_WORKLOADS, popularity, released_lengths
+
+PAPER = Path(__file__).parents[1] / "paper_results"
+KEY = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
+HEADER = [*KEY, "value", "unit", "source", "precision", "note"]
+ROWS = {"1": 344, "7": 1791, "8": 1124, "9": 1054, "10": 533, "11": 148, "12": 37, "13": 1556}
+ROWS |= {"README backbone-vs-sgmv": 137}
+
+
+def lines(name):
+    with (PAPER / name).open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.mark.parametrize("figure", FIGURE_FILES)
+def test_figure_file_is_complete(figure):
+    content = lines(FIGURE_FILES[figure])
+    assert len(content) == ROWS[figure]
+    assert [name for name in content[0] if name not in ("t_s", "gpu")] == HEADER
+    assert {line["figure"] for line in content} == {figure}
+    assert {line["source"] for line in content} <= set(SOURCES)
+    assert all(float(line["value"]) >= 0 for line in content if line["metric"] != "linear_fit_intercept")
+
+
+def test_every_claim_points_at_its_data():
+    claims = read_claims(PAPER)
+    assert [claim.id for claim in claims] == [f"C{number:02d}" for number in range(1, 53)]
+    assert all((PAPER / claim.data_file).is_file() for claim in claims)
+
+
+def test_setup_agrees_with_the_code():
+    setup = yaml.safe_load((PAPER / "setup.yaml").read_text())
+    assert popularity("Skewed").group_sizes(64) == setup["workloads"]["Skewed"]["example_64"]
+    assert popularity("Skewed").group_sizes(1000) == setup["workloads"]["Skewed"]["example_1000"]
+    assert set(PAPER_WORKLOADS) < set(setup["workloads"])
+    for name, totals in setup["request_generator"]["totals"].items():
+        lengths = released_lengths(int(name.split()[0]))
+        assert {"prompt": lengths.prompt.sum(), "new": lengths.new_tokens, "total": lengths.total_tokens} == totals
+
+
+def test_readme_stands_alone():
+    text = (PAPER / "README.md").read_text(encoding="utf-8")
+    assert all(f"D{number:02d}" in text for number in range(1, 23))
+    assert all(f"`{path.name}`" in text for path in PAPER.iterdir() if path.name != "README.md")
+    assert "../" not in text
+
+
+def test_anchors_hold_checked_measurements():
+    content = lines("anchors.csv")
+    assert len(content) == 1271
+    assert {line["group"] for line in content} == set("ABCDEFG")
+    for line in content:
+        if line["group"] != "F":
+            assert line["ok"] in ("True", "see A/C")
+            assert float(line["graph_us"]) > 0
+
+
+@pytest.mark.parametrize("figure", FIGURE_FILES)
+def test_one_value_per_quantity(figure):
+    frame = read_figure(PAPER, figure)
+    assert not frame.duplicated(KEY + [name for name in ("t_s", "gpu") if name in frame]).any()
+    assert frame["value"].notna().all()
+    assert set(pd.read_csv(PAPER / FIGURE_FILES[figure])["metric"]) == set(frame["metric"])
+
+
+def test_digitised_wins_over_label_and_text():
+    frame = read_figure(PAPER, "11").query("metric == 'throughput' and model == '7B' and workload == 'Distinct'")
+    assert frame.set_index("system")["value"]["Punica"] == pytest.approx(1053.61)
+    assert set(frame["source"]) == {"digitised"}
+    short = read_figure(PAPER, "1").query("panel == 'decode' and seq_len == 128 and batch_size == 32")
+    assert short.query("metric == 'step_latency'")["value"].item() == pytest.approx(13.69, abs=0.011)
+
+
+def test_rows_have_our_columns_and_names():
+    rows = as_rows(read_figure(PAPER, "11"))
+    assert tuple(rows.columns) == COLUMNS
+    assert set(SYSTEMS.values()) >= {"punica", "hf_peft", "static_batching", "continuous_batching"}
+    assert {"punica", "continuous_batching"} <= set(rows["system"])
+    assert set(rows["kind"]) == {"paper"}
+
+
+def test_missing_file_and_figure_say_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"fig01.*git checkout"):
+        read_figure(tmp_path, "1")
+    with pytest.raises(ValueError, match="figure '2'; known: 1, 7, 8"):
+        read_figure(PAPER, "2")
+    assert paper_file(PAPER, "claims.csv").is_file()

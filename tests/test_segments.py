@@ -1,0 +1,172 @@
+"""Mappings and segments against slow, independent definitions."""
+
+import numpy as np
+import pytest
+import torch
+
+from punica.segments import LoRAMapping, compute_meta, convert_mapping
+
+# ---- LoRAMapping
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[3, 0, 7], (3, 0, 7), torch.tensor([3, 0, 7]), np.array([3, 0, 7], dtype=np.uint8), [np.int32(3), 0, 7]],
+    ids=["list", "tuple", "tensor", "numpy", "mixed"],
+)
+def test_mapping_stores_tuples_of_int(ids) -> None:
+    mapping = LoRAMapping(ids, ids)
+    assert mapping.index_mapping == (3, 0, 7)
+    assert {type(i) for i in mapping.index_mapping} == {int}
+    assert mapping == LoRAMapping((3, 0, 7), [3, 0, 7])
+    assert mapping != LoRAMapping((3, 0, 7), [3, 0, 7], is_prefill=True)
+
+
+def test_empty_mapping_is_legal() -> None:
+    assert LoRAMapping([], ()).index_mapping == ()
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([1, True], TypeError, r"index_mapping\[1\] is True"),
+        ([1, np.bool_(True)], TypeError, r"index_mapping\[1\]"),
+        ([1, torch.tensor(True)], TypeError, r"index_mapping\[1\]"),
+        ([1.0], TypeError, r"index_mapping\[0\] is 1.0"),
+        (["1"], TypeError, r"index_mapping\[0\]"),
+        ("12", TypeError, r"index_mapping\[0\]"),
+        ([2, None], TypeError, r"index_mapping\[1\] is None"),
+        (torch.tensor([0.5]), TypeError, r"index_mapping\[0\]"),
+        (torch.tensor([True]), TypeError, r"index_mapping\[0\]"),
+        (5, TypeError, "index_mapping must be a sequence"),
+        ([4, 0, -1], ValueError, r"index_mapping\[2\] is -1"),
+        (torch.zeros(2, 2, dtype=torch.int64), ValueError, "1-D"),
+    ],
+)
+def test_bad_ids_raise_with_position_and_value(ids, error, message) -> None:
+    with pytest.raises(error, match=message):
+        LoRAMapping(ids, (1,))
+
+
+def test_is_prefill_must_be_bool() -> None:
+    with pytest.raises(TypeError, match="is_prefill"):
+        LoRAMapping((1,), (1,), is_prefill=1)  # type: ignore[arg-type]
+
+
+# ---- convert_mapping
+
+
+def test_convert_mapping_example() -> None:
+    mapping = LoRAMapping((3, 3, 0, 7), (3, 0, 7))
+    base, sampler, padded, embeddings, lengths = convert_mapping(mapping, [7, None, 3], 4, 100, 0, "cpu")
+    assert base.tolist() == [2, 2, -1, 0]
+    assert sampler.tolist() == [2, -1, 0]
+    assert padded.tolist() == [6, 10, 2]
+    assert embeddings.tolist() == [[0, 0, 0, 0], [200, 200, 0, 0]]
+    assert lengths == [4, 3, 3, 4]
+    assert {t.dtype for t in (base, sampler, padded, embeddings)} == {torch.int64}
+    assert {t.untyped_storage().data_ptr() for t in (base, sampler, padded, embeddings)} == {
+        base.untyped_storage().data_ptr()
+    }, "one allocation"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 33, 1000, 8192])
+def test_convert_mapping_equals_a_search_per_token(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    slots = [int(i) if i % 5 else None for i in rng.permutation(np.arange(1, 40))]
+    choices = [0] + [i for i in slots if i is not None]
+    index = rng.choice(choices, size=tokens).tolist()
+    prompt = rng.choice(choices, size=tokens // 3).tolist()
+    vocab, extra, max_loras = 1000, 8, len(slots) + 1
+
+    base, sampler, padded, embeddings, lengths = convert_mapping(
+        LoRAMapping(index, prompt), slots, max_loras, vocab, extra, "cpu"
+    )
+
+    def slot(adapter: int) -> int:
+        return slots.index(adapter) if adapter else -1
+
+    expected = [slot(i) for i in index]
+    sampled = [slot(i) for i in prompt]
+    assert base.tolist() == expected
+    assert sampler.tolist() == sampled
+    assert padded.tolist() == [row + len(prompt) * (s if s >= 0 else max_loras - 1) for row, s in enumerate(sampled)]
+    assert embeddings[0].tolist() == [max(s, 0) * extra for s in expected]
+    assert embeddings[1].tolist() == [max(s, 0) * (vocab + extra) for s in expected]
+    assert lengths == [tokens, len(prompt), len(prompt), tokens]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mapping": LoRAMapping((9, 3, 8, 9), (3,))}, ValueError, r"9 \(first at position 0\), 8 .*position 2.*\[3\]"),
+        ({"mapping": LoRAMapping((3,), (3, 5))}, ValueError, r"prompt_mapping.*5 \(first at position 1\)"),
+        ({"mapping": ((3,), (3,))}, TypeError, "LoRAMapping"),
+        ({"lora_index_to_id": [3, 3]}, ValueError, "slots 0 and 1"),
+        ({"lora_index_to_id": [3, 0]}, ValueError, r"lora_index_to_id\[1\] is 0"),
+        ({"lora_index_to_id": [3, True]}, TypeError, r"lora_index_to_id\[1\]"),
+        ({"lora_index_to_id": [3, "4"]}, TypeError, r"lora_index_to_id\[1\]"),
+        ({"lora_index_to_id": 3}, TypeError, "lora_index_to_id"),
+        ({"max_loras": 1}, ValueError, "max_loras is 1, must be >= 2"),
+        ({"max_loras": 0, "lora_index_to_id": [], "mapping": LoRAMapping((), ())}, ValueError, "max_loras is 0"),
+        ({"vocab_size": 0}, ValueError, "vocab_size is 0"),
+        ({"extra_vocab_size": -1}, ValueError, "extra_vocab_size is -1"),
+    ],
+)  # fmt: skip
+def test_convert_mapping_errors(arguments: dict, error: type[Exception], message: str) -> None:
+    call = {
+        "mapping": LoRAMapping((3, 0), (3,)), "lora_index_to_id": [3, None], "max_loras": 3, "vocab_size": 10,
+        "extra_vocab_size": 0, "device": "cpu",
+    }  # fmt: skip
+    convert_mapping(**call)
+    with pytest.raises(error, match=message):
+        convert_mapping(**{**call, **arguments})
+
+
+# ---- compute_meta
+
+
+def test_segments_example() -> None:
+    starts, lengths, slots, batch, longest, tokens, no_lora = compute_meta(torch.tensor([2, 2, 2, -1, -1, 0, 0, 2]))
+    assert starts.tolist() == [0, 3, 5, 7]
+    assert lengths.tolist() == [3, 2, 2, 1]
+    assert slots.tolist() == [2, -1, 0, 2]
+    assert (batch, longest, tokens, no_lora) == (4, 3, 8, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_segments_of_no_tokens_and_of_no_adapter(dtype: torch.dtype) -> None:
+    starts, lengths, slots, batch, longest, tokens, no_lora = compute_meta(torch.empty(0, dtype=dtype))
+    assert (starts.numel(), lengths.numel(), slots.numel()) == (0, 0, 0)
+    assert (batch, longest, tokens, no_lora) == (0, 0, 0, True)
+    none = compute_meta(torch.full((5,), -1, dtype=dtype))
+    assert (none.batch_size, none.max_length, none.token_nums, none.no_lora) == (1, 5, 5, True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_segments_properties(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots = torch.from_numpy(np.repeat(rng.integers(-1, 4, 30), rng.integers(0, 5, 30)).astype(np.int32))
+    starts, lengths, values, batch, longest, tokens, _ = compute_meta(slots)
+    assert values.dtype == torch.int32
+    assert starts.dtype == lengths.dtype == torch.int64
+    assert torch.equal(torch.repeat_interleave(values, lengths), slots)
+    assert (values[1:] != values[:-1]).all()
+    assert starts.tolist() == [int(lengths[:i].sum()) for i in range(batch)]
+    assert (int(lengths.max()), int(lengths.sum())) == (longest, tokens)
+
+
+@pytest.mark.parametrize(
+    ("slots", "error", "message"),
+    [
+        (torch.zeros(2, 2, dtype=torch.int64), ValueError, "1-D"),
+        (torch.zeros(2), TypeError, "integer dtype"),
+        (torch.zeros(2, dtype=torch.bool), TypeError, "integer dtype"),
+        ([1, 2], TypeError, "tensor"),
+        (torch.tensor([0, -2]), ValueError, r"\[1\] is -2"),
+    ],
+    ids=["2-D", "float", "bool", "list", "below -1"],
+)
+def test_segments_errors(slots, error, message) -> None:
+    with pytest.raises(error, match=message):
+        compute_meta(slots)

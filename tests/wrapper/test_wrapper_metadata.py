@@ -1,0 +1,307 @@
+"""The wrapper's interface and the metadata of a step: signatures, properties, errors, choice of backend."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from punica.config import LoRAConfig
+from punica.segments import LoRAMapping
+from punica.wrapper import (
+    PunicaWrapperABC,
+    PunicaWrapperBase,
+    PunicaWrapperCPU,
+    PunicaWrapperGPU,
+    get_punica_wrapper,
+)
+
+REQUIRED, KEYWORDS = inspect.Parameter.empty, "**kwargs"
+SLOTS = [7, None, 3]
+
+
+def updated(mapping: LoRAMapping, **construct) -> PunicaWrapperCPU:
+    wrapper = PunicaWrapperCPU(8, 4, "cpu", **construct)
+    wrapper.update_metadata(mapping, SLOTS, 4, 100)
+    return wrapper
+
+
+def metadata(wrapper: PunicaWrapperBase) -> list:
+    read = [wrapper.token_lora_indices, wrapper.sampler_indices, wrapper.sampler_indices_padded,
+            wrapper.embeddings_indices]  # fmt: skip
+    segments = [part.tolist() if isinstance(part, torch.Tensor) else part for part in
+                (wrapper.prefill_metadata if wrapper.is_prefill else ())]  # fmt: skip
+    state = [wrapper.indices_len, wrapper.is_prefill, wrapper.no_lora, wrapper.vocab_size, wrapper.batch_size]
+    return [tensor.tolist() for tensor in read] + segments + state
+
+
+# ---- interface
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("update_metadata", [("mapping", REQUIRED), ("lora_index_to_id", REQUIRED), ("max_loras", REQUIRED),
+                             ("vocab_size", REQUIRED), KEYWORDS]),
+        ("add_shrink", [("y", REQUIRED), ("x", REQUIRED), ("lora_a_stacked", REQUIRED), ("scale", REQUIRED), KEYWORDS]),
+        ("add_expand", [("y", REQUIRED), ("x", REQUIRED), ("lora_b_stacked", REQUIRED), ("output_slices", REQUIRED),
+                        ("offset_start", 0), ("add_inputs", True), KEYWORDS]),
+        ("add_lora_embedding", [("y", REQUIRED), ("x", REQUIRED), ("lora_b_stacked", REQUIRED), ("add_inputs", True),
+                                KEYWORDS]),
+        ("add_lora_linear", [("y", REQUIRED), ("x", REQUIRED), ("lora_a_stacked", REQUIRED),
+                             ("lora_b_stacked", REQUIRED), ("scale", REQUIRED), ("output_slices", REQUIRED),
+                             ("buffer", None), KEYWORDS]),
+        ("add_lora_logits", [("y", REQUIRED), ("x", REQUIRED), ("lora_a_stacked", REQUIRED),
+                             ("lora_b_stacked", REQUIRED), ("scale", REQUIRED), ("buffer", None), KEYWORDS]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("owner", [PunicaWrapperABC, PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU])
+def test_signatures(owner: type, method: str, parameters: list) -> None:
+    actual = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
+    described = [KEYWORDS if p.kind is p.VAR_KEYWORD else (p.name, p.default) for p in actual]
+    assert described == parameters
+    assert all(p.kind is p.KEYWORD_ONLY for p in actual if p.name == "buffer")
+
+
+MOE_METHODS = {
+    "moe_lora_align_block_size": "topk_ids num_tokens block_size num_experts max_loras adapter_enabled expert_map "
+    "pad_sorted_ids naive_block_assignment token_lora_mapping",
+    "add_lora_fused_moe": "y x lora_a_stacked lora_b_stacked topk_weights sorted_token_ids expert_ids "
+    "num_tokens_post_padded max_lora_rank top_k_num shrink_config expand_config adapter_enabled mul_routed_weight "
+    "fully_sharded offset token_lora_mapping add_inputs",
+    "add_lora_w13": "y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 num_tokens top_k_num "
+    "max_loras adapter_enabled local_num_experts top_k num_slices fully_sharded use_tuned_config token_lora_mapping "
+    "add_inputs",
+    "add_lora_w2": "y x lora_a_stacked lora_b_stacked topk_weights sorted_token_ids_lora expert_ids_lora "
+    "num_tokens_post_padded_lora token_lora_mapping num_tokens w1 w2 top_k_num max_loras adapter_enabled top_k "
+    "fully_sharded tp_rank use_tuned_config add_inputs",
+}
+MOE_DEFAULTS = {
+    "expert_map": None,
+    "pad_sorted_ids": False,
+    "naive_block_assignment": False,
+    "offset": 0,
+    "mul_routed_weight": False,
+    "fully_sharded": False,
+    "token_lora_mapping": None,
+    "add_inputs": True,
+}
+MOE_REQUIRED = {"moe_lora_align_block_size": 6, "add_lora_fused_moe": 13, "add_lora_w13": 18, "add_lora_w2": 19}
+
+
+@pytest.mark.parametrize("method", MOE_METHODS)
+def test_moe_methods_are_declared_and_raise_on_the_base_class(method: str) -> None:
+    parameters = list(inspect.signature(getattr(PunicaWrapperBase, method)).parameters.values())[1:]
+    assert [p.name for p in parameters] == MOE_METHODS[method].split()
+    for parameter in parameters:
+        if parameter.default is not REQUIRED:
+            assert parameter.default == MOE_DEFAULTS[parameter.name]
+    with_default = {p.name for p in parameters if p.default is not REQUIRED}
+    needed = [None for p in parameters if p.default is REQUIRED]
+    assert len(needed) == MOE_REQUIRED[method]
+    assert with_default == {p.name for p in parameters[len(needed) :]}
+    with pytest.raises(NotImplementedError, match=f"PunicaWrapperBase does not implement {method}"):
+        getattr(PunicaWrapperBase(8, 4, "cpu"), method)(*needed)
+
+
+def test_abstract_class_and_partial_subclasses_cannot_be_instantiated() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        PunicaWrapperABC()  # type: ignore[abstract]
+
+    class OnlyShrink(PunicaWrapperABC):
+        def add_shrink(self, y, x, lora_a_stacked, scale, **kwargs): ...
+
+    with pytest.raises(TypeError, match="abstract"):
+        OnlyShrink()  # type: ignore[abstract]
+
+
+def test_base_names_the_class_that_lacks_a_product() -> None:
+    wrapper = PunicaWrapperBase(8, 4, "cpu")
+    wrapper.update_metadata(LoRAMapping((3,), (3,)), SLOTS, 4, 100)
+    with pytest.raises(NotImplementedError, match="PunicaWrapperBase"):
+        wrapper.add_shrink(torch.zeros(1, 1, 2), torch.ones(1, 4), (torch.ones(3, 2, 4),), 1.0)
+
+
+# ---- construction
+
+
+def test_initial_state() -> None:
+    wrapper = PunicaWrapperBase(8, 4, "cpu")
+    assert [wrapper.indices_len, wrapper.max_length, wrapper.token_nums] == [[None] * 4, 0, 0]
+    assert [wrapper.vocab_size, wrapper.batch_size, wrapper.is_prefill, wrapper.no_lora] == [None, -1, False, False]
+    assert wrapper.device == torch.device("cpu")
+    for name in ("_token_lora_indices", "_sampler_indices", "_sampler_indices_padded"):
+        assert getattr(wrapper, name).tolist() == [-1] * 8
+        assert getattr(wrapper, name).dtype == torch.int64
+    assert wrapper._embeddings_indices.tolist() == [[0] * 8] * 2
+    for name in ("_seq_start_locs", "_seq_lengths", "_lora_indices_per_batch"):
+        assert getattr(wrapper, name).shape == (4,)
+        assert getattr(wrapper, name).dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "message"),
+    [
+        ((0, 4, "cpu"), {}, ValueError, "max_num_batched_tokens is 0"),
+        ((8, 0, "cpu"), {}, ValueError, "max_batches is 0"),
+        ((8.0, 4, "cpu"), {}, TypeError, "max_num_batched_tokens"),
+        ((8, 4, "cpu"), {"max_loras": 0}, ValueError, "max_loras is 0"),
+        ((8, 4, "cpu"), {"lora_config": {"max_loras": 2}}, TypeError, "lora_config"),
+        ((8, 4, "cpu"), {"max_loras": 2, "lora_config": LoRAConfig(max_loras=3)}, ValueError, "2.*3"),
+    ],
+)
+def test_bad_construction(arguments, keywords, error, message) -> None:
+    with pytest.raises(error, match=message):
+        PunicaWrapperCPU(*arguments, **keywords)
+
+
+def test_number_of_slots_comes_from_either_argument() -> None:
+    assert PunicaWrapperCPU(8, 4, "cpu", max_loras=3).max_loras == 3
+    assert PunicaWrapperCPU(8, 4, "cpu", lora_config=LoRAConfig(max_loras=5)).max_loras == 5
+    with pytest.raises(TypeError, match="lora_config"):
+        PunicaWrapperGPU(8, 4, "cpu")
+
+
+# ---- metadata of a step
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token_lora_indices", "sampler_indices", "sampler_indices_padded", "embeddings_indices", "prefill_metadata"],
+)
+def test_properties_before_the_first_update_raise(name: str) -> None:
+    with pytest.raises(RuntimeError, match="call update_metadata first"):
+        getattr(PunicaWrapperCPU(8, 4, "cpu"), name)
+
+
+def test_products_before_the_first_update_raise() -> None:
+    wrapper = PunicaWrapperCPU(8, 4, "cpu")
+    a, b, x, y = torch.ones(3, 2, 4), torch.ones(3, 5, 2), torch.ones(1, 4), torch.zeros(1, 5)
+    calls = {
+        "add_shrink": (torch.zeros(1, 1, 2), x, (a,), 1.0),
+        "add_expand": (y, torch.ones(1, 1, 2), (b,), (5,)),
+        "add_lora_embedding": (y, torch.ones(1, 2), b),
+        "add_lora_linear": (y, x, (a,), (b,), 1.0, (5,)),
+        "add_lora_logits": (y, x, a, b, 1.0),
+    }
+    for method, arguments in calls.items():
+        with pytest.raises(RuntimeError, match="metadata not set"):
+            getattr(wrapper, method)(*arguments)
+    assert not y.any()
+
+
+def test_properties_of_a_decode_step() -> None:
+    wrapper = updated(LoRAMapping((3, 3, 0, 7), (3, 0, 7)))
+    assert wrapper.token_lora_indices.tolist() == [2, 2, -1, 0]
+    assert wrapper.sampler_indices.tolist() == [2, -1, 0]
+    assert wrapper.sampler_indices_padded.tolist() == [6, 10, 2]
+    assert wrapper.embeddings_indices.tolist() == [[0] * 4, [200, 200, 0, 0]]
+    assert wrapper.indices_len == [4, 3, 3, 4]
+    assert (wrapper.vocab_size, wrapper.no_lora, wrapper.is_prefill) == (100, False, False)
+    with pytest.raises(RuntimeError, match="is_prefill"):
+        _ = wrapper.prefill_metadata
+
+
+def test_properties_of_a_prefill_step() -> None:
+    wrapper = updated(LoRAMapping((3, 3, 3, 0, 0, 7, 7, 3), (3, 0, 7, 3), is_prefill=True))
+    starts, lengths, slots, batch, longest, tokens = wrapper.prefill_metadata
+    assert (starts.tolist(), lengths.tolist(), slots.tolist()) == ([0, 3, 5, 7], [3, 2, 2, 1], [2, -1, 0, 2])
+    assert (batch, longest, tokens) == (4, 3, 8)
+    assert (wrapper.batch_size, wrapper.max_length, wrapper.token_nums) == (4, 3, 8)
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+@pytest.mark.parametrize(("ids", "no_lora"), [((0, 0), True), ((), True), ((0, 3), False)])
+def test_no_lora(ids: tuple[int, ...], no_lora: bool, is_prefill: bool) -> None:
+    wrapper = updated(LoRAMapping((3,), (3,)))
+    wrapper.update_metadata(LoRAMapping(ids, ids, is_prefill), SLOTS, 4, 100)
+    assert wrapper.no_lora is no_lora
+
+
+def test_addresses_never_change() -> None:
+    wrapper = PunicaWrapperCPU(32, 32, "cpu")
+    names = ["_token_lora_indices", "_sampler_indices", "_sampler_indices_padded", "_embeddings_indices",
+             "_seq_start_locs", "_seq_lengths", "_lora_indices_per_batch"]  # fmt: skip
+    before = [getattr(wrapper, name).data_ptr() for name in names]
+    for step in range(33):
+        ids = torch.randint(0, 5, (step,))
+        wrapper.update_metadata(LoRAMapping(ids, ids, bool(step % 2)), [1, 2, 3, 4], 5, 100)
+        assert wrapper.token_lora_indices.tolist() == (ids - 1).tolist()
+    assert [getattr(wrapper, name).data_ptr() for name in names] == before
+
+
+@pytest.mark.parametrize("previous_is_prefill", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((LoRAMapping((9,), ()), SLOTS, 4, 100), ValueError, r"9 \(first at position 0\).*\[3, 7\]"),
+        ((LoRAMapping((3,) * 9, (3,)), SLOTS, 4, 100), ValueError, "index_mapping has 9 rows.*=8"),
+        ((LoRAMapping((3,), (3,) * 9), SLOTS, 4, 100), ValueError, "prompt_mapping has 9 rows.*=8"),
+        ((LoRAMapping((3, 7, 3, 7, 3), (3,), is_prefill=True), SLOTS, 4, 100), ValueError, "5 runs.*max_batches=4"),
+        ((LoRAMapping((3,), (3,)), [*SLOTS, 5], 4, 100), ValueError, "4 slots.*max_loras=3"),
+        (((3,), SLOTS, 4, 100), TypeError, "LoRAMapping"),
+        ((LoRAMapping((3,), (3,)), SLOTS, 4, 0), ValueError, "vocab_size is 0"),
+        ((LoRAMapping((3,), (3,)), SLOTS, 2, 100), ValueError, "max_loras is 2"),
+    ],
+    ids=["unknown id", "T > N", "S > N", "too many runs", "too many slots", "no mapping", "vocab", "max_loras"],
+)
+def test_a_failed_update_keeps_the_previous_step(arguments, error, message, previous_is_prefill: bool) -> None:
+    wrapper = updated(LoRAMapping((3, 3, 0, 7), (3, 0, 7), previous_is_prefill), max_loras=3)
+    before = metadata(wrapper)
+    with pytest.raises(error, match=message):
+        wrapper.update_metadata(*arguments)
+    assert metadata(wrapper) == before
+    y = torch.zeros(4, 5)
+    wrapper.add_lora_linear(y, torch.ones(4, 2), (torch.ones(3, 1, 2),), (torch.ones(3, 5, 1),), 1.0, (5,))
+    assert y.tolist() == [[2.0] * 5, [2.0] * 5, [0.0] * 5, [2.0] * 5]
+
+
+def test_unknown_keyword_of_update_metadata() -> None:
+    with pytest.raises(TypeError, match="lora_modules"):
+        PunicaWrapperCPU(8, 4, "cpu").update_metadata(LoRAMapping((), ()), [], 1, 100, lora_modules=3)
+
+
+# ---- choice of backend
+
+
+def test_backend_follows_the_device() -> None:
+    assert type(get_punica_wrapper(8, 4, "cpu", max_loras=2)) is PunicaWrapperCPU
+    assert type(get_punica_wrapper(8, 4, device="cpu", max_loras=2)) is PunicaWrapperCPU
+    assert type(get_punica_wrapper(8, 4, "cpu", backend="cpu", max_loras=2)) is PunicaWrapperCPU
+
+
+def test_gpu_backend_needs_a_cuda_device() -> None:
+    with pytest.raises(RuntimeError, match="CUDA"):
+        get_punica_wrapper(8, 4, "cpu", backend="gpu", max_loras=2)
+
+
+def test_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'tpu'; known: cpu, gpu"):
+        get_punica_wrapper(8, 4, "cpu", backend="tpu", max_loras=2)
+
+
+def test_exceptions_hold_under_python_optimize() -> None:
+    """With ``python -O`` assert statements vanish; none of the checks may."""
+    script = """
+import torch
+from punica.segments import LoRAMapping
+from punica.wrapper import PunicaWrapperCPU
+wrapper = PunicaWrapperCPU(2, 2, "cpu", max_loras=1)
+mapping = LoRAMapping((5,), (5,))
+y, x, a, b = torch.zeros(1, 4), torch.ones(1, 3), torch.ones(1, 2, 3), torch.ones(1, 4, 2)
+def raised(call, *arguments, **keywords):
+    try:
+        call(*arguments, **keywords)
+    except Exception as error:
+        print(type(error).__name__)
+raised(wrapper.add_lora_linear, y, x, (a,), (b,), 1.0, (4,))
+raised(wrapper.update_metadata, LoRAMapping((5, 5, 5), ()), [5], 2, 10)
+wrapper.update_metadata(mapping, [5], 2, 10)
+raised(wrapper.add_lora_linear, y, x, (a,), (b,), float("nan"), (4,))
+raised(wrapper.add_lora_linear, y, x.double(), (a,), (b,), 1.0, (4,))
+raised(wrapper.add_lora_linear, y, x, (a,), (b,), 1.0, (3,))
+print(bool(y.any()))
+"""
+    result = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["RuntimeError", "ValueError", "ValueError", "TypeError", "ValueError", "False"]
