@@ -1,0 +1,10 @@
+"""Measuring: timers, ceilings, statistics, provenance and the rows that hold the results.
+
+* `timing`: three clocks with one interface (`host_clock`, `events`, `cuda_graph`), systems interleaved
+* `roofline`: the paper's FLOP and I/O formulas, and the machine's measured ceilings
+* `statistics`: quantiles of samples
+* `environment`: what the numbers were measured on; `python -m punica.measure.environment`
+* `records`: tidy rows on disk, written atomically
+
+Nothing here imports the rest of the library, and `records`, `statistics` and `environment` do not import torch.
+"""

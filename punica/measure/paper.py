@@ -1,0 +1,114 @@
+"""The paper's numbers as data: reading ``paper_results/`` (see the README there for columns and provenance).
+
+Only the package `punica` is installed, so every function takes ``folder``, the path of ``paper_results``. One quantity
+of the paper often has several rows (a number in the text, a bar label, the digitised figure); `read_figure` keeps the
+best of them. `as_rows` turns the result into the columns of our own rows, so that one function can compute a claim
+from either.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from punica.measure.records import COLUMNS
+
+FIGURE_FILES = {
+    "1": "fig01_prefill_decode_latency.csv",
+    "7": "fig07_sgmv_roofline.csv",
+    "8": "fig08_lora_operator_impls.csv",
+    "9": "fig09_lora_operator_ranks.csv",
+    "10": "fig10_transformer_layer.csv",
+    "11": "fig11_text_generation_7b_13b.csv",
+    "12": "fig12_text_generation_70b.csv",
+    "13": "fig13_cluster.csv",
+    "README backbone-vs-sgmv": "readme_backbone_vs_sgmv.csv",
+}
+"""Figure (as in the column ``figure``) -> file."""
+
+SOURCES = ("digitised", "figure label", "derived", "text")
+"""Where a number comes from, best first."""
+
+SYSTEMS = {
+    "Punica": "punica",
+    "Punica layer with LoRA": "punica",
+    "Punica runtime, backbone only": "backbone",
+    "HuggingFace Transformers": "hf_peft",
+    "FasterTransformer": "static_batching",
+    "vLLM": "continuous_batching",
+    "DeepSpeed": "deepspeed",
+}
+"""The paper's serving systems -> the system of ours with the same batching rule (DeepSpeed has none)."""
+
+_MEASURED = ("system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu", "panel", "figure")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One row of ``claims.csv``: a quantitative claim of the paper, in words."""
+
+    id: str
+    statement: str
+    figure: str
+    quantity: str
+    expected_value: str
+    unit: str
+    relation: str
+    tolerance: str
+    shape_test_on_other_hardware: str
+    hardware_dependence: str
+    caveat: str
+    data_file: str
+
+
+def paper_file(folder: str | Path, name: str) -> Path:
+    """Path of a file of ``paper_results/``; FileNotFoundError names it and the remedy."""
+    path = Path(folder) / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: pass the folder paper_results, or restore it with git checkout")
+    return path
+
+
+def read_figure(folder: str | Path, figure: str) -> pd.DataFrame:
+    """The paper's rows of one figure, one row per quantity, from its best source (`SOURCES`); numbers are float64.
+
+    Rows whose batch size or rank is a phrase ("1-64 high") and rows about several workloads at once are left out:
+    they repeat in words what other rows hold. ValueError lists the known figures.
+    """
+    if figure not in FIGURE_FILES:
+        raise ValueError(f"the paper has no rows of figure {figure!r}; known: {', '.join(FIGURE_FILES)}")
+    frame = pd.read_csv(paper_file(folder, FIGURE_FILES[figure]), dtype=str, keep_default_na=False)
+    numeric = [name for name in ("batch_size", "seq_len", "rank", "value", "t_s", "gpu") if name in frame]
+    numbers = frame[numeric].apply(pd.to_numeric, errors="coerce")
+    phrase = (numbers.isna() & (frame[numeric] != "")).any(axis=1)
+    several = frame["workload"].str.contains(r"of the four|,|^all$")
+    frame[numeric] = numbers
+    frame = frame[~phrase & ~several]
+    best_first = frame.sort_values("source", key=lambda column: column.map(SOURCES.index), kind="stable")
+    key = [name for name in _MEASURED if name in frame]
+    return best_first.drop_duplicates(key).sort_index().reset_index(drop=True)
+
+
+def as_rows(paper: pd.DataFrame, scale: str = "paper") -> pd.DataFrame:
+    """Rows of `read_figure` in the columns of our rows: kind ``paper``, hardware ``a100``, systems by our names."""
+    return pd.DataFrame(
+        {
+            **{name: "" for name in COLUMNS},
+            **{name: paper[name] for name in COLUMNS if name in paper},
+            "system": paper["system"].map(lambda name: SYSTEMS.get(name, name)),
+            "hardware": "a100",
+            "kind": "paper",
+            "statistic": "value",
+            "scale": scale,
+        },
+        columns=list(COLUMNS),
+    )
+
+
+def read_claims(folder: str | Path) -> list[Statement]:
+    """The paper's claims, C01 first, as written in ``claims.csv``."""
+    with paper_file(folder, "claims.csv").open(newline="", encoding="utf-8") as stream:
+        return [Statement(**line) for line in csv.DictReader(stream)]

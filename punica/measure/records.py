@@ -1,0 +1,177 @@
+"""Tidy rows on disk: one measured quantity and statistic per CSV row, one file per figure.
+
+A file of rows is the only thing that figures, tables, notebooks and verdicts read, so it must never be half written:
+`RowFile.replace` writes a temporary file beside the target, syncs it and renames it over the old one. An interrupted
+run therefore leaves the rows of every finished point and nothing else.
+
+Reading is strict: a missing column, a ragged line or a value that is not a number raises one `RowsError` that names
+the file, the line and what to do. Only the standard library is used here, so a run that finds nothing to do starts
+in milliseconds.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from io import StringIO
+from pathlib import Path
+
+KINDS = ("measured", "simulated", "paper")
+STATISTICS = ("median", "p10", "p90", "count", "value")
+
+
+class RowsError(RuntimeError):
+    """A rows file or its folder cannot be used; the message names the path, the line and the remedy."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity and statistic, with all that is needed to say where it came from.
+
+    `figure`, `panel`, `system`, `workload`, `metric` and `unit` use the spellings of `paper_results/`; `model` and
+    `hardware` are names of `conf/model` and `conf/hardware`. `None` stands for "does not apply" and is an empty cell.
+    """
+
+    figure: str
+    panel: str
+    system: str
+    workload: str
+    model: str
+    hardware: str
+    batch_size: int | None
+    seq_len: int | None
+    rank: int | None
+    metric: str
+    value: float
+    unit: str
+    kind: str = "measured"
+    statistic: str = "value"
+    timer: str = ""
+    scale: str = ""
+    config_hash: str = ""
+    commit: str = ""
+    date: str = ""
+    device: str = ""
+    python: str = ""
+    torch: str = ""
+    triton: str = ""
+    driver: str = ""
+
+    @property
+    def point(self) -> tuple[object, ...]:
+        """What was measured, whatever the settings: a new measurement of the same point replaces the old rows."""
+        return (
+            self.figure, self.panel, self.system, self.workload, self.model, self.hardware,
+            self.batch_size, self.seq_len, self.rank, self.timer,
+        )  # fmt: skip
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+_INTEGERS = ("batch_size", "seq_len", "rank")
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """All rows of the CSV file `path`, in file order.
+
+    Raises `RowsError` when the file is absent, has other columns, or holds a line that cannot be read.
+    """
+    path = Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            return _parse(path, csv.reader(stream, strict=True))
+    except FileNotFoundError:
+        raise RowsError(f"{path}: no such rows file; measure it first (make figure FIG={path.stem})") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RowsError(f"{path}: cannot be read as CSV ({error}); {_remedy(path)}") from None
+
+
+def _parse(path: Path, reader: Iterable[list[str]]) -> list[Row]:
+    lines = iter(reader)
+    header = next(lines, [])
+    if tuple(header) != COLUMNS:
+        missing = [name for name in COLUMNS if name not in header]
+        reason = f"misses the columns {', '.join(missing)}" if missing else f"has the columns {', '.join(header)}"
+        raise RowsError(f"{path}, line 1: the header {reason}; {_remedy(path)}")
+    return [_row(path, number, cells) for number, cells in enumerate(lines, start=2)]
+
+
+def _row(path: Path, number: int, cells: list[str]) -> Row:
+    if len(cells) != len(COLUMNS):
+        raise RowsError(f"{path}, line {number}: {len(cells)} cells instead of {len(COLUMNS)}; {_remedy(path)}")
+    values: dict[str, object] = dict(zip(COLUMNS, cells, strict=True))
+    for name in (*_INTEGERS, "value"):
+        cell = str(values[name])
+        try:
+            values[name] = float(cell) if name == "value" else (int(cell) if cell else None)
+        except ValueError:
+            raise RowsError(f"{path}, line {number}: {name} is {cell!r}, not a number; {_remedy(path)}") from None
+    for name, allowed in (("kind", KINDS), ("statistic", STATISTICS)):
+        if values[name] not in allowed:
+            reason = f"{name} is {values[name]!r}, not one of {', '.join(allowed)}"
+            raise RowsError(f"{path}, line {number}: {reason}; {_remedy(path)}")
+    return Row(**values)  # type: ignore[arg-type]
+
+
+def _remedy(path: Path) -> str:
+    return f"repair that line, or delete {path} and measure again (nothing else is lost)"
+
+
+def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
+    """Write `rows` to `path` in one step: a reader sees the old file or the new one, never a part."""
+    path = Path(path)
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(["" if (cell := getattr(row, name)) is None else cell for name in COLUMNS] for row in rows)
+    ensure_writable(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text.getvalue())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def ensure_writable(folder: str | Path) -> None:
+    """Create `folder` if needed and prove that a file can be written in it; `RowsError` names folder and remedy."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RowsError(
+            f"cannot write in {folder} ({reason}): give yourself write permission there, "
+            "or choose another folder with paths.outputs=<folder>"
+        ) from None
+
+
+class RowFile:
+    """The rows of one figure, held in memory and mirrored to disk after every finished point.
+
+    `replace(rows)` drops older rows of the same points first, so that a file never holds two answers to one question.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.rows: list[Row] = read_rows(self.path) if self.path.exists() else []
+
+    def has(self, config_hash: str) -> bool:
+        """Whether a finished point with exactly these settings is on disk."""
+        return any(row.config_hash == config_hash for row in self.rows)
+
+    def replace(self, rows: Sequence[Row]) -> None:
+        """Add `rows`, in place of any rows of the same points, and write the file atomically."""
+        points = {row.point for row in rows}
+        kept = [row for row in self.rows if row.point not in points]
+        write_rows(self.path, [*kept, *rows])
+        self.rows = [*kept, *rows]

@@ -1,0 +1,152 @@
+"""Three clocks with one interface.
+
+============  =========================================================================================================
+host_clock    the protocol of the paper's artifact: per repeat zero a buffer larger than the caches, synchronise, read
+              the host's clock, call, synchronise, read the clock. Launch and synchronisation are inside the time
+events        the same with CUDA events around the call: the launch is outside as far as it overlaps
+cuda_graph    one CUDA graph holds many calls, each on its own inputs out of more bytes than the caches hold; the time
+              of a replay over its calls. It is what one call costs inside a long graph, as a server runs it
+============  =========================================================================================================
+
+All systems of a comparison are timed in one loop, one call of each per round, so that a clock that drifts or a
+neighbour that wakes up hits them alike. Garbage collection is off while the clock runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
+TIMERS = ("host_clock", "events", "cuda_graph")
+CALLS_PER_GRAPH = 48
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How to time. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later."""
+
+    timer: str
+    device: str
+    warmup: int
+    repeats: int
+    min_repeats: int
+    seconds: float
+    flush_mib: int
+
+    def __post_init__(self) -> None:
+        if self.timer not in TIMERS:
+            raise ValueError(f"timer is {self.timer!r}; known: {', '.join(TIMERS)}")
+        if self.timer != "host_clock" and not self.device.startswith("cuda"):
+            raise ValueError(f"timer {self.timer!r} needs a CUDA device, not {self.device!r}: use host_clock")
+        if min(self.repeats, self.min_repeats) < 1:
+            raise ValueError(f"repeats={self.repeats} and min_repeats={self.min_repeats} must be at least 1")
+
+
+def time_side_by_side(calls: Mapping[Name, Sequence[Call]], protocol: Protocol) -> dict[Name, list[float]]:
+    """Seconds per call of every system, as raw samples in measuring order.
+
+    `calls[name]` holds one or more calls that do the same work on different inputs; they are used in turn, which is
+    how `cuda_graph` keeps weights out of the caches (give it inputs of more bytes than the caches hold).
+    """
+    if not calls or not all(calls.values()):
+        raise ValueError("calls must name at least one system, each with at least one call")
+    for options in calls.values():
+        for i in range(protocol.warmup):
+            options[i % len(options)]()
+    _synchronise(protocol.device)
+    clock = {"host_clock": _host_clock, "events": _events, "cuda_graph": _cuda_graph}[protocol.timer]
+    flush = _flusher(protocol)
+    samplers = {name: clock(options, flush, protocol) for name, options in calls.items()}
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
+    deadline = time.perf_counter() + protocol.seconds * len(calls)
+    with _no_garbage_collection():
+        for i in range(max(protocol.repeats, protocol.min_repeats)):
+            if i >= protocol.min_repeats and time.perf_counter() > deadline:
+                break
+            for name, sampler in samplers.items():
+                samples[name].append(sampler(i))
+    return samples
+
+
+def _host_clock(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callable[[int], float]:
+    def sample(i: int) -> float:
+        call = options[i % len(options)]
+        flush()
+        _synchronise(protocol.device)
+        started = time.perf_counter()
+        call()
+        _synchronise(protocol.device)
+        return time.perf_counter() - started
+
+    return sample
+
+
+def _events(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callable[[int], float]:
+    def sample(i: int) -> float:
+        call = options[i % len(options)]
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush()
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+
+    return sample
+
+
+def _cuda_graph(options: Sequence[Call], *_: object) -> Callable[[int], float]:
+    rounds = max(1, CALLS_PER_GRAPH // len(options))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in options:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in options:
+                call()
+    graph.replay()
+
+    def sample(_: int) -> float:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        graph.replay()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3 / (rounds * len(options))
+
+    return sample
+
+
+def _flusher(protocol: Protocol) -> Call:
+    """Zeroes `flush_mib` MiB on the device, so that the next call reads its operands from memory."""
+    buffer = torch.empty(protocol.flush_mib << 18, dtype=torch.int32, device=protocol.device)
+    return buffer.zero_
+
+
+def _synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,44 @@
+"""The paper's request streams, defined once: who asks for which adapter, how much, and when. No torch in here.
+
+>>> from punica.workload import popularity, released_lengths
+>>> popularity("Skewed").group_sizes(8)
+[3, 2, 1, 1, 1]
+>>> released_lengths(100).total_tokens
+99703
+"""
+
+from punica.workload.arrivals import (
+    RateProfile,
+    independent_seeds,
+    plotted_rate,
+    poisson_arrivals,
+    profile_arrivals,
+    released_rate,
+)
+from punica.workload.lengths import RequestLengths, released_lengths, scaled_lengths, stated_lengths
+from punica.workload.popularity import PAPER_WORKLOADS, RELEASED_SEED, WORKLOADS, Popularity, popularity, zipf
+from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
+
+__all__ = [
+    "MAX_BATCH",
+    "PAPER_WORKLOADS",
+    "RELEASED_SEED",
+    "WORKLOADS",
+    "Popularity",
+    "RateProfile",
+    "Replay",
+    "RequestLengths",
+    "independent_seeds",
+    "plotted_rate",
+    "poisson_arrivals",
+    "popularity",
+    "profile_arrivals",
+    "released_lengths",
+    "released_rate",
+    "replay_continuous",
+    "replay_one_adapter",
+    "replay_static",
+    "scaled_lengths",
+    "stated_lengths",
+    "zipf",
+]

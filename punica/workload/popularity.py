@@ -1,0 +1,148 @@
+"""Who asks for which adapter: the paper's four popularity patterns, as group sizes of n rows.
+
+A *group* is the set of rows (or requests) that name one adapter. The paper describes the patterns in words
+(section 7); the exact rules are those of the released benchmarks:
+
+=========  ==================================================================================================
+Distinct   n groups of 1: every row has its own adapter
+Uniform    ceil(sqrt(n)) groups whose sizes differ by at most one
+Skewed     a geometric series of ratio 1.5: sizes floor(1.5^0), floor(1.5^1), ... while their sum stays below n;
+           what is left is one more group; the largest group comes first. The paper calls it "Zipf-1.5", which
+           it is not (disagreement D09)
+Identical  one group of n: every row has the same adapter
+Zipf       not in the paper: a true Zipf law, the i-th adapter gets a share proportional to 1 / i^1.5
+=========  ==================================================================================================
+
+Adapters are numbered from 0 in group order. A batch wants its rows in group order (`Popularity.slots`); a stream of
+requests arrives shuffled (`Popularity.requests`). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from punica.registry import Registry
+
+RELEASED_SEED = 0xABCDABCD987
+"""Seed of every generator in the released harness."""
+
+PAPER_WORKLOADS = ("Distinct", "Uniform", "Skewed", "Identical")
+"""The four patterns of the paper, in the order of its figures."""
+
+ORDERS = ("shuffled", "grouped", "round_robin")
+
+GroupRule = Callable[[int], list[int]]
+WORKLOADS: Registry[GroupRule] = Registry("workload")
+"""Name -> rule; a rule takes n >= 1 and returns positive group sizes that sum to n."""
+
+
+@WORKLOADS.register("Distinct")
+def distinct(n: int) -> list[int]:
+    """n groups of one row."""
+    return [1] * n
+
+
+@WORKLOADS.register("Uniform")
+def uniform(n: int) -> list[int]:
+    """ceil(sqrt(n)) groups, larger ones first, sizes equal up to one row."""
+    groups = math.isqrt(n - 1) + 1  # ceil(sqrt(n)) without rounding errors
+    size, larger = divmod(n, groups)
+    return [size + 1] * larger + [size] * (groups - larger)
+
+
+@WORKLOADS.register("Skewed")
+def skewed(n: int) -> list[int]:
+    """Geometric series of ratio 3/2 plus one group for the remainder, largest first.
+
+    >>> skewed(64)
+    [17, 17, 11, 7, 5, 3, 2, 1, 1]
+    """
+    sizes: list[int] = []
+    power, left = Fraction(1), n
+    while left > math.floor(power):
+        sizes.append(math.floor(power))
+        left -= sizes[-1]
+        power *= Fraction(3, 2)
+    return sorted([*sizes, left], reverse=True)
+
+
+@WORKLOADS.register("Identical")
+def identical(n: int) -> list[int]:
+    """One group of n rows."""
+    return [n]
+
+
+@WORKLOADS.register("Zipf")
+def zipf(n: int, s: float = 1.5) -> list[int]:
+    """Shares proportional to 1 / i^s over n possible adapters, rounded by largest remainder; empty groups are dropped.
+
+    >>> zipf(10)
+    [5, 2, 1, 1, 1]
+    """
+    if not s > 0:
+        raise ValueError(f"s of a Zipf law must be positive, got {s!r}; the usual range is 0.5 to 2")
+    shares = np.arange(1, n + 1, dtype=np.float64) ** -s
+    shares *= n / shares.sum()
+    sizes = np.floor(shares).astype(np.int64)
+    largest_remainder_first = np.argsort(sizes - shares, kind="stable")
+    sizes[largest_remainder_first[: n - int(sizes.sum())]] += 1
+    return sorted((int(size) for size in sizes if size), reverse=True)
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """One pattern: a name and the rule behind it. Make one with `popularity("Skewed")`."""
+
+    name: str
+    rule: GroupRule
+
+    def group_sizes(self, n: int) -> list[int]:
+        """Rows per adapter for n rows, in adapter order. ValueError unless n is at least 1."""
+        if isinstance(n, bool) or not isinstance(n, int | np.integer):
+            raise TypeError(f"n must be an int (rows or requests), got {type(n).__name__} {n!r}")
+        if n < 1:
+            raise ValueError(f"n must be at least 1 row, got {n}")
+        return self.rule(int(n))
+
+    def number_of_adapters(self, n: int) -> int:
+        """How many adapters n rows name."""
+        return len(self.group_sizes(n))
+
+    def slots(self, n: int) -> NDArray[np.int64]:
+        """Adapter index of each of n rows, [n] int64, in group order: 0, 0, ..., 1, 1, ..."""
+        sizes = self.group_sizes(n)
+        return np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+
+    def requests(self, n: int, order: str = "shuffled", seed: int = RELEASED_SEED) -> NDArray[np.int64]:
+        """Adapter index of each of n requests, [n] int64, in order of arrival.
+
+        ``shuffled`` is the released harness (a permutation by PCG64 with its seed), ``grouped`` keeps adapters
+        together, ``round_robin`` deals one request of each adapter in turn until none is left (``seed`` is not used).
+        """
+        grouped = self.slots(n)
+        if order == "shuffled":
+            # int32, because the permutation that a shuffle makes must not depend on a choice of ours
+            shuffled = grouped.astype(np.int32)
+            np.random.Generator(np.random.PCG64(seed)).shuffle(shuffled)
+            return shuffled.astype(np.int64)
+        if order == "round_robin":
+            turn = np.concatenate([np.arange(size) for size in self.group_sizes(n)])
+            return grouped[np.argsort(turn, kind="stable")]
+        if order == "grouped":
+            return grouped
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+
+
+def popularity(name: str) -> Popularity:
+    """The pattern called ``name``; ValueError lists the known names.
+
+    >>> popularity("Uniform").group_sizes(8)
+    [3, 3, 2]
+    """
+    return Popularity(name, WORKLOADS.get(name))

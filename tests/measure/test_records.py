@@ -1,0 +1,98 @@
+"""Rows on disk: what is written comes back, a damaged file is one clear error, an interrupted write loses nothing."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from punica.measure.records import COLUMNS, Row, RowFile, RowsError, ensure_writable, read_rows, write_rows
+
+ROW = Row(
+    figure="8", panel="Distinct", system="SGMV", workload="Distinct", model="", hardware="cpu", batch_size=64,
+    seq_len=None, rank=16, metric="latency", value=1234.5, unit="us", statistic="median", timer="host_clock",
+    scale="laptop", config_hash="abc", commit="123", device='EPYC, "2 cores"',
+)  # fmt: skip
+
+
+def test_columns_are_the_contract():
+    expected = (
+        "figure,panel,system,workload,model,hardware,batch_size,seq_len,rank,metric,value,unit,kind,statistic,timer,"
+        "scale,config_hash,commit,date,device,python,torch,triton,driver"
+    )
+    assert ",".join(COLUMNS) == expected
+
+
+def test_rows_survive_a_round_trip(tmp_path):
+    rows = [ROW, replace(ROW, system="", batch_size=None, value=1e-300, rank=None, seq_len=7)]
+    write_rows(tmp_path / "deep" / "rows.csv", rows)
+    assert read_rows(tmp_path / "deep" / "rows.csv") == rows
+
+
+def test_a_new_measurement_replaces_the_rows_of_its_point_only(tmp_path):
+    file = RowFile(tmp_path / "rows.csv")
+    other = replace(ROW, batch_size=1)
+    file.replace([ROW, replace(ROW, statistic="p10"), other])
+    newer = replace(ROW, config_hash="new", value=1.0)
+    file.replace([newer])
+    assert read_rows(tmp_path / "rows.csv") == [other, newer]
+    assert file.has("new")
+    assert not RowFile(tmp_path / "rows.csv").has("unknown")
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda lines: [lines[0].replace("rank,", ""), *lines[1:]], ["line 1", "misses the columns rank"]),
+        (lambda lines: [], ["line 1", "misses the columns"]),
+        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 24"]),
+        (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
+        (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
+        (lambda lines: [lines[0], lines[1].replace("measured", "guessed")], ["line 2", "kind is 'guessed'", "simulated"]),
+        (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
+    ],
+    ids=["column-missing", "empty-file", "truncated-line", "value", "batch-size", "kind", "statistic"],
+)
+def test_a_corrupt_file_is_one_error_with_file_line_and_remedy(tmp_path, damage, expected):
+    path = tmp_path / "rows.csv"
+    write_rows(path, [ROW, ROW])
+    path.write_text("\n".join(damage(_lines(path))), encoding="utf-8")
+    with pytest.raises(RowsError) as caught:
+        read_rows(path)
+    for part in [str(path), *expected, "delete"]:
+        assert part in str(caught.value)
+
+
+def test_bytes_that_are_not_text_are_the_same_kind_of_error(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(b"\xff\xfe\x00rows")
+    with pytest.raises(RowsError, match="cannot be read as CSV"):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_an_absent_file_says_how_to_make_it(tmp_path):
+    with pytest.raises(RowsError, match="make figure FIG=fig08"):
+        read_rows(tmp_path / "fig08.csv")
+
+
+def test_a_folder_that_cannot_be_written_names_folder_and_remedy(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RowsError, match=r"cannot write in .*file/rows.*paths\.outputs="):
+        ensure_writable(tmp_path / "file" / "rows")
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    write_rows(path, [ROW])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(path, [ROW, ROW])
+    assert read_rows(path) == [ROW]
+    assert list(tmp_path.iterdir()) == [path]
