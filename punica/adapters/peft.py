@@ -1,0 +1,329 @@
+"""The PEFT format: which adapter a request wants, what its `adapter_config.json` says, how its tensors are called.
+
+A PEFT folder holds `adapter_config.json` (rank, alpha, target modules) and `adapter_model.safetensors` (the pairs A,
+B). This file reads the words, never the tensors: :class:`LoRARequest` names the folder, :class:`PEFTHelper` answers
+"which rank and which scaling has module m", :func:`parse_fine_tuned_lora_name` turns a tensor's name into (module, is
+it A).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from punica.checks import check_count
+from punica.config import LoRAConfig
+
+CONFIG_FILE = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+
+# Each changes what a layer computes beyond `+ scaling * B A`; any truthy value is refused.
+_UNSUPPORTED_FEATURES = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "fan_in_fan_out",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+)
+
+NameMapper = Callable[[str], str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class LoRARequest:
+    """The adapter a generation request asks for.
+
+    Args:
+        lora_name: non-empty label; equality and hash use it alone.
+        lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library).
+        lora_path: PEFT folder; `~` and relative paths are resolved when the adapter is loaded.
+        base_model_name: informational.
+        load_inplace: read the folder again even if the id is registered.
+
+    Raises:
+        TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("lora_name", "lora_path"):
+            value = getattr(self, key)
+            if not isinstance(value, str):
+                raise TypeError(f"LoRARequest {key} must be a str, got {value!r} ({type(value).__name__})")
+            if not value:
+                raise ValueError(f"LoRARequest {key} must not be empty (lora_name={self.lora_name!r})")
+        check_adapter_id("LoRARequest lora_int_id", self.lora_int_id)
+
+    @property
+    def adapter_id(self) -> int:
+        """Same as `lora_int_id`."""
+        return self.lora_int_id
+
+    @property
+    def name(self) -> str:
+        """Same as `lora_name`."""
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        """Same as `lora_path`, as given."""
+        return self.lora_path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
+
+    def __hash__(self) -> int:
+        return hash(self.lora_name)
+
+
+def check_adapter_id(name: str, value: object) -> None:
+    """Adapter ids are integers >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
+    check_count(name, value, meaning="0 means 'no adapter'")
+
+
+def resolve_adapter_path(path: str | Path) -> Path:
+    """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    resolved = Path(path).expanduser().resolve()
+    if not resolved.is_dir():
+        raise FileNotFoundError(
+            f"adapter folder {str(resolved)!r} (from {str(path)!r}) does not exist or is not a folder"
+        )
+    return resolved
+
+
+def _check_alpha(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+@dataclass(frozen=True)
+class PEFTHelper:
+    """The content of `adapter_config.json` as far as inference needs it.
+
+    For module m (adapter naming, without `base_model.model.`) the rank `r_m` and `alpha_m` are the values of the first
+    key of `rank_pattern` / `alpha_pattern`, in file order, that matches m or a suffix of m after a dot, else the global
+    ones. Then
+
+        delta W_m = scaling_m * B_m A_m,   scaling_m = alpha_m / r_m   (alpha_m / sqrt(r_m) with `use_rslora`)
+
+    Unknown keys are ignored. What cannot be served (DoRA, biases, ...) is read here and refused by
+    :meth:`validate_legal`.
+
+    Raises:
+        TypeError: rank not an int, alpha not a number, a pattern not a dict. ValueError: rank < 1, alpha not finite, no
+            target, a pattern key that is no regular expression.
+    """
+
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str = "none"
+    modules_to_save: list[str] | None = None
+    peft_type: str | None = None
+    use_dora: bool = False
+    lora_bias: bool = False
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    fan_in_fan_out: bool = False
+    layer_replication: list | None = None
+    alora_invocation_tokens: list[int] | None = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+    init_lora_weights: bool | str = True
+    _rank_rules: list[tuple[re.Pattern, int]] = field(init=False, repr=False, compare=False)
+    _alpha_rules: list[tuple[re.Pattern, float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("r", self.r)
+        _check_alpha("lora_alpha", self.lora_alpha)
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError("target_modules or target_parameters is required, got neither")
+        object.__setattr__(self, "_rank_rules", _compile_rules(self.rank_pattern, "rank_pattern", check_count))
+        object.__setattr__(self, "_alpha_rules", _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
+        """Build from the parsed JSON; unknown keys are ignored.
+
+        Raises:
+            TypeError: `config` is not a mapping. ValueError: required keys are missing (all of them are named).
+        """
+        if not isinstance(config, Mapping):
+            raise TypeError(f"adapter config must be a JSON object, got {type(config).__name__}")
+        missing = [key for key in ("r", "lora_alpha") if config.get(key) is None]
+        if not config.get("target_modules") and not config.get("target_parameters"):
+            missing.append("target_modules (or target_parameters)")
+        if missing:
+            raise ValueError(f"adapter config lacks the required keys {missing}; it has {sorted(config)}")
+        known = {f.name for f in fields(cls) if f.init}
+        return cls(**{key: value for key, value in config.items() if key in known})
+
+    @classmethod
+    def from_local_dir(cls, path: str | Path) -> PEFTHelper:
+        """Read `adapter_config.json` of a PEFT folder.
+
+        Raises:
+            FileNotFoundError: no such folder or file. ValueError, TypeError: invalid JSON or content; the message names
+                the file.
+        """
+        file = resolve_adapter_path(path) / CONFIG_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}")
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+            raise ValueError(f"{str(file)!r} is not valid JSON: {error}") from error
+        try:
+            return cls.from_dict(config)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{str(file)!r}: {error}") from error
+
+    def rank_of(self, module_name: str) -> int:
+        """`r_m` of one module."""
+        return next((value for pattern, value in self._rank_rules if pattern.fullmatch(module_name)), self.r)
+
+    def alpha_of(self, module_name: str) -> float:
+        """`alpha_m` of one module."""
+        return next((value for pattern, value in self._alpha_rules if pattern.fullmatch(module_name)), self.lora_alpha)
+
+    def scaling_of(self, module_name: str) -> float:
+        """`alpha_m / r_m`, or `alpha_m / sqrt(r_m)` with `use_rslora` (rank-stabilised LoRA)."""
+        rank = self.rank_of(module_name)
+        return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def validate_legal(self, lora_config: LoRAConfig) -> None:
+        """Refuse what this library cannot serve, all problems in one message.
+
+        Warns when `init_lora_weights` is pissa, olora or corda: those change the base model, which the serving backbone
+        is not.
+
+        Raises:
+            ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
+        """
+        problems = self._unsupported_features() + self._excessive_ranks(lora_config.max_lora_rank)
+        if problems:
+            raise ValueError("this adapter cannot be served: " + "; ".join(problems))
+        init = self.init_lora_weights
+        if isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda")):
+            warnings.warn(
+                f"init_lora_weights={init!r} may have altered the base model during training; unless the adapter was "
+                "converted to plain LoRA when it was saved, outputs on the original base model will be wrong",
+                stacklevel=2,
+            )
+
+    def _unsupported_features(self) -> list[str]:
+        problems = []
+        if self.peft_type is not None and str(self.peft_type).rsplit(".", 1)[-1].upper() != "LORA":
+            problems.append(f"peft_type is {self.peft_type!r}, only 'LORA' is supported")
+        if self.bias != "none":
+            problems.append(f"bias is {self.bias!r}, only 'none' is supported")
+        for key in _UNSUPPORTED_FEATURES:
+            if value := getattr(self, key):
+                problems.append(f"{key} is set ({value!r}) and not supported")
+        return problems
+
+    def _excessive_ranks(self, max_lora_rank: int) -> list[str]:
+        ranks = {"r": self.r} | {f"rank_pattern[{key!r}]": value for key, value in (self.rank_pattern or {}).items()}
+        return [
+            f"{where}: rank {rank} exceeds max_lora_rank {max_lora_rank} (raise LoRAConfig.max_lora_rank)"
+            for where, rank in ranks.items()
+            if rank > max_lora_rank
+        ]
+
+
+def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], object]) -> list[tuple[re.Pattern, Any]]:
+    """Compile `{KEY: value}` to `^(.*\\.)?KEY$` in file order; a KEY that starts with `^` is anchored at the name's
+    start.
+    """
+    if patterns is None:
+        return []
+    if not isinstance(patterns, Mapping):
+        raise TypeError(f"{name} must be a dict of name pattern to value, got {patterns!r} ({type(patterns).__name__})")
+    rules = []
+    for key, value in patterns.items():
+        check(f"{name}[{key!r}]", value)
+        try:
+            rules.append((re.compile(f"(?:{key})" if key.startswith("^") else rf"(?:.*\.)?(?:{key})"), value))
+        except re.error as error:
+            raise ValueError(f"{name} key {key!r} is not a regular expression: {error}") from error
+    return rules
+
+
+_MATRIX_NAME = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight$")
+_EMBEDDING_NAME = re.compile(r"^(?P<module>.+)\.lora_embedding_(?P<side>[AB])(?:\.[^.]+)?$")
+
+
+def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
+    """A checkpoint tensor's name without `base_model.model.`, renamed by `weights_mapper`.
+
+    The mapper is a function, or a dict `{old: new}` whose keys are replaced in order wherever they occur in the name
+    (so a key can be a prefix, a part or a suffix). Raises TypeError for anything else.
+    """
+    name = name.removeprefix(PEFT_PREFIX)
+    if weights_mapper is None:
+        return name
+    if isinstance(weights_mapper, Mapping):
+        for old, new in weights_mapper.items():
+            name = name.replace(old, new)
+        return name
+    if not callable(weights_mapper):
+        raise TypeError(f"weights_mapper must be a function or a dict, got {type(weights_mapper).__name__}")
+    return weights_mapper(name)
+
+
+def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = None) -> tuple[str, bool]:
+    """Split a checkpoint tensor's name into `(module_name, is_lora_a)`.
+
+    `base_model.model.<m>.lora_A.weight`, `<m>.lora_A.<adapter>.weight`, and the same without the prefix give `(<m>,
+    True)`; B gives `False`; embeddings are spelled `<m>.lora_embedding_A`.
+
+    Raises:
+        ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
+    """
+    mapped = map_tensor_name(name, weights_mapper)
+    if "lora_magnitude_vector" in mapped:
+        raise ValueError(
+            f"{name!r} is a DoRA magnitude; DoRA adapters are not supported, merge the adapter or train plain LoRA"
+        )
+    match = _MATRIX_NAME.match(mapped) or _EMBEDDING_NAME.match(mapped)
+    if match is None:
+        raise ValueError(
+            f"unsupported LoRA weight {name!r}; expected <module>.lora_A.weight, .lora_B.weight or .lora_embedding_A/B"
+        )
+    return match["module"], match["side"] == "A"
+
+
+def is_base_layer_weight(name: str) -> bool:
+    """True for `...embed_tokens.base_layer.weight` and `...lm_head.base_layer.weight`: base weights that PEFT may save
+    along.
+    """
+    return name.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight"))
+
+
+def is_skipped(module_name: str, skip_prefixes: Sequence[str] | None) -> bool:
+    """True if the module's name, or its part after some dot, starts with one of `skip_prefixes`."""
+    return any(module_name.startswith(prefix) or f".{prefix}" in module_name for prefix in skip_prefixes or ())

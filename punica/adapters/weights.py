@@ -1,0 +1,237 @@
+"""One adapter in host memory: a pair (A, B) per module, and the model-wide collection of pairs.
+
+A LoRA adapter adds `delta W = scaling * B A` to a layer, A `[r, in]`, B `[out, r]`. Before it enters a slot the scaling
+is multiplied into B once, so that the operators of the serving path need no per-adapter scale.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from punica.adapters.checkpoint import build_pairs, read_tensors
+from punica.adapters.peft import NameMapper, PEFTHelper, check_adapter_id
+
+
+class LoRALayerWeights:
+    """A and B of one module.
+
+    Args:
+        module_name: name in the model, e.g. `model.layers.0.self_attn.q_proj`.
+        rank: r.
+        lora_alpha: the numerator of the scaling.
+        lora_a: `[r, in]`; `None` in a shell of :meth:`from_config`.
+        lora_b: `[out, r]`; likewise.
+        scaling: factor of `B A`; default `lora_alpha / rank`.
+    """
+
+    is_packed = False
+
+    def __init__(
+        self,
+        module_name: str,
+        rank: int,
+        lora_alpha: float,
+        lora_a: torch.Tensor | None,
+        lora_b: torch.Tensor | None,
+        scaling: float | None = None,
+    ) -> None:
+        self.module_name = module_name
+        self.rank = rank
+        self.lora_alpha = lora_alpha
+        self.lora_a = lora_a
+        self.lora_b = lora_b
+        self.scaling = lora_alpha / rank if scaling is None else scaling
+
+    @classmethod
+    def from_config(cls, module_name: str, peft_helper: PEFTHelper) -> LoRALayerWeights:
+        """A shell without tensors: the module's own rank, alpha, scaling (`rank_pattern`, `alpha_pattern`, rsLoRA)."""
+        rank, alpha = peft_helper.rank_of(module_name), peft_helper.alpha_of(module_name)
+        return cls(module_name, rank, alpha, None, None, peft_helper.scaling_of(module_name))
+
+    @classmethod
+    def create_dummy_lora_weights(
+        cls,
+        module_name: str,
+        input_dim: int,
+        output_dim: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LoRALayerWeights:
+        """Zeros with `lora_alpha = 1`: costs what an adapter of this rank costs, changes no output."""
+        a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
+        b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
+        return cls(module_name, rank, 1, a, b)
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(A, B)`. Raises RuntimeError while they are not set (a shell)."""
+        if self.lora_a is None or self.lora_b is None:
+            raise RuntimeError(f"module {self.module_name!r}: lora_a and lora_b are not set yet (shell of from_config)")
+        return self.lora_a, self.lora_b
+
+    def optimize(self) -> LoRALayerWeights:
+        """Multiply B by `scaling` (in float32, rounded once, into a new tensor) and set `scaling = 1`; idempotent;
+        returns self.
+        """
+        if self.scaling != 1:
+            _, b = self.pair()
+            wide = torch.promote_types(b.dtype, torch.float32)
+            self.lora_b = (b.to(wide) * self.scaling).to(b.dtype)
+            self.scaling = 1
+        return self
+
+    @property
+    def input_dim(self) -> int:
+        """`in`, the width of A."""
+        return self.pair()[0].shape[1]
+
+    @property
+    def output_dim(self) -> int:
+        """`out`, the height of B."""
+        return self.pair()[1].shape[0]
+
+
+@dataclass(eq=False)
+class PackedLoRALayerWeights:
+    """The slices of a module that the model computes as one (q, k, v or gate, up).
+
+    Args:
+        module_name: name in the model, e.g. `model.layers.0.self_attn.qkv_proj`.
+        rank: the largest rank among the slices; ranks may differ.
+        lora_a, lora_b: one `[r_i, in]` / `[out_i, r_i]` or `None` (not adapted) per slice; scaling is in B.
+    """
+
+    module_name: str
+    rank: int
+    lora_a: list[torch.Tensor | None]
+    lora_b: list[torch.Tensor | None]
+
+    is_packed = True
+
+    @classmethod
+    def pack(cls, members: Sequence[LoRALayerWeights | None], module_name: str | None = None) -> PackedLoRALayerWeights:
+        """Put the slices of one module together; members are optimised (scaling goes into their B).
+
+        Args:
+            members: one entry per slice, `None` where the adapter has none.
+            module_name: name of the packed module; default the first member's.
+
+        Raises:
+            ValueError: every entry is `None`.
+        """
+        present = [member for member in members if member is not None]
+        if not present:
+            raise ValueError(f"pack needs at least one member, got {len(members)} times None")
+        pairs = [None if member is None else member.optimize().pair() for member in members]
+        return cls(
+            module_name=module_name or present[0].module_name,
+            rank=max(member.rank for member in present),
+            lora_a=[None if pair is None else pair[0] for pair in pairs],
+            lora_b=[None if pair is None else pair[1] for pair in pairs],
+        )
+
+
+ModuleWeights = LoRALayerWeights | PackedLoRALayerWeights
+_next_model_id = itertools.count(1)
+
+
+class LoRAModel:
+    """All modules of one adapter.
+
+    Args:
+        lora_model_id: adapter id, integer >= 1.
+        rank: the largest rank of any module.
+        loras: `{module name: weights}`.
+
+    Raises:
+        TypeError, ValueError: the id is not an integer >= 1.
+    """
+
+    def __init__(self, lora_model_id: int, rank: int, loras: Mapping[str, ModuleWeights]) -> None:
+        check_adapter_id("lora_model_id", lora_model_id)
+        self.id = lora_model_id
+        self.rank = rank
+        self.loras: dict[str, ModuleWeights] = dict(loras)
+
+    def clone(self, lora_model_id: int) -> LoRAModel:
+        """The same adapter under another id; tensors are shared."""
+        return LoRAModel(lora_model_id, self.rank, self.loras)
+
+    def get_lora(self, module_name: str) -> ModuleWeights | None:
+        """The weights of a module, `None` if the adapter does not touch it."""
+        return self.loras.get(module_name)
+
+    def check_lora_name(self, module_name: str) -> bool:
+        """True if the adapter has weights for this module."""
+        return module_name in self.loras
+
+    @classmethod
+    def from_lora_tensors(
+        cls,
+        lora_model_id: int,
+        tensors: Mapping[str, torch.Tensor],
+        peft_helper: PEFTHelper,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        model_vocab_size: int | None = None,
+        weights_mapper: NameMapper | None = None,
+        skip_prefixes: Sequence[str] | None = None,
+    ) -> LoRAModel:
+        """Build an adapter from PEFT-named tensors in memory.
+
+        Args:
+            lora_model_id: adapter id >= 1.
+            tensors: `{PEFT name: tensor}`, e.g. `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`.
+            peft_helper: rank and scaling of every module.
+            device, dtype: where to place the tensors and as what; `dtype=None` keeps each tensor's own. Tensors that
+                already fit are shared, not copied.
+            model_vocab_size: if given, embedding adapters must cover exactly this many ids.
+            weights_mapper: renames modules, see :func:`punica.adapters.peft.map_tensor_name`.
+            skip_prefixes: modules to leave out.
+
+        Raises:
+            ValueError, TypeError: as :func:`punica.adapters.checkpoint.build_pairs`.
+        """
+        check_adapter_id("lora_model_id", lora_model_id)
+        pairs = build_pairs(tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes)
+        loras: dict[str, ModuleWeights] = {}
+        for module, (a, b) in pairs.items():
+            weights = LoRALayerWeights.from_config(module, peft_helper)
+            weights.lora_a, weights.lora_b = a, b
+            loras[module] = weights
+        return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras)
+
+    @classmethod
+    def from_local_checkpoint(
+        cls,
+        lora_dir: str | Path,
+        expected_lora_modules: Collection[str],
+        peft_helper: PEFTHelper,
+        *,
+        lora_model_id: int | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        model_vocab_size: int | None = None,
+        weights_mapper: NameMapper | None = None,
+        skip_prefixes: Sequence[str] | None = None,
+    ) -> LoRAModel:
+        """Load a PEFT folder (`adapter_model.safetensors`; the config comes as `peft_helper`).
+
+        Names are checked before a single tensor is read: the last name component of each module must be in
+        `expected_lora_modules`. `lora_model_id=None` takes the next number of a process-wide counter. The other
+        arguments and errors are those of :meth:`from_lora_tensors`.
+
+        Raises:
+            FileNotFoundError: no folder, or no weights file in it.
+            ValueError: pickled or damaged file, unexpected modules (all are listed), bad content.
+        """
+        tensors = read_tensors(lora_dir, expected_lora_modules, weights_mapper, skip_prefixes)
+        model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
+        return cls.from_lora_tensors(
+            model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes
+        )

@@ -1,0 +1,198 @@
+"""A tiny two-layer model twice: plain modules as adapters know them, packed layers as the library runs them."""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, PEFTHelper
+from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from punica.segments import LoRAMapping
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INTER, LAYERS, VOCAB = 24, 4, 2, 6, 40, 2, 50
+QKV = "model.layers.0.self_attn.qkv_proj"
+Q, KV = HEADS * HEAD, KV_HEADS * HEAD
+SHAPES = {
+    "self_attn.q_proj": (HIDDEN, Q),
+    "self_attn.k_proj": (HIDDEN, KV),
+    "self_attn.v_proj": (HIDDEN, KV),
+    "self_attn.o_proj": (Q, HIDDEN),
+    "mlp.gate_proj": (HIDDEN, INTER),
+    "mlp.up_proj": (HIDDEN, INTER),
+    "mlp.down_proj": (INTER, HIDDEN),
+}
+MODULES = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
+
+
+def mix(qkv: torch.Tensor) -> torch.Tensor:
+    """Stands for attention: a per-token function of q, k and v that notices any change of each."""
+    q, k, v = qkv.split([Q, KV, KV], dim=-1)
+    return torch.tanh(q * k.repeat(1, 2)) + v.repeat(1, 2)
+
+
+def tree(**children: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+class DenseModel(nn.Module):
+    """What PEFT trains on: one nn.Linear per module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = []
+        for _ in range(LAYERS):
+            linear = {name: nn.Linear(*shape, bias=False) for name, shape in SHAPES.items()}
+            attn = {k.removeprefix("self_attn."): v for k, v in linear.items() if k.startswith("self_attn")}
+            mlp = {k.removeprefix("mlp."): v for k, v in linear.items() if k.startswith("mlp")}
+            layers.append(tree(self_attn=tree(**attn), mlp=tree(**mlp)))
+        self.model = tree(layers=nn.ModuleList(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.model.layers:
+            attn, mlp = layer.self_attn, layer.mlp
+            x = x + attn.o_proj(mix(torch.cat([attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)], dim=-1)))
+            x = x + mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+        return x
+
+    def merged(self, tensors: dict[str, torch.Tensor], scaling: float) -> "DenseModel":
+        """A copy with `W += scaling * B A`, computed in float64."""
+        model = copy.deepcopy(self)
+        for name in MODULES:
+            a = tensors.get(f"base_model.model.{name}.lora_A.weight")
+            b = tensors.get(f"base_model.model.{name}.lora_B.weight")
+            if a is not None:
+                weight = model.get_submodule(name).weight.data
+                weight.copy_(weight.double() + scaling * (b.double() @ a.double()))
+        return model
+
+
+class PackedModel(nn.Module):
+    """The same function on parallel layers, q/k/v and gate/up computed at once."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}  # noqa: RUF012
+
+    def __init__(self, dense: DenseModel) -> None:
+        super().__init__()
+        layers = []
+        for i in range(LAYERS):
+            source = dense.model.layers[i]
+            common = {"bias": False, "return_bias": False}
+            qkv = QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **common)
+            for part in "qkv":
+                qkv.weight_loader(qkv.weight, source.self_attn.get_submodule(f"{part}_proj").weight, part)
+            o_proj, down = RowParallelLinear(Q, HIDDEN, **common), RowParallelLinear(INTER, HIDDEN, **common)
+            o_proj.weight_loader(o_proj.weight, source.self_attn.o_proj.weight)
+            down.weight_loader(down.weight, source.mlp.down_proj.weight)
+            gate_up = MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **common)
+            gate_up.weight_loader(gate_up.weight, source.mlp.gate_proj.weight, 0)
+            gate_up.weight_loader(gate_up.weight, source.mlp.up_proj.weight, 1)
+            attn = tree(qkv_proj=qkv, o_proj=o_proj)
+            layers.append(tree(self_attn=attn, mlp=tree(gate_up_proj=gate_up, down_proj=down)))
+        self.model = tree(layers=nn.ModuleList(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.model.layers:
+            attn, mlp = layer.self_attn, layer.mlp
+            x = x + attn.o_proj(mix(attn.qkv_proj(x)))
+            gate, up = mlp.gate_up_proj(x).chunk(2, dim=-1)
+            x = x + mlp.down_proj(torch.nn.functional.silu(gate) * up)
+        return x
+
+
+def adapter_tensors(seed: int, rank: int = 4, modules: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
+    """PEFT-named random A and B for all modules, or for those whose names end in one of `modules`."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (width, height) in MODULES.items():
+        if modules is None or name.endswith(modules):
+            prefix = f"base_model.model.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, width, generator=generator) / width**0.5
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(height, rank, generator=generator) / rank**0.5
+    return tensors
+
+
+def peft_config(rank: int = 4, **changes: object) -> dict[str, object]:
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj"], **changes}
+
+
+class Tenants:
+    """Writes PEFT folders below one directory: `tenants.write(7)` is adapter 7, `tenants.request(7)` asks for it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(
+        self, adapter_id: int, tensors: dict[str, torch.Tensor] | None = None, rank: int = 4, **config: object
+    ) -> Path:
+        folder = self.root / f"adapter{adapter_id}"
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(peft_config(rank, **config)))
+        weights = adapter_tensors(adapter_id, rank) if tensors is None else tensors
+        save_file({name: t.contiguous() for name, t in weights.items()}, folder / "adapter_model.safetensors")
+        return folder
+
+    def request(self, adapter_id: int, **changes: object) -> LoRARequest:
+        fields = {"lora_name": f"tenant {adapter_id}", "lora_path": str(self.root / f"adapter{adapter_id}"), **changes}
+        return LoRARequest(lora_int_id=adapter_id, **fields)
+
+
+def snapshot(manager: LoRAModelManager) -> dict[str, object]:
+    """Everything a failed call must leave alone: caches in order, the slot table, and the bits of every buffer."""
+    wrapper = manager.punica_wrapper
+    return {
+        "registered": list(manager.list_adapters().items()),
+        "active": list(manager._active.items()),
+        "slots": list(manager.lora_index_to_id),
+        "sources": dict(manager._requests),
+        "mapping": manager._last_mapping,
+        "buffers": [
+            tensor.clone()
+            for layer in manager.modules.values()
+            for tensor in (*layer.lora_a_stacked, *layer.lora_b_stacked, layer.lora_ranks)
+        ],
+        "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone(), list(wrapper.indices_len)],
+    }
+
+
+def assert_unchanged(manager: LoRAModelManager, before: dict[str, object]) -> None:
+    after = snapshot(manager)
+    for key in ("registered", "active", "slots", "sources", "mapping"):
+        assert after[key] == before[key], key
+    assert all(torch.equal(a, b) for a, b in zip(after["buffers"], before["buffers"], strict=True))
+    assert torch.equal(after["indices"][0], before["indices"][0])
+    assert torch.equal(after["indices"][1], before["indices"][1])
+    assert after["indices"][2] == before["indices"][2]
+
+
+def check_invariants(manager: LoRAModelManager) -> None:
+    """Active is a subset of registered, each active id has exactly one slot, no slot holds anything else, sizes fit."""
+    registered, in_slots = manager.list_adapters(), [i for i in manager.lora_index_to_id if i is not None]
+    assert len(in_slots) == len(set(in_slots))
+    assert set(in_slots) <= set(registered)
+    assert {i: manager.lora_index_to_id.index(i) for i in in_slots} == dict(manager._active)
+    assert len(manager) == len(registered) <= manager.capacity
+    assert len(manager.lora_index_to_id) == manager.lora_slots
+
+
+def decode(*adapter_ids: int) -> LoRAMapping:
+    return LoRAMapping(adapter_ids, adapter_ids)
+
+
+def adapter(adapter_id: int, rank: int = 4, modules: tuple[str, ...] | None = None) -> LoRAModel:
+    helper = PEFTHelper.from_dict(peft_config(rank))
+    return LoRAModel.from_lora_tensors(adapter_id, adapter_tensors(adapter_id, rank, modules), helper)
+
+
+def full_manager(make_manager, tenants) -> LoRAModelManager:
+    """Both caches full, a mapping set: any failing call now has something to destroy."""
+    manager = make_manager(max_loras=2, max_cpu_loras=2)
+    for i in (1, 2):
+        tenants.write(i)
+    manager.set_active_adapters([tenants.request(1), tenants.request(2)], decode(1, 0, 2))
+    return manager

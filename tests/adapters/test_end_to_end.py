@@ -1,0 +1,184 @@
+"""Mixed batches against the dense merged model, and folders written by the PEFT library itself (acceptance A1-A3)."""
+
+import math
+
+import peft
+import pytest
+import torch
+from adapter_world import INTER, MODULES, VOCAB, PackedModel, adapter_tensors, decode
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from punica.adapters import (
+    LoRAModel,
+    LoRAModelManager,
+    LoRARequest,
+    PEFTHelper,
+    random_adapter,
+    random_adapter_tensors,
+    write_random_adapter,
+)
+from punica.config import LoRAConfig
+from punica.segments import LoRAMapping
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # inside transformers
+
+EXPECTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+def test_mixed_batch_equals_the_dense_merged_models(make_manager, dense, tenants, prefill):
+    """Three tenants (ranks 1, 4, 8; one with only q and v) and rows without adapter, interleaved."""
+    adapters = {
+        1: (adapter_tensors(1, rank=1), 1, 2.0),
+        2: (adapter_tensors(2, rank=4, modules=("q_proj", "v_proj")), 4, 8 / math.sqrt(4)),
+        7: (adapter_tensors(7, rank=8), 8, 2.0),
+    }
+    for i, (tensors, rank, _) in adapters.items():
+        tenants.write(i, tensors, rank, use_rslora=i == 2, lora_alpha=8 if i == 2 else 2 * rank)
+    manager = make_manager(max_loras=3)
+    ids = [7, 7, 0, 1, 2, 2, 2, 0, 1, 7, 1]
+    requests = [tenants.request(i) for i in adapters]
+    manager.set_active_adapters(requests, LoRAMapping(ids, sorted(set(ids)), is_prefill=prefill))
+    x = torch.randn(len(ids), 24)
+    output = manager.model(x)
+    models = {i: dense.merged(tensors, scaling) for i, (tensors, _, scaling) in adapters.items()} | {0: dense}
+    for row, i in enumerate(ids):
+        torch.testing.assert_close(output[row : row + 1], models[i](x[row : row + 1]), rtol=1e-4, atol=1e-4)
+        if i:
+            assert (output[row] - dense(x)[row]).abs().max() > 0.05
+
+
+def save_peft_adapters(dense, root, configs: dict[str, peft.LoraConfig]) -> peft.PeftModel:
+    """One PEFT model carrying all adapters with random weights, each saved to `root/<name>` by PEFT."""
+    names = iter(configs.items())
+    name, config = next(names)
+    model = peft.get_peft_model(dense, config, adapter_name=name)
+    for name, config in names:
+        model.add_adapter(name, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(root)
+    return model.eval()
+
+
+def test_the_peft_library_agrees_on_every_row(dense, tmp_path):
+    packed = PackedModel(dense)
+    common = {"init_lora_weights": False, "lora_dropout": 0.0}
+    configs = {
+        "plain": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **common),
+        "rslora": peft.LoraConfig(r=8, lora_alpha=4, use_rslora=True, target_modules=EXPECTED, **common),
+        "patterns": peft.LoraConfig(
+            r=2,
+            lora_alpha=4,
+            target_modules=r".*\.(k_proj|up_proj)",
+            rank_pattern={"layers.0.mlp.up_proj": 8, "k_proj": 3},
+            alpha_pattern={r"^model\.layers\.1\..*": 1},
+            **common,
+        ),
+    }
+    reference = save_peft_adapters(dense, tmp_path, configs)
+    manager = LoRAModelManager(packed, 8, 16, VOCAB, LoRAConfig(max_lora_rank=8, max_loras=3), "cpu")
+    requests = {i: LoRARequest(name, i, str(tmp_path / name)) for i, name in enumerate(configs, start=1)}
+    ids = [2, 1, 3, 3, 1, 2, 2]
+    manager.set_active_adapters(requests.values(), decode(*ids))
+    x = torch.randn(len(ids), 24)
+    output = packed(x)
+    for row, i in enumerate(ids):
+        reference.set_adapter(requests[i].name)
+        torch.testing.assert_close(output[row : row + 1], reference(x[row : row + 1]), rtol=1e-4, atol=1e-4)
+
+
+def llama_config() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=16,
+        intermediate_size=INTER,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"r": 8, "lora_alpha": 16}, id="plain"),
+        pytest.param({"r": 16, "lora_alpha": 32, "use_rslora": True}, id="rslora"),
+        pytest.param(
+            {"r": 8, "lora_alpha": 16, "rank_pattern": {"q_proj": 32},
+             "alpha_pattern": {"layers.0.self_attn.q_proj": 64}},
+            id="patterns",
+        ),
+        pytest.param({"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}, id="all-linear"),
+    ],
+)  # fmt: skip
+def test_tensors_and_scalings_of_a_real_peft_llama_folder(tmp_path, changes):
+    config = peft.LoraConfig(
+        **{"target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False, **changes}
+    )
+    reference = peft.get_peft_model(LlamaForCausalLM(llama_config()), config)
+    reference.save_pretrained(tmp_path)
+    helper = PEFTHelper.from_local_dir(tmp_path)
+    helper.validate_legal(LoRAConfig(max_lora_rank=32))
+    model = LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper, model_vocab_size=VOCAB)
+    layers = {
+        name.removeprefix("base_model.model."): layer
+        for name, layer in reference.named_modules()
+        if isinstance(layer, peft.tuners.lora.LoraLayer)
+    }
+    assert set(model.loras) == set(layers)
+    for name, layer in layers.items():
+        weights = model.get_lora(name)
+        assert torch.equal(weights.lora_a, layer.lora_A["default"].weight)
+        assert torch.equal(weights.lora_b, layer.lora_B["default"].weight)
+        assert weights.rank == layer.r["default"]
+        assert weights.scaling == pytest.approx(layer.scaling["default"], rel=1e-12)
+
+
+def test_a_random_adapter_is_a_genuine_peft_folder(tmp_path):
+    folder = write_random_adapter(tmp_path / "new" / "adapter", llama_config(), rank=4, seed=3, alpha=6)
+    reference = peft.PeftModel.from_pretrained(LlamaForCausalLM(llama_config()), str(folder))
+    saved = load_file(folder / "adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(reference)
+    assert loaded.keys() == saved.keys()
+    assert len(saved) == 2 * 7 * 2
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    layer = reference.base_model.model.model.layers[1].mlp.down_proj
+    assert layer.scaling["default"] == 1.5
+
+
+def test_random_adapters_in_memory_and_on_disk_are_the_same(tmp_path):
+    kwargs = {"target_modules": ["k_proj", "o_proj"], "dtype": torch.bfloat16}
+    folder = write_random_adapter(tmp_path, llama_config(), 2, 11, **kwargs)
+    on_disk = LoRAModel.from_local_checkpoint(folder, EXPECTED, PEFTHelper.from_local_dir(folder), lora_model_id=1)
+    in_memory = random_adapter(1, llama_config(), 2, 11, **kwargs)
+    assert set(in_memory.loras) == set(on_disk.loras)
+    for name, weights in in_memory.loras.items():
+        other = on_disk.get_lora(name)
+        assert weights.lora_b.dtype == torch.bfloat16
+        assert (weights.scaling, weights.rank) == (other.scaling, other.rank) == (2, 2)
+        assert torch.equal(weights.lora_a, other.lora_a)
+        assert torch.equal(weights.lora_b, other.lora_b)
+    different = random_adapter_tensors(llama_config(), 2, 12, **kwargs)
+    name = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
+    assert not torch.equal(different[name], in_memory.get_lora("model.layers.0.self_attn.k_proj").lora_a)
+    assert different[name.replace("lora_A", "lora_B")].shape == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"rank": 0}, "rank must be >= 1, got 0"), ({"target_modules": ["lm_head"]}, r"\['lm_head'\]"),
+     ({"target_modules": []}, "target_modules must be some of")],
+    ids=["rank", "unknown", "none"],
+)  # fmt: skip
+def test_bad_random_adapters_write_nothing(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        write_random_adapter(tmp_path / "a", llama_config(), **{"rank": 4, "seed": 0, **changes})
+    assert not (tmp_path / "a").exists()
+
+
+def test_world_has_all_llama_modules():
+    assert {name.rpartition(".")[2] for name in MODULES} == set(EXPECTED)

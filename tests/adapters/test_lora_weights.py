@@ -1,0 +1,199 @@
+"""One adapter in memory: scaling, packing, loading with every check (acceptance A1, A2, A4)."""
+
+import pytest
+import torch
+from adapter_world import MODULES, adapter_tensors, peft_config
+from safetensors.torch import save_file
+
+from punica.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights, PEFTHelper
+
+A, B = "base_model.model.m.q_proj.lora_A.weight", "base_model.model.m.q_proj.lora_B.weight"
+EXPECTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def helper(rank: int = 4, **changes: object) -> PEFTHelper:
+    return PEFTHelper.from_dict(peft_config(rank, **changes))
+
+
+def pair(rank: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {A: torch.randn(rank, 6).to(dtype), B: torch.randn(10, rank).to(dtype)}
+
+
+def weights(rank: int = 4, name: str = "m.q_proj", alpha: float = 8) -> LoRALayerWeights:
+    return LoRALayerWeights(name, rank, alpha, torch.randn(rank, 6), torch.randn(10, rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_optimize_scales_b_once_into_a_new_tensor(dtype):
+    b = torch.randn(10, 3).to(dtype)
+    given = b.clone()
+    layer = LoRALayerWeights("m", 3, 7, torch.randn(3, 6).to(dtype), b)
+    assert layer.scaling == 7 / 3
+    assert layer.optimize() is layer
+    assert layer.scaling == 1
+    assert torch.equal(layer.lora_b, (given.float() * (7 / 3)).to(dtype))
+    assert torch.equal(b, given)
+    once = layer.lora_b
+    assert layer.optimize().lora_b is once
+
+
+def test_dimensions_and_shell():
+    layer = weights()
+    assert (layer.input_dim, layer.output_dim, layer.is_packed) == (6, 10, False)
+    shell = LoRALayerWeights.from_config("m.q_proj", helper(8, rank_pattern={"q_proj": 2}))
+    assert (shell.rank, shell.lora_alpha, shell.scaling, shell.lora_a, shell.lora_b) == (2, 16, 8, None, None)
+    with pytest.raises(RuntimeError, match=r"m\.q_proj.*not set"):
+        shell.optimize()
+
+
+def test_dummy_weights_are_zero():
+    layer = LoRALayerWeights.create_dummy_lora_weights("m", 6, 10, 3, torch.bfloat16, "cpu")
+    assert layer.lora_a.shape == (3, 6)
+    assert layer.lora_b.shape == (10, 3)
+    assert layer.lora_b.dtype == torch.bfloat16
+    assert layer.lora_alpha == 1
+    assert not layer.lora_a.any()
+    assert not layer.lora_b.any()
+
+
+def test_pack_keeps_slices_and_scales_members():
+    q, v = weights(4, "m.q_proj"), weights(2, "m.v_proj")
+    expected_b = [q.lora_b * q.scaling, None, v.lora_b * v.scaling]
+    packed = PackedLoRALayerWeights.pack([q, None, v], "m.qkv_proj")
+    assert (packed.module_name, packed.rank, packed.is_packed) == ("m.qkv_proj", 4, True)
+    assert packed.lora_a[1] is None
+    assert packed.lora_b[1] is None
+    assert packed.lora_a[2] is v.lora_a
+    assert torch.equal(packed.lora_b[0], expected_b[0])
+    assert torch.equal(packed.lora_b[2], expected_b[2])
+    assert PackedLoRALayerWeights.pack([None, q]).module_name == "m.q_proj"
+
+
+def test_pack_of_nothing():
+    with pytest.raises(ValueError, match="3 times None"):
+        PackedLoRALayerWeights.pack([None, None, None])
+
+
+def test_model_clone_shares_tensors():
+    model = LoRAModel(1, 4, {"m.q_proj": weights()})
+    twin = model.clone(2)
+    assert (twin.id, twin.rank) == (2, 4)
+    assert twin.get_lora("m.q_proj").lora_a is model.get_lora("m.q_proj").lora_a
+    assert model.check_lora_name("m.q_proj")
+    assert not model.check_lora_name("m.k_proj")
+    assert model.get_lora("m.k_proj") is None
+    with pytest.raises(ValueError, match="lora_model_id is 0"):
+        model.clone(0)
+    with pytest.raises(TypeError, match="lora_model_id"):
+        LoRAModel("1", 4, {})
+
+
+def test_load_a_peft_folder(tmp_path):
+    tensors = adapter_tensors(seed=1, rank=4)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    model = LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper(4), lora_model_id=9)
+    assert (model.id, model.rank, set(model.loras)) == (9, 4, set(MODULES))
+    for name, layer in model.loras.items():
+        assert (layer.rank, layer.lora_alpha, layer.scaling) == (4, 8, 2)
+        assert torch.equal(layer.lora_a, tensors[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(layer.lora_b, tensors[f"base_model.model.{name}.lora_B.weight"])
+
+
+def test_numbers_are_given_in_order_when_none_is_asked_for(tmp_path):
+    save_file(pair(), tmp_path / "adapter_model.safetensors")
+    first, second = (LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper()) for _ in range(2))
+    assert 1 <= first.id == second.id - 1
+
+
+def test_ranks_differ_by_pattern():
+    tensors = {**pair(4), **{name.replace("q_proj", "up_proj"): t for name, t in pair(2).items()}}
+    model = LoRAModel.from_lora_tensors(1, tensors, helper(4, rank_pattern={"up_proj": 2}))
+    assert {name: layer.rank for name, layer in model.loras.items()} == {"m.q_proj": 4, "m.up_proj": 2}
+    assert (model.rank, model.get_lora("m.up_proj").scaling) == (4, 4)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_dtype(dtype):
+    layer = LoRAModel.from_lora_tensors(1, pair(dtype=torch.float64), helper(), dtype=dtype).get_lora("m.q_proj")
+    assert layer.lora_a.dtype == layer.lora_b.dtype == (dtype or torch.float64)
+
+
+def test_skipped_and_base_layer_tensors_are_left_out(tmp_path):
+    extra = {
+        "base_model.model.lm_head.base_layer.weight": torch.ones(2, 2),
+        "base_model.model.mtp.strange.lora_A.weight": torch.ones(4, 2),
+    }
+    save_file({**pair(), **extra}, tmp_path / "adapter_model.safetensors")
+    model = LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper(), skip_prefixes=["mtp."])
+    assert set(model.loras) == {"m.q_proj"}
+
+
+def test_embedding_covers_the_vocabulary():
+    names = ("model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_B")
+    tensors = dict(zip(names, (torch.ones(4, 50), torch.ones(6, 4)), strict=True))
+    assert LoRAModel.from_lora_tensors(1, tensors, helper(), model_vocab_size=50).check_lora_name("model.embed_tokens")
+    with pytest.raises(ValueError, match="50 ids, the model has 51"):
+        LoRAModel.from_lora_tensors(1, tensors, helper(), model_vocab_size=51)
+
+
+NAN = torch.full((4, 6), float("nan"))
+INF = torch.randn(10, 4).index_put_((torch.tensor(9), torch.tensor(3)), torch.tensor(float("-inf")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        pytest.param({B: None}, ValueError, "m.q_proj.*A without B", id="A without B"),
+        pytest.param({A: None}, ValueError, "m.q_proj.*B without A", id="B without A"),
+        pytest.param({A: None, B: None}, ValueError, "no LoRA tensors", id="nothing"),
+        pytest.param({A: torch.ones(4)}, ValueError, r"2-D.*\(4,\)", id="1-D"),
+        pytest.param({A: torch.ones(3, 6)}, ValueError, "rank 3.*rank 4", id="A and B disagree"),
+        pytest.param({A: torch.ones(2, 6), B: torch.ones(10, 2)}, ValueError, "rank 2.*config says 4", id="config"),
+        pytest.param({A: NAN}, ValueError, "m.q_proj.*A contains NaN", id="NaN"),
+        pytest.param({B: INF}, ValueError, "m.q_proj.*B contains NaN or inf", id="inf"),
+        pytest.param({A: torch.ones(4, 6, dtype=torch.int32)}, TypeError, "int32", id="integers"),
+        pytest.param({A: torch.ones(4, 6).to(torch.float8_e4m3fn)}, TypeError, "float8_e4m3fn", id="fp8"),
+        pytest.param({A: [[1.0]]}, TypeError, "must be a torch.Tensor, got list", id="no tensor"),
+        pytest.param({A.replace("lora_A", "lora_A.default"): torch.ones(4, 6)}, ValueError, "both A", id="twice A"),
+        pytest.param({"m.q_proj.weight": torch.ones(1)}, ValueError, "unsupported LoRA weight", id="other name"),
+    ],
+)
+def test_bad_tensors(changes, error, message):
+    tensors = {name: tensor for name, tensor in {**pair(), **changes}.items() if tensor is not None}
+    with pytest.raises(error, match=message):
+        LoRAModel.from_lora_tensors(1, tensors, helper())
+
+
+def test_overflow_of_the_cast_is_named():
+    with pytest.raises(ValueError, match=r"B contains NaN or inf after the cast from torch.float32 to torch.float16"):
+        LoRAModel.from_lora_tensors(1, {**pair(), B: torch.full((10, 4), 1e6)}, helper(), dtype=torch.float16)
+
+
+def test_large_finite_values_are_not_mistaken_for_inf():
+    big = torch.full((10, 4), 3e38)
+    assert LoRAModel.from_lora_tensors(1, {**pair(), B: big}, helper()).get_lora("m.q_proj").lora_b is not None
+
+
+def test_unexpected_modules_are_all_listed_before_any_tensor_is_read(tmp_path):
+    tensors = {"x.router.lora_A.weight": torch.ones(4, 2), "x.gate.lora_A.weight": torch.full((4, 2), float("nan"))}
+    save_file({**pair(), **tensors}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"\['x.gate', 'x.router'\].*\['q_proj'\]"):
+        LoRAModel.from_local_checkpoint(tmp_path, ["q_proj"], helper())
+
+
+def test_missing_pickled_and_damaged_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=tmp_path.name):
+        LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        LoRAModel.from_local_checkpoint(tmp_path / "nowhere", EXPECTED, helper())
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ValueError, match=r"convert the adapter to adapter_model.safetensors"):
+        LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
+    file = tmp_path / "adapter_model.safetensors"
+    for content in (b"", b"garbage that is no header"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="not a valid safetensors file"):
+            LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
+    save_file({}, file)
+    with pytest.raises(ValueError, match="no LoRA tensors at all"):
+        LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())

@@ -1,0 +1,224 @@
+"""Registered and active adapters: packing, slots, order of eviction (acceptance A5, A6)."""
+
+import json
+import random
+
+import pytest
+import torch
+from adapter_world import (
+    MODULES,
+    QKV,
+    adapter,
+    adapter_tensors,
+    check_invariants,
+    decode,
+)
+from safetensors.torch import save_file
+
+from punica.adapters import LoRALayerWeights, LoRAModel
+
+
+def test_packed_parts_fill_their_slices_and_absent_ones_stay_zero(make_manager):
+    manager = make_manager()
+    model = adapter(5, modules=("q_proj", "v_proj"))
+    assert manager.add_adapter(model) is True
+    manager.activate_adapter(5)
+    layer = manager.modules[QKV]
+    for i, part in ((0, "q_proj"), (2, "v_proj")):
+        weights = model.get_lora(f"model.layers.0.self_attn.{part}")
+        assert torch.equal(layer.lora_a_stacked[i][0, 0, :4], weights.lora_a)
+        assert torch.equal(layer.lora_b_stacked[i][0, 0, :, :4], weights.lora_b * 2)
+    assert not layer.lora_a_stacked[1].any()
+    assert not layer.lora_b_stacked[1].any()
+    assert layer.lora_ranks.tolist() == [[4], [0], [4]]
+    assert not any(a.any() for a in manager.modules["model.layers.0.mlp.down_proj"].lora_a_stacked)
+
+
+def test_adding_changes_nothing_of_the_given_adapter(make_manager):
+    model = adapter(5)
+    before = {name: (w.lora_a, w.lora_b, w.scaling) for name, w in model.loras.items()}
+    make_manager().add_adapter(model)
+    assert set(model.loras) == set(MODULES)
+    for name, (a, b, scaling) in before.items():
+        weights = model.loras[name]
+        assert weights.lora_a is a
+        assert weights.lora_b is b
+        assert weights.scaling == scaling == 2
+
+
+def test_one_pair_over_a_packed_module_is_split(make_manager):
+    manager = make_manager()
+    a, b = torch.randn(4, 24), torch.randn(80, 4)
+    name = "model.layers.1.mlp.gate_up_proj"
+    manager.add_adapter(LoRAModel(1, 4, {name: LoRALayerWeights(name, 4, 4, a, b)}))
+    manager.activate_adapter(1)
+    layer = manager.modules[name]
+    assert torch.equal(layer.lora_a_stacked[0][0, 0, :4], a)
+    assert torch.equal(layer.lora_a_stacked[1][0, 0, :4], a)
+    assert torch.equal(layer.lora_b_stacked[1][0, 0, :, :4], b[40:])
+
+
+def test_slots_are_reused_and_leave_no_trace(make_manager):
+    manager = make_manager(max_loras=2, max_cpu_loras=4)
+    for i in (1, 2, 3):
+        assert manager.add_adapter(adapter(i, modules=("o_proj",) if i == 3 else None))
+    assert manager.activate_adapter(1)
+    assert manager.activate_adapter(2)
+    assert not manager.activate_adapter(1)
+    assert manager.lora_index_to_id == [1, 2]
+    assert manager.deactivate_adapter(1)
+    assert not manager.deactivate_adapter(1)
+    assert manager.lora_index_to_id == [None, 2]
+    assert manager.activate_adapter(3)
+    assert manager.lora_index_to_id == [3, 2]
+    assert not manager.modules[QKV].lora_b_stacked[0][0].any()
+    assert manager.modules[QKV].lora_b_stacked[0][1].any()
+    assert manager.list_adapters().keys() == {1, 2, 3}
+    check_invariants(manager)
+
+
+def test_capacities_and_lookups(make_manager):
+    manager = make_manager(max_loras=2, max_cpu_loras=3)
+    assert (manager.capacity, manager.lora_slots, manager.adapter_slots, len(manager)) == (3, 2, 2, 0)
+    assert manager.add_adapter(adapter(7))
+    assert not manager.add_adapter(adapter(7))
+    assert manager.get_adapter(7).id == 7
+    assert manager.get_adapter(8) is None
+    manager.list_adapters().clear()
+    assert len(manager) == 1
+    assert manager.remove_adapter(7)
+    assert not manager.remove_adapter(7)
+    assert not manager.remove_oldest_adapter()
+
+
+def test_remove_all(make_manager):
+    manager = make_manager(max_loras=2)
+    for i in (1, 2):
+        manager.add_adapter(adapter(i))
+        manager.activate_adapter(i)
+    manager.remove_all_adapters()
+    assert (len(manager), manager.lora_index_to_id, manager.list_adapters()) == (0, [None, None], {})
+    check_invariants(manager)
+
+
+def test_activating_an_unknown_adapter(make_manager):
+    manager = make_manager()
+    manager.add_adapter(adapter(1))
+    with pytest.raises(ValueError, match=r"adapter 2 is not registered; registered: \[1\]"):
+        manager.activate_adapter(2)
+
+
+def test_eviction_follows_use(make_manager):
+    """L = 2, three places in memory: what stays is what an ordered list says (A6, by hand)."""
+    manager = make_manager(max_loras=2, max_cpu_loras=3)
+    for i in (1, 2, 3):
+        manager.add_adapter(adapter(i))
+    manager.activate_adapter(1)
+    manager.activate_adapter(2)
+    manager.add_adapter(adapter(1))  # touch: 3 is now the oldest in memory, 2 the oldest in a slot
+    manager.add_adapter(adapter(4))
+    assert list(manager.list_adapters()) == [2, 1, 4]
+    manager.activate_adapter(4)
+    assert manager.lora_index_to_id == [1, 4]
+    assert manager.remove_oldest_adapter()
+    assert list(manager.list_adapters()) == [1, 4]
+
+
+class ModelOfTheManager:
+    """What the manager must do, in a dozen lines of lists: last = most recently used."""
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.table, self.capacity = [None] * slots, capacity
+        self.registered, self.active = [], []
+
+    def touch(self, i: int) -> None:
+        for cache in (self.registered, self.active):
+            if i in cache:
+                cache.append(cache.pop(cache.index(i)))
+
+    def drop(self, i: int) -> None:
+        self.deactivate(i)
+        if i in self.registered:
+            self.registered.remove(i)
+
+    def deactivate(self, i: int) -> None:
+        if i in self.active:
+            self.active.remove(i)
+            self.table[self.table.index(i)] = None
+
+    def add(self, i: int) -> None:
+        if i in self.registered:
+            return self.touch(i)
+        if len(self.registered) == self.capacity:
+            self.drop(self.registered[0])
+        self.registered.append(i)
+
+    def activate(self, i: int) -> None:
+        self.touch(i)
+        if i not in self.active:
+            if None not in self.table:
+                self.deactivate(self.active[0])
+            self.table[self.table.index(None)] = i
+            self.active.append(i)
+
+
+@pytest.mark.parametrize(("slots", "capacity"), [(1, 1), (2, 3), (3, 3)])
+def test_random_operations_against_a_simple_model(make_manager, slots, capacity):
+    manager, expected = make_manager(max_loras=slots, max_cpu_loras=capacity), ModelOfTheManager(slots, capacity)
+    adapters = {i: adapter(i, modules=("o_proj",)) for i in range(1, 7)}
+    layer = manager.modules["model.layers.0.self_attn.o_proj"]
+    choose = random.Random(slots)
+    for _ in range(300):
+        i, operation = choose.randint(1, 6), choose.choice(["add", "add", "activate", "activate", "deactivate", "drop"])
+        if operation == "add":
+            manager.add_adapter(adapters[i])
+        elif operation == "activate":
+            if i not in expected.registered:
+                continue
+            manager.activate_adapter(i)
+        elif operation == "deactivate":
+            manager.deactivate_adapter(i)
+        else:
+            manager.remove_adapter(i)
+        getattr(expected, operation)(i)
+        check_invariants(manager)
+        assert list(manager.list_adapters()) == expected.registered
+        assert manager.lora_index_to_id == expected.table
+        for slot, active in enumerate(expected.table):
+            if active is not None:
+                weights = adapters[active].get_lora("model.layers.0.self_attn.o_proj")
+                assert torch.equal(layer.lora_a_stacked[0][slot, 0, :4], weights.lora_a)
+
+
+def test_dummy_adapter_covers_all_layers_and_changes_no_output(make_manager, dense):
+    manager = make_manager(max_loras=1)
+    x = torch.randn(5, 24)
+    assert manager.add_adapter(manager.create_dummy_lora(3, 8))
+    manager.activate_adapter(3)
+    manager.set_adapter_mapping(decode(*[3] * 5))
+    assert all((layer.lora_ranks == 8).all() for layer in manager.modules.values())
+    torch.testing.assert_close(manager.model(x), dense(x))
+    for rank, error in ((0, ValueError), (9, ValueError), ("4", TypeError)):
+        with pytest.raises(error, match="rank"):
+            manager.create_dummy_lora(3, rank)
+
+
+def test_folder_without_all_linear_modules(make_manager, tenants):
+    """`target_modules` of the folder may be a list, a regular expression or "all-linear": the tensors decide."""
+    manager = make_manager(max_loras=3)
+    for i, targets in ((1, ["q_proj"]), (2, "all-linear"), (3, r".*\.q_proj")):
+        folder = tenants.write(i, adapter_tensors(i, modules=("q_proj",)), target_modules=targets)
+        assert json.loads((folder / "adapter_config.json").read_text())["target_modules"] == targets
+        assert manager.add_adapter(tenants.request(i))
+        assert set(manager.get_adapter(i).loras) == {f"model.layers.{n}.self_attn.qkv_proj" for n in (0, 1)}
+
+
+def test_half_precision_folder_in_a_float32_model(make_manager, tmp_path, tenants):
+    tensors = {name: t.to(torch.bfloat16) for name, t in adapter_tensors(1).items()}
+    folder = tenants.write(1)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    manager = make_manager()
+    manager.add_adapter(tenants.request(1))
+    weights = manager.get_adapter(1).get_lora("model.layers.0.self_attn.o_proj")
+    expected = tensors["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"].float() * 2
+    assert torch.equal(weights.lora_b, expected)

@@ -1,0 +1,141 @@
+"""Adapters that must be refused, with both caches full: nothing may change (acceptance A4, A8)."""
+
+import pytest
+import torch
+from adapter_world import (
+    QKV,
+    adapter,
+    adapter_tensors,
+    assert_unchanged,
+    check_invariants,
+    decode,
+    full_manager,
+    snapshot,
+)
+
+from punica.adapters import LoRALayerWeights, LoRAModel
+
+TENSORS = adapter_tensors(seed=3)
+UP_A = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+UP_B = UP_A.replace("lora_A", "lora_B")
+UNKNOWN_A, UNKNOWN_B = UP_A.replace("layers.0", "layers.9"), UP_B.replace("layers.0", "layers.9")
+BAD_FOLDERS = {
+    "dora": ({}, {"use_dora": True}, ValueError, "use_dora"),
+    "bias": ({}, {"bias": "all"}, ValueError, "bias is 'all'"),
+    "modules_to_save": ({}, {"modules_to_save": ["lm_head"]}, ValueError, "modules_to_save"),
+    "rank too large": ({}, {"r": 9}, ValueError, "rank 9 exceeds max_lora_rank 8"),
+    "unexpected module": ({"m.router.lora_A.weight": torch.ones(4, 2)}, {}, ValueError, r"\['m.router'\]"),
+    "unknown layer": (
+        {UNKNOWN_A: torch.ones(4, 24), UNKNOWN_B: torch.ones(40, 4)},
+        {},
+        ValueError,
+        r"layers\.9\.mlp\.up_proj",
+    ),
+    "A without B": ({UP_B: None}, {}, ValueError, "A without B"),
+    "NaN": ({UP_A: torch.full((4, 24), float("nan"))}, {}, ValueError, "NaN"),
+    "A too wide": ({UP_A: torch.ones(4, 25)}, {}, ValueError, "gate_up_proj.*24 columns, got 25"),
+    "B too high": ({UP_B: torch.ones(41, 4)}, {}, ValueError, "gate_up_proj.*40 rows, got 41"),
+    "rank not the config's": ({UP_A: torch.ones(2, 24), UP_B: torch.ones(40, 2)}, {}, ValueError, "config says 4"),
+    "integers": ({UP_A: torch.ones(4, 24, dtype=torch.int8)}, {}, TypeError, "int8"),
+    "no tensors": (dict.fromkeys(TENSORS), {}, ValueError, "no LoRA tensors"),
+    "scaled B overflows": ({UP_B: torch.full((40, 4), 3e38)}, {"lora_alpha": 400}, ValueError, "after scaling"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+@pytest.mark.parametrize("call", ["add_adapter", "set_active_adapters"])
+def test_a_bad_folder_changes_nothing(make_manager, tenants, case, call):
+    changes, config, error, message = BAD_FOLDERS[case]
+    manager = full_manager(make_manager, tenants)
+    tensors = {name: tensor for name, tensor in {**TENSORS, **changes}.items() if tensor is not None}
+    tenants.write(3, tensors, **config)
+    before = snapshot(manager)
+    requests = [tenants.request(2), tenants.request(3)]
+    arguments = (requests[1],) if call == "add_adapter" else (requests, decode(2, 3))
+    with pytest.raises(error, match=message) as caught:
+        getattr(manager, call)(*arguments)
+    assert "cannot load adapter 'tenant 3' from" in str(caught.value)
+    assert str(tenants.root) in str(caught.value)
+    assert caught.value.__cause__ is not None
+    assert_unchanged(manager, before)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "error"),
+    [
+        ("adapter_config.json", b"{", ValueError),
+        ("adapter_config.json", None, FileNotFoundError),
+        ("adapter_model.safetensors", b"", ValueError),
+        ("adapter_model.safetensors", None, FileNotFoundError),
+    ],
+    ids=["bad JSON", "no config", "empty file", "no weights"],
+)
+def test_a_damaged_folder_changes_nothing(make_manager, tenants, file, content, error):
+    manager = full_manager(make_manager, tenants)
+    target = tenants.write(3) / file
+    target.unlink()
+    if content is not None:
+        target.write_bytes(content)
+    before = snapshot(manager)
+    with pytest.raises(error, match=f"tenant 3.*{file}"):
+        manager.add_adapter(tenants.request(3))
+    with pytest.raises(FileNotFoundError, match=r"tenant 4.*does not exist"):
+        manager.add_adapter(tenants.request(4))
+    assert_unchanged(manager, before)
+
+
+@pytest.mark.parametrize(
+    ("loras", "error", "message"),
+    [
+        ({}, ValueError, "no modules"),
+        ({"m.x": LoRALayerWeights("m.x", 1, 1, torch.ones(1, 2), torch.ones(2, 1))}, ValueError, r"\['m.x'\]"),
+        ({QKV: LoRALayerWeights(QKV, 4, 4, torch.ones(4, 24), torch.ones(47, 4))}, ValueError, "47 rows"),
+        ({QKV: LoRALayerWeights(QKV, 9, 9, torch.ones(9, 24), torch.ones(48, 9))}, ValueError, "rank 9 exceeds"),
+        ({QKV: LoRALayerWeights(QKV, 4, 4, None, None)}, RuntimeError, "not set"),
+    ],
+    ids=["empty", "unknown", "rows", "rank", "shell"],
+)
+def test_a_bad_model_in_memory_changes_nothing(make_manager, tenants, loras, error, message):
+    manager = full_manager(make_manager, tenants)
+    before = snapshot(manager)
+    with pytest.raises(error, match=message):
+        manager.add_adapter(LoRAModel(3, 4, loras))
+    with pytest.raises(TypeError, match="LoRAModel or a LoRARequest, got dict"):
+        manager.add_adapter(loras)
+    assert_unchanged(manager, before)
+
+
+def test_a_module_whole_and_in_parts(make_manager):
+    parts = adapter(1).loras
+    whole = {QKV: LoRALayerWeights(QKV, 4, 4, torch.ones(4, 24), torch.ones(48, 4))}
+    with pytest.raises(ValueError, match="both whole and in parts"):
+        make_manager().add_adapter(LoRAModel(1, 4, {**parts, **whole}))
+
+
+def test_modules_outside_the_target_filter_are_refused(make_manager):
+    manager = make_manager(target_modules=["q_proj", "o_proj"])
+    assert manager.add_adapter(adapter(1, modules=("q_proj", "o_proj")))
+    with pytest.raises(ValueError, match=r"k_proj.*target_modules"):
+        manager.add_adapter(adapter(2, modules=("q_proj", "k_proj")))
+    with pytest.raises(ValueError, match=r"down_proj.*target_modules"):
+        manager.add_adapter(adapter(2, modules=("down_proj",)))
+
+
+def test_a_layer_that_fails_leaves_its_slot_empty_and_free(make_manager, monkeypatch):
+    manager = make_manager(max_loras=2)
+    manager.add_adapter(adapter(1))
+    manager.add_adapter(adapter(2))
+    manager.activate_adapter(2)
+    last = list(manager.modules.values())[-1]
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(last, "set_lora", fail)
+    with pytest.raises(RuntimeError, match="device lost"):
+        manager.activate_adapter(1)
+    assert manager.lora_index_to_id == [2, None]
+    assert not any(a[1].any() for layer in manager.modules.values() for a in layer.lora_a_stacked)
+    check_invariants(manager)
+    monkeypatch.undo()
+    assert manager.activate_adapter(1)

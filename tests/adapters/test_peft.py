@@ -1,0 +1,221 @@
+"""Requests, `adapter_config.json` and tensor names (acceptance A2, A4)."""
+
+import json
+import math
+
+import pytest
+
+from punica.adapters import LoRARequest, PEFTHelper, parse_fine_tuned_lora_name, resolve_adapter_path
+from punica.config import LoRAConfig
+
+BASE = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+PATTERNS = {
+    **BASE,
+    "rank_pattern": {"q_proj": 32},
+    "alpha_pattern": {"layers.0.self_attn.q_proj": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "rank", "alpha", "scaling"),
+    [
+        pytest.param(BASE, "model.layers.3.mlp.up_proj", 8, 16, 2, id="global"),
+        pytest.param({**BASE, "r": 16, "lora_alpha": 32, "use_rslora": True}, "any", 16, 32, 8, id="rslora"),
+        pytest.param(PATTERNS, "model.layers.0.self_attn.q_proj", 32, 64, 2, id="both patterns"),
+        pytest.param(PATTERNS, "model.layers.1.self_attn.q_proj", 32, 16, 0.5, id="rank pattern only"),
+        pytest.param(PATTERNS, "model.layers.1.self_attn.my_q_proj", 8, 16, 2, id="suffix only after a dot"),
+        pytest.param({**BASE, "rank_pattern": {"^model": 4}}, "model.layers.0", 8, 16, 2, id="whole name"),
+        pytest.param({**BASE, "rank_pattern": {"^layers.*": 4}}, "model.layers.0", 8, 16, 2, id="anchored, no match"),
+        pytest.param({**BASE, "rank_pattern": {r"^model\..*": 4}}, "model.layers.0", 4, 16, 4, id="anchored, match"),
+        pytest.param(
+            {**BASE, "rank_pattern": {r"layers\.\d+\.mlp.*": 2, "up_proj": 4}}, "layers.11.mlp.up_proj", 2, 16, 8,
+            id="first key in file order",
+        ),
+        pytest.param({**BASE, "rank_pattern": {"q_proj": 2}, "use_rslora": True}, "q_proj", 2, 16, 16 / math.sqrt(2),
+                     id="rslora uses the module's rank"),
+    ],
+)  # fmt: skip
+def test_rank_alpha_and_scaling_per_module(config, module, rank, alpha, scaling):
+    helper = PEFTHelper.from_dict(config)
+    assert helper.rank_of(module) == rank
+    assert helper.alpha_of(module) == alpha
+    assert helper.scaling_of(module) == pytest.approx(scaling, rel=1e-15)
+
+
+def test_unknown_keys_are_ignored_and_regex_targets_accepted():
+    helper = PEFTHelper.from_dict({**BASE, "target_modules": ".*_proj", "some_future_key": 1})
+    assert helper.target_modules == ".*_proj"
+    assert PEFTHelper.from_dict({**BASE, "target_modules": None, "target_parameters": ["w"]}).r == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        pytest.param({"r": None}, ValueError, "'r'", id="no r"),
+        pytest.param({"lora_alpha": None, "target_modules": None}, ValueError, "alpha.*target_mod", id="two missing"),
+        pytest.param({"target_modules": []}, ValueError, "target_modules", id="no targets"),
+        pytest.param({"r": 0}, ValueError, "r is 0", id="rank 0"),
+        pytest.param({"r": "8"}, TypeError, "r must be an int.*'8'", id="rank str"),
+        pytest.param({"r": True}, TypeError, "r must be an int.*True", id="rank bool"),
+        pytest.param({"lora_alpha": "x"}, TypeError, "lora_alpha must be a number.*'x'", id="alpha str"),
+        pytest.param({"lora_alpha": float("inf")}, ValueError, "lora_alpha must be finite.*inf", id="alpha inf"),
+        pytest.param({"rank_pattern": {"q": 0}}, ValueError, r"rank_pattern\['q'\] is 0", id="pattern rank 0"),
+        pytest.param({"rank_pattern": [4]}, TypeError, "rank_pattern must be a dict", id="pattern no dict"),
+        pytest.param({"alpha_pattern": {"(": 1}}, ValueError, r"'\(' is not a regular expression", id="bad regex"),
+    ],
+)  # fmt: skip
+def test_bad_config(changes, error, message):
+    with pytest.raises(error, match=message):
+        PEFTHelper.from_dict({**BASE, **changes})
+
+
+def test_config_must_be_an_object():
+    with pytest.raises(TypeError, match="JSON object, got list"):
+        PEFTHelper.from_dict([1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is set \(\['lm_head'\]\)"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"r": 17}, "rank 17 exceeds max_lora_rank 16"),
+        ({"rank_pattern": {"q_proj": 64}}, r"rank_pattern\['q_proj'\]: rank 64 exceeds max_lora_rank 16"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_validate_legal_refuses(changes, message):
+    helper = PEFTHelper.from_dict({**BASE, **changes})
+    with pytest.raises(ValueError, match=message):
+        helper.validate_legal(LoRAConfig(max_lora_rank=16))
+
+
+def test_validate_legal_names_all_problems_at_once():
+    helper = PEFTHelper.from_dict({**BASE, "r": 32, "use_dora": True, "bias": "lora_only"})
+    with pytest.raises(ValueError, match=r"bias is 'lora_only'.*use_dora.*rank 32 exceeds"):
+        helper.validate_legal(LoRAConfig(max_lora_rank=16))
+
+
+def test_empty_features_are_legal():
+    off = {
+        "modules_to_save": [],
+        "trainable_token_indices": None,
+        "use_dora": False,
+        "bias": "none",
+        "peft_type": "LORA",
+    }
+    PEFTHelper.from_dict({**BASE, **off}).validate_legal(LoRAConfig(max_lora_rank=8))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda"])
+def test_initialisations_that_change_the_base_model_warn(init):
+    with pytest.warns(UserWarning, match=init):
+        PEFTHelper.from_dict({**BASE, "init_lora_weights": init}).validate_legal(LoRAConfig())
+
+
+def test_from_local_dir(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
+        PEFTHelper.from_local_dir(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text("{not json")
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*not valid JSON"):
+        PEFTHelper.from_local_dir(tmp_path)
+    file.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        PEFTHelper.from_local_dir(tmp_path)
+    file.write_text(json.dumps({"r": 8}))
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*lora_alpha"):
+        PEFTHelper.from_local_dir(tmp_path)
+    file.write_text(json.dumps(BASE))
+    assert PEFTHelper.from_local_dir(tmp_path) == PEFTHelper.from_dict(BASE)
+
+
+def test_paths_are_resolved(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_adapter_path("a") == resolve_adapter_path("~/a") == (tmp_path / "a").resolve()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        resolve_adapter_path("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "is_a"),
+    [
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", "model.layers.0.mlp.up_proj", True),
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight", "model.layers.0.mlp.up_proj", False),
+        ("base_model.model.m.q_proj.lora_A.default.weight", "m.q_proj", True),
+        ("m.q_proj.lora_B.weight", "m.q_proj", False),
+        ("q_proj.lora_A.weight", "q_proj", True),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "model.embed_tokens", True),
+        ("base_model.model.model.embed_tokens.lora_embedding_B", "model.embed_tokens", False),
+    ],
+)
+def test_tensor_names(name, module, is_a):
+    assert parse_fine_tuned_lora_name(name) == (module, is_a)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("base_model.model.m.q_proj.lora_magnitude_vector", "DoRA"),
+        ("base_model.model.m.q_proj.weight", "unsupported LoRA weight"),
+        ("lora_A.weight", "unsupported LoRA weight"),
+        ("m.q_proj.lora_A.bias", "unsupported LoRA weight"),
+        ("m.q_proj.lora_A", "unsupported LoRA weight"),
+    ],
+)
+def test_unsupported_tensor_names(name, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_fine_tuned_lora_name(name)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "mapper",
+    [{"transformer.h.": "model.layers.", "c_fc": "up_proj"},
+     lambda name: name.replace("transformer.h.", "model.layers.").replace("c_fc", "up_proj")],
+    ids=["dict", "function"],
+)  # fmt: skip
+def test_names_are_mapped_without_the_peft_prefix(mapper):
+    name = "base_model.model.transformer.h.3.c_fc.lora_A.weight"
+    assert parse_fine_tuned_lora_name(name, mapper) == ("model.layers.3.up_proj", True)
+    with pytest.raises(TypeError, match="weights_mapper"):
+        parse_fine_tuned_lora_name(name, 3)
+
+
+def test_request_fields_aliases_and_identity():
+    request = LoRARequest("sql", 3, "/adapters/sql")
+    assert (request.adapter_id, request.name, request.path) == (3, "sql", "/adapters/sql")
+    assert request == LoRARequest("sql", 4, "elsewhere")
+    assert hash(request) == hash(LoRARequest("sql", 4, "elsewhere"))
+    assert request != LoRARequest("chat", 3, "/adapters/sql")
+    assert request != "sql"
+    with pytest.raises(AttributeError):
+        request.path = "other"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (("", 1, "p"), ValueError, "lora_name"),
+        ((None, 1, "p"), TypeError, "lora_name"),
+        (("a", 0, "p"), ValueError, "lora_int_id is 0"),
+        (("a", True, "p"), TypeError, "lora_int_id"),
+        (("a", "1", "p"), TypeError, "lora_int_id"),
+        (("a", 1), ValueError, "lora_path must not be empty"),
+        (("a", 1, 7), TypeError, "lora_path"),
+    ],
+)
+def test_bad_requests(fields, error, message):
+    with pytest.raises(error, match=message):
+        LoRARequest(*fields)

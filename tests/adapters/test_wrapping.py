@@ -1,0 +1,132 @@
+"""Which layers get wrapped, in place and once each (acceptance A14)."""
+
+import pytest
+import torch
+from adapter_world import LAYERS, VOCAB, PackedModel, tree
+from torch import nn
+
+from punica.adapters import LoRAModelManager, is_in_target_modules
+from punica.config import LoRAConfig
+from punica.layers import (
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from punica.parallel import ReplicatedLinear, VocabParallelEmbedding
+
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+QKV, Q, OUT = "m.layers.0.attn.qkv_proj", "m.layers.0.attn.q_proj", "m.layers.0.attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "expected"),
+    [
+        (OUT, None, True),
+        (OUT, ["o_proj"], True),
+        (OUT, [OUT], True),
+        (OUT, ["m.layers.1.attn.o_proj"], False),
+        (OUT, ["q_proj", "qkv_proj"], False),
+        (OUT, [], False),
+        (QKV, ["qkv_proj"], True),
+        (QKV, ["k_proj"], True),
+        (QKV, [Q], True),
+        (QKV, ["gate_proj"], False),
+        (Q, ["qkv_proj"], True),
+        (Q, [QKV], True),
+        (Q, ["k_proj"], False),
+        ("q_proj", ["q_proj"], True),
+    ],
+)
+def test_is_in_target_modules(name, targets, expected):
+    assert is_in_target_modules(name, targets, PACKED) is expected
+
+
+def test_every_layer_is_wrapped_in_place_and_shares_one_wrapper(make_manager):
+    manager = make_manager()
+    classes = {name.rpartition(".")[2]: type(layer) for name, layer in manager.modules.items()}
+    assert classes == {
+        "qkv_proj": MergedQKVParallelLinearWithLoRA,
+        "o_proj": RowParallelLinearWithLoRA,
+        "gate_up_proj": MergedColumnParallelLinearWithLoRA,
+        "down_proj": RowParallelLinearWithLoRA,
+    }
+    assert len(manager.modules) == 4 * LAYERS
+    for name, layer in manager.modules.items():
+        assert manager.model.get_submodule(name) is layer
+        assert layer.punica_wrapper is manager.punica_wrapper
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrapped"),
+    [
+        (["o_proj"], {"o_proj"}),
+        (["v_proj", "down_proj"], {"qkv_proj", "down_proj"}),
+        (["gate_up_proj"], {"gate_up_proj"}),
+        (["model.layers.1.self_attn.k_proj"], {"qkv_proj"}),
+    ],
+)
+def test_target_filter(make_manager, targets, wrapped):
+    modules = make_manager(target_modules=targets).modules
+    assert {name.rpartition(".")[2] for name in modules} == wrapped
+    if targets[0].startswith("model"):
+        assert list(modules) == ["model.layers.1.self_attn.qkv_proj"]
+
+
+def test_filter_that_selects_nothing(make_manager):
+    with pytest.raises(ValueError, match=r"\['nothing'\] selects none"):
+        make_manager(target_modules=["nothing"])
+
+
+def linear_model(**children: nn.Module) -> nn.Module:
+    return tree(**children)
+
+
+def manage(model: nn.Module, **config: object) -> LoRAModelManager:
+    return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**config), "cpu")
+
+
+def test_aliased_layer_is_wrapped_once():
+    shared = ReplicatedLinear(6, 8, bias=False)
+    model = linear_model(first=shared, second=shared, inner=tree(third=shared), other=ReplicatedLinear(6, 8))
+    manager = manage(model)
+    assert list(manager.modules) == ["first", "other"]
+    assert model.first is model.second is model.inner.third is manager.modules["first"]
+    assert model.first.base_layer is shared
+
+
+def test_alias_outside_the_filter_is_the_same_layer():
+    shared = ReplicatedLinear(6, 8, bias=False)
+    model = linear_model(outside=shared, inside=shared)
+    manager = manage(model, target_modules=["inside"])
+    assert list(manager.modules) == ["inside"]
+    assert model.outside is model.inside is manager.modules["inside"]
+
+
+def test_model_without_supported_layers():
+    with pytest.raises(ValueError, match="no layer that LoRA supports"):
+        manage(linear_model(plain=nn.Linear(3, 3)))
+
+
+def test_model_is_wrapped_by_one_manager(make_manager):
+    manager = make_manager()
+    with pytest.raises(RuntimeError, match="already a LoRA layer"):
+        manage(manager.model)
+
+
+def test_layer_without_lora_class_leaves_the_model_alone():
+    model = linear_model(proj=ReplicatedLinear(6, 8), strange=VocabParallelEmbedding(8, 4))
+    model.embedding_modules = {"strange": "input_embeddings"}
+    with pytest.raises(ValueError, match=r"'strange' of class VocabParallelEmbedding.*max_loras=1"):
+        manage(model)
+    assert type(model.proj) is ReplicatedLinear
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), (torch.float16, torch.float16)]
+)
+def test_dtype_of_the_slots(dense, dtype, expected):
+    config = LoRAConfig(lora_dtype=dtype)
+    manager = LoRAModelManager(PackedModel(dense), 4, 16, VOCAB, config, "cpu")
+    assert {a.dtype for layer in manager.modules.values() for a in layer.lora_a_stacked} == {expected}
+    assert manager.lora_config.lora_dtype == expected
+    assert config.lora_dtype == dtype
