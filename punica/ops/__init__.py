@@ -1,0 +1,51 @@
+"""What the processor computes: pure functions on tensors, no state, no metadata of their own.
+
+:mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` computes it fast on a CPU,
+:mod:`~punica.ops.baselines` holds what the paper compares with, ``punica.ops.triton_ops`` the GPU kernels. The
+kernels are imported on first use of ``lora_shrink`` or ``lora_expand``, so the CPU path needs no Triton. The six
+``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from punica.ops.baselines import (
+    gather_weights,
+    grouped_mm_available,
+    lora_bmm,
+    lora_gather_bmm,
+    lora_grouped_mm,
+    lora_loop,
+    slot_ends,
+)
+from punica.ops.torch_ops import (
+    SegmentPlan,
+    bgmv_expand,
+    bgmv_expand_slice,
+    bgmv_shrink,
+    expand,
+    plan_segments,
+    sgmv_expand,
+    sgmv_expand_slice,
+    sgmv_shrink,
+    shrink,
+)
+
+_TRITON_OPS = ("lora_expand", "lora_shrink")
+
+__all__ = [
+    "SegmentPlan", "bgmv_expand", "bgmv_expand_slice", "bgmv_shrink", "expand", "gather_weights",
+    "grouped_mm_available", "lora_bmm", "lora_gather_bmm", "lora_grouped_mm", "lora_loop", "plan_segments",
+    "sgmv_expand", "sgmv_expand_slice", "sgmv_shrink", "shrink", "slot_ends",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a Triton operator when it is first asked for (PEP 562)."""
+    if name in _TRITON_OPS:
+        operator = getattr(importlib.import_module(f"punica.ops.triton_ops.{name}"), name)
+        globals()[name] = operator
+        return operator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
