@@ -62,9 +62,8 @@ def time_side_by_side(calls: Mapping[Name, Sequence[Call]], protocol: Protocol) 
         for i in range(protocol.warmup):
             options[i % len(options)]()
     _synchronise(protocol.device)
-    clock = {"host_clock": _host_clock, "events": _events, "cuda_graph": _cuda_graph}[protocol.timer]
     flush = _flusher(protocol)
-    samplers = {name: clock(options, flush, protocol) for name, options in calls.items()}
+    samplers = {name: _sampler(options, flush, protocol) for name, options in calls.items()}
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     deadline = time.perf_counter() + protocol.seconds * len(calls)
     with _no_garbage_collection():
@@ -76,20 +75,27 @@ def time_side_by_side(calls: Mapping[Name, Sequence[Call]], protocol: Protocol) 
     return samples
 
 
-def _host_clock(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callable[[int], float]:
+def _sampler(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callable[[int], float]:
+    """The function that takes the i-th sample, in seconds, with the protocol's clock."""
+    if protocol.timer == "host_clock":
+        return _host_clock(options, flush, protocol.device)
+    return _events(options, flush) if protocol.timer == "events" else _cuda_graph(options)
+
+
+def _host_clock(options: Sequence[Call], flush: Call, device: str) -> Callable[[int], float]:
     def sample(i: int) -> float:
         call = options[i % len(options)]
         flush()
-        _synchronise(protocol.device)
+        _synchronise(device)
         started = time.perf_counter()
         call()
-        _synchronise(protocol.device)
+        _synchronise(device)
         return time.perf_counter() - started
 
     return sample
 
 
-def _events(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callable[[int], float]:
+def _events(options: Sequence[Call], flush: Call) -> Callable[[int], float]:
     def sample(i: int) -> float:
         call = options[i % len(options)]
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -103,7 +109,7 @@ def _events(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callabl
     return sample
 
 
-def _cuda_graph(options: Sequence[Call], *_: object) -> Callable[[int], float]:
+def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
     rounds = max(1, CALLS_PER_GRAPH // len(options))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -143,7 +149,6 @@ def _synchronise(device: str) -> None:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

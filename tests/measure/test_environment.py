@@ -54,9 +54,20 @@ def test_the_report_survives_broken_probes(monkeypatch):
 
 
 def test_the_report_is_a_command_and_names_what_an_issue_needs():
-    done = subprocess.run([sys.executable, "-m", "punica.measure.environment"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "punica.measure.environment"], capture_output=True, text=True, check=True
+    )
     names = {line.split(":")[0] for line in done.stdout.splitlines()}
-    assert {"system", "python", "cpu", "memory", "nvidia-smi", "torch (loaded)", "commit", "triton (installed)"} <= names
+    assert {
+        "system",
+        "python",
+        "cpu",
+        "memory",
+        "nvidia-smi",
+        "torch (loaded)",
+        "commit",
+        "triton (installed)",
+    } <= names
 
 
 def test_a_stamp_has_the_provenance_columns():

@@ -52,7 +52,10 @@ def _lines(path: Path) -> list[str]:
         (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 24"]),
         (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
         (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
-        (lambda lines: [lines[0], lines[1].replace("measured", "guessed")], ["line 2", "kind is 'guessed'", "simulated"]),
+        (
+            lambda lines: [lines[0], lines[1].replace("measured", "guessed")],
+            ["line 2", "kind is 'guessed'", "simulated"],
+        ),
         (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
     ],
     ids=["column-missing", "empty-file", "truncated-line", "value", "batch-size", "kind", "statistic"],

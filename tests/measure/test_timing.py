@@ -9,7 +9,15 @@ from punica.measure.timing import Protocol, time_side_by_side
 
 
 def protocol(**changes) -> Protocol:
-    values = {"timer": "host_clock", "device": "cpu", "warmup": 2, "repeats": 4, "min_repeats": 2, "seconds": 60.0, "flush_mib": 1}
+    values = {
+        "timer": "host_clock",
+        "device": "cpu",
+        "warmup": 2,
+        "repeats": 4,
+        "min_repeats": 2,
+        "seconds": 60.0,
+        "flush_mib": 1,
+    }
     return Protocol(**{**values, **changes})
 
 

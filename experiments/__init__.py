@@ -1,0 +1,1 @@
+"""One script per figure of the paper; see `experiments.harness` for how to add one."""

@@ -1,0 +1,144 @@
+"""Figure 1: how prefill and decode latency grow with the batch.
+
+Claim (section 3.2): batching hardly slows down a decode step of short contexts (11 to 13 ms from batch 1 to 32),
+about twofold at 2048 tokens, because the weights are read once for the whole batch; prefill, which computes instead
+of reading, takes time in proportion to the batch. Expected shape: nearly flat decode lines that fan out with the
+context, straight prefill lines.
+
+Timed: one batched invocation of the backbone without LoRA and without the output head's sampling: `prefill`
+computes `batch` prompts of the full length, `decode` one token of `batch` requests with that many cached tokens.
+The timer is the host's clock, a step at a time; a prefill that takes longer than `scale.seconds_per_point` is timed
+once. Before anything is timed, decoding through the paged cache is checked against computing the whole sequence at
+once.
+
+Cost at scale=laptop: about 2 minutes on two cores, 3 GB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import MISSING
+
+from experiments.harness import (
+    Config,
+    ConfigError,
+    Experiment,
+    FigureConf,
+    Point,
+    Reading,
+    main,
+    model_settings,
+    sampled,
+)
+from experiments.schema import sizes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from experiments.model_steps import Invocation
+
+MODES = ("prefill", "decode")
+
+
+@dataclass
+class BatchingConf(FigureConf):
+    """Grid of Figure 1."""
+
+    batch_sizes: list[int] = MISSING
+    seq_lens: list[int] = MISSING
+    prefill_seq_lens: list[int] = MISSING  # prefill costs in proportion to its tokens: minutes on a CPU
+
+    def __post_init__(self) -> None:
+        sizes("figure.batch_sizes", self.batch_sizes)
+        sizes("figure.seq_lens", self.seq_lens)
+        sizes("figure.prefill_seq_lens", self.prefill_seq_lens)
+
+
+def fits(seq_lens: list[int], cfg: Config) -> list[int]:
+    """The lengths that the model has positions for; `ConfigError` when there is none."""
+    limit = cfg.model.max_position_embeddings
+    if min(seq_lens) > limit:
+        raise ConfigError(
+            f"all of the lengths {seq_lens} are beyond model.max_position_embeddings={limit}: choose shorter ones"
+        )
+    return [length for length in seq_lens if length <= limit]
+
+
+class Fig01(Experiment):
+    """Step latency of the backbone per mode (the panels), context length and batch."""
+
+    name, figure, order, conf = "fig01_batching", "1", 50, BatchingConf
+    paper_file = "fig01_prefill_decode_latency.csv"
+
+    def __init__(self) -> None:
+        self._held: dict[str, Invocation] = {}
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(BatchingConf, cfg.figure)
+        lengths = {"prefill": figure.prefill_seq_lens, "decode": figure.seq_lens}
+        return [
+            Point(mode, system, "", cfg.model.name, batch, length, settings={"model": model_settings(cfg.model)})
+            for system in cfg.system.names
+            for mode in MODES
+            for length in fits(lengths[mode], cfg)
+            for batch in figure.batch_sizes
+        ]
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        import torch
+
+        from experiments.model_steps import spans
+        from experiments.operators import protocol
+        from punica.measure.timing import time_side_by_side
+
+        invocation = self._invocation(cfg)
+        new = point.seq_len if point.panel == "prefill" else 1
+        tokens, positions = invocation.begin(spans(point.batch_size, new, point.seq_len))
+
+        @torch.inference_mode()
+        def step() -> None:
+            invocation.llama(tokens, positions, invocation.attention)
+
+        clock = protocol(cfg)
+        if point.panel == "prefill":  # seconds each: once is enough, and the check above has warmed up
+            clock = replace(clock, warmup=0, min_repeats=1)
+        samples = time_side_by_side({"step": [step]}, clock)["step"]
+        return sampled("step_latency", [1e3 * seconds for seconds in samples], "ms")
+
+    def _invocation(self, cfg: Config) -> Invocation:
+        """The checked model, built once for a whole run."""
+        from experiments.model_steps import Invocation, check_decode, random_llama, step_tokens
+
+        if cfg.model.name not in self._held:
+            figure = cast(BatchingConf, cfg.figure)
+            self._held.clear()
+            longest = max(fits(figure.seq_lens + figure.prefill_seq_lens, cfg))
+            needed = step_tokens(max(figure.batch_sizes), longest)
+            invocation = Invocation(random_llama(cfg.model, cfg.hardware.device), needed)
+            check_decode(invocation)
+            self._held[cfg.model.name] = invocation
+        return self._held[cfg.model.name]
+
+    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+        from experiments.plots.overlay import Overlay, panels
+
+        rows, paper = (_with_length(frame) for frame in (rows, paper))
+        return panels(
+            rows,
+            paper,
+            Overlay(panel="panel", line="length", metric="step_latency", title="Figure 1: a step of the backbone"),
+        )
+
+
+def _with_length(frame: pd.DataFrame) -> pd.DataFrame:
+    """`frame` with the context length as a line name."""
+    return frame.assign(length="len " + frame["seq_len"].astype("Int64").astype(str))
+
+
+EXPERIMENT = Fig01()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,93 @@
+"""Figure 7: one SGMV launch (expand, 16 -> 4096) on the roofline.
+
+Claim (section 7.1): with distinct adapters the arithmetic intensity does not depend on the batch, and FLOP/s rise with
+it through parallelism alone; with one adapter the intensity grows with the batch and FLOP/s climb with it; Uniform and
+Skewed lie between. Expected shape: Distinct moves straight up, Identical up and to the right.
+
+Timed: one expand launch, y += v B^T, after a check against the reference on the same inputs. The segment plan is built
+outside the timing, as a server builds it once per step for all layers. The roof is the machine's: measured on a CPU,
+datasheet on a known GPU. Intensity counts the bytes of the dtype that ran, and, for the paper's own scale, two.
+
+Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from experiments.harness import Config, Point, Reading, main, sampled
+from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
+from punica.measure import roofline
+from punica.workload.popularity import popularity
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+class Fig07(OperatorExperiment):
+    """FLOP/s, intensity and latency of one expand launch per popularity and batch, and the roof above them."""
+
+    name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
+    paper_file = "fig07_sgmv_roofline.csv"
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = operator_conf(cfg)
+        ceilings = {"dtype": figure.dtype.name, "datasheet": [cfg.hardware.bandwidth_gb_s, cfg.hardware.tflop_s]}
+        return [Point(panel="roof", settings=ceilings)] + [
+            Point(system=system, workload=workload, batch_size=rows, rank=rank, settings=figure.settings(cfg))
+            for system in cfg.system.names
+            for rank in cfg.adapters.ranks
+            for rows in figure.batch_sizes
+            for workload in cfg.workload.names
+        ]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        return [_roof(cfg)] if points[0].panel == "roof" else super().measure_together(cfg, points)
+
+    def operator(self, point: Point) -> str:
+        return "SGMV expand"
+
+    def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
+        figure = operator_conf(cfg)
+        rows, rank = cast(int, point.batch_size), cast(int, point.rank)
+        return _readings(rows, point.workload, rank, figure.h2, figure.dtype.bytes, samples)
+
+    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+        from experiments.plots.roofline import draw_roofline
+
+        return draw_roofline(rows, paper)
+
+
+def _readings(rows: int, workload: str, rank: int, h2: int, element_bytes: int, samples: list[float]) -> list[Reading]:
+    adapters = popularity(workload).number_of_adapters(rows)
+    flop = roofline.sgmv_flop(rows, rank, h2)
+    io_bytes = roofline.sgmv_io_bytes(rows, adapters, rank, h2, element_bytes)
+    rates = sampled("achieved_flops", [flop / us * 1e6 for us in samples], "FLOP/s")
+    return [
+        *sampled("latency", samples, "us"),
+        *rates[:3],  # median, p10, p90; the count is latency's
+        Reading("flop", flop, "FLOP"),
+        Reading("io_bytes", io_bytes, "byte"),
+        Reading("arithmetic_intensity", flop / io_bytes, "FLOP/byte"),
+        Reading("arithmetic_intensity_2byte", roofline.sgmv_intensity(rows, adapters, rank, h2), "FLOP/byte"),
+        Reading("num_lora_models", adapters, "models"),
+    ]
+
+
+def _roof(cfg: Config) -> list[Reading]:
+    """The two lines of the roofline: the datasheet's where `conf/hardware` has them, else measured."""
+    hardware, dtype = cfg.hardware, operator_conf(cfg).dtype.name
+    known: Any = hardware.bandwidth_gb_s and hardware.tflop_s
+    found = None if known else roofline.measured_ceilings(hardware.device, dtype)
+    bandwidth = found.bandwidth / 1e12 if found else float(hardware.bandwidth_gb_s or 0) / 1e3
+    peak = found.flops / 1e12 if found else float(hardware.tflop_s or 0)
+    short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
+    return [Reading("memory_bandwidth_line", bandwidth, "TB/s"), Reading(f"peak_{short}_line", peak, "TFLOP/s")]
+
+
+EXPERIMENT = Fig07()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

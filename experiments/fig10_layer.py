@@ -1,0 +1,119 @@
+"""Figure 10: one transformer layer with LoRA, a decode step of many adapters.
+
+Claim (section 7.1): the layer's latency is nearly the same whatever the popularity, and grows moderately from batch
+1 to 32 (the text says 72 %, which fits the curves of length 2048; those of length 512 grow by 28 to 49 %,
+disagreement D02). Expected shape: four lines close together, Distinct slightly above, steeper at the longer
+context.
+
+Timed: one decoder layer (norms, seven projections with rank-16 adapters, paged attention, SwiGLU) on one row per
+request, all with the same context length. Segment metadata is set outside the timing, once per step as a server
+does for all layers. Every slot holds an adapter of its own. Before timing, rows of the batch are checked against
+the same rows run alone, with and without their adapter.
+
+Cost at scale=laptop: about 1 minute on two cores, 2 GB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import MISSING
+
+from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main, model_settings, sampled
+from experiments.schema import sizes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from experiments.layer_bench import LayerBench
+
+
+@dataclass
+class LayerConf(FigureConf):
+    """Grid of Figure 10."""
+
+    batch_sizes: list[int] = MISSING
+    seq_lens: list[int] = MISSING
+
+    def __post_init__(self) -> None:
+        sizes("figure.batch_sizes", self.batch_sizes)
+        sizes("figure.seq_lens", self.seq_lens)
+
+
+class Fig10(Experiment):
+    """Latency of one layer per context length (the panels), popularity and batch."""
+
+    name, figure, order, conf = "fig10_layer", "10", 60, LayerConf
+    paper_file = "fig10_transformer_layer.csv"
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], LayerBench] = {}
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(LayerConf, cfg.figure)
+        settings = {"model": model_settings(cfg.model), "slots": self._slots(cfg)}
+        return [
+            Point(
+                f"{cfg.model.paper_name}, len={length}", system, workload, cfg.model.name, batch, length, rank, settings
+            )
+            for system in cfg.system.names
+            for rank in cfg.adapters.ranks
+            for length in figure.seq_lens
+            for batch in figure.batch_sizes
+            for workload in cfg.workload.names
+        ]
+
+    def _slots(self, cfg: Config) -> int:
+        return cfg.adapters.slots or max(cast(LayerConf, cfg.figure).batch_sizes)
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        import torch
+
+        from experiments.operators import protocol
+        from punica.measure.timing import time_side_by_side
+        from punica.workload.popularity import popularity
+
+        bench = self._bench(cfg, point.rank)
+        adapter_ids = [int(slot) + 1 for slot in popularity(point.workload).slots(point.batch_size)]
+        bench.check(adapter_ids, point.seq_len)
+        x = bench.rows(point.batch_size)
+        cos, sin = bench.begin(adapter_ids, point.seq_len)
+
+        @torch.inference_mode()
+        def layer() -> None:
+            bench.run(x, cos, sin)
+
+        samples = time_side_by_side({"layer": [layer]}, protocol(cfg))["layer"]
+        return sampled("layer_latency", [1e6 * seconds for seconds in samples], "us")
+
+    def _bench(self, cfg: Config, rank: int) -> LayerBench:
+        """The layer with its adapters, built once per rank."""
+        from experiments.layer_bench import LayerBench
+        from experiments.model_steps import step_tokens
+
+        key = (cfg.model.name, rank)
+        if key not in self._held:
+            figure = cast(LayerConf, cfg.figure)
+            self._held.clear()
+            needed = step_tokens(max(figure.batch_sizes), max(figure.seq_lens))
+            self._held[key] = LayerBench(cfg.model, rank, self._slots(cfg), needed, cfg.hardware.device)
+        return self._held[key]
+
+    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+        from experiments.plots.overlay import Overlay, panels
+
+        return panels(
+            rows,
+            paper,
+            Overlay(
+                panel="panel", line="workload", metric="layer_latency", title="Figure 10: one layer with LoRA, decode"
+            ),
+        )
+
+
+EXPERIMENT = Fig10()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

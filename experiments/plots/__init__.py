@@ -1,0 +1,1 @@
+"""Drawing: one style (`style`), paper beside measured (`overlay`, `roofline`), files on disk (`draw`)."""

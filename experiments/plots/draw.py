@@ -1,0 +1,65 @@
+"""From a file of rows to `<name>.pdf`, `<name>.png` and `<name>.json` (where every number of the picture came from)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from experiments.experiment import Experiment
+from experiments.plots import style
+from experiments.plots.frames import measured_frame, paper_frame
+from experiments.schema import REPOSITORY
+from punica.measure.records import ensure_writable
+
+KINDS = ("pdf", "png", "json")
+
+
+def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Path) -> list[Path]:
+    """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; returns the three files."""
+    rows = measured_frame(rows_file)
+    paper = paper_frame(paper_folder / experiment.paper_file)
+    ensure_writable(folder)
+    pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
+    with style.themed():
+        figure = experiment.plot(rows, paper)
+        about = provenance(experiment, rows, rows_file)
+        words = f"commit {', '.join(about['commits'])}; config {', '.join(about['config_hashes'][:4])}"
+        figure.savefig(pdf, metadata={"Title": experiment.name, "Keywords": words, "CreationDate": None})
+        figure.savefig(png, metadata={"Title": experiment.name, "Description": words})
+        plt.close(figure)
+    facts.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return [pdf, png, facts]
+
+
+def provenance(experiment: Experiment, rows: pd.DataFrame, rows_file: Path) -> dict[str, Any]:
+    """Rows file, configuration, commits, devices, versions and dates behind a figure, as JSON values."""
+
+    def values(name: str) -> list[str]:
+        return sorted(set(rows[name]) - {""})
+
+    config = rows_file.with_suffix(".json")
+    return {
+        "experiment": experiment.name,
+        "figure": experiment.figure,
+        "rows_file": _relative(rows_file),
+        "rows": len(rows),
+        "commits": values("commit"),
+        "config_hashes": values("config_hash"),
+        "hardware": values("hardware"),
+        "devices": values("device"),
+        "timers": values("timer"),
+        "scales": values("scale"),
+        "torch": values("torch"),
+        "triton": values("triton"),
+        "drivers": values("driver"),
+        "measured": [min(rows["date"]), max(rows["date"])],
+        "config": json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,
+    }
+
+
+def _relative(path: Path) -> str:
+    return str(path.resolve().relative_to(REPOSITORY)) if path.resolve().is_relative_to(REPOSITORY) else path.name

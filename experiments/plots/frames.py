@@ -1,0 +1,58 @@
+"""Rows as pandas frames, in the form that plots want."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+
+from punica.measure.records import COLUMNS, read_rows
+
+TIMER_PREFERENCE = ("cuda_graph", "events", "host_clock")
+_PAPER_SOURCES = ("digitised", "derived", "figure label")
+_TEXT = ("panel", "system", "workload", "model")
+
+
+def measured_frame(path: Path) -> pd.DataFrame:
+    """All measured rows of `path`; of several timers only the first of `TIMER_PREFERENCE` that is there."""
+    frame = pd.DataFrame([asdict(row) for row in read_rows(path)], columns=list(COLUMNS))
+    for timer in TIMER_PREFERENCE:
+        if (frame["timer"] == timer).any():
+            return frame[frame["timer"].isin([timer, ""])].reset_index(drop=True)
+    return frame
+
+
+def paper_frame(path: Path) -> pd.DataFrame:
+    """The paper's rows of one figure: the digitised value of each quantity, else the derived one, else the label."""
+    frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXT, str), keep_default_na=False, na_values={"value": [""]})
+    frame = frame[frame["source"].isin(_PAPER_SOURCES)].copy()
+    for name in ("batch_size", "seq_len", "rank", "value"):
+        frame[name] = pd.to_numeric(frame[name], errors="coerce")
+    frame["preference"] = frame["source"].map(_PAPER_SOURCES.index)
+    same = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
+    return frame.sort_values("preference", kind="stable").drop_duplicates(same).sort_index().drop(columns="preference")
+
+
+def series(frame: pd.DataFrame, x: str, y: str = "value") -> tuple[list[float], list[float]]:
+    """`x` and `y` columns in order of `x`."""
+    ordered = frame.sort_values(x)
+    return ordered[x].astype(float).tolist(), ordered[y].astype(float).tolist()
+
+
+def centre(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows to draw as a line: medians, and single values."""
+    return frame[frame["statistic"].isin(["median", "value"])]
+
+
+def interval(frame: pd.DataFrame, x: str) -> pd.DataFrame:
+    """`x`, `p10` and `p90`, one row per x."""
+    wide = frame[frame["statistic"].isin(["p10", "p90"])].pivot_table(index=x, columns="statistic", values="value")
+    return wide.reset_index() if {"p10", "p90"} <= set(wide.columns) else pd.DataFrame(columns=[x, "p10", "p90"])
+
+
+def described(rows: pd.DataFrame) -> str:
+    """What was measured on, for titles: `AMD EPYC, 2 cores` or the GPU, with the timer and the scale."""
+    devices = ", ".join(sorted(set(rows["device"])))
+    timers = ", ".join(sorted(set(rows["timer"]) - {""}))
+    return f"{devices}; {timers}; scale={', '.join(sorted(set(rows['scale'])))}"

@@ -1,0 +1,108 @@
+"""Measured lines beside the paper's: absolute values above, both relative to their own first batch below.
+
+The machines differ by orders of magnitude, so absolute values share a logarithmic axis and the comparison of *shape*,
+which is what the claims are about, is the lower row: every line divided by its own value at the smallest batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from experiments.plots import style
+from experiments.plots.frames import centre, described, interval, series
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What to draw: one panel per value of column `panel` (None: one), one line per value of column `line`."""
+
+    title: str
+    metric: str
+    line: str
+    panel: str | None = None
+    x: str = "batch_size"
+    x_label: str = "batch size"
+
+
+def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
+    """One column of axes per panel: values above, values relative to the first batch below."""
+    rows, paper = rows[rows["metric"] == spec.metric], paper[paper["metric"] == spec.metric]
+    names = list(dict.fromkeys(rows[spec.panel])) if spec.panel else [""]
+    width = max(style.PANEL_WIDTH * len(names), 4.2) + 0.6
+    figure, axes = plt.subplots(
+        2, len(names), figsize=(width, 2 * style.PANEL_HEIGHT + 1.0), sharex=True, sharey="row", squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for column, name in enumerate(names):
+        mine = rows[rows[spec.panel] == name] if spec.panel else rows
+        theirs = paper[paper[spec.panel] == name] if spec.panel else paper
+        fill(axes[0, column], axes[1, column], mine, theirs, spec)
+        axes[0, column].set_title(name)
+    label(axes[0, 0], axes[1, 0], rows, spec)
+    finish(figure, spec.title, rows, paper, spec.line)
+    return figure
+
+
+def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> None:
+    """Draw every line of one panel: absolute values into `above`, relative ones into `below`."""
+    for name in dict.fromkeys(mine[spec.line]):
+        pair = mine[mine[spec.line] == name], theirs[theirs[spec.line] == name]
+        _line(above, *pair, spec.x, name, relative=False)
+        _line(below, *pair, spec.x, name, relative=True)
+    for axis in (above, below):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.tick_params(which="minor", length=0)
+    below.set_xlabel(spec.x_label)
+
+
+def label(above: Axes, below: Axes, rows: pd.DataFrame, spec: Overlay) -> None:
+    """Name the vertical axes."""
+    unit = rows["unit"].iloc[0]
+    above.set_ylabel(f"{spec.metric.replace('_', ' ')} ({'µs' if unit == 'us' else unit})")
+    below.set_ylabel("relative to its own\nsmallest batch")
+
+
+def _line(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, x: str, name: str, relative: bool) -> None:
+    """Draw both sides of one line; `relative` divides each by its own first value."""
+    for frame, look in ((theirs, style.paper_style(name)), (centre(mine), style.measured_style(name))):
+        xs, ys = series(frame.dropna(subset=[x]), x)
+        if not xs:
+            continue
+        divisor = ys[0] if relative else 1.0
+        axis.plot(xs, [y / divisor for y in ys], markevery=_marked(xs), **look)
+        if frame is not theirs:
+            band = interval(mine, x)
+            low, high = band["p10"].astype(float) / divisor, band["p90"].astype(float) / divisor
+            axis.fill_between(band[x].astype(float), low, high, color=style.look(name)[0], alpha=0.15, linewidth=0)
+
+
+def _marked(xs: Sequence[float]) -> list[int]:
+    """Positions of the powers of two, or of every point where there are few."""
+    powers = [i for i, value in enumerate(xs) if value > 0 and math.log2(value).is_integer()]
+    return powers if len(xs) > 10 and powers else list(range(len(xs)))
+
+
+def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
+    """Title with the machine, and a legend that has a column per line: measured in colour above, the paper below."""
+    handles: list[Line2D] = []
+    for name in dict.fromkeys(rows[line]):
+        handles.append(Line2D([], [], label=name, **style.measured_style(name)))
+        known = (paper[line] == name).any()
+        grey: dict[str, Any] = style.paper_style(name) if known else {"linestyle": ""}
+        handles.append(Line2D([], [], label=style.PAPER_LABEL if known else "not in the paper", **grey))
+    figure.suptitle(f"{title}\nmeasured: {described(rows)}; band p10-p90", fontsize=8.5)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles) // 2, frameon=False, handlelength=2.6,
+        columnspacing=1.4,
+    )  # fmt: skip

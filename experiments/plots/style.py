@@ -1,0 +1,78 @@
+"""One look for every figure: the same colour and marker is the same system, or popularity, everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import seaborn as sns
+
+PAPER_GREY = "0.55"
+PAPER_LABEL = "paper, A100"
+PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
+
+_PALETTE = sns.color_palette("colorblind")
+# the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
+_GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (
+        ("SGMV", "punica", "Punica", "Punica layer with LoRA"),
+        ("Loop", "hf_peft", "HuggingFace Transformers"),
+        ("Gather-BMM", "hf_peft_mixed"),
+        ("BMM", "static_batching", "FasterTransformer"),
+        ("Gather", "continuous_batching", "vLLM"),
+        ("backbone X@W", "DeepSpeed"),
+        ("grouped_mm", "SGMV expand", "punica_released_rule"),
+    ),
+    (("Distinct",), ("Uniform",), ("Skewed",), ("Identical",), ("Zipf",)),
+)
+_COLOURS = ((0, 3, 1, 2, 4, 5, 9), (0, 1, 2, 3, 4))
+_MARKERS = "osD^vPX"
+_KNOWN = {
+    name: (_PALETTE[_COLOURS[g][i]], _MARKERS[i])
+    for g, group in enumerate(_GROUPS)
+    for i, names in enumerate(group)
+    for name in names
+}
+
+
+def look(name: str) -> tuple[tuple[float, float, float], str]:
+    """Colour and marker of the system, popularity or other line called `name`."""
+    if name in _KNOWN:
+        return _KNOWN[name]
+    position = sum(name.encode())
+    return _PALETTE[position % len(_PALETTE)], _MARKERS[position % len(_MARKERS)]
+
+
+@contextmanager
+def themed() -> Iterator[None]:
+    """The theme of every figure: fonts stay text in the PDF (type 42), thin lines, light grid."""
+    with plt.rc_context():
+        sns.set_theme("paper", "whitegrid", palette="colorblind")
+        plt.rcParams.update(
+            {
+                "pdf.fonttype": 42, "ps.fonttype": 42, "figure.dpi": 160, "savefig.dpi": 160,
+                "font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 7.5,
+                "xtick.labelsize": 7, "ytick.labelsize": 7, "lines.linewidth": 1.3, "lines.markersize": 3.6,
+                "grid.linewidth": 0.4, "grid.color": "0.9", "axes.edgecolor": "0.6", "axes.linewidth": 0.6,
+            }
+        )  # fmt: skip
+        yield
+
+
+def measured_style(name: str) -> dict[str, Any]:
+    """Solid line in the colour of `name`."""
+    colour, marker = look(name)
+    return {"color": colour, "marker": marker, "linestyle": "-", "zorder": 3}
+
+
+def paper_style(name: str) -> dict[str, Any]:
+    """Dashed grey line with the hollow marker of `name`."""
+    return {
+        "color": PAPER_GREY, "marker": look(name)[1], "linestyle": "--", "linewidth": 0.9, "markersize": 3.4,
+        "markerfacecolor": "white", "markeredgewidth": 0.8, "zorder": 2,
+    }  # fmt: skip

@@ -1,0 +1,63 @@
+"""The figure of the Punica repository's README: the backbone's projection X@W, a loop over adapters, and SGMV.
+
+Claim: the backbone's projection is nearly free to batch (its weight is read once whatever the batch), and adding LoRA
+by SGMV stays below it, while a loop over adapters costs a fixed amount per adapter and soon exceeds it. Expected shape:
+X@W flat on a GPU, where it is bound by memory; on a CPU it grows once the batch makes it compute-bound.
+
+Timed: X@W at 4096 x 11008, Loop and SGMV at rank 16 under Skewed popularity, interleaved, each after a check.
+
+Cost at scale=laptop: about half a minute on two cores, 0.5 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from experiments.harness import Config, Point, by_cell, main
+from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+BACKBONE = "backbone X@W"
+
+
+class ReadmeBackbone(OperatorExperiment):
+    """Latency of the backbone's projection and of the two LoRA operators per batch."""
+
+    name, figure, order, conf = "readme_backbone", "README backbone-vs-sgmv", 40, OperatorConf
+    paper_file = "readme_backbone_vs_sgmv.csv"
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = operator_conf(cfg)
+        settings = figure.settings(cfg)
+        points = []
+        for rows in figure.batch_sizes:
+            for system in cfg.system.names:
+                if system == BACKBONE:
+                    points.append(Point(system=system, workload="none", batch_size=rows, settings=settings))
+                else:
+                    points += [
+                        Point(system=system, workload=workload, batch_size=rows, rank=rank, settings=settings)
+                        for workload in cfg.workload.names
+                        for rank in cfg.adapters.ranks
+                    ]
+        return points
+
+    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
+        return by_cell(points, "system", "workload", "rank")
+
+    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+        from experiments.plots.overlay import Overlay, panels
+
+        return panels(
+            rows, paper, Overlay(panel=None, line="system", metric="latency", title="README: backbone X@W and LoRA")
+        )
+
+
+EXPERIMENT = ReadmeBackbone()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

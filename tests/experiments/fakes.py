@@ -1,0 +1,53 @@
+"""An experiment that costs nothing, for tests of the harness."""
+
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from experiments.experiment import CheckFailed, Experiment, Point, Reading, sampled
+from experiments.operator_figure import OperatorConf
+from experiments.schema import Config
+
+
+class Fake(Experiment):
+    """Counts its measurements; `wrong` batch sizes fail their check, `stop_at` ends the run like Ctrl-C."""
+
+    name, figure, order, conf = "fig08_lora_operator", "8", 1, OperatorConf
+    paper_file = "fig08_lora_operator_impls.csv"
+
+    def __init__(self, wrong: Sequence[int] = (), stop_at: int | None = None) -> None:
+        self.wrong, self.stop_at, self.measured = wrong, stop_at, []
+
+    def points(self, cfg: Config) -> list[Point]:
+        assert isinstance(cfg.figure, OperatorConf)
+        return [
+            Point(workload, "SGMV", workload, batch_size=rows, rank=16, settings={"h1": cfg.figure.h1})
+            for workload in cfg.workload.names
+            for rows in cfg.figure.batch_sizes
+        ]
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        if point.batch_size == self.stop_at:
+            raise KeyboardInterrupt
+        if point.batch_size in self.wrong:
+            raise CheckFailed("off by one")
+        self.measured.append((point.workload, point.batch_size))
+        return sampled("latency", [1.0, 2.0, 3.0], "us")
+
+    def plot(self, rows, paper):
+        raise AssertionError("these tests draw nothing")
+
+
+def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> DictConfig:
+    """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top."""
+    from hydra import compose, initialize_config_dir
+
+    from experiments.catalogue import experiments
+    from experiments.harness import register
+    from experiments.schema import CONF
+
+    for experiment in experiments():
+        register(experiment)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", f"paths.results={tmp_path}/results"]
+        return compose(name, overrides=[*given, f"paths.figures={tmp_path}/figures", "draw=false", *overrides])

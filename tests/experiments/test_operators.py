@@ -1,0 +1,72 @@
+"""The timed operators: all of them compute the same thing, and a wrong one is not timed."""
+
+import pytest
+import torch
+from fakes import composed
+
+from experiments import operators
+from experiments.catalogue import experiments
+from experiments.experiment import CheckFailed, Point
+from experiments.operators import OPERATORS, Prepared, problems
+from experiments.settings import settle
+
+FIG08 = next(experiment for experiment in experiments(["fig08"]))
+
+
+def settled(tmp_path, *overrides):
+    return settle(composed(tmp_path, *overrides), FIG08)
+
+
+@pytest.mark.parametrize("workload", ["Distinct", "Uniform", "Skewed", "Identical"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_every_operator_of_figure_8_gives_the_reference(tmp_path, workload, rows):
+    cfg = settled(tmp_path)
+    for name in cfg.system.names:
+        (call,) = operators.prepare_checked(cfg, problems(cfg, workload, rows, 16), name)
+        call()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_passes_its_own_tolerance(tmp_path, dtype):
+    cfg = settled(tmp_path, f"figure.dtype={dtype}")
+    for name in ("Loop", "Gather-BMM", "SGMV", "SGMV expand"):
+        operators.prepare_checked(cfg, problems(cfg, "Skewed", 7, 16), name)
+
+
+def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
+    def off_by_a_row(problem):
+        right = OPERATORS.get("Loop")(problem)
+
+        def call():
+            right.call()
+            problem.y[0] += 0.01
+
+        return Prepared(call, right.result, right.expected)
+
+    monkeypatch.setitem(OPERATORS._entries, "SGMV", off_by_a_row)
+    with pytest.raises(CheckFailed, match="SGMV differs from the reference"):
+        FIG08.measure(settled(tmp_path), Point("Skewed", "SGMV", "Skewed", batch_size=7, rank=16))
+
+
+def test_nan_does_not_pass_the_check(tmp_path):
+    with pytest.raises(CheckFailed):
+        operators._check("x", torch.tensor([float("nan")]), torch.tensor([1.0]), 1e-5)
+
+
+def test_a_rotating_set_holds_more_bytes_than_the_caches_and_other_adapters_each_time(tmp_path):
+    cfg = settled(tmp_path)
+    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1
+    batches = problems(cfg, "Uniform", 7, 16)
+    adapters = [set(batch.slots.tolist()) for batch in batches]
+    assert sum(map(len, adapters)) == len(set.union(*adapters))
+    used = len(set.union(*adapters)) * (batches[0].a[0].nbytes + batches[0].b[0].nbytes)
+    assert used > 0.9 * (1 << 20)
+
+
+def test_an_operator_that_torch_lacks_gets_no_row_and_no_failure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(operators.baselines, "grouped_mm_available", lambda *_: False)
+    points = [Point("Skewed", name, "Skewed", batch_size=7, rank=16) for name in ("grouped_mm", "Loop")]
+    without, some = FIG08.measure_together(settled(tmp_path), points)
+    assert without == []
+    assert some
+    assert "no grouped_mm" in capsys.readouterr().err

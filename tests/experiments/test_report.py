@@ -1,0 +1,133 @@
+"""`make report`: the verdict table beside the rows it judged, and clear errors when there is nothing to judge."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.report import SOURCES, choose, read_folder, write_report
+from experiments.schema import REPOSITORY, ConfigError
+from experiments.settings import Folders
+from punica.measure.records import Row, RowsError, write_rows
+
+PAPER = REPOSITORY / "paper_results"
+
+
+def decode_rows(scale="laptop"):
+    columns = {"figure": "1", "panel": "decode", "system": "backbone", "workload": "", "model": "llama-small"}
+    columns |= {"hardware": "cpu", "seq_len": 128, "rank": None, "metric": "step_latency", "unit": "ms"}
+    columns |= {"statistic": "median", "timer": "host_clock", "scale": scale, "device": "A CPU, 2 cores"}
+    columns |= {"date": "2026-01-02", "commit": "abc1234"}
+    return [Row(batch_size=size, value=value, **columns) for size, value in ((1, 10.0), (32, 12.0))]
+
+
+@pytest.fixture
+def places(tmp_path):
+    return Folders(
+        fresh_rows=tmp_path / "outputs/cpu/rows",
+        fresh_figures=tmp_path / "outputs/cpu/figures",
+        recorded_rows=tmp_path / "results/cpu",
+        recorded_figures=tmp_path / "figures/cpu",
+        paper=PAPER,
+    )
+
+
+def test_table_is_written_beside_the_rows(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    places.fresh_figures.mkdir(parents=True)
+    (places.fresh_figures / "fig01_batching.png").touch()
+    source, rows, target, figures = choose(places, "auto")
+    assert source == "fresh"
+    verdicts = write_report(rows, target, figures, PAPER)
+    with (places.fresh_rows.parent / "claims.csv").open(newline="") as stream:
+        table = list(csv.DictReader(stream))
+    assert len(table) == len(verdicts) == 52
+    assert table[0]["id"] == "C01"
+    assert table[0]["verdict"] == "reproduced"
+    assert table[0]["our_value"] == "1.20 (llama-small, len 128: 10 -> 12 ms)"
+    text = (places.fresh_rows.parent / "claims.md").read_text()
+    first = next(line for line in text.splitlines() if line.startswith("| C01"))
+    assert "**reproduced**" in first
+    assert "[1](figures/fig01_batching.png)" in first
+    assert "A CPU, 2 cores" in text
+    assert "`llama-small` plays the paper's 7B" in text
+    assert text.count("\n| C") == 52
+
+
+def test_recorded_rows_are_judged_in_place_and_never_mixed_with_fresh_ones(places):
+    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
+    source, rows, target, figures = choose(places, "auto")
+    assert (source, rows, target) == ("recorded", places.recorded_rows, places.recorded_rows)
+    write_report(rows, target, figures, PAPER)
+    again = read_folder(rows)  # claims.csv lies in the same folder and is not a file of rows
+    assert len(again) == 2
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    assert choose(places, "auto")[0] == "fresh"
+    assert choose(places, "recorded")[1] == places.recorded_rows
+
+
+def test_links_of_recorded_tables_leave_the_folder(places):
+    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
+    places.recorded_figures.mkdir(parents=True)
+    (places.recorded_figures / "fig01_batching.png").touch()
+    _, rows, target, figures = choose(places, "recorded")
+    write_report(rows, target, figures, PAPER)
+    assert "[1](../../figures/cpu/fig01_batching.png)" in (target / "claims.md").read_text()
+
+
+def test_smoke_rows_make_a_table_without_verdicts_on_them(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows("smoke"))
+    verdicts = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    assert "scale=smoke" in verdicts[0].reason
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_rows_says_how_to_get_some(places, source):
+    with pytest.raises(ConfigError, match=r"no (fresh|recorded) rows in .*: measure them with make reproduce$"):
+        choose(places, source)
+
+
+def test_no_rows_names_recorded_hardware(places):
+    write_rows(places.recorded_rows.parent / "h200" / "fig01_batching.csv", decode_rows())
+    with pytest.raises(ConfigError, match='make report ARGS="source=recorded hardware=h200"'):
+        choose(places, "fresh")
+
+
+def test_unknown_source(places):
+    with pytest.raises(ConfigError, match="source='old' must be one of auto, fresh, recorded"):
+        choose(places, "old")
+
+
+def test_damaged_rows_are_named_and_no_table_is_written(places):
+    path = places.fresh_rows / "fig01_batching.csv"
+    write_rows(path, decode_rows())
+    path.write_text(path.read_text().replace("12.0", "twelve"))
+    with pytest.raises(RowsError, match=r"fig01_batching.csv, line 3: value is 'twelve', not a number; .*delete"):
+        write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    assert not (places.fresh_rows.parent / "claims.csv").exists()
+
+
+def command_line(tmp_path, *overrides):
+    paths = [f"paths.{name}={tmp_path / name}" for name in ("outputs", "results", "figures")]
+    command = [sys.executable, "-m", "experiments.report", "hardware=cpu", *paths, *overrides]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, check=False)
+
+
+def test_command_line(tmp_path):
+    empty = command_line(tmp_path)
+    assert empty.returncode == 2
+    assert empty.stderr.strip().splitlines()[-1].startswith("error: no recorded rows in")
+    assert "Traceback" not in empty.stderr
+    path: Path = tmp_path / "outputs/cpu/rows/fig01_batching.csv"
+    write_rows(path, decode_rows())
+    done = command_line(tmp_path, "source=fresh")
+    assert done.returncode == 0, done.stderr
+    assert "52 claims, fresh rows" in done.stdout
+    assert ["reproduced", "7"] in [line.split() for line in done.stdout.splitlines()]  # C01 and six without rows
+    path.write_text(path.read_text()[:-30])
+    damaged = command_line(tmp_path)
+    assert damaged.returncode == 2
+    assert "fig01_batching.csv, line 3" in damaged.stderr
+    assert "Traceback" not in damaged.stderr
