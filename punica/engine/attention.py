@@ -1,0 +1,62 @@
+"""Attention over the paged cache, in plain torch: the CPU path, and the meaning of every faster one.
+
+For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens: ``softmax(Q K^T /
+sqrt(D)) V``, causal within a prompt. Requests have different lengths, so this is the one part of a step that runs per
+request; it reads each request's pages in place, without copying or padding the cache (at batch 32 a gather would move
+several times the bytes that the attention itself reads).
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from punica.engine.batch import Span, StepBatch
+from punica.engine.kv_cache import KVCache
+
+
+class PagedAttention:
+    """``begin`` takes the layout of a step, ``attend`` serves the layers of that step (see
+    ``punica.models.Attention``).
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self._spans: tuple[Span, ...] = ()
+        self._kv_rows: Tensor | None = None
+
+    def begin(self, batch: StepBatch, kv_rows: Tensor) -> None:
+        """Start a step. ``kv_rows``: ``batch.kv_rows`` on the device, int64 ``[T]``."""
+        self._spans = batch.spans
+        self._kv_rows = kv_rows
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q [T, H, D]``, ``k``, ``v`` ``[T, Hkv, D]`` to ``[T, H, D]``; stores k and v in the cache first.
+
+        RuntimeError before the first ``begin``.
+        """
+        if self._kv_rows is None:
+            raise RuntimeError("attention has no step; call begin(batch, kv_rows) first")
+        self.cache.write(layer_index, self._kv_rows, k, v)
+        tokens, heads, size = q.shape
+        kv_heads = k.shape[1]
+        output = q.new_empty(q.shape)
+        # The queries that share a kv head are rows of one small matrix: grouped heads without repeating K and V.
+        grouped = (tokens, 1, kv_heads, heads // kv_heads, size)
+        q_rows, output_rows = q.view(grouped).unbind(0), output.view(grouped).unbind(0)
+        for span in self._spans:
+            if span.length == span.kv_length:
+                rows = slice(span.start, span.start + span.length)
+                output[rows] = _causal(q[rows], k[rows], v[rows])
+            else:
+                keys, values = self.cache.read(layer_index, span.pages, span.kv_length)
+                attended = F.scaled_dot_product_attention(q_rows[span.start], keys, values)
+                output_rows[span.start].copy_(attended)
+        return output
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A whole prompt: ``[n, H, D]``, ``[n, Hkv, D]`` to ``[n, H, D]``."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+    return attended.squeeze(0).transpose(0, 1)

@@ -1,0 +1,282 @@
+"""`Engine`: serves requests for many adapters on one backbone, one model invocation per step (sections 5 and 6 of the
+paper).
+
+    step:  schedule -> activate adapters -> lay out rows -> metadata, model, argmax -> deliver, retire the finished
+
+Continuous batching: requests join and leave between steps, whatever their adapters are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from punica.adapters import LoRAModelManager, LoRARequest
+from punica.config import LoRAConfig
+from punica.engine.attention import PagedAttention
+from punica.engine.batch import StepBatch, lay_out
+from punica.engine.config import EngineConfig
+from punica.engine.kv_cache import KVCache
+from punica.engine.pages import PagePool
+from punica.engine.request import Request, RequestStatus
+from punica.engine.residency import AdapterResidency
+from punica.engine.runner import ModelRunner
+from punica.engine.scheduler import ADMISSION_RULES, Scheduler, StepPlan
+from punica.models import LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What a step was made of and where its time went (seconds, host clock).
+
+    ``batch_size``: requests in the invocation, ``num_idle`` of them finished ones of a static batch.
+    ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments. ``schedule_s``: scheduling, adapter
+    activation, layout; ``metadata_s``: tensors of the step and segment indices; ``model_s``: the model with LoRA, up
+    to the tokens on the host.
+    """
+
+    batch_size: int
+    num_idle: int
+    num_prefill_tokens: int
+    num_segments: int
+    num_preempted: int
+    schedule_s: float
+    metadata_s: float
+    model_s: float
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Tokens of one step, ``{request_id: token}``, the requests that finished with it, and its statistics."""
+
+    tokens: dict[str, int]
+    finished: tuple[Request, ...]
+    statistics: StepStatistics
+
+
+class Engine:
+    """One model on one device (or one tensor-parallel rank of it; all ranks take the same steps).
+
+    Args:
+        model: a backbone with its weights. With LoRA its layers are replaced in place, so it belongs to this engine.
+        lora_config: slots and ranks, e.g. ``engine_config.lora_config(max_lora_rank=16)``; ``None`` serves the
+            backbone alone, with no LoRA layer at all.
+        engine_config: sizes.
+        admission: name of an admission rule: ``"fcfs"`` (Punica), ``"single_adapter"``, ``"static"``.
+
+    Decoding is greedy. Raises ValueError for an unknown rule or a ``max_model_len`` beyond the model's positions.
+    """
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        lora_config: LoRAConfig | None = None,
+        engine_config: EngineConfig | None = None,
+        admission: str = "fcfs",
+    ) -> None:
+        rule = ADMISSION_RULES.get(admission)()
+        self.config = config = engine_config or EngineConfig()
+        _check_fits(config, lora_config, model)
+        self.vocab_size = model.config.vocab_size
+        weight = model.model.embed_tokens.weight
+        self.manager: LoRAModelManager | None = None
+        self._residency: AdapterResidency | None = None
+        if lora_config is not None:
+            self.manager = LoRAModelManager(
+                model, config.max_batch_size, config.max_num_batched_tokens, self.vocab_size, lora_config, weight.device
+            )
+            self._residency = AdapterResidency(self.manager)
+        self.pages = PagePool(config.pool_pages, config.page_size)
+        cache = KVCache(
+            model.num_layers,
+            config.pool_pages,
+            config.page_size,
+            model.num_kv_heads,
+            model.head_size,
+            weight.dtype,
+            weight.device,
+        )
+        self.runner = ModelRunner(model, PagedAttention(cache), self.manager)
+        max_adapters = None if self.manager is None else self.manager.lora_slots
+        self.scheduler = Scheduler(rule, self.pages, config.max_batch_size, config.max_num_batched_tokens, max_adapters)
+        self._requests: dict[str, Request] = {}  # waiting and running
+        self._counter = itertools.count()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. All checks are made here and change nothing when they fail, so that a queued request can
+        always run.
+
+        Raises:
+            TypeError: not a Request; its adapter is no LoRARequest.
+            ValueError: its id is in use or it was served before; a token outside the vocabulary; longer than
+                ``max_model_len`` or than the whole KV pool; an adapter for an engine without LoRA; an adapter that is
+                not legal here.
+            FileNotFoundError: its adapter is neither registered nor in a folder.
+        """
+        if not isinstance(request, Request):
+            raise TypeError(f"request must be a Request, got {type(request).__name__}")
+        self._check_new(request)
+        self._check_length(request)
+        self._check_adapter(request)
+        self._requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def has_unfinished(self) -> bool:
+        """True while a request waits or runs."""
+        return bool(self._requests)
+
+    def abort_request(self, request_id: str) -> Request:
+        """Take an unfinished request out, with the output it has so far. ValueError for an unknown id."""
+        if request_id not in self._requests:
+            raise ValueError(f"no unfinished request {request_id!r}; unfinished: {sorted(self._requests)[:20]}")
+        request = self._requests.pop(request_id)
+        if request.status is RequestStatus.WAITING:
+            self.scheduler.waiting.remove(request)
+        else:
+            self.scheduler.drop(request)
+        return request
+
+    def step(self) -> StepOutput:
+        """One model invocation over everything that can run; with nothing to run, an empty output.
+
+        If an adapter turns out to be unloadable, its requests are taken out, everything else stays as it was, and the
+        error is raised; the next ``step`` goes on.
+        """
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan.is_empty:
+            return StepOutput(
+                {}, (), StepStatistics(0, 0, 0, 0, len(plan.preempted), time.perf_counter() - start, 0.0, 0.0)
+            )
+        slots: dict[int, int] = {}
+        if self._residency is not None:
+            self._activate(self._residency, plan)
+            slots = self._residency.slots()
+        batch = lay_out(plan, self.pages, slots, self.config.adapter_index_rule)
+        scheduled = time.perf_counter()
+        tokens, metadata_s, model_s = self.runner.run(batch)
+        statistics = StepStatistics(
+            len(batch.requests),
+            batch.num_idle,
+            batch.num_prefill_rows,
+            batch.num_segments if self.manager is not None else 0,
+            len(plan.preempted),
+            scheduled - start,
+            metadata_s,
+            model_s,
+        )
+        return self._deliver(batch, tokens, statistics)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        adapters: Sequence[LoRARequest | None] | None = None,
+        max_new_tokens: int | Sequence[int] = 16,
+    ) -> list[list[int]]:
+        """Continue every prompt with its adapter; the new tokens, in the order of the prompts.
+
+        ``adapters``: one per prompt (``None`` for the backbone), or ``None`` for the backbone everywhere.
+        ``max_new_tokens``: one number, or one per prompt. Other requests of the engine go on meanwhile. Raises what
+        :meth:`add_request` and :meth:`step` raise, and ValueError when the lengths differ; none of these requests is
+        left behind then.
+        """
+        adapter_of = [None] * len(prompts) if adapters is None else list(adapters)
+        lengths = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if not len(prompts) == len(adapter_of) == len(lengths):
+            raise ValueError(
+                f"one adapter and one max_new_tokens per prompt: got {len(prompts)} prompts, {len(adapter_of)} "
+                f"adapters, {len(lengths)} max_new_tokens"
+            )
+        requests = [
+            Request(f"generate-{next(self._counter)}", prompt, length, adapter)
+            for prompt, adapter, length in zip(prompts, adapter_of, lengths, strict=True)
+        ]
+        try:
+            for request in requests:
+                self.add_request(request)
+            while any(request.request_id in self._requests for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                if request.request_id in self._requests:
+                    self.abort_request(request.request_id)
+        return [request.output_token_ids for request in requests]
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> None:
+        try:
+            residency.activate((*plan.decodes, *plan.idle), plan.prefills)
+        except Exception:
+            for request in reversed(plan.prefills):
+                self.scheduler.preempt(request)
+                if request.adapter is not None and residency.manager.get_adapter(request.adapter_id) is None:
+                    self.abort_request(request.request_id)
+            raise
+
+    def _deliver(self, batch: StepBatch, tokens: list[int], statistics: StepStatistics) -> StepOutput:
+        delivered: dict[str, int] = {}
+        finished: list[Request] = []
+        for request, token in zip(batch.requests, tokens, strict=True):
+            if request.status is RequestStatus.FINISHED:
+                continue  # an idle row of a static batch
+            request.append(token)
+            delivered[request.request_id] = token
+            if request.status is RequestStatus.FINISHED:
+                finished.append(request)
+                del self._requests[request.request_id]
+        self.scheduler.retire_finished()
+        return StepOutput(delivered, tuple(finished), statistics)
+
+    def _check_new(self, request: Request) -> None:
+        name = request.request_id
+        if name in self._requests or self.pages.table(name):
+            raise ValueError(f"request_id {name!r} is in use by an unfinished request; choose another id")
+        if request.output_token_ids or request.status is not RequestStatus.WAITING:
+            raise ValueError(
+                f"request {name!r} was served before ({request.status.value}); make a new Request for every generation"
+            )
+        highest = max(request.prompt_token_ids)
+        if highest >= self.vocab_size:
+            raise ValueError(
+                f"prompt of request {name!r} contains token {highest}, the vocabulary has {self.vocab_size} ids; check "
+                "the tokenizer"
+            )
+
+    def _check_length(self, request: Request) -> None:
+        name, prompt, new = request.request_id, len(request.prompt_token_ids), request.max_new_tokens
+        if prompt + new > self.config.max_model_len:
+            raise ValueError(
+                f"request {name!r} has {prompt} prompt tokens and {new} new ones, max_model_len is "
+                f"{self.config.max_model_len}; shorten it or raise EngineConfig.max_model_len"
+            )
+        needed = self.pages.pages_for(request.final_kv_length)
+        if needed > self.pages.num_pages:
+            raise ValueError(
+                f"request {name!r} with {prompt} prompt tokens and {new} new ones needs {needed} KV pages, the whole "
+                f"pool has {self.pages.num_pages} (of {self.pages.page_size} tokens); shorten it or raise "
+                "EngineConfig.num_pages"
+            )
+
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter is None or self.config.ignore_adapters:
+            return
+        if self._residency is None:
+            raise ValueError(
+                f"request {request.request_id!r} names an adapter, but this engine has no LoRA layers; pass "
+                "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
+            )
+        self._residency.check(request.adapter)
+
+
+def _check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
+    limit = model.config.max_position_embeddings
+    if config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, the model has {limit} positions (max_position_embeddings); "
+            "lower max_model_len"
+        )
+    if config.ignore_adapters and lora_config is not None:
+        raise ValueError("ignore_adapters=True is for an engine without LoRA; leave it out, or pass lora_config=None")

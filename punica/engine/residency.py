@@ -1,0 +1,71 @@
+"""On-demand adapters (section 5.2 of the paper): the adapters of a step are made active just before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from punica.adapters import LoRAModelManager, LoRARequest, PEFTHelper, resolve_adapter_path
+from punica.engine.request import Request
+
+
+class AdapterResidency:
+    """Between the engine and the manager: checks adapters when a request arrives, activates them when it is admitted.
+
+    An adapter is loaded at admission, not at arrival, since thousands may be queued while few are registered. An
+    adapter that was registered in memory (``manager.add_adapter(LoRAModel)``) is used as it is; its request's path is
+    never read while it stays registered, so give ``max_cpu_loras`` room for all of those.
+    """
+
+    def __init__(self, manager: LoRAModelManager) -> None:
+        self.manager = manager
+        self._sources: dict[int, tuple[str, str]] = {}
+
+    def check(self, adapter: LoRARequest) -> None:
+        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads its config, not its tensors.
+
+        TypeError: not a LoRARequest. FileNotFoundError, ValueError: the folder or its config; or its id stands for
+        another adapter.
+        """
+        if not isinstance(adapter, LoRARequest):
+            raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {adapter!r}")
+        source = (adapter.lora_name, adapter.lora_path)
+        known = self._sources.get(adapter.lora_int_id, source)
+        if known != source and not adapter.load_inplace:
+            raise ValueError(
+                f"adapter id {adapter.lora_int_id} stands for {known}, now requested as {source}; use another id, or "
+                "load_inplace=True to replace it"
+            )
+        if adapter.load_inplace or self.manager.get_adapter(adapter.lora_int_id) is None:
+            try:
+                helper = PEFTHelper.from_local_dir(resolve_adapter_path(adapter.lora_path))
+            except FileNotFoundError as error:
+                registered = sorted(self.manager.list_adapters())
+                raise FileNotFoundError(
+                    f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
+                    f"{registered}) and cannot be loaded: {error}; pass the path of its PEFT folder, or register it "
+                    "with manager.add_adapter"
+                ) from error
+            helper.validate_legal(self.manager.lora_config)
+        self._sources[adapter.lora_int_id] = source
+
+    def activate(self, running: Sequence[Request], admitted: Sequence[Request]) -> None:
+        """Make the adapters of a step active; ``running`` are already, and are marked as in use so that they stay.
+
+        An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError) and leaves the others active.
+        """
+        for request in running:
+            if request.adapter is not None:
+                self.manager.activate_adapter(request.adapter_id)
+        for request in admitted:
+            if request.adapter is None:
+                continue
+            if request.preemptions and self.manager.get_adapter(request.adapter_id) is not None:
+                self.manager.activate_adapter(request.adapter_id)  # its weights must not change half-way (load_inplace)
+            else:
+                self.manager.add_adapter(request.adapter)
+
+    def slots(self) -> dict[int, int]:
+        """Slot of every active adapter id."""
+        return {
+            adapter_id: slot for slot, adapter_id in enumerate(self.manager.lora_index_to_id) if adapter_id is not None
+        }

@@ -1,0 +1,120 @@
+"""Filling a model: from safetensors files with Hugging Face names, or with random numbers.
+
+A model describes its checkpoint as a list of :class:`CheckpointEntry`; both ways of filling it walk that list. They
+hand the *full* tensor to the parameter's ``weight_loader``, which keeps this tensor-parallel rank's part: one code
+path for any number of ranks, and the same numbers whatever that number is.
+"""
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One tensor of a checkpoint: its name and full shape there, and where it goes.
+
+    ``shard_id`` selects one matrix of a packed parameter (``"q"``, or 1 for the up projection); ``None`` where there
+    is one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    shard_id: Hashable = None
+
+    def load(self, full: torch.Tensor) -> None:
+        """Copy this rank's part of ``full`` (of ``shape``) into the parameter, cast to its dtype."""
+        parameter: Any = self.parameter
+        parameter.weight_loader(parameter, full, self.shard_id)
+
+
+@torch.no_grad()
+def fill_random(entries: Sequence[CheckpointEntry], seed: int, std: float) -> None:
+    """Matrices ~ N(0, std), norm weights 1, biases 0. The same seed gives the same model for any number of ranks.
+
+    Numbers are drawn in float32 on the parameter's device (a CPU and a GPU draw different ones) and rounded to its
+    dtype.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for entry in entries:
+        device = entry.parameter.device
+        generator = generators.setdefault(device, torch.Generator(device).manual_seed(seed))
+        if len(entry.shape) == 2:
+            entry.load(torch.empty(entry.shape, device=device).normal_(0.0, std, generator=generator))
+        else:
+            entry.load(torch.full(entry.shape, 0.0 if entry.name.endswith(".bias") else 1.0, device=device))
+
+
+def load_safetensors(
+    entries: Sequence[CheckpointEntry], folder: str | Path, ignore_suffixes: tuple[str, ...] = ()
+) -> None:
+    """Read every entry from ``model.safetensors`` or from the files of ``model.safetensors.index.json`` in ``folder``.
+
+    Names and shapes of the whole checkpoint are compared first, so that a wrong one changes no weight. Tensors whose
+    name ends with one of ``ignore_suffixes`` may be present and are skipped.
+
+    Raises:
+        FileNotFoundError: no such folder, no safetensors in it, or a file of the index is missing.
+        ValueError: a file is no safetensors file; tensors are missing, unexpected or of another shape (all of them
+        are listed).
+    """
+    home: dict[str, Any] = {}
+    for path in _checkpoint_files(Path(folder).expanduser()):
+        handle: Any = _open(path)
+        home |= {name: handle for name in handle.keys() if not name.endswith(ignore_suffixes)}  # noqa: SIM118
+    expected = {entry.name for entry in entries}
+    problems = [f"missing {name}" for name in sorted(expected - home.keys())]
+    problems += [f"unexpected {name}" for name in sorted(home.keys() - expected)]
+    for entry in entries:
+        if entry.name in home:
+            found = tuple(home[entry.name].get_slice(entry.name).get_shape())
+            if found != entry.shape:
+                problems.append(f"{entry.name} has shape {found}, the model expects {entry.shape}")
+    if problems:
+        raise ValueError(
+            f"checkpoint in {str(folder)!r} does not fit the model ({len(problems)} problems): "
+            f"{'; '.join(problems[:20])}. Build the model from the config.json of the same folder"
+        )
+    for entry in entries:
+        entry.load(home[entry.name].get_tensor(entry.name))
+
+
+def _open(path: Path) -> safe_open:
+    """Open a safetensors file; ValueError naming the file when it is damaged or of another format."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{str(path)!r} is not a readable safetensors file: {error}; download or save it again"
+        ) from error
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model folder {str(folder)!r} does not exist or is not a folder")
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        files = [folder / SINGLE_FILE]
+    else:
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f'{str(index)!r} is not a safetensors index (JSON with "weight_map"): {error!r}'
+            ) from error
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{str(path)!r} is missing; a model folder holds {SINGLE_FILE} or all the files of {INDEX_FILE}"
+            )
+    return files

@@ -1,0 +1,80 @@
+"""Paged attention against plain softmax over each request's own keys and values."""
+
+import pytest
+import torch
+
+from punica.engine.attention import PagedAttention
+from punica.engine.batch import Span, StepBatch
+from punica.engine.kv_cache import KVCache
+
+PAGE = 4
+
+
+def make_cache(heads: int, size: int, pages: int = 40) -> KVCache:
+    cache = KVCache(2, pages, PAGE, heads, size, torch.float32, torch.device("cpu"))
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(float("nan"))  # reading a row that was not written shows
+    return cache
+
+
+def make_batch(spans: list[Span]) -> StepBatch:
+    rows = sum(span.length for span in spans)
+    positions = [p for span in spans for p in range(span.kv_length - span.length, span.kv_length)]
+    pages = [page for span in spans for page in [span.pages] * span.length]
+    kv_rows = [table[p // PAGE] * PAGE + p % PAGE for table, p in zip(pages, positions, strict=True)]
+    return StepBatch((), tuple(spans), [0] * rows, positions, kv_rows, (), 0, 0, 0)
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``q [n, H, D]`` are the last n positions of ``k, v [m, Hkv, D]``; float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.double(), k) / q.shape[-1] ** 0.5
+    hidden = torch.arange(k.shape[0])[None] > torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None]
+    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).float()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 4, 16), (4, 2, 8), (6, 1, 10)], ids=["full", "grouped", "one kv head"]
+)
+def test_prompt_and_decode_rows_in_one_step(heads, kv_heads, size) -> None:
+    """Three requests live in the cache (consecutive pages, scattered pages, one token); a fourth brings its prompt."""
+    cache = make_cache(kv_heads, size)
+    tables = [(3, 4, 5), (20, 9, 30), (12,), (33, 34)]
+    lengths = [11, 9, 1, 7]
+    spans = [Span(0, 7, 7, tables[3]), *(Span(7 + i, 1, lengths[i], tables[i]) for i in range(3))]
+    history = [(torch.randn(n, kv_heads, size), torch.randn(n, kv_heads, size)) for n in lengths]
+    batch = make_batch(spans)
+    attention = PagedAttention(cache)
+    for layer in range(2):
+        for i in range(3):
+            for p in range(lengths[i] - 1):
+                row = tables[i][p // PAGE] * PAGE + p % PAGE
+                cache.keys[layer][row], cache.values[layer][row] = history[i][0][p], history[i][1][p]
+        k = torch.cat([history[3][0], *(history[i][0][-1:] for i in range(3))])
+        v = torch.cat([history[3][1], *(history[i][1][-1:] for i in range(3))])
+        q = torch.randn(10, heads, size)
+        attention.begin(batch, torch.tensor(batch.kv_rows))
+        output = attention.attend(layer, q, k, v)
+        torch.testing.assert_close(output[:7], reference(q[:7], *history[3]), atol=1e-5, rtol=1e-5)
+        for i in range(3):
+            rows = slice(7 + i, 8 + i)
+            torch.testing.assert_close(output[rows], reference(q[rows], *history[i]), atol=1e-5, rtol=1e-5)
+
+
+def test_consecutive_pages_are_read_in_place_and_scattered_ones_gathered() -> None:
+    cache = make_cache(2, 8)
+    keys, values = cache.read(1, (5, 6, 7), 10)
+    assert keys.data_ptr() == cache.keys[1][20].data_ptr()
+    assert values.data_ptr() == cache.values[1][20].data_ptr()
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    for table in ((5, 7, 6), (7, 6, 5), (5, 6, 8), (5, 8, 7)):
+        keys, _ = cache.read(1, table, 10)
+        expected = [cache.keys[1][table[p // PAGE] * PAGE + p % PAGE] for p in range(10)]
+        assert torch.equal(keys[0].transpose(0, 1), torch.stack(expected))
+
+
+def test_attend_before_begin() -> None:
+    with pytest.raises(RuntimeError, match="call begin"):
+        PagedAttention(make_cache(1, 8)).attend(0, *(torch.zeros(1, 1, 8) for _ in range(3)))

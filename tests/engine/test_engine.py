@@ -1,0 +1,246 @@
+"""The engine's interface: requests in, tokens out, and one clear error for each kind of bad input."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from punica.adapters import LoRARequest, random_adapter
+from punica.engine import Engine, EngineConfig, Request
+from punica.models import LlamaForCausalLM
+
+
+def state(engine: Engine) -> tuple:
+    """Everything that a refused request must not change."""
+    return (
+        engine.has_unfinished(),
+        [request.request_id for request in engine.scheduler.waiting],
+        engine.pages.owners(),
+        list(engine.manager.lora_index_to_id),
+        sorted(engine.manager.list_adapters()),
+    )
+
+
+def test_steps_report_tokens_finished_requests_and_statistics(backbone) -> None:
+    engine = backbone.engine()
+    first = Request("first", [1, 2, 3], 3, backbone.adapters[1])
+    engine.add_request(first)
+    engine.add_request(Request("second", [4, 5], 1))
+    outputs = []
+    while engine.has_unfinished():
+        outputs.append(engine.step())
+    assert [list(output.tokens) for output in outputs] == [["first"], ["second", "first"], ["first"]]
+    assert [output.tokens["first"] for output in outputs] == first.output_token_ids
+    assert [[r.request_id for r in output.finished] for output in outputs] == [[], ["second"], ["first"]]
+    batch = [(o.statistics.batch_size, o.statistics.num_prefill_tokens, o.statistics.num_segments) for o in outputs]
+    assert batch == [(1, 3, 1), (2, 2, 1), (1, 0, 1)]
+    assert all(
+        o.statistics.model_s > 0 and o.statistics.schedule_s > 0 and o.statistics.metadata_s > 0 for o in outputs
+    )
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_step_with_nothing_to_do(backbone) -> None:
+    output = backbone.engine().step()
+    assert output.tokens == {}
+    assert output.statistics.batch_size == 0
+
+
+def test_segments_are_counted_per_adapter(backbone) -> None:
+    engine = backbone.engine()
+    for i, adapter_id in enumerate((2, 1, 2, 0, 1)):
+        engine.add_request(Request(str(i), [i + 1], 9, backbone.adapters.get(adapter_id)))
+    for _ in range(6):
+        statistics = engine.step().statistics
+    assert statistics.batch_size == 5
+    assert statistics.num_segments == 2  # rows are grouped by adapter; the row without one is no segment
+
+
+def test_slots_default_to_the_batch_and_activation_is_on_demand(backbone) -> None:
+    engine = backbone.engine()
+    assert engine.manager.lora_slots == engine.config.max_batch_size
+    engine.add_request(Request("a", [1], 2, backbone.adapters[3]))
+    assert engine.manager.list_adapters() == {}  # nothing is loaded before its turn
+    engine.step()
+    assert engine.manager.lora_index_to_id[0] == 3
+
+
+def test_adapters_registered_in_memory_need_no_folder(backbone) -> None:
+    engine = backbone.engine()
+    engine.manager.add_adapter(random_adapter(77, backbone.config, 8, seed=2))
+    served = engine.generate([[3, 1, 4]], [LoRARequest("in-memory", 77, "no folder")], 12)
+    assert served == [backbone.generate_merged((3, 1, 4), 2, 12)]  # the weights of adapter 2
+
+
+def test_end_of_sequence_token(backbone) -> None:
+    expected = backbone.generate_merged((5, 6), 1, 12)
+    stop = expected[4]
+    engine = backbone.engine()
+    request = Request("a", [5, 6], 12, backbone.adapters[1], eos_token_id=stop)
+    engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    assert request.output_token_ids == expected[: expected.index(stop) + 1]
+
+
+def test_generate_beside_other_requests_and_after_an_error(backbone) -> None:
+    engine = backbone.engine()
+    engine.add_request(Request("other", [1, 2], 20, backbone.adapters[4]))
+    assert engine.generate([[5, 6]], None, 3) == [backbone.generate_merged((5, 6), 0, 3)]
+    with pytest.raises(ValueError, match="max_model_len"):
+        engine.generate([[1], [2] * 100], None, 3)
+    assert [request.request_id for request in engine.scheduler.running] == ["other"]
+    assert not engine.scheduler.waiting  # the first prompt of the failed call is not left behind
+
+
+def test_abort_waiting_running_and_unknown(backbone) -> None:
+    engine = backbone.engine(max_batch_size=1)
+    for name in "ab":
+        engine.add_request(Request(name, [1, 2], 9))
+    engine.step()
+    assert engine.abort_request("b").output_token_ids == []
+    assert len(engine.abort_request("a").output_token_ids) == 1
+    assert not engine.has_unfinished()
+    assert engine.pages.num_free == engine.pages.num_pages
+    with pytest.raises(ValueError, match="no unfinished request 'a'"):
+        engine.abort_request("a")
+
+
+@pytest.mark.parametrize(
+    ("request_of", "error", "message"),
+    [
+        (lambda b: Request("new", [1] * 60, 5), ValueError, "60 prompt tokens and 5 new ones, max_model_len is 64"),
+        (lambda b: Request("new", [1] * 40, 9), ValueError, "needs 6 KV pages, the whole pool has 5"),
+        (lambda b: Request("new", [1, 256], 5), ValueError, "token 256, the vocabulary has 256"),
+        (lambda b: Request("known", [1], 5), ValueError, "request_id 'known' is in use"),
+        (
+            lambda b: Request("new", [1], 5, LoRARequest("ghost", 42, "no_such_folder")),
+            FileNotFoundError,
+            r"'ghost' \(id 42\)",
+        ),
+        (
+            lambda b: Request("new", [1], 5, LoRARequest("twin", 1, b.adapters[2].lora_path)),
+            ValueError,
+            "adapter id 1 stands",
+        ),
+        (lambda b: Request("new", [1], 5, "adapter-1"), TypeError, "adapter must be a LoRARequest or None, got str"),
+        (lambda b: "new", TypeError, "request must be a Request, got str"),
+    ],
+    ids=["long", "pool", "token", "duplicate", "unknown adapter", "same id", "adapter type", "request type"],
+)
+def test_bad_requests_are_refused_before_any_change(backbone, request_of, error, message) -> None:
+    engine = backbone.engine(page_size=8, num_pages=5)
+    engine.add_request(Request("known", [1], 5, backbone.adapters[1]))
+    before = state(engine)
+    with pytest.raises(error, match=message):
+        engine.add_request(request_of(backbone))
+    assert state(engine) == before
+    while engine.has_unfinished():
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("", [1], 5), ValueError, "request_id must not be empty"),
+        ((7, [1], 5), TypeError, "request_id must be a str, got int 7"),
+        (("a", [], 5), ValueError, "prompt_token_ids of request 'a' is empty"),
+        (("a", "text", 5), TypeError, "tokenize the text first"),
+        (("a", [1, 2.5], 5), TypeError, "prompt_token_ids of request 'a'"),
+        (("a", [1, -2], 5), ValueError, "contains -2"),
+        (("a", [1], 0), ValueError, "max_new_tokens of request 'a' is 0"),
+        (("a", [1], 1.5), TypeError, "max_new_tokens of request 'a' must be an int"),
+    ],
+    ids=[
+        "empty id",
+        "id type",
+        "empty prompt",
+        "text",
+        "float token",
+        "negative token",
+        "no new token",
+        "float length",
+    ],
+)
+def test_malformed_requests(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        Request(*arguments)
+
+
+def test_request_cannot_be_served_twice(backbone) -> None:
+    engine = backbone.engine()
+    request = Request("a", [1], 1)
+    engine.add_request(request)
+    engine.step()
+    with pytest.raises(ValueError, match="was served before"):
+        engine.add_request(request)
+
+
+def test_rank_over_the_maximum_is_refused_on_arrival(backbone) -> None:
+    config = EngineConfig(max_batch_size=2, max_model_len=64)
+    engine = Engine(backbone.model(), config.lora_config(max_lora_rank=8), config)
+    with pytest.raises(ValueError, match=r"rank 16 exceeds max_lora_rank 8"):
+        engine.add_request(Request("a", [1], 5, backbone.adapters[3]))
+    assert not engine.has_unfinished()
+
+
+def test_adapter_that_breaks_after_arrival_takes_only_its_request_out(backbone, tmp_path) -> None:
+    folder = shutil.copytree(backbone.adapters[2].lora_path, tmp_path / "adapter")
+    engine = backbone.engine()
+    good = Request("good", [1, 2], 6, backbone.adapters[1])
+    later = Request("later", [3], 6, backbone.adapters[4])
+    engine.add_request(good)
+    engine.add_request(Request("broken", [1, 2], 6, LoRARequest("broken", 9, str(folder))))
+    engine.add_request(later)
+    (folder / "adapter_model.safetensors").write_bytes(b"damaged")
+    engine.step()
+    with pytest.raises(ValueError, match="'broken'"):
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    assert good.output_token_ids == backbone.generate_merged((1, 2), 1, 6)
+    assert later.output_token_ids == backbone.generate_merged((3,), 4, 6)
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_adapter_without_lora_layers_is_refused(backbone) -> None:
+    engine = Engine(backbone.model(), None, EngineConfig(max_model_len=64))
+    with pytest.raises(ValueError, match=r"no LoRA layers.*ignore_adapters"):
+        engine.add_request(Request("a", [1], 5, backbone.adapters[1]))
+    assert engine.generate([[1]], None, 5) == [backbone.generate_merged((1,), 0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"max_batch_size": 0}, ValueError),
+        ({"max_batch_size": 2.0}, TypeError),
+        ({"page_size": 0}, ValueError),
+        ({"num_pages": 0}, ValueError),
+        ({"max_model_len": 1}, ValueError),
+        ({"adapter_index_rule": "mine"}, ValueError),
+        ({"ignore_adapters": 1}, TypeError),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_config_is_checked(fields, error) -> None:
+    with pytest.raises(error, match=next(iter(fields))):
+        EngineConfig(**fields)
+
+
+def test_config_is_frozen_and_sizes_follow() -> None:
+    config = EngineConfig(max_batch_size=3, max_model_len=33)
+    assert config.pool_pages == 9
+    assert config.max_num_batched_tokens == 36
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_batch_size = 4
+
+
+def test_engine_and_model_must_fit(backbone) -> None:
+    with pytest.raises(ValueError, match="the model has 128 positions"):
+        Engine(LlamaForCausalLM(backbone.folder), None, EngineConfig(max_model_len=129))
+    config = EngineConfig(max_model_len=64, ignore_adapters=True)
+    with pytest.raises(ValueError, match="ignore_adapters"):
+        Engine(LlamaForCausalLM(backbone.folder), config.lora_config(), config)
+    with pytest.raises(ValueError, match="unknown admission rule 'lifo'"):
+        Engine(LlamaForCausalLM(backbone.folder), None, EngineConfig(max_model_len=64), "lifo")

@@ -1,0 +1,187 @@
+"""Admission, growth and preemption, without a model: a step is `schedule`, a token per request, `retire_finished`."""
+
+import ast
+import inspect
+
+import pytest
+
+from punica import engine
+from punica.adapters import LoRARequest
+from punica.engine import ADMISSION_RULES, Request, RequestStatus, Scheduler, StepPlan
+from punica.engine.pages import PagePool
+
+
+def make(name: str, prompt: int = 4, new: int = 4, adapter_id: int = 0) -> Request:
+    adapter = LoRARequest(f"adapter-{adapter_id}", adapter_id, "unused") if adapter_id else None
+    return Request(name, [1] * prompt, new, adapter)
+
+
+def make_scheduler(rule: str = "fcfs", num_pages: int = 1000, batch: int = 32, **limits) -> Scheduler:
+    return Scheduler(
+        ADMISSION_RULES.get(rule)(), PagePool(num_pages, 4), batch, limits.pop("max_tokens", 10_000), **limits
+    )
+
+
+def names(requests) -> str:
+    return "".join(request.request_id for request in requests)
+
+
+def advance(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    for request in (*plan.prefills, *plan.decodes):
+        request.append(7)
+    scheduler.retire_finished()
+    check_invariants(scheduler)
+    return plan
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    assert set(scheduler.pages.owners()) == {request.request_id for request in scheduler.running}
+    assert not {id(r) for r in scheduler.running} & {id(r) for r in scheduler.waiting}
+    assert all(request.status is RequestStatus.WAITING for request in scheduler.waiting)
+
+
+def drain(scheduler: Scheduler, limit: int = 1000) -> list[StepPlan]:
+    plans = []
+    while scheduler.waiting or scheduler.running:
+        plans.append(advance(scheduler))
+        assert len(plans) < limit, "the scheduler makes no progress"
+    assert scheduler.pages.num_free == scheduler.pages.num_pages
+    return plans
+
+
+def test_fcfs_admits_one_per_step_whatever_the_adapter() -> None:
+    scheduler = make_scheduler()
+    for i, name in enumerate("abc"):
+        scheduler.add(make(name, adapter_id=i))
+    plans = drain(scheduler)
+    assert [names(plan.prefills) for plan in plans[:4]] == ["a", "b", "c", ""]
+    assert [names(plan.decodes) for plan in plans[:4]] == ["", "a", "ab", "abc"]
+    assert len(plans) == 6  # c starts in the third step and makes four tokens
+
+
+def test_fcfs_respects_the_batch_limit() -> None:
+    scheduler = make_scheduler(batch=2)
+    for name in "abcd":
+        scheduler.add(make(name))
+    for plan in drain(scheduler):
+        assert len(plan.prefills) + len(plan.decodes) <= 2
+
+
+def test_single_adapter_waits_for_the_running_adapter() -> None:
+    scheduler = make_scheduler("single_adapter")
+    for name, adapter_id in zip("abcd", (1, 1, 2, 1), strict=True):
+        scheduler.add(make(name, adapter_id=adapter_id))
+    plans = drain(scheduler)
+    assert "".join(names(plan.prefills) for plan in plans) == "abcd"  # nobody overtakes
+    for plan in plans:
+        assert len(plan.prefills) <= 1
+        assert len({request.adapter_id for request in (*plan.prefills, *plan.decodes)}) <= 1
+    assert len(plans) == 5 + 4 + 4  # a and b overlap, c and d run alone
+
+
+def test_static_batch_forms_at_once_and_runs_to_the_longest() -> None:
+    scheduler = make_scheduler("static", batch=3)
+    for name, new, adapter_id in (("a", 1, 1), ("b", 4, 1), ("c", 2, 1), ("d", 2, 1), ("e", 1, 2)):
+        scheduler.add(make(name, new=new, adapter_id=adapter_id))
+    plans = drain(scheduler)
+    assert [names(plan.prefills) for plan in plans] == ["abc", "", "", "", "d", "", "e"]
+    assert [names(plan.decodes) for plan in plans] == ["", "bc", "b", "b", "", "d", ""]
+    assert [names(plan.idle) for plan in plans] == ["", "a", "ac", "ac", "", "", ""]  # finished rows go on costing
+
+
+def test_static_batch_reserves_pages_in_full_and_is_never_preempted() -> None:
+    scheduler = make_scheduler("static", num_pages=6)
+    for name in "abc":
+        scheduler.add(make(name, prompt=4, new=9))  # 12 tokens in the cache at the end: 3 pages
+    plans = drain(scheduler)
+    assert names(plans[0].prefills) == "ab"
+    assert all(not plan.preempted for plan in plans)
+
+
+def test_static_batch_is_bounded_by_rows_per_step() -> None:
+    scheduler = make_scheduler("static", max_tokens=9)
+    for name in "abc":
+        scheduler.add(make(name, prompt=4))
+    assert names(advance(scheduler).prefills) == "ab"
+
+
+def test_exhaustion_preempts_the_newest_which_returns_first() -> None:
+    scheduler = make_scheduler(num_pages=6)
+    for name in "abc":
+        scheduler.add(make(name, prompt=4, new=13))  # 1 page at first, 4 at the end
+    preempted, admitted = "", ""
+    requests = list(scheduler.waiting)
+    for plan in drain(scheduler):
+        preempted += names(plan.preempted)
+        admitted += names(plan.prefills)
+        assert not (plan.preempted and plan.prefills)  # nobody joins while others are thrown out
+    assert preempted.startswith("c") or preempted.startswith("b")
+    assert "a" not in preempted  # the oldest is never the victim
+    assert admitted[0] == "a"
+    assert all(len(request.output_token_ids) == 13 for request in requests)
+
+
+def test_preempted_requests_return_to_the_head_in_order() -> None:
+    scheduler = make_scheduler(num_pages=12)
+    requests = [make(name, prompt=4, new=13) for name in "abcd"]
+    for request in requests:
+        scheduler.add(request)
+    while len(scheduler.running) < 3:
+        advance(scheduler)
+    scheduler.preempt(scheduler.running[-1])
+    scheduler.preempt(scheduler.running[-1])
+    assert names(scheduler.waiting) == "bcd"
+    check_invariants(scheduler)
+
+
+def test_joining_leaves_a_page_for_everyone_to_grow_into() -> None:
+    scheduler = make_scheduler(num_pages=3)
+    for name in "ab":
+        scheduler.add(make(name, prompt=4, new=5))  # 1 page at first, 2 at the end: 3 do not hold both
+    plans = drain(scheduler)
+    assert [names(plan.prefills) for plan in plans] == ["a", "", "", "", "", "b", "", "", "", ""]
+    assert not any(plan.preempted for plan in plans)
+
+
+def test_request_that_needs_the_whole_pool_runs_alone() -> None:
+    scheduler = make_scheduler(num_pages=4)
+    for name in "ab":
+        scheduler.add(make(name, prompt=13, new=4))  # 16 tokens: all 4 pages
+    assert [names(plan.prefills) for plan in drain(scheduler)] == ["a", "", "", "", "b", "", "", ""]
+
+
+def test_head_of_the_queue_waits_for_a_slot_and_nobody_overtakes() -> None:
+    scheduler = make_scheduler(max_adapters=2)
+    for name, adapter_id, new in (("a", 1, 2), ("b", 2, 6), ("c", 3, 2), ("d", 1, 2), ("e", 0, 2)):
+        scheduler.add(make(name, new=new, adapter_id=adapter_id))
+    plans = drain(scheduler)
+    for plan in plans:
+        adapters = {request.adapter_id for request in (*plan.prefills, *plan.decodes)} - {0}
+        assert len(adapters) <= 2
+    assert "".join(names(plan.prefills) for plan in plans) == "abcde"
+
+
+def test_end_of_sequence_token_ends_a_request() -> None:
+    request = Request("a", [1], 10, eos_token_id=5)
+    for token in (3, 5):
+        request.append(token)
+    assert request.status is RequestStatus.FINISHED
+    assert request.output_token_ids == [3, 5]
+
+
+def test_unknown_rule_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown admission rule 'lifo'.*fcfs.*single_adapter.*static"):
+        ADMISSION_RULES.get("lifo")
+
+
+@pytest.mark.parametrize(
+    "module", [engine.request, engine.pages, engine.scheduler, engine.batch], ids=lambda module: module.__name__
+)
+def test_policy_has_no_torch(module) -> None:
+    """Rule of the house: what decides is pure Python, so that simulators and tests can run it anywhere."""
+    tree = ast.parse(inspect.getsource(module))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imports for alias in node.names} | {getattr(node, "module", "") for node in imports}
+    assert names
+    assert not any(name.split(".")[0] in ("torch", "numpy") for name in names)

@@ -1,0 +1,190 @@
+"""The model computes what Hugging Face's LlamaForCausalLM computes with the same weights."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from punica.models import LlamaForCausalLM
+from punica.models.rotary import inverse_frequencies
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS = {
+    "llama2": {},
+    "grouped query": {"num_key_value_heads": 2},
+    "one kv head": {"num_key_value_heads": 1},
+    "llama3 rope": {"num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "odd sizes": {
+        "hidden_size": 60,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "intermediate_size": 101,
+        "vocab_size": 77,
+    },
+    "own head size": {"head_dim": 24},
+}
+
+
+class CausalAttention:
+    """One sequence, no cache: the attention of a test."""
+
+    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def make_config(**changes) -> LlamaConfig:
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+    }
+    return LlamaConfig(**{**sizes, "num_key_value_heads": 4, "initializer_range": 0.2, **changes})
+
+
+def hugging_face_model(config: LlamaConfig) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)  # away from the neutral values they start with
+    return model
+
+
+def our_logits(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.compute_logits(model(ids, torch.arange(len(ids)), CausalAttention()))
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_logits_equal_hugging_face(tmp_path, changes) -> None:
+    reference = hugging_face_model(make_config(**changes))
+    reference.save_pretrained(tmp_path)
+    model = LlamaForCausalLM(tmp_path, dtype=torch.float32)
+    model.load_weights(tmp_path)
+    ids = torch.randint(reference.config.vocab_size, (50,))
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert expected.std() > 0.5  # the comparison below is between numbers of this size
+    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_llama3_frequencies_differ_from_default() -> None:
+    config = make_config(rope_parameters=LLAMA3_ROPE)
+    default = 500000.0 ** (-torch.arange(0, 16, 2) / 16)
+    scaled = inverse_frequencies(config)
+    torch.testing.assert_close(scaled[0], default[0])  # short wavelength kept
+    torch.testing.assert_close(scaled[-1], default[-1] / 8)  # long wavelength divided
+
+
+def test_checkpoint_in_several_files(tmp_path) -> None:
+    config = make_config()
+    reference = hugging_face_model(config)
+    reference.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = LlamaForCausalLM(config)
+    model.load_weights(tmp_path)
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        torch.testing.assert_close(our_logits(model, ids), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    first, again, other = (LlamaForCausalLM(make_config()) for _ in range(3))
+    first.init_random_weights(3)
+    again.init_random_weights(3)
+    other.init_random_weights(4)
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+    ids = torch.arange(9)
+    assert not torch.allclose(our_logits(first, ids), our_logits(other, ids))
+    assert abs(float(first.model.layers[0].mlp.down_proj.weight.std()) - 0.2) < 0.01
+
+
+def test_bfloat16_is_close_to_float32(tmp_path) -> None:
+    hugging_face_model(make_config()).save_pretrained(tmp_path)
+    logits = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = LlamaForCausalLM(tmp_path, dtype=dtype)
+        model.load_weights(tmp_path)
+        logits.append(our_logits(model, torch.arange(12)).float())
+    assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[0].std()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "missing model.norm.weight"),
+        (lambda tensors: tensors.update({"extra.weight": torch.zeros(3)}), "unexpected extra.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(5)}),
+            r"shape \(5,\), the model expects \(64,\)",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_wrong_checkpoint_changes_no_weight(tmp_path, damage, message) -> None:
+    hugging_face_model(make_config()).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = LlamaForCausalLM(tmp_path)
+    model.init_random_weights(0)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        model.load_weights(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_old_checkpoints_with_stored_frequencies_load(tmp_path) -> None:
+    hugging_face_model(make_config()).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    LlamaForCausalLM(tmp_path).load_weights(tmp_path)
+
+
+def test_missing_or_damaged_files(tmp_path) -> None:
+    model = LlamaForCausalLM(make_config())
+    with pytest.raises(FileNotFoundError, match="no_such_folder"):
+        model.load_weights(tmp_path / "no_such_folder")
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors' is missing"):
+        model.load_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        model.load_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="weight_map"):
+        model.load_weights(tmp_path)
+
+
+def test_configs_that_are_not_a_llama(tmp_path) -> None:
+    with pytest.raises(TypeError, match="LlamaConfig or a folder, got dict"):
+        LlamaForCausalLM({"hidden_size": 64})
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        LlamaForCausalLM(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="'gpt2'"):
+        LlamaForCausalLM(tmp_path)
+    with pytest.raises(ValueError, match="'gelu'"):
+        LlamaForCausalLM(make_config(hidden_act="gelu"))
+    with pytest.raises(ValueError, match=r"'dynamic'.*llama3"):
+        LlamaForCausalLM(make_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
