@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from punica.parallel.group import (
@@ -29,6 +28,7 @@ from punica.parallel.group import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from punica.parallel.matmul import linear
 
 LinearOutput = Tensor | tuple[Tensor, Tensor | None]
 
@@ -38,7 +38,7 @@ class UnquantizedLinearMethod:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., in]`` to ``[..., out]`` with the weight of ``layer``."""
-        return F.linear(x, layer.weight, bias)
+        return linear(x, layer.weight, bias)
 
 
 def resolve_tp(tp_rank: int | None, tp_size: int | None) -> tuple[int, int]:

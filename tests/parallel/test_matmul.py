@@ -1,0 +1,33 @@
+"""The dense product equals float64 arithmetic for every layout that takes its own path."""
+
+import pytest
+import torch
+
+from punica.parallel import matmul
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 33], ids=lambda rows: f"rows{rows}")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_equals_float64(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight, b = torch.randn(rows, 70).to(dtype), torch.randn(45, 70).to(dtype), torch.randn(45).to(dtype)
+    expected = x.double() @ weight.double().T + (b.double() if bias else 0)
+    found = matmul.linear(x, weight, b if bias else None)
+    assert found.shape == (rows, 45)
+    assert found.dtype == dtype
+    tolerance = 1e-4 if dtype != torch.bfloat16 else 2e-1
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=tolerance)
+
+
+def test_strided_rows_and_leading_dimensions() -> None:
+    wide, weight = torch.randn(6, 200), torch.randn(9, 100)
+    strided = wide[::2, :100]
+    torch.testing.assert_close(matmul.linear(strided, weight), strided.contiguous() @ weight.T, atol=1e-4, rtol=1e-4)
+    cube = torch.randn(2, 3, 100)
+    torch.testing.assert_close(matmul.linear(cube, weight), cube @ weight.T, atol=1e-4, rtol=1e-4)
+
+
+def test_falls_back_where_torch_lacks_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_onednn_linear", lambda: None)
+    x, weight = torch.randn(4, 8), torch.randn(5, 8)
+    assert torch.equal(matmul.linear(x, weight), torch.nn.functional.linear(x, weight))
