@@ -9,7 +9,7 @@ RUN    := $(BIN)/python
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce figure figures report record smoke test test-slow test-gpu lint tune compare clean
+.PHONY: help setup reproduce figure figures report record smoke notebooks test test-slow test-gpu lint tune compare clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ record: $(VENV)/.experiments ## Promote this machine's rows and figures to resul
 
 smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few minutes)
 	@$(RUN) -m experiments.reproduce scale=smoke $(ARGS)
+
+notebooks: $(VENV)/.dev ## Execute the notebooks again on the recorded rows
+	@set -e; for source in notebooks/[0-9]*.py; do $(BIN)/jupytext --to ipynb --execute $$source; done
 
 test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
 	@$(RUN) -m pytest -m "not slow and not gpu and not multi_gpu" $(ARGS)

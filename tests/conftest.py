@@ -9,6 +9,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import torch
 
+if not torch.cuda.is_available():  # Triton reads it when first imported, by torch.compile or peft perhaps
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()

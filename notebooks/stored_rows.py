@@ -1,0 +1,195 @@
+"""What the notebooks read and show: stored rows of one hardware, its figures, tables beside the paper, and verdicts.
+
+A notebook measures nothing. `StoredRows` looks for recorded rows first (``results/<hardware>``, committed) and for
+fresh ones of this machine otherwise (``outputs/<hardware>/rows``, from ``make reproduce``), and never mixes the two.
+What is shown is made by the functions behind ``make reproduce`` and ``make report``, so the pictures and the verdicts
+are the same. A figure without rows is one line that says which command measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pandas as pd
+from IPython.display import Image, Markdown
+
+from experiments.experiment import Experiment
+from experiments.plots.draw import draw
+from experiments.plots.frames import centre, described, measured_frame, paper_frame
+from experiments.report import read_folder, rows_files
+from punica.measure.claims import counts, judge
+
+PAPER = "paper, A100"
+TableOf = Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame]
+"""A table from the measured rows of one figure and the paper's."""
+
+
+class StoredRows:
+    """The rows of one ``hardware`` (a folder name: ``cpu``, ``h200``, ...) in the repository at ``root``."""
+
+    def __init__(self, root: Path, hardware: str) -> None:
+        recorded, fresh = root / "results" / hardware, root / "outputs" / hardware / "rows"
+        self.root, self.hardware = root, hardware
+        self.recorded = bool(rows_files(recorded)) or not rows_files(fresh)
+        self.folder = recorded if self.recorded else fresh
+
+    def has(self, experiment: Experiment) -> bool:
+        """Whether ``experiment`` has rows here."""
+        return self._file(experiment).exists()
+
+    def figure(self, experiment: Experiment) -> list[Image | Markdown]:
+        """The figure of ``make reproduce``, and a line that says whose rows it shows; without rows, that line alone."""
+        if not self.has(experiment):
+            what = f"Figure {experiment.figure} has no rows of `{self.hardware}` yet"
+            return [Markdown(f"*{what}: {how_to_measure(self, experiment)}*")]
+        with TemporaryDirectory() as folder:
+            files = draw(experiment, self._file(experiment), Path(folder), self.root / "paper_results")
+            png = next(file for file in files if file.suffix == ".png").read_bytes()
+        return [Image(png, format="png"), self._source(experiment)]
+
+    def table(self, experiment: Experiment, table_of: TableOf) -> Markdown:
+        """``table_of(measured rows, the paper's rows)`` of a figure; a line instead when it has no rows."""
+        if not self.has(experiment):
+            return Markdown(f"*No rows of Figure {experiment.figure} yet, see there.*")
+        rows = measured_frame(self._file(experiment))
+        return as_markdown(table_of(rows, paper_frame(self.root / "paper_results" / experiment.paper_file)))
+
+    def verdicts(self, figures: Sequence[str]) -> Markdown:
+        """The claims of ``figures`` ("8"), judged as in ``make report`` from all rows of the folder."""
+        judged = judge(read_folder(self.folder), self.root / "paper_results")
+        chosen = [verdict for verdict in judged if set(verdict.figure.split(", ")) & set(figures)]
+        lines = [
+            {
+                "claim": verdict.id,
+                "statement": verdict.statement,
+                "paper": verdict.paper_value,
+                self.hardware: "; ".join(part for part in (verdict.our_value, verdict.reason) if part),
+                "verdict": f"**{verdict.verdict}**",
+            }
+            for verdict in chosen
+        ]
+        total = ", ".join(f"{number} {name}" for name, number in counts(chosen).items() if number)
+        return Markdown(f"{len(chosen)} claims: {total}.\n\n{as_markdown(pd.DataFrame(lines)).data}")
+
+    def _file(self, experiment: Experiment) -> Path:
+        return self.folder / f"{experiment.name}.csv"
+
+    def _source(self, experiment: Experiment) -> Markdown:
+        rows = measured_frame(self._file(experiment))
+        kind = "recorded" if self.recorded else "fresh"
+        commits = ", ".join(sorted(set(rows["commit"]) - {""})) or "not known"
+        first, last = min(rows["date"])[:10], max(rows["date"])[:10]
+        when = first if first == last else f"{first} to {last}"
+        name = self._file(experiment).relative_to(self.root).as_posix()
+        return Markdown(f"*Read: `{name}` ({kind}). Measured on {described(rows)}; commit {commits}; {when}.*")
+
+
+def how_to_measure(stored: StoredRows, *experiments: Experiment) -> str:
+    """The commands that make and record the rows of ``experiments`` on a machine with that hardware."""
+    names = ",".join(experiment.name for experiment in experiments)
+    scale = " scale=paper" if stored.hardware != "cpu" else ""
+    measure = f'`make reproduce ARGS="figures=[{names}] hardware={stored.hardware}{scale}"`'
+    return f"{measure} measures them; `make record` keeps them."
+
+
+def growth(metric: str, *by: str, system: str = "SGMV") -> TableOf:
+    """Table: ``metric`` of ``system`` at the largest batch over that at the smallest, for each value of columns ``by``.
+
+    The two batch sizes are the extremes that were measured and that the paper has as well.
+    """
+
+    def table_of(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+        both = [_curves(frame, metric, [*by], system) for frame in (rows, paper)]
+        sizes = sorted(set(both[0].columns) & set(both[1].columns))
+        first, last = sizes[0], sizes[-1]
+        ours, theirs = (curves[last] / curves[first] for curves in both)
+        what = f"{metric.replace('_', ' ')}, batch {last:g} / batch {first:g}"
+        return _side_by_side(ours, theirs, what)
+
+    return table_of
+
+
+def relative_to(reference: str) -> TableOf:
+    """Table: latency of every system over that of ``reference`` at the largest batch of both sides, by workload."""
+
+    def table_of(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+        size = max(set(rows["batch_size"].dropna()) & set(paper["batch_size"].dropna()))
+        ours, theirs = (_ratios(frame, reference).xs(size, level="batch_size") for frame in (rows, paper))
+        return _side_by_side(ours, theirs, f"latency / {reference}, batch {size:g}")
+
+    return table_of
+
+
+def contest(reference: str) -> TableOf:
+    """Table: in how many (workload, batch) cells ``reference`` beats each system, and the extreme ratios."""
+
+    def table_of(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+        ours, theirs = (_ratios(frame, reference).groupby("system", sort=False) for frame in (rows, paper))
+        table = pd.DataFrame(
+            {
+                f"measured: {reference} is faster in": ours.agg(lambda r: f"{(r > 1).sum()} of {len(r)}"),
+                "smallest ratio": ours.min(),
+                "largest ratio": ours.max(),
+                f"{PAPER}: smallest ratio": theirs.min(),
+            }
+        )
+        return table.reindex(list(ours.groups)).reset_index()
+
+    return table_of
+
+
+def of_the_roof(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+    """Table: achieved FLOP/s over what the roof allows at that intensity, per workload at its largest batch."""
+    ours, theirs = (_share_of_roof(frame) for frame in (rows, paper))
+    return _side_by_side(ours, theirs, "part of the roof at the largest batch")
+
+
+def _share_of_roof(frame: pd.DataFrame) -> pd.Series:
+    frame = _central(frame)
+    roof = frame[frame["panel"] == "roof"].set_index("metric")["value"]
+    bandwidth, peak = roof["memory_bandwidth_line"], roof[roof.index.str.startswith("peak_")].iloc[0]
+    launches = frame.pivot_table(index=["workload", "batch_size"], columns="metric", values="value", sort=False)
+    last = launches.dropna(subset=["achieved_flops"]).reset_index("batch_size").groupby("workload", sort=False).last()
+    return last["achieved_flops"] / (1e12 * (bandwidth * last["arithmetic_intensity"]).clip(upper=peak))
+
+
+def _curves(frame: pd.DataFrame, metric: str, by: list[str], system: str) -> pd.DataFrame:
+    """One line per value of ``by``, one column per batch size."""
+    chosen = _central(frame)
+    chosen = chosen[(chosen["metric"] == metric) & (chosen["system"] == system)]
+    return chosen.pivot_table(index=by, columns="batch_size", values="value", sort=False)
+
+
+def _ratios(frame: pd.DataFrame, reference: str) -> pd.Series:
+    """Latency over that of ``reference``, indexed by workload, system and batch size; only where both are known."""
+    chosen = _central(frame)
+    cells = chosen[chosen["metric"] == "latency"].set_index(["workload", "system", "batch_size"])["value"]
+    base = cells.xs(reference, level="system")
+    cell_of = cells.index.to_frame()[["workload", "batch_size"]]
+    ratios = cells / base.reindex(pd.MultiIndex.from_frame(cell_of)).to_numpy()
+    return ratios.drop(reference, level="system").dropna()
+
+
+def _central(frame: pd.DataFrame) -> pd.DataFrame:
+    """Medians of measured rows; the paper's rows are all single values."""
+    return centre(frame) if "statistic" in frame else frame
+
+
+def _side_by_side(ours: pd.Series, theirs: pd.Series, what: str) -> pd.DataFrame:
+    table = pd.DataFrame({f"measured: {what}": ours, PAPER: theirs}).reindex(ours.index)
+    return table.reset_index()
+
+
+def as_markdown(frame: pd.DataFrame, digits: int = 3) -> Markdown:
+    """``frame`` as a Markdown table; numbers with ``digits`` significant digits, what is not known as a dash."""
+
+    def cell(value: object) -> str:
+        if isinstance(value, float):
+            return "-" if pd.isna(value) else f"{value:.{digits}g}"
+        return str(value).replace("|", "\\|")
+
+    lines = [list(map(str, frame.columns)), ["---"] * frame.shape[1]]
+    lines += [[cell(value) for value in line] for line in frame.itertuples(index=False)]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))

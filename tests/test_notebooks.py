@@ -1,0 +1,209 @@
+"""Every notebook runs, equals its source, and shows the figures and verdicts of `make reproduce` and `make report`."""
+
+import re
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import jupytext
+import matplotlib.pyplot as plt
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+from experiments.experiment import Experiment
+from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
+from experiments.fig08_lora_operator import EXPERIMENT as FIG8
+from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
+from experiments.plots.draw import draw
+from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, of_the_roof, relative_to
+from punica.measure.paper import as_rows, read_figure
+from punica.measure.records import COLUMNS, Row, write_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = ROOT / "paper_results"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FIRST = "01_sgmv_and_batching.ipynb"
+OPERATORS = (FIG7, FIG8, FIG9)
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(home|root|tmp|work|mnt|Users|opt|usr|var)/")
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+
+
+def write_paper_rows(folder: Path, hardware: str, experiments: Iterable[Experiment] = OPERATORS, **fields: str) -> None:
+    """The paper's own numbers as if ``hardware`` had measured them: every figure has data, every claim must hold."""
+    about = {"kind": "measured", "device": "a device", "timer": "host_clock", "date": "2024-01-02T03:04:05", **fields}
+    for experiment in experiments:
+        frame = as_rows(read_figure(PAPER, experiment.figure)).assign(hardware=hardware, **about)
+        frame = frame.astype({"batch_size": "Int64", "seq_len": "Int64", "rank": "Int64"}).astype(object)
+        cells = frame.where(frame.notna(), None)[list(COLUMNS)]
+        write_rows(folder / f"{experiment.name}.csv", [Row(*line) for line in cells.itertuples(index=False)])
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of the repository without any rows."""
+    for name in ("conf", "experiments", "paper_results", "punica"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=ignore_patterns("__pycache__", ".*"))
+    return tmp_path
+
+
+def execute(path: Path) -> NotebookNode:
+    """The notebook at ``path``, run from its folder; an error in a cell raises."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}})
+    return client.execute()
+
+
+def outputs(notebook: NotebookNode) -> list[NotebookNode]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def texts(notebook: NotebookNode) -> str:
+    """Everything that the outputs say."""
+    parts = [output.get("text", "") for output in outputs(notebook)]
+    parts += [output.get("data", {}).get("text/markdown", "") for output in outputs(notebook)]
+    return "\n".join(parts)
+
+
+def pictures(notebook: NotebookNode) -> int:
+    return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
+
+
+def test_there_are_notebooks() -> None:
+    assert FIRST in [path.name for path in NOTEBOOKS]
+    sources = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.py"))
+    assert sources == [path.stem for path in NOTEBOOKS]
+
+
+@each_notebook
+def test_source_and_notebook_are_in_sync(path: Path) -> None:
+    source, notebook = jupytext.read(path.with_suffix(".py")), nbformat.read(path, as_version=4)
+    remedy = f"run jupytext --to ipynb --execute notebooks/{path.stem}.py"
+    pairs = [[(cell.cell_type, cell.source) for cell in each.cells] for each in (source, notebook)]
+    assert pairs[0] == pairs[1], remedy
+
+
+@each_notebook
+def test_stored_outputs_are_complete_and_clean(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "not run from top to bottom"
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
+    assert not ABSOLUTE_PATH.search(texts(notebook))
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+@each_notebook
+def test_notebook_runs(path: Path) -> None:
+    notebook = execute(path)
+    assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
+    assert not ABSOLUTE_PATH.search(texts(notebook))
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+def test_first_notebook_without_rows(repository: Path) -> None:
+    notebook = execute(repository / "notebooks" / FIRST)
+    said = texts(notebook)
+    assert pictures(notebook) == 0
+    for experiment in OPERATORS:
+        assert f"Figure {experiment.figure} has no rows of `cpu` yet" in said
+        assert f'make reproduce ARGS="figures=[{experiment.name}] hardware=cpu"' in said
+    assert "A chapter on an H200 appears here with its rows" in said
+    assert "equals the loop: True" in said
+    assert "False" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+def test_first_notebook_with_rows(repository: Path) -> None:
+    write_paper_rows(repository / "outputs" / "cpu" / "rows", "cpu", device="a laptop")
+    write_paper_rows(repository / "results" / "h200", "h200", device="an H200")
+    notebook = execute(repository / "notebooks" / FIRST)
+    said = texts(notebook)
+    assert pictures(notebook) == 6
+    assert "`outputs/cpu/rows/fig08_lora_operator.csv` (fresh). Measured on a laptop" in said
+    assert "`results/h200/fig08_lora_operator.csv` (recorded). Measured on an H200" in said
+    assert said.count("16 claims: 16 reproduced") == 2
+    assert "## 5. On an H200" in said
+    assert "has no rows" not in said
+    assert not ABSOLUTE_PATH.search(said)
+
+
+def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
+    fresh, recorded = tmp_path / "outputs" / "cpu" / "rows", tmp_path / "results" / "cpu"
+    write_paper_rows(fresh, "cpu")
+    assert StoredRows(tmp_path, "cpu").folder == fresh
+    write_paper_rows(recorded, "cpu", [FIG8])
+    stored = StoredRows(tmp_path, "cpu")
+    assert stored.folder == recorded
+    assert [stored.has(experiment) for experiment in OPERATORS] == [False, True, False]
+
+
+def test_picture_is_that_of_make_reproduce(repository: Path) -> None:
+    folder = repository / "results" / "cpu"
+    write_paper_rows(folder, "cpu", [FIG9])
+    shown, _ = StoredRows(repository, "cpu").figure(FIG9)
+    _, drawn, _ = draw(FIG9, folder / f"{FIG9.name}.csv", repository / "figures", PAPER)
+    assert np.array_equal(plt.imread(BytesIO(shown.data)), plt.imread(drawn))
+
+
+def frames() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Measured and paper rows of two systems, two batch sizes and two workloads, with known ratios."""
+    cells = [
+        ("Distinct", "SGMV", 1, 2.0), ("Distinct", "SGMV", 8, 6.0), ("Distinct", "Loop", 1, 1.0),
+        ("Distinct", "Loop", 8, 24.0), ("Identical", "SGMV", 1, 2.0), ("Identical", "SGMV", 8, 3.0),
+        ("Identical", "Loop", 8, 4.5),
+    ]  # fmt: skip
+    frame = pd.DataFrame(cells, columns=["workload", "system", "batch_size", "value"])
+    frame = frame.assign(panel="", metric="latency", unit="us", rank=16)
+    noise = frame.assign(value=999.0, statistic="p90")
+    measured = pd.concat([frame.assign(statistic="median"), noise], ignore_index=True)
+    return measured, frame.assign(value=2 * frame["value"] * frame["batch_size"])
+
+
+def test_growth_table() -> None:
+    table = growth("latency", "workload")(*frames())
+    assert list(table.columns) == ["workload", "measured: latency, batch 8 / batch 1", "paper, A100"]
+    assert table.to_numpy().tolist() == [["Distinct", 3.0, 24.0], ["Identical", 1.5, 12.0]]
+
+
+def test_relative_table_is_at_the_largest_batch() -> None:
+    table = relative_to("SGMV")(*frames())
+    assert list(table.columns) == ["workload", "system", "measured: latency / SGMV, batch 8", "paper, A100"]
+    assert table.to_numpy().tolist() == [["Distinct", "Loop", 4.0, 4.0], ["Identical", "Loop", 1.5, 1.5]]
+
+
+def test_contest_counts_cells_that_both_have() -> None:
+    table = contest("SGMV")(*frames())
+    assert table.to_numpy().tolist() == [["Loop", "2 of 3", 0.5, 4.0, 0.5]]
+
+
+def test_part_of_the_roof() -> None:
+    launches = [("Distinct", 4, 1.0, 1e11), ("Distinct", 8, 1.0, 5e11), ("Identical", 8, 100.0, 3e12)]
+    lines: list[tuple[object, ...]] = [
+        ("roof", "", None, "memory_bandwidth_line", 1.0),
+        ("roof", "", None, "peak_fp32_line", 6.0),
+    ]
+    for workload, batch, intensity, flops in launches:
+        lines.append(("", workload, batch, "arithmetic_intensity", intensity))
+        lines.append(("", workload, batch, "achieved_flops", flops))
+    frame = pd.DataFrame(lines, columns=["panel", "workload", "batch_size", "metric", "value"])
+    table = of_the_roof(frame.assign(statistic="value"), frame)
+    assert table.iloc[:, 0].tolist() == ["Distinct", "Identical"]
+    assert table.iloc[:, 1].tolist() == pytest.approx([0.5, 0.5])
+    assert table.iloc[:, 2].tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_markdown_table() -> None:
+    frame = pd.DataFrame({"name": ["a|b", "c"], "value": [1234.5678, float("nan")]})
+    lines = as_markdown(frame).data.splitlines()
+    assert lines == ["| name | value |", "| --- | --- |", "| a\\|b | 1.23e+03 |", "| c | - |"]
