@@ -37,14 +37,18 @@ class Operator:
 
     def bytes(self, itemsize: int = 2) -> int:
         """Bytes that must move: the weights of the adapters present, x read, y read and written."""
-        weights = sum(r * (self.k * len(self.widths) + sum(self.widths)) for r in self.ranks or [self.rank] * len(self.sizes))
+        weights = sum(
+            r * (self.k * len(self.widths) + sum(self.widths)) for r in self.ranks or [self.rank] * len(self.sizes)
+        )
         return itemsize * (weights + self.tokens * (self.k + 2 * sum(self.widths)))
 
 
 class OperatorSets:
     """Rotating inputs of one operator. ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i; ``meta_args`` is shared."""
 
-    def __init__(self, operator: Operator, *, dtype: torch.dtype = torch.float16, max_loras: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self, operator: Operator, *, dtype: torch.dtype = torch.float16, max_loras: int = 64, seed: int = 0
+    ) -> None:
         self.operator = operator
         adapters, tokens, slices = len(operator.sizes), operator.tokens, len(operator.widths)
         generator = torch.Generator(device="cuda").manual_seed(seed)
@@ -78,7 +82,10 @@ class OperatorSets:
         for slot, size in enumerate(self.operator.sizes):
             rank = self.operator.ranks[slot] if self.operator.ranks else self.operator.rank
             x = self.x[i, start : start + size].float()
-            deltas = [x @ a[slot, :rank].float().T @ b[slot, :, :rank].float().T for a, b in zip(self.a[i], self.b[i], strict=True)]
+            deltas = [
+                x @ a[slot, :rank].float().T @ b[slot, :, :rank].float().T
+                for a, b in zip(self.a[i], self.b[i], strict=True)
+            ]
             out[start : start + size] = torch.cat(deltas, 1)
             start += size
         return out

@@ -1,0 +1,67 @@
+"""Device functions that shrink and expand share: choosing a slice, and finding the rows a program works on.
+
+A *tile* is up to ``BLOCK_M`` rows of one segment (rows of one slot, neighbours in the sorted order). How many tiles a
+batch has depends on the segment lengths, which a captured graph must not depend on, so the grid holds the worst case
+(``max_tiles`` rows it from T and the number of segments alone) and every program finds its own tile on the device:
+``tiles of segment i = ceil(count_i / BLOCK_M)``, and a running sum over the segments says who owns tile ``pid``.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["INDEX_POINTERS", "dot", "find_tile", "max_tiles", "pick", "rank_of"]
+
+INDEX_POINTERS = ["mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "ranks_ptr"]
+"""Arguments whose address may be any multiple of 4: views into the one buffer of a step's metadata."""
+
+
+def max_tiles(tokens: int, segments: int, block_m: int) -> int:
+    """Most tiles that `tokens` rows in at most `segments` segments can make: one short tile each, the rest full."""
+    segments = min(segments, tokens)
+    return segments + (tokens - segments) // block_m
+
+
+@triton.jit
+def pick(values, index, COUNT: tl.constexpr):
+    """Entry `index` (run time) of the tuple `values`: selects, so what is known about every entry stays known."""
+    chosen = values[0]
+    for i in tl.static_range(1, COUNT):
+        chosen = tl.where(index == i, values[i], chosen)
+    return chosen
+
+
+@triton.jit
+def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr):
+    """True rank of the adapter in `slot` (R without a table), between 0 and R; `slot` must be >= 0."""
+    rank = R
+    if HAS_RANKS:
+        rank = tl.minimum(tl.load(ranks_ptr + slice_id * num_slots + slot), R)
+    return rank
+
+
+@triton.jit
+def find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr):
+    """Slot (-1: no such tile), first sorted position and number of rows of tile number `tile`."""
+    offs = tl.arange(0, BLOCK_SEGMENTS)
+    mask = offs < num_segments
+    ids = tl.load(ids_ptr + offs, mask=mask, other=-1)
+    counts = tl.load(counts_ptr + offs, mask=mask, other=0)
+    tiles = tl.where(ids >= 0, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles_until = tl.cumsum(tiles, 0)
+    segment = tl.sum((tiles_until <= tile).to(tl.int32), 0)
+    tiles_before = tl.max(tl.where(tiles_until <= tile, tiles_until, 0), 0)
+    exists = segment < num_segments
+    segment = tl.where(exists, segment, 0)
+    slot = tl.where(exists, tl.load(ids_ptr + segment), -1)
+    done = (tile - tiles_before) * BLOCK_M
+    rows = tl.minimum(tl.load(counts_ptr + segment) - done, BLOCK_M)
+    return slot, tl.load(starts_ptr + segment) + done, rows
+
+
+@triton.jit
+def dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """acc + a @ b in float32; float32 operands take IEEE products. Every row's result depends on that row of `a` alone, also
+    in the interpreter, whose own product depends on the row's position (and multiplies bfloat16 as integers)."""
+    if INTERPRETED:
+        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+    return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,0 +1,487 @@
+"""Expand: rank to output size, for every adapter and every slice of the batch in one launch.
+
+    y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 planes [splits, n, T, r], B_i [L, N_i, r]
+
+Summing the planes of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is formed
+in fp32 and rounded once.
+
+* **rows**: one row x ``BLOCK_N`` columns, multiply and sum. The width of the block in ranks is chosen on the device, so
+  that an adapter of rank 8 in a slot of width 64 costs what rank 16 costs, not rank 64.
+* **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one load
+  of h, so the planes are summed once for all of them.
+
+With ``PDL`` the kernel starts while shrink still runs: B and the old y are fetched first, then it waits for h.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from punica.ops.triton_ops.checks import (
+    Weights,
+    active_segments,
+    check_expand_input,
+    check_expand_output,
+    check_host_arguments,
+    check_meta,
+    check_ranks,
+    check_runnable,
+    describe_weights,
+    flag_is_set,
+    split_count,
+)
+from punica.ops.triton_ops.configs import get_config
+from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
+from punica.ops.triton_ops.launch import (
+    INTERPRETED,
+    LIBRARY,
+    Launch,
+    Plans,
+    all_aligned,
+    block_at_least,
+    cdiv,
+    forms,
+    on_device,
+)
+
+__all__ = ["lora_expand", "plan_expand"]
+
+
+@triton.jit
+def _sum_planes(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
+    """Sum of the split-K planes at `h_ptrs`, always in ascending order: the same bits every run."""
+    total = tl.load(h_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for plane in tl.static_range(1, PLANES):
+        total += tl.load(h_ptrs + plane * stride_hp, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _column_block(pid_n, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, NUM_SLICES: tl.constexpr):
+    """Slice, first column inside it, its width and its first column in y, for the pid_n-th run of SPAN columns."""
+    slice_id = pid_n * 0
+    blocks_before = slice_id
+    blocks_until = 0
+    for i in tl.static_range(NUM_SLICES - 1):
+        blocks_until += (WIDTHS[i] + SPAN - 1) // SPAN
+        slice_id = tl.where(pid_n >= blocks_until, i + 1, slice_id)
+        blocks_before = tl.where(pid_n >= blocks_until, blocks_until, blocks_before)
+    first_n = (pid_n - blocks_before) * SPAN
+    return slice_id, first_n, pick(WIDTHS, slice_id, NUM_SLICES), pick(COLUMNS, slice_id, NUM_SLICES)
+
+
+@triton.jit
+def _expand_row(
+    h_ptr,
+    b_ptr,
+    y_ptr,
+    first_n,
+    width,
+    rank,
+    stride_hp,
+    stride_hr,
+    stride_bn,
+    stride_br,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PLANES: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row x one block of columns, with a block LANES ranks wide."""
+    offs_r = tl.arange(0, LANES)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < width
+    # Whole vectors are read (a mask cut inside one would narrow every load); what lies beyond the rank is dropped.
+    mask_read = offs_r < (rank + VECTOR - 1) // VECTOR * VECTOR
+    b_ptrs = b_ptr + offs_n[:, None] * stride_bn + offs_r[None, :] * stride_br
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
+    if ADD:
+        old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    h = _sum_planes(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
+    product = tl.where((offs_r < rank)[None, :], b.to(tl.float32) * h[None, :], 0.0)
+    total = tl.sum(product, 1)
+    if ADD:
+        total += old.to(tl.float32)
+    tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n)
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _lora_expand_rows_kernel(
+    h_ptr,
+    b_ptrs,
+    y_ptr,
+    mapping_ptr,
+    ranks_ptr,
+    num_slots,
+    stride_hp,
+    stride_hs,
+    stride_ht,
+    stride_hr,
+    stride_yt,
+    R: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PLANES: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row x BLOCK_N columns of one slice. LANES: the ascending block widths among which the true rank chooses."""
+    pid = tl.program_id(0)
+    row = (pid // NUM_BLOCKS).to(tl.int64)
+    slice_id, first_n, width, column = _column_block(pid % NUM_BLOCKS, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
+    slot = tl.load(mapping_ptr + row)
+    rank = 0
+    if slot >= 0:
+        rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
+    if (rank > 0) | ((slot >= 0) & (not ADD)):
+        b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
+        h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
+        y_ptr += row * stride_yt + column
+        for i in tl.static_range(len(LANES)):
+            above = LANES[i - 1] if i > 0 else -1
+            if (rank > above) & (rank <= LANES[i]):
+                if ROW_MAJOR:
+                    _expand_row(
+                        h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr, R, 1,
+                        BLOCK_N, LANES[i], VECTOR, PLANES, ADD, PDL,
+                    )  # fmt: skip
+                else:
+                    _expand_row(
+                        h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr, 1, width,
+                        BLOCK_N, LANES[i], VECTOR, PLANES, ADD, PDL,
+                    )  # fmt: skip
+    else:
+        if PDL:
+            if pid == 0:  # one waiting program keeps the kernel behind the one in front of it
+                tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _lora_expand_tiles_kernel(
+    h_ptr,
+    b_ptrs,
+    y_ptr,
+    mapping_ptr,
+    sorted_ptr,
+    counts_ptr,
+    starts_ptr,
+    ids_ptr,
+    ranks_ptr,
+    num_segments,
+    num_slots,
+    stride_hp,
+    stride_hs,
+    stride_ht,
+    stride_hr,
+    stride_yt,
+    R: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    TILES_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PLANES: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """BLOCK_M rows of one segment x TILES_N blocks of BLOCK_N columns of one slice."""
+    pid = tl.program_id(0)
+    tile = pid // NUM_BLOCKS
+    slice_id, first_n, width, column = _column_block(pid % NUM_BLOCKS, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
+    slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
+    rank = 0
+    if slot >= 0:
+        rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
+    if (rank > 0) | ((slot >= 0) & (not ADD)):
+        offs_m = tl.arange(0, BLOCK_M)
+        offs_n = first_n + tl.arange(0, BLOCK_N)
+        offs_r = tl.arange(0, BLOCK_R)
+        mask_m = offs_m < num_rows
+        rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
+        b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
+        if ROW_MAJOR:
+            b_ptrs_block = b_ptr + offs_r[:, None] + offs_n[None, :] * R
+        else:
+            b_ptrs_block = b_ptr + offs_r[:, None] * width + offs_n[None, :]
+        h_ptrs = h_ptr + slice_id.to(tl.int64) * stride_hs + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
+        y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
+        rank_read = (rank + VECTOR - 1) // VECTOR * VECTOR
+        mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
+        if TILES_N == 1 and BLOCK_R >= R:
+            mask_n = (offs_n < width)[None, :]
+            mask_y = mask_m[:, None] & mask_n
+            b = tl.load(b_ptrs_block, mask=(offs_r < rank_read)[:, None] & mask_n, other=0.0)
+            if ADD:
+                old = tl.load(y_ptrs, mask=mask_y, other=0.0)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
+            h = tl.where((offs_r < rank)[None, :], h, 0.0)
+            b = tl.where((offs_r < rank)[:, None], b, 0.0)
+            total = dot(h.to(b.dtype), b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRET)
+            if ADD:
+                total += old.to(tl.float32)
+            tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
+        else:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            if BLOCK_R >= R:
+                h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
+                h = tl.where((offs_r < rank)[None, :], h, 0.0).to(b_ptr.dtype.element_ty)
+                for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
+                    mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
+                    mask_y = mask_m[:, None] & mask_n
+                    b = tl.load(b_ptrs_block, mask=(offs_r < rank_read)[:, None] & mask_n, other=0.0)
+                    if HAS_RANKS:
+                        b = tl.where((offs_r < rank)[:, None], b, 0.0)
+                    total = dot(h, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRET)
+                    if ADD:
+                        total += tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
+                    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
+                    offs_n += BLOCK_N
+                    y_ptrs += BLOCK_N
+                    b_ptrs_block += BLOCK_N * (R if ROW_MAJOR else 1)
+            else:
+                for _ in tl.range(0, TILES_N):
+                    mask_n = (offs_n < width)[None, :]
+                    mask_y = mask_m[:, None] & mask_n
+                    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                    for first_r in tl.range(0, rank, BLOCK_R):
+                        lanes = first_r + offs_r
+                        h_mask = mask_m[:, None] & (lanes < rank)[None, :]
+                        h = _sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
+                        jump = first_r * (1 if ROW_MAJOR else width)
+                        b = tl.load(b_ptrs_block + jump, mask=(lanes < rank)[:, None] & mask_n, other=0.0)
+                        total = dot(h.to(b.dtype), b, total, INTERPRET)
+                    if ADD:
+                        total += tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
+                    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
+                    offs_n += BLOCK_N
+                    y_ptrs += BLOCK_N
+                    b_ptrs_block += BLOCK_N * (R if ROW_MAJOR else 1)
+    else:
+        if PDL:
+            if pid == 0:
+                tl.extra.cuda.gdc_wait()
+
+
+def _lane_blocks(rank: int, has_ranks: bool) -> tuple[int, ...]:
+    """Block widths in ranks among which the kernel chooses per adapter: 16, 32 and the whole width."""
+    whole = block_at_least(rank, 1)
+    return tuple(sorted({min(16, whole), min(32, whole), whole})) if has_ranks else (whole,)
+
+
+class ExpandPlan(NamedTuple):
+    """A launch of one of the two kernels, and the counts it takes."""
+
+    launch: Launch
+    row_wise: bool
+    counts: tuple[int, ...]
+
+    def run(
+        self,
+        h: torch.Tensor,
+        lora_b_weights: Sequence[torch.Tensor],
+        y: torch.Tensor,
+        meta: Sequence[torch.Tensor],
+        lora_ranks: torch.Tensor | None,
+        aligned: bool,
+    ) -> None:
+        """Launch. ``meta``: mapping, sorted indices, counts, starts, ids."""
+        indices = meta[:1] if self.row_wise else meta
+        ranks = meta[0] if lora_ranks is None else lora_ranks
+        self.launch((h, tuple(lora_b_weights), y, *indices, ranks), self.counts, aligned)
+
+
+def plan_expand(
+    h_shape: Sequence[int],
+    h_strides: Sequence[int],
+    y: torch.Tensor,
+    weights: Weights,
+    segments: int,
+    entries: int,
+    config: dict[str, Any],
+    *,
+    offset_start: int,
+    add_inputs: bool,
+    has_ranks: bool,
+    pdl: bool = False,
+) -> ExpandPlan:
+    """The launch that `config` names. h has shape and strides ``[planes, n, T, r]``; planes are added up."""
+    rank, slices = weights.rank, len(weights.widths)
+    planes, _, tokens, _ = h_shape
+    strides = (*h_strides, y.stride(0))
+    block_n, tiles_n = config["block_n"], 1 if config["row_wise"] else config["tiles_n"]
+    blocks = sum([cdiv(width, block_n * tiles_n) for width in weights.widths])
+    columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
+    vector = gcd(rank, 16 // weights.dtype.itemsize) if weights.row_major else 1
+    problem = (rank, weights.widths, columns, slices, blocks, weights.row_major, vector)
+    form_of = (planes, has_ranks, add_inputs, pdl)
+    if config["row_wise"]:
+        constants = (*problem, _lane_blocks(rank, has_ranks), block_n, *form_of)
+        launch = Launch(_lora_expand_rows_kernel, (tokens * blocks, 1, 1), strides, constants, config["num_warps"], pdl)
+        return ExpandPlan(launch, True, (weights.slots,))
+    block_m, block_r = config["block_m"], min(config["block_k"], block_at_least(rank))
+    even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
+    blocking = (block_at_least(entries), even, block_m, block_n, block_r, tiles_n, config["num_stages"])
+    grid = (max_tiles(tokens, segments, block_m) * blocks, 1, 1)
+    constants = (*problem, *blocking, *form_of, INTERPRETED)
+    launch = Launch(_lora_expand_tiles_kernel, grid, strides, constants, config["num_warps"], pdl)
+    return ExpandPlan(launch, False, (segments, weights.slots))
+
+
+_PLANS = Plans()
+
+
+def _lora_expand(
+    inputs: torch.Tensor,
+    lora_b_weights: Sequence[torch.Tensor],
+    output_tensor: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    token_indices_sorted_by_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_token_start_loc: torch.Tensor,
+    lora_ids: torch.Tensor,
+    no_lora_flag_cpu: torch.Tensor,
+    active_count: torch.Tensor | None,
+    count: int,
+    offset_start: int,
+    add_inputs: bool,
+    lora_ranks: torch.Tensor | None,
+    batch_invariant: bool,
+) -> None:
+    if flag_is_set(no_lora_flag_cpu):
+        return
+    meta = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
+    segments = active_segments(active_count, count, lora_ids.numel())
+    tensors = (inputs, output_tensor, *lora_b_weights, *meta)
+    ranks_form = None if lora_ranks is None else forms(lora_ranks)
+    key = (segments, offset_start, add_inputs, batch_invariant, ranks_form, *forms(*tensors))
+    plan = _PLANS.get(key, _PLANS)
+    if plan is _PLANS:
+        plan = _make_plan(
+            inputs, lora_b_weights, output_tensor, meta, segments, offset_start, add_inputs, lora_ranks, batch_invariant
+        )
+        _PLANS.keep(key, plan)
+    if plan is not None:
+        with on_device(inputs.get_device()):
+            plan.run(inputs, lora_b_weights, output_tensor, meta, lora_ranks, all_aligned(inputs, output_tensor, *lora_b_weights))
+
+
+def _make_plan(
+    inputs: torch.Tensor,
+    lora_b_weights: Sequence[torch.Tensor],
+    output_tensor: torch.Tensor,
+    meta: Sequence[torch.Tensor],
+    segments: int,
+    offset_start: int,
+    add_inputs: bool,
+    lora_ranks: torch.Tensor | None,
+    batch_invariant: bool,
+) -> ExpandPlan | None:
+    """Every check, then the plan; None when there is nothing to add."""
+    weights = describe_weights("lora_b_weights", lora_b_weights, -1)
+    check_expand_input(inputs, weights)
+    slices, tokens, rank = inputs.shape
+    check_expand_output(output_tensor, tokens, weights, offset_start)
+    check_meta(tokens, inputs.device, meta)
+    check_ranks(lora_ranks, slices, weights)
+    check_runnable(inputs.device)
+    width = max(weights.widths)
+    if 0 in (tokens, rank, segments, width):
+        return None
+    config = get_config("expand", segments, tokens, width, rank, slices, add_inputs, None, None, batch_invariant)
+    return plan_expand(
+        (1, *inputs.shape), (0, *inputs.stride()), output_tensor, weights, segments, meta[4].numel(), config,
+        offset_start=offset_start, add_inputs=add_inputs, has_ranks=lora_ranks is not None,
+    )  # fmt: skip
+
+
+def _lora_expand_fake(*arguments: Any) -> None:
+    """Shape function of the op: it only writes `output_tensor`."""
+
+
+LIBRARY.define(
+    "lora_expand(Tensor inputs, Tensor[] lora_b_weights, Tensor(a!) output_tensor, Tensor token_lora_mapping, "
+    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, "
+    "Tensor no_lora_flag_cpu, Tensor? active_count, int count, int offset_start, bool add_inputs, Tensor? lora_ranks, "
+    "bool batch_invariant) -> ()"
+)
+LIBRARY.impl("lora_expand", _lora_expand, "CompositeExplicitAutograd")
+torch.library.register_fake("punica::lora_expand", _lora_expand_fake, lib=LIBRARY)
+
+
+def lora_expand(
+    inputs: torch.Tensor,
+    lora_b_weights: Sequence[torch.Tensor],
+    output_tensor: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    token_indices_sorted_by_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_token_start_loc: torch.Tensor,
+    lora_ids: torch.Tensor,
+    no_lora_flag_cpu: torch.Tensor,
+    num_active_loras: int | torch.Tensor | None = None,
+    offset_start: int = 0,
+    add_inputs: bool = False,
+    *,
+    lora_ranks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
+
+    ``inputs`` [n, T, r] float32 or B's dtype (any strides), ``lora_b_weights`` n x [L, (1,) N_i, r], ``output_tensor`` [T, W]
+    (last stride 1), then the seven of `LoRAKernelMeta.meta_args` (the last, the active count, may be left out), with
+    ``o_0 = offset_start`` and ``o_{i+1} = o_i + N_i``. ``add_inputs``: add, else overwrite. ``lora_ranks`` int32 [n, L]: true
+    rank per slice and slot (None: r). Rows at slot -1 and all other columns are never written.
+
+    TypeError for dtypes, ValueError for shapes, ranges and devices, before any write.
+    """
+    active_count, count = split_count(num_active_loras)
+    check_host_arguments(no_lora_flag_cpu, lora_b_weights=lora_b_weights)
+    torch.ops.punica.lora_expand.default(
+        inputs,
+        lora_b_weights,
+        output_tensor,
+        token_lora_mapping,
+        token_indices_sorted_by_lora_ids,
+        num_tokens_per_lora,
+        lora_token_start_loc,
+        lora_ids,
+        no_lora_flag_cpu,
+        active_count,
+        count,
+        offset_start,
+        add_inputs,
+        lora_ranks,
+        batch_invariant,
+    )

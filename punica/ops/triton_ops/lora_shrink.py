@@ -1,0 +1,435 @@
+"""Shrink: hidden size to rank, for every adapter of the batch in one launch.
+
+    out[i, t, :] = scaling * x[t] @ A_i[slot(t)]^T          x [T, K], A_i [L, r, K], out [n, T, r]  (n slices)
+
+Two kernels, one meaning:
+
+* **rows**: a program multiplies one row with ``BLOCK_R`` ranks and sums over K, no tensor core: where segments are single
+  rows a 16-row tensor-core tile would be 15/16 padding, and the time is that of reading A (paper, section 4). The grid is
+  filled by splitting the *ranks*, which needs no second summation.
+* **tiles**: ``BLOCK_M`` rows of one segment through the tensor cores, for long segments.
+
+``SPLIT_K > 1`` cuts K among programs; each writes its own fp32 plane ``out[split]`` and whoever reads them (expand) adds
+them in ascending order. So there is no atomic add and no zero fill, and the bits repeat from run to run. The public op
+writes its result directly (one split); `lora_linear` uses planes.
+
+Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, and lanes beyond it are not read.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from punica.ops.triton_ops.checks import (
+    Weights,
+    active_segments,
+    check_host_arguments,
+    check_meta,
+    check_ranks,
+    check_runnable,
+    check_scaling,
+    check_shrink,
+    check_shrink_output,
+    describe_weights,
+    flag_is_set,
+    split_count,
+)
+from punica.ops.triton_ops.configs import get_config
+from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
+from punica.ops.triton_ops.launch import (
+    INTERPRETED,
+    LIBRARY,
+    Launch,
+    Plans,
+    all_aligned,
+    block_at_least,
+    cdiv,
+    forms,
+    on_device,
+)
+
+__all__ = ["lora_shrink", "plan_shrink"]
+
+
+@triton.jit
+def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
+    if ACCUMULATE:
+        value += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, value.to(out_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _lora_shrink_rows_kernel(
+    x_ptr,
+    a_ptrs,
+    out_ptr,
+    mapping_ptr,
+    ranks_ptr,
+    num_tokens,
+    num_slots,
+    scaling,
+    stride_xt,
+    stride_xk,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    STRIDE_AR: tl.constexpr,
+    STRIDE_AK: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row x BLOCK_R ranks x one K split. DIRECT: `out` is the result (absent lanes and rows are zeros), not planes."""
+    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    pid = tl.program_id(0)
+    pid_slice = tl.program_id(1)
+    pid_k = pid % SPLIT_K
+    first_r = (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
+    row = (pid // (SPLIT_K * R_BLOCKS)).to(tl.int64)
+
+    slot = tl.load(mapping_ptr + row)
+    rank = 0
+    if slot >= 0:
+        rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
+    offs_r = first_r + tl.arange(0, BLOCK_R)
+    out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * R + offs_r
+
+    if first_r < rank:
+        offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
+        a_ptrs_block = a_ptr + offs_r[:, None] * STRIDE_AR + offs_k[None, :] * STRIDE_AK
+        mask_r = (offs_r < rank)[:, None]
+        x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk
+        if EVEN_K:
+            a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
+        else:
+            a = tl.load(a_ptrs_block, mask=mask_r & (offs_k < K)[None, :], other=0.0)
+        if PDL:  # A was written long before; x may come from the kernel in front of this one
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=offs_k < K, other=0.0)
+        product = a.to(tl.float32) * x.to(tl.float32)[None, :]
+        for step in tl.range(1, STEPS):
+            jump = step * (BLOCK_K * SPLIT_K)
+            mask_k = offs_k < K - jump
+            a = tl.load(a_ptrs_block + jump * STRIDE_AK, mask=mask_r & mask_k[None, :], other=0.0)
+            x = tl.load(x_ptrs + jump * stride_xk, mask=mask_k, other=0.0)
+            product += a.to(tl.float32) * x.to(tl.float32)[None, :]
+        _store_shrunk(out_ptrs, tl.sum(product, 1) * scaling, offs_r < (R if DIRECT else rank), ACCUMULATE)
+    else:
+        if PDL:
+            if (pid == 0) & (pid_slice == 0):  # one waiting program keeps the kernel behind the one in front of it
+                tl.extra.cuda.gdc_wait()
+        if DIRECT and not ACCUMULATE:
+            tl.store(out_ptrs, tl.zeros([BLOCK_R], out_ptr.dtype.element_ty), mask=offs_r < R)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_segments", "num_tiles", "num_slots"],
+    do_not_specialize_on_alignment=INDEX_POINTERS,
+)
+def _lora_shrink_tiles_kernel(
+    x_ptr,
+    a_ptrs,
+    out_ptr,
+    mapping_ptr,
+    sorted_ptr,
+    counts_ptr,
+    starts_ptr,
+    ids_ptr,
+    ranks_ptr,
+    num_tokens,
+    num_segments,
+    num_tiles,
+    num_slots,
+    scaling,
+    stride_xt,
+    stride_xk,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    STRIDE_AR: tl.constexpr,
+    STRIDE_AK: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """BLOCK_M rows of one segment x BLOCK_R ranks x one K split. With DIRECT, programs past the tiles zero bare rows."""
+    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    pid = tl.program_id(0)
+    pid_slice = tl.program_id(1)
+    pid_k = pid % SPLIT_K
+    first_r = (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
+    tile = pid // (SPLIT_K * R_BLOCKS)
+    offs_r = first_r + tl.arange(0, BLOCK_R)
+    offs_m = tl.arange(0, BLOCK_M)
+    out_ptr += (pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) * R
+
+    if tile < num_tiles:
+        slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
+        rank = 0
+        if slot >= 0:
+            rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
+        if (slot >= 0) & ((first_r < rank) | DIRECT):
+            mask_m = offs_m < num_rows
+            rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
+            offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
+            a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
+            a_ptrs_block = a_ptr + offs_r[None, :] * STRIDE_AR + offs_k[:, None] * STRIDE_AK
+            x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
+            mask_r = (offs_r < rank)[None, :]
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+                if EVEN_K:
+                    x = tl.load(x_ptrs)
+                    a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
+                else:
+                    mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
+                    x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+                    a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
+                acc = dot(x, a, acc, INTERPRET)
+                x_ptrs += BLOCK_K * SPLIT_K * stride_xk
+                a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
+            out_ptrs = out_ptr + rows[:, None] * R + offs_r[None, :]
+            mask = mask_m[:, None] & (offs_r < (R if DIRECT else rank))[None, :]
+            _store_shrunk(out_ptrs, acc * scaling, mask, ACCUMULATE)
+        else:
+            if PDL:
+                if (pid == 0) & (pid_slice == 0):
+                    tl.extra.cuda.gdc_wait()
+    else:
+        rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + offs_m
+        bare = (rows < num_tokens) & (tl.load(mapping_ptr + rows, mask=rows < num_tokens, other=0) < 0)
+        zeros = tl.zeros([BLOCK_M, BLOCK_R], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows[:, None] * R + offs_r[None, :], zeros, mask=bare[:, None] & (offs_r < R)[None, :])
+
+
+class ShrinkPlan(NamedTuple):
+    """A launch of one of the two kernels, and the counts it takes in front of ``scaling``."""
+
+    launch: Launch
+    row_wise: bool
+    counts: tuple[int, ...]
+
+    def run(
+        self,
+        x: torch.Tensor,
+        lora_a_weights: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        meta: Sequence[torch.Tensor],
+        lora_ranks: torch.Tensor | None,
+        scaling: float,
+        aligned: bool,
+    ) -> None:
+        """Launch. ``meta``: mapping, sorted indices, counts, starts, ids."""
+        indices = meta[:1] if self.row_wise else meta
+        ranks = meta[0] if lora_ranks is None else lora_ranks
+        self.launch((x, tuple(lora_a_weights), out, *indices, ranks), (*self.counts, scaling), aligned)
+
+
+def plan_shrink(
+    x: torch.Tensor,
+    weights: Weights,
+    segments: int,
+    entries: int,
+    config: dict[str, Any],
+    *,
+    has_ranks: bool,
+    direct: bool,
+    accumulate: bool = False,
+    overlap: bool = False,
+    early: bool = False,
+) -> ShrinkPlan:
+    """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of ``lora_ids`` may be active.
+
+    ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, r]. ``overlap``: it lets the kernel
+    behind it start early; ``early``: it itself starts early.
+    """
+    tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
+    split_k = 1 if direct else config["split_k"]
+    block_k = min(config["block_k"], block_at_least(k))
+    problem = (k, rank, *((k, 1) if weights.row_major else (1, rank)), slices)
+    form_of = (has_ranks, direct, accumulate, overlap)
+    if config["row_wise"]:
+        block_r = min(config["block_r"], block_at_least(rank, 1))
+        grid = (tokens * cdiv(rank, block_r) * split_k, slices, 1)
+        constants = (*problem, block_r, block_k, split_k, *form_of)
+        launch = Launch(_lora_shrink_rows_kernel, grid, x.stride(), constants, config["num_warps"], early)
+        return ShrinkPlan(launch, True, (tokens, weights.slots))
+    block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(rank))
+    tiles = max_tiles(tokens, segments, block_m)
+    bare_tiles = cdiv(tokens, block_m) if direct and not accumulate else 0
+    grid = ((tiles + bare_tiles) * cdiv(rank, block_r) * split_k, slices, 1)
+    blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, config["num_stages"])
+    constants = (*problem, *blocks, *form_of, INTERPRETED)
+    launch = Launch(_lora_shrink_tiles_kernel, grid, x.stride(), constants, config["num_warps"], early)
+    return ShrinkPlan(launch, False, (tokens, segments, tiles, weights.slots))
+
+
+_PLANS = Plans()
+
+
+def _lora_shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: Sequence[torch.Tensor],
+    output_tensor: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    token_indices_sorted_by_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_token_start_loc: torch.Tensor,
+    lora_ids: torch.Tensor,
+    no_lora_flag_cpu: torch.Tensor,
+    active_count: torch.Tensor | None,
+    count: int,
+    scaling: float,
+    accumulate: bool,
+    lora_ranks: torch.Tensor | None,
+    batch_invariant: bool,
+) -> None:
+    if flag_is_set(no_lora_flag_cpu):
+        return
+    meta = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
+    segments = active_segments(active_count, count, lora_ids.numel())
+    tensors = (inputs, output_tensor, *lora_a_weights, *meta)
+    ranks_form = None if lora_ranks is None else forms(lora_ranks)
+    key = (segments, accumulate, batch_invariant, ranks_form, *forms(*tensors))
+    plan = _PLANS.get(key, _PLANS)
+    if plan is _PLANS:
+        plan = _PLANS.keep(
+            key,
+            _make_plan(inputs, lora_a_weights, output_tensor, meta, segments, accumulate, lora_ranks, batch_invariant),
+        )
+    check_scaling(scaling)
+    if plan is None:
+        if not accumulate:
+            output_tensor.zero_()
+        return
+    with on_device(inputs.get_device()):
+        plan.run(inputs, lora_a_weights, output_tensor, meta, lora_ranks, scaling, all_aligned(inputs, output_tensor, *lora_a_weights))
+
+
+def _make_plan(
+    inputs: torch.Tensor,
+    lora_a_weights: Sequence[torch.Tensor],
+    output_tensor: torch.Tensor,
+    meta: Sequence[torch.Tensor],
+    segments: int,
+    accumulate: bool,
+    lora_ranks: torch.Tensor | None,
+    batch_invariant: bool,
+) -> ShrinkPlan | None:
+    """Every check, then the plan; None when there is nothing to multiply."""
+    weights = describe_weights("lora_a_weights", lora_a_weights, -2)
+    check_shrink(inputs, weights)
+    check_shrink_output(output_tensor, inputs, weights)
+    check_meta(inputs.shape[0], inputs.device, meta)
+    check_ranks(lora_ranks, len(lora_a_weights), weights)
+    check_runnable(inputs.device)
+    tokens, k = inputs.shape
+    if 0 in (tokens, k, weights.rank, segments):
+        return None
+    slices, entries = len(lora_a_weights), meta[4].numel()
+    config = get_config("shrink", segments, tokens, k, weights.rank, slices, None, None, None, batch_invariant)
+    has_ranks = lora_ranks is not None
+    return plan_shrink(
+        inputs, weights, segments, entries, config, has_ranks=has_ranks, direct=True, accumulate=accumulate
+    )
+
+
+def _lora_shrink_fake(*arguments: Any) -> None:
+    """Shape function of the op: it only writes `output_tensor`."""
+
+
+LIBRARY.define(
+    "lora_shrink(Tensor inputs, Tensor[] lora_a_weights, Tensor(a!) output_tensor, Tensor token_lora_mapping, "
+    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, "
+    "Tensor no_lora_flag_cpu, Tensor? active_count, int count, float scaling, bool accumulate, Tensor? lora_ranks, "
+    "bool batch_invariant) -> ()"
+)
+LIBRARY.impl("lora_shrink", _lora_shrink, "CompositeExplicitAutograd")
+torch.library.register_fake("punica::lora_shrink", _lora_shrink_fake, lib=LIBRARY)
+
+
+def _shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: Sequence[torch.Tensor],
+    output_tensor: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    token_indices_sorted_by_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_token_start_loc: torch.Tensor,
+    lora_ids: torch.Tensor,
+    no_lora_flag_cpu: torch.Tensor,
+    num_active_loras: int | torch.Tensor | None,
+    scaling: float,
+    accumulate: bool = False,
+    *,
+    lora_ranks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    active_count, count = split_count(num_active_loras)
+    check_host_arguments(no_lora_flag_cpu, lora_a_weights=lora_a_weights)
+    torch.ops.punica.lora_shrink.default(
+        inputs,
+        lora_a_weights,
+        output_tensor,
+        token_lora_mapping,
+        token_indices_sorted_by_lora_ids,
+        num_tokens_per_lora,
+        lora_token_start_loc,
+        lora_ids,
+        no_lora_flag_cpu,
+        active_count,
+        count,
+        scaling,
+        accumulate,
+        lora_ranks,
+        batch_invariant,
+    )
+
+
+def lora_shrink(*args: Any, **kwargs: Any) -> None:
+    """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
+
+    Arguments, in order: ``inputs`` [T, K] (any strides), ``lora_a_weights`` n x [L, (1,) r, K], ``output_tensor`` [n, T, r]
+    contiguous, the seven of `LoRAKernelMeta.meta_args`, ``scaling``, ``accumulate=False``; by keyword ``lora_ranks`` (int32
+    [n, L], true rank per slice and slot; None: r) and ``batch_invariant``. With ten positional arguments the active count
+    is left out and the tenth is ``scaling``.
+
+    Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. Errors as in the
+    table of the package's checks: TypeError for dtypes, ValueError for shapes, ranges and devices, before any write.
+    """
+    if len(args) == 10 and "scaling" not in kwargs:
+        args = (*args[:9], None, args[9])
+    elif len(args) <= 9:
+        kwargs.setdefault("num_active_loras", None)
+    _shrink(*args, **kwargs)
+
+
+lora_shrink.__signature__ = inspect.signature(_shrink)  # type: ignore[attr-defined]

@@ -1,0 +1,40 @@
+"""Kernel tests: compiled on a GPU, in Triton's interpreter on a machine without one (same code, small shapes).
+
+Triton decides when it is first imported whether kernels are interpreted, so `tests/conftest.py` sets TRITON_INTERPRET.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from punica.ops.triton_ops import configs  # noqa: E402
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture
+def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``use_config(shrink={...}, expand={...})``: run the kernels with these configurations until the test ends."""
+
+    def use(**chosen: dict[str, Any]) -> None:
+        from importlib import import_module
+
+        def get_config(op_type: str, *arguments: Any) -> dict[str, Any]:
+            return chosen.get(op_type) or configs.get_config(op_type, *arguments)
+
+        for name in ("lora_shrink", "lora_expand", "lora_linear"):
+            module = import_module(f"punica.ops.triton_ops.{name}")
+            monkeypatch.setattr(module, "get_config", get_config)
+            monkeypatch.setattr(module, "_PLANS", type(module._PLANS)())
+
+    return use

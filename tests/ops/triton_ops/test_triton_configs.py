@@ -1,0 +1,187 @@
+"""Tuned tables: look-up, defaults, broken files; and that a configuration never changes a result."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from triton_batches import Batch, assert_close
+
+from punica.ops.triton_ops import clear_config_cache, configs, get_lora_op_configs, load_lora_op_config, lora_linear
+
+LEAF = {"block_m": 16, "block_n": 16, "block_k": 64, "split_k": 2, "num_warps": 4, "num_stages": 2}
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches():
+    clear_config_cache()
+    yield
+    clear_config_cache()
+
+
+def write(folder: Path, op_type: str, table: object, add_inputs: bool | None = None) -> Path:
+    path = folder / configs.tuned_file_name(op_type, add_inputs, configs._gpu_name())
+    path.write_text(table if isinstance(table, str) else json.dumps(table))
+    return path
+
+
+def nested(*keys: str, leaf: object = None) -> dict:
+    node = LEAF if leaf is None else leaf
+    for key in reversed(keys):
+        node = {key: node}
+    return node
+
+
+@pytest.mark.parametrize(
+    ("op_type", "add_inputs", "name"),
+    [
+        ("shrink", None, "NVIDIA_H200_SHRINK.json"),
+        ("expand", True, "NVIDIA_H200_EXPAND_TRUE.json"),
+        ("expand", False, "NVIDIA_H200_EXPAND_FALSE.json"),
+        ("fused_moe_lora_w13_shrink", None, "NVIDIA_H200_FUSED_MOE_LORA_W13_SHRINK.json"),
+    ],
+)
+def test_file_names(op_type, add_inputs, name):
+    assert configs.tuned_file_name(op_type, add_inputs, "NVIDIA H200") == name
+    assert "-" not in configs.tuned_file_name(op_type, add_inputs, "NVIDIA A100-SXM4-80GB")
+
+
+@pytest.mark.parametrize(
+    ("query", "block_k"),
+    [
+        ((4, 8, 4096, 16), 64),
+        ((4, 9, 4096, 16), 64),
+        ((4, 12, 4096, 16), 64),
+        ((4, 13, 4096, 16), 128),
+        ((4, 999, 4096, 16), 128),
+        ((9, 8, 4096, 16), 256),
+        ((4, 8, 11008, 64), 64),
+    ],
+    ids=["exact", "near", "tie takes the smaller", "nearer above", "beyond", "other max_loras", "other k and n"],
+)
+def test_look_up(query, block_k, tmp_path):
+    table = {"4": {"1": {"8": {"4096": {"16": LEAF}}, "16": {"4096": {"16": {**LEAF, "block_k": 128}}}}}}
+    table["16"] = nested("1", "8", "4096", "16", leaf={**LEAF, "block_k": 256})
+    table["16"] |= {}
+    write(tmp_path, "shrink", table)
+    segments, rows, hidden, rank = query
+    if query[0] == 9:
+        segments = 11
+    assert get_lora_op_configs("shrink", segments, rows, hidden, rank, 1, tuned_dir=str(tmp_path))["block_k"] == block_k
+
+
+def test_rank_comes_before_hidden_size_for_expand(tmp_path):
+    leaf = {key: value for key, value in LEAF.items() if key != "split_k"}
+    table = nested(
+        "1", "1", "1", leaf={"16": {"4096": {**leaf, "block_n": 32}}, "64": {"4096": {**leaf, "block_n": 64}}}
+    )
+    write(tmp_path, "expand", table, True)
+    found = get_lora_op_configs("expand", 1, 1, 4096, 60, 1, add_inputs=True, tuned_dir=str(tmp_path))
+    assert found["block_n"] == 64
+
+
+def test_missing_file_and_missing_slices_warn_once(tmp_path):
+    default = get_lora_op_configs("shrink", 2, 4, 128, 16, 1)
+    with pytest.warns(UserWarning, match="SHRINK"):
+        assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path)) == default
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_lora_op_configs("shrink", 3, 5, 128, 16, 1, tuned_dir=str(tmp_path))
+    clear_config_cache()
+    write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
+    with pytest.warns(UserWarning, match="3 slices"):
+        get_lora_op_configs("shrink", 2, 4, 128, 16, 3, tuned_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("{", "not valid JSON"),
+        ({}, "max_loras"),
+        ({"2": {"1": {}}}, "'m'"),
+        (nested("2", "1", "4", "128", "16", leaf={"block_m": 16}), "block_n"),
+        (nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_m": 48}), "block_m"),
+        (nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_k": 8}), "block_k"),
+        (nested("2", "1", "4", "128", "16", leaf={**LEAF, "split_k": 0}), "split_k"),
+        (nested("2", "1", "four", "128", "16"), "four"),
+        (nested("2", "1", "4", "128", leaf=3), "'n'"),
+    ],
+    ids=[
+        "broken",
+        "empty",
+        "empty level",
+        "missing key",
+        "not a power of two",
+        "too small",
+        "split 0",
+        "bad key",
+        "no dict",
+    ],
+)
+def test_broken_files_name_file_and_place(table, text, tmp_path):
+    path = write(tmp_path, "shrink", table)
+    with pytest.raises(ValueError, match="SHRINK") as raised:
+        get_lora_op_configs("shrink", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path))
+    assert str(path) in str(raised.value)
+    assert text in str(raised.value)
+
+
+def test_unknown_op_type():
+    for function in (lambda: load_lora_op_config("shrnk", None), lambda: get_lora_op_configs("shrnk", 1, 1, 1, 1, 1)):
+        with pytest.raises(ValueError, match="fused_moe_lora_w2_expand"):
+            function()
+
+
+def test_batch_invariant_looks_at_neither_rows_nor_files(tmp_path):
+    write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
+    found = {
+        json.dumps(
+            get_lora_op_configs("shrink", segments, rows, 4096, 16, 1, tuned_dir=str(tmp_path), batch_invariant=True)
+        )
+        for segments in (1, 7, 64)
+        for rows in (1, 64, 8192)
+    }
+    assert len(found) == 1
+
+
+def test_returned_dict_is_a_copy():
+    get_lora_op_configs("shrink", 2, 4, 128, 16, 1)["block_m"] = 0
+    assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1)["block_m"] > 0
+
+
+@pytest.mark.parametrize("op_type", configs.OP_TYPES)
+def test_defaults_have_the_keys_that_apply(op_type):
+    found = get_lora_op_configs(op_type, 4, 32, 4096, 16, 2, add_inputs=True)
+    assert {"block_m", "block_n", "block_k", "num_warps", "num_stages"} <= set(found)
+    assert ("split_k" in found) == (op_type != "expand")
+
+
+@pytest.mark.parametrize("block_n", [16, 64])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_a_tuned_file_never_changes_the_result(block_m, block_n, tmp_path, device):
+    leaf = {"block_m": block_m, "block_n": block_n, "block_k": 128, "split_k": 2, "num_warps": 4, "num_stages": 2}
+    keys = ("2", "1", "4")
+    write(tmp_path, "shrink", nested(*keys, "128", "16", leaf=leaf))
+    write(tmp_path, "expand", nested(*keys, "16", "48", leaf={k: v for k, v in leaf.items() if k != "split_k"}), True)
+    batch = Batch([0, 1, -1, 1], 128, (48,), 16, 2, torch.float16, device)
+    y = batch.y.clone()
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, tuned_dir=str(tmp_path))
+    assert_close(y, batch.y.cpu().double() + batch.expanded(batch.shrunk()), torch.float16)
+
+
+def test_packaged_tables_are_legal():
+    for path in sorted(configs.PACKAGED.glob("*.json")):
+        op_type = "shrink" if path.stem.endswith("SHRINK") else "expand"
+        default = configs._default(op_type, 1, 1, 4096, 16, 1, False)
+
+        def walk(node: dict, depth: int, where: str, op_type: str = op_type, default: dict = default) -> None:
+            if depth == 5:
+                configs._complete(op_type, node, where, default)
+                return
+            assert node, where
+            for key, below in node.items():
+                int(key)
+                walk(below, depth + 1, f"{where}[{key}]")
+
+        walk(json.loads(path.read_text()), 0, path.name)

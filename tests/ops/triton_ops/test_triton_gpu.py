@@ -1,0 +1,215 @@
+"""What only a GPU can show: launches, graphs, guard regions around every operand, 64-bit addresses, memory, devices."""
+
+import random
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, random_slots
+
+from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
+
+pytestmark = pytest.mark.gpu
+FP16 = torch.float16
+
+
+def kernel_names(call) -> list[str]:
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def linear(batch: Batch, y: torch.Tensor, **options: object) -> None:
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **options)  # type: ignore[arg-type]
+
+
+def test_two_launches_whatever_the_slices_and_slots():
+    batch = Batch(random_slots(33, 64), 256, (128, 64, 64), 16, 64, FP16, "cuda")
+    names = kernel_names(lambda: linear(batch, batch.y))
+    assert len(names) == 2, names
+    assert all("lora" in name for name in names)
+
+
+def test_no_adapter_launches_nothing():
+    batch = Batch([-1] * 8, 256, (128,), 16, 4, FP16, "cuda")
+    h = torch.empty(1, 8, 16, device="cuda")
+
+    def call() -> None:
+        linear(batch, batch.y)
+        lora_shrink(batch.x, batch.a, h, *batch.args, 0.5)
+        lora_expand(h, batch.b, batch.y, *batch.args)
+
+    assert kernel_names(call) == []
+
+
+@pytest.mark.parametrize("op", [lora_shrink, lora_expand], ids=["shrink", "expand"])
+def test_one_launch_per_op(op):
+    batch = Batch(random_slots(300, 5), 256, (128, 64), 16, 5, FP16, "cuda")
+    h = torch.zeros(2, 300, 16, device="cuda")
+    if op is lora_shrink:
+        names = kernel_names(lambda: lora_shrink(batch.x, batch.a, h, *batch.args, 0.5))
+    else:
+        names = kernel_names(lambda: lora_expand(h, batch.b, batch.y, *batch.args, 0, True))
+    assert len(names) == 1, names
+
+
+def test_no_synchronisation():
+    batch = Batch(random_slots(33, 4), 256, (128,), 16, 4, FP16, "cuda")
+    linear(batch, batch.y)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear(batch, batch.y)
+        batch.meta.prepare_tensors(torch.tensor(random_slots(33, 4, seed=3)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("pdl", [True, False], ids=["pdl", "plain"])
+@pytest.mark.parametrize(
+    ("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles"), ("tiles", "walk"), ("default", "default")]
+)
+def test_one_graph_replays_over_any_mapping(shrink, expand, pdl, use_config):
+    if shrink != "default":
+        use_config(shrink={**SHRINKS[shrink], "split_k": 2}, expand=EXPANDS[expand])
+    tokens, slot_count = 24, 6
+    batch = Batch([0] * 8 + [1] * 8 + [2] * 8, 512, (256, 128), 16, slot_count, FP16, "cuda")
+    args = batch.meta.meta_args(tokens, False)
+    y, h = batch.y.clone(), torch.empty(2, tokens, 16, device="cuda")
+
+    def step() -> None:
+        y.copy_(batch.y)
+        lora_linear(y, batch.x, batch.a, batch.b, *args, 0.5, pdl=pdl)
+        lora_linear(y, batch.x, batch.a, batch.b, *args, 0.5, pdl=pdl)
+        lora_shrink(batch.x, batch.a, h, *args, 0.5)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    numbers = random.Random(0)
+    for i in range(20):
+        length = numbers.choice([tokens, tokens, 5, 1])
+        slots = [-1] * tokens if i == 7 else [numbers.randint(-1, slot_count - 1) for _ in range(length)]
+        batch.meta.prepare_tensors(torch.tensor(slots))
+        graph.replay()
+        replayed, replayed_h = y.clone(), h.clone()
+        full = [*slots, *[-1] * (tokens - len(slots))]
+        batch.slots, batch.has_adapter = full, (torch.tensor(full) >= 0)[:, None]
+        want = torch.where(
+            batch.has_adapter, batch.y.cpu().double() + 2 * batch.expanded(batch.shrunk()), batch.y.cpu().double()
+        )
+        assert_close(replayed, want, FP16)
+        torch.testing.assert_close(replayed_h.cpu().double(), batch.shrunk(), rtol=1e-4, atol=1e-4)
+        bare = [t for t, slot in enumerate(full) if slot < 0]
+        assert torch.equal(replayed[bare], batch.y[bare])
+        assert not replayed_h[:, bare].any()
+        if max(slots) >= 0:
+            step()
+            assert torch.equal(y, replayed)
+            assert torch.equal(h, replayed_h)
+
+
+def test_capture_without_warm_up():
+    batch = Batch(random_slots(9, 3), 272, (144,), 16, 3, FP16, "cuda")
+    y = batch.y.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        linear(batch, y)
+    graph.replay()
+    want = batch.y.cpu().double() + batch.expanded(batch.shrunk())
+    assert_close(y, want, FP16)
+
+
+def test_early_start_never_changes_a_bit():
+    """Chains of ops on one y: each reads what the one before wrote."""
+    batch = Batch(random_slots(32, 8), 1024, (2048,), 16, 8, FP16, "cuda")
+    results = []
+    for pdl in (True, False):
+        for _ in range(3):
+            y = batch.y.clone()
+            for _ in range(20):
+                linear(batch, y, pdl=pdl)
+            results.append(y)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def guarded(tensor: torch.Tensor, margin: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of `tensor` inside one allocation of NaN (or, for integers, of a value no index may have)."""
+    poison = float("nan") if tensor.is_floating_point() else 2**30
+    whole = torch.full((tensor.numel() + 2 * margin,), poison, dtype=tensor.dtype, device="cuda")
+    inner = whole[margin : margin + tensor.numel()].view(tensor.shape).copy_(tensor)
+    return inner, whole
+
+
+@pytest.mark.parametrize(
+    "forms", [("rows", "rows"), ("tiles", "tiles"), ("tiles", "walk"), ("rows", "deep")], ids="-".join
+)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 100, (33,), 1), (3, 100, (7, 5, 3), 20), (33, 2049, (33,), 24), (17, 16, (100,), 8), (40, 130, (11,), 136)],
+    ids=lambda s: f"T{s[0]}-K{s[1]}-r{s[3]}",
+)
+def test_guard_regions_stay_unread_and_unwritten(shape, forms, use_config):
+    use_config(shrink={**SHRINKS[forms[0]], "split_k": 2}, expand=EXPANDS[forms[1]])
+    tokens, k, widths, rank = shape
+    batch = Batch(
+        random_slots(tokens, 3), k, widths, rank, 3, FP16, "cuda", ranks=[[rank, max(1, rank // 2), 0]] * len(widths)
+    )
+    want = torch.where(
+        batch.has_adapter, batch.y.cpu().double() + batch.expanded(batch.shrunk()), batch.y.cpu().double()
+    )
+    batch.x, _ = guarded(batch.x)
+    batch.a = tuple(guarded(a)[0] for a in batch.a)
+    batch.b = tuple(guarded(b)[0] for b in batch.b)
+    y, whole = guarded(batch.y)
+    batch.args = (*[guarded(part)[0] for part in batch.args[:5]], *batch.args[5:])
+    linear(batch, y, lora_ranks=guarded(batch.lora_ranks)[0])
+    assert_close(y, want, FP16)
+    assert whole.isnan().sum() == whole.numel() - y.numel()
+
+
+def test_addresses_beyond_32_bits():
+    slots, rank, k = 70, 64, 512 * 1024
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GB of free GPU memory")
+    a = torch.zeros(slots, rank, k, dtype=FP16, device="cuda")
+    b = torch.zeros(slots, k, rank, dtype=FP16, device="cuda")
+    last, used = slots - 1, [0, slots - 1]
+    for slot in used:
+        a[slot], b[slot] = torch.randn(rank, k, device="cuda") / k**0.5, torch.randn(k, rank, device="cuda") / 8
+    for tokens in (2, 40):
+        small = Batch([last] * tokens, 16, (16,), rank, slots, FP16, "cuda")
+        x, y = torch.randn(tokens, k, device="cuda").half(), torch.zeros(tokens, k, device="cuda", dtype=FP16)
+        lora_linear(y, x, (a,), (b,), *small.args, 1.0)
+        want = x.float() @ a[last].float().T @ b[last].float().T
+        torch.testing.assert_close(y.float(), want, rtol=4e-3, atol=4e-3)
+
+
+def test_memory_stays_constant_over_many_steps():
+    batch = Batch(random_slots(64, 8), 256, (128,), 16, 8, FP16, "cuda")
+    numbers = torch.Generator().manual_seed(0)
+    before = None
+    for i in range(10_000):
+        tokens = int(torch.randint(1, 65, (1,), generator=numbers))
+        batch.meta.prepare_tensors(torch.randint(-1, 8, (tokens,), generator=numbers))
+        args = batch.meta.meta_args(tokens, True)
+        lora_linear(batch.y[:tokens], batch.x[:tokens], batch.a, batch.b, *args, 0.5)
+        if i == 2000:
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.multi_gpu
+def test_ops_follow_the_tensors_device():
+    batch = Batch(random_slots(9, 3), 272, (144,), 16, 3, FP16, "cuda:1")
+    y = batch.y.clone()
+    with torch.cuda.device(0):
+        linear(batch, y)
+    want = batch.y.cpu().double() + batch.expanded(batch.shrunk())
+    assert_close(y, want, FP16)

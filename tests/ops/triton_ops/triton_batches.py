@@ -1,0 +1,144 @@
+"""A random batch of the acceptance list's kind, with its result in float64: what every kernel test starts from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from punica.segments import LoRAKernelMeta
+
+TOLERANCE = {torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float32: (1e-4, 1e-4)}
+SHRINK_ROWS = {
+    "row_wise": True,
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 128,
+    "block_r": 8,
+    "split_k": 1,
+    "num_warps": 4,
+    "num_stages": 1,
+}
+SHRINK_TILES = {
+    "row_wise": False,
+    "block_m": 16,
+    "block_n": 32,
+    "block_k": 64,
+    "block_r": 1,
+    "split_k": 1,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+EXPAND_ROWS = {
+    "row_wise": True,
+    "block_m": 16,
+    "block_n": 64,
+    "block_k": 16,
+    "tiles_n": 1,
+    "num_warps": 4,
+    "num_stages": 1,
+}
+EXPAND_TILES = {
+    "row_wise": False,
+    "block_m": 16,
+    "block_n": 64,
+    "block_k": 64,
+    "tiles_n": 1,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+EXPAND_WALK = {
+    "row_wise": False,
+    "block_m": 32,
+    "block_n": 32,
+    "block_k": 64,
+    "tiles_n": 3,
+    "num_warps": 4,
+    "num_stages": 2,
+}
+EXPAND_DEEP = {
+    "row_wise": False,
+    "block_m": 16,
+    "block_n": 64,
+    "block_k": 16,
+    "tiles_n": 2,
+    "num_warps": 4,
+    "num_stages": 2,
+}
+SHRINKS = {"rows": SHRINK_ROWS, "tiles": SHRINK_TILES}
+EXPANDS = {"rows": EXPAND_ROWS, "tiles": EXPAND_TILES, "walk": EXPAND_WALK, "deep": EXPAND_DEEP}
+
+
+@dataclass
+class Batch:
+    """Weights, inputs and metadata for `slots`; ``ranks[i][l]`` limits adapter l of slice i (None: the whole width)."""
+
+    slots: Sequence[int]
+    k: int
+    widths: Sequence[int]
+    rank: int
+    slot_count: int
+    dtype: torch.dtype
+    device: str
+    ranks: Sequence[Sequence[int]] | None = None
+    scaling: float = 0.5
+    x: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*shape) * scale).to(self.dtype).to(self.device)
+
+        self.tokens = len(self.slots)
+        self.x = normal(self.tokens, self.k)
+        self.a = tuple(normal(self.slot_count, 1, self.rank, self.k, scale=self.k**-0.5) for _ in self.widths)
+        self.b = tuple(normal(self.slot_count, 1, n, self.rank, scale=self.rank**-0.5) for n in self.widths)
+        self.y = normal(self.tokens, sum(self.widths))
+        self.lora_ranks = None
+        if self.ranks is not None:
+            self.lora_ranks = torch.tensor(self.ranks, dtype=torch.int32, device=self.device)
+        self.meta = LoRAKernelMeta.make(self.slot_count, max(1, self.tokens), self.device)
+        self.meta.prepare_tensors(torch.tensor(self.slots, dtype=torch.int64))
+        self.args = self.meta.meta_args(self.tokens, True)
+        self.has_adapter = (torch.tensor(self.slots, dtype=torch.int64) >= 0)[:, None]
+
+    def rank_of(self, i: int, slot: int) -> int:
+        return self.rank if self.ranks is None else self.ranks[i][slot]
+
+    def shrunk(self) -> torch.Tensor:
+        """scaling * x A^T, [n, T, r] float64, 0 without adapter and beyond the rank."""
+        out = torch.zeros(len(self.widths), self.tokens, self.rank, dtype=torch.float64)
+        x = self.x.cpu().double()
+        for i, a in enumerate(self.a):
+            for t, slot in enumerate(self.slots):
+                if slot >= 0 and (r := self.rank_of(i, slot)):
+                    out[i, t, :r] = self.scaling * (x[t] @ a[slot, 0, :r].cpu().double().T)
+        return out
+
+    def expanded(self, h: torch.Tensor) -> torch.Tensor:
+        """h B^T of all slices side by side, [T, sum N] float64."""
+        h = h.cpu().double()
+        parts = []
+        for i, b in enumerate(self.b):
+            part = torch.zeros(self.tokens, b.shape[2], dtype=torch.float64)
+            for t, slot in enumerate(self.slots):
+                if slot >= 0 and (r := self.rank_of(i, slot)):
+                    part[t] = h[i, t, :r] @ b[slot, 0, :, :r].cpu().double().T
+            parts.append(part)
+        return torch.cat(parts, 1)
+
+
+def assert_shrunk(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Tolerance of a float32 shrink buffer."""
+    atol = 1e-5 * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-4, atol=atol)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Tolerance of an expand, linear or logits output of `dtype`."""
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=atol)
+
+
+def random_slots(tokens: int, slot_count: int, seed: int = 0) -> list[int]:
+    """Slots in [-1, slot_count), at least one row with an adapter."""
+    slots = torch.randint(-1, slot_count, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return slots if max(slots, default=0) >= 0 else [0, *slots[1:]]
