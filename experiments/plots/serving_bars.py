@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
@@ -59,7 +61,8 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame, title: str) -> Figure:
 
 def by_cell(frame: pd.DataFrame, relative: bool) -> dict[tuple[str, str], float]:
     """Throughput by (system, workload); `relative` divides by Punica's on that workload and drops what has none."""
-    values = {(row.system, row.workload): float(row.value) for row in frame.itertuples()}
+    cells = zip(frame["system"], frame["workload"], frame["value"], strict=True)
+    values = {(str(system), str(workload)): float(value) for system, workload, value in cells}
     if not relative:
         return values
     return {
@@ -76,11 +79,12 @@ def paper_cells(frame: pd.DataFrame, relative: bool) -> dict[tuple[str, str], fl
     return by_cell(known.assign(system=known["system"].map(ours)), relative)
 
 
-def _colour(system: str) -> tuple[float, ...]:
+def _colour(system: str) -> tuple[float, float, float]:
     """The system's colour, or a mixture of Punica's and white."""
     if system not in SHADES:
         return style.look(system)[0]
-    return tuple(1 - SHADES[system] * (1 - channel) for channel in style.look(REFERENCE)[0])
+    red, green, blue = (1 - SHADES[system] * (1 - channel) for channel in style.look(REFERENCE)[0])
+    return red, green, blue
 
 
 def _place(systems: list[str], system: str, group: int) -> tuple[float, float]:
@@ -109,7 +113,13 @@ def _paper_bars(
             _label(axis, left + 1.45 * width, value, relative, style.PAPER_GREY)
 
 
-_PAPER = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}
+_PAPER: dict[str, Any] = {
+    "facecolor": "white",
+    "edgecolor": style.PAPER_GREY,
+    "linestyle": "--",
+    "linewidth": 0.8,
+    "hatch": "////",
+}
 
 
 def _label(axis: Axes, x: float, value: float, relative: bool, colour: str = "0.2") -> None:

@@ -1,0 +1,31 @@
+"""The serving systems of Figure 11, and what they are compared on: one backbone, the same adapters, one stream.
+
+======================  ==============  ====================================================  ======
+name                    library         batches                                               LoRA
+======================  ==============  ====================================================  ======
+`punica`                ours            continuous, any mix of adapters                       SGMV
+`punica_last_admitted`  ours            the same, with the released index rule (D04): wrong   SGMV
+`punica_static`         ours            static, 32 consecutive requests, any mix              SGMV
+`continuous_batching`   ours            continuous, one adapter at a time (the policy of vLLM)  none
+`static_batching`       ours            static, one adapter (FasterTransformer, DeepSpeed)    none
+`hf_peft`               Hugging Face    static, one adapter                                   PEFT
+`hf_peft_mixed`         Hugging Face    static, 32 consecutive requests, any mix              PEFT
+======================  ==============  ====================================================  ======
+
+The two policy baselines run on our engine with our kernels, and without LoRA, as in the paper: they isolate what the
+batching policy costs. The Hugging Face systems are the real libraries.
+
+**To add a system**: a `ServingSystem` with `@SYSTEMS.register("name")` in a module imported here, its name in
+`conf/figure/fig11_textgen.yaml`, a file in `conf/system/`, and a test.
+"""
+
+from experiments.systems import engine_systems, hf_systems
+from experiments.systems.check import check_tokens
+from experiments.systems.serving import SYSTEMS, Served, ServingSystem
+from experiments.systems.stream import Job, paper_stream, prefix_of_steps
+from experiments.systems.world import Limits, World
+
+__all__ = [
+    "SYSTEMS", "Job", "Limits", "Served", "ServingSystem", "World", "check_tokens", "engine_systems", "hf_systems",
+    "paper_stream", "prefix_of_steps",
+]  # fmt: skip

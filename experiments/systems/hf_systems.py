@@ -1,0 +1,63 @@
+"""Hugging Face Transformers with PEFT: static batches of one adapter, as in the paper, and PEFT's own mixed batches.
+
+A batch is consecutive requests, up to the limit, and runs until its longest request is done; rows that are done before
+compute for nothing. Timed: from the token ids of a batch to its last token, summed over the batches. Not timed: putting
+the adapters of the next batch in place (`PeftBackend.load`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from experiments.systems.serving import SYSTEMS, Served, ServingSystem
+from experiments.systems.stream import Job
+
+
+class HfSystem(ServingSystem):
+    """Static batches on the shared Hugging Face model."""
+
+    lora = True
+    mixed: ClassVar[bool]
+
+    def serve(self, jobs: Sequence[Job]) -> Served:
+        backend = self.world.peft
+        tokens: list[list[int]] = []
+        totals: Counter[str] = Counter()
+        phases = {"prefill": 0.0, "decode": 0.0}
+        for batch in self._batches(jobs):
+            rows = backend.places([job.adapter_id for job in batch])
+            longest = max(job.new_tokens for job in batch)
+            made = backend.generate([job.prompt for job in batch], longest, rows if self.mixed else None)
+            tokens += [row[: job.new_tokens] for row, job in zip(made.tokens, batch, strict=True)]
+            totals.update(steps=longest, rows=longest * len(batch), live=sum(job.new_tokens for job in batch))
+            phases["prefill"] += made.prefill_s
+            phases["decode"] += made.decode_s
+        idle = totals["rows"] - totals["live"]
+        return Served(jobs, tokens, totals["steps"], totals["rows"], idle, sum(phases.values()), phases)
+
+    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        batch: list[Job] = []
+        for job in jobs:
+            full = len(batch) == self.world.limits.max_batch_size
+            if batch and (full or not (self.mixed or job.adapter_id == batch[0].adapter_id)):
+                yield batch
+                batch = []
+            batch.append(job)
+        if batch:
+            yield batch
+
+
+@SYSTEMS.register("hf_peft")
+class HfPeft(HfSystem):
+    """As the paper runs it: a batch holds one adapter."""
+
+    admission, mixed = "static", False
+
+
+@SYSTEMS.register("hf_peft_mixed")
+class HfPeftMixed(HfSystem):
+    """PEFT's `adapter_names`: a batch holds any adapters; each layer loops over those in the batch."""
+
+    admission, mixed = "static_mixed", True

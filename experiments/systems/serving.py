@@ -1,0 +1,70 @@
+"""What a serving system is, and what it reports."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from experiments.systems.stream import Job
+from experiments.systems.world import World
+from punica.registry import Registry
+
+
+@dataclass(frozen=True)
+class Served:
+    """A served stream.
+
+    `tokens`: generated tokens per job, in the order of the jobs. `steps`: model invocations. `rows`: places in the
+    batch summed over all steps, `idle_rows` of them held by requests that were done (static batches). `seconds`: wall
+    time of serving, and `phases` how much of it went where, as far as the system can tell.
+    """
+
+    jobs: Sequence[Job]
+    tokens: Sequence[Sequence[int]]
+    steps: int
+    rows: int
+    idle_rows: int
+    seconds: float
+    phases: Mapping[str, float]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(job.prompt) for job in self.jobs)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(tokens) for tokens in self.tokens)
+
+    @property
+    def throughput(self) -> float:
+        """Prompt and new tokens per second: what the paper plots (D13)."""
+        return (self.prompt_tokens + self.new_tokens) / self.seconds
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Requests that got a token per model invocation."""
+        return self.new_tokens / self.steps
+
+
+class ServingSystem(ABC):
+    """One way to serve a stream; built for one cell of the figure, on a `World` that it shares with the others.
+
+    `admission`: the engine's rule that describes its batches. `lora`: whether it applies adapters. `exact`: whether
+    every request is computed with its own adapter (only the released index rule is not).
+    """
+
+    admission: ClassVar[str]
+    lora: ClassVar[bool]
+    exact: ClassVar[bool] = True
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @abstractmethod
+    def serve(self, jobs: Sequence[Job]) -> Served:
+        """Serve `jobs`, all waiting from the start, to the end. May be called again."""
+
+
+SYSTEMS: Registry[type[ServingSystem]] = Registry("serving system")

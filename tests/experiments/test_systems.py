@@ -1,0 +1,143 @@
+"""The serving systems of Figure 11: the same tokens from all of them, and the batches that their policies promise."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.experiment import CheckFailed
+from experiments.schema import DType, ModelConf
+from experiments.systems import SYSTEMS, Job, Limits, World, check_tokens, paper_stream, prefix_of_steps
+from experiments.systems.check import reference_tokens
+from experiments.systems.stream import shortened, steps_taken
+from punica.engine import ADMISSION_RULES
+from punica.workload import PAPER_WORKLOADS, released_lengths
+
+EXACT = [name for name in SYSTEMS.names() if SYSTEMS.get(name).exact]
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """Ten requests for six adapters (two more than different weights): prompts of 1 to 23 tokens, 1 to 12 new ones."""
+    words = torch.Generator().manual_seed(3)
+    lengths, news, adapters = [1, 17, 5, 23, 2, 16, 9, 1, 3, 12], [7, 1, 12, 3, 2, 5, 9, 4, 6, 1], [1, 1, 2, 5, 5, 6]
+    return [
+        Job(tuple(torch.randint(256, (lengths[i],), generator=words).tolist()), news[i], adapters[i % 6])
+        for i in range(10)
+    ]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_system_generates_what_hugging_face_generates_one_by_one(name, world, jobs):
+    system = SYSTEMS.get(name)(world)
+    served = system.serve(jobs)
+    assert served.tokens == reference_tokens(world, jobs, system.lora)
+    assert served.new_tokens == sum(job.new_tokens for job in jobs) == 50
+    assert served.prompt_tokens == 89
+    assert served.rows - served.idle_rows == served.new_tokens
+    assert 0 < sum(served.phases.values()) <= served.seconds
+
+
+def test_a_system_serves_again_as_it_served_before(world, jobs):
+    system = SYSTEMS.get("punica")(world)
+    first = system.serve(jobs)
+    again = system.serve(jobs)
+    assert (again.tokens, again.steps) == (first.tokens, first.steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "idle"),
+    [
+        # static, one adapter: [1 1] [2] [5 5] [6] [1 1] [2] [5], each as long as its longest
+        ("static_batching", 7 + 12 + 3 + 5 + 9 + 6 + 1, (7 - 1) + (3 - 2) + (9 - 4)),
+        ("hf_peft", 7 + 12 + 3 + 5 + 9 + 6 + 1, (7 - 1) + (3 - 2) + (9 - 4)),
+        # static, any adapter: batches of four, four and two
+        ("punica_static", 12 + 9 + 6, 4 * 12 - 23 + 4 * 9 - 20 + 2 * 6 - 7),
+        ("hf_peft_mixed", 12 + 9 + 6, 4 * 12 - 23 + 4 * 9 - 20 + 2 * 6 - 7),
+        ("punica", 17, 0),
+        ("continuous_batching", 43, 0),
+    ],
+)
+def test_batches_are_those_of_the_policy(name, steps, idle, world, jobs):
+    served = SYSTEMS.get(name)(world).serve(jobs)
+    assert (served.steps, served.idle_rows) == (steps, idle)
+
+
+def test_the_released_index_rule_gives_wrong_tokens_unless_there_is_one_adapter(world, jobs):
+    system = SYSTEMS.get("punica_last_admitted")(world)
+    assert system.serve(jobs).tokens != reference_tokens(world, jobs, lora=True)
+    check_tokens(system, jobs)  # which gives it a single adapter
+
+
+@pytest.mark.parametrize("name", ["punica", "hf_peft_mixed", "static_batching"])
+def test_the_check_catches_a_wrong_token(name, world, jobs, monkeypatch):
+    system = SYSTEMS.get(name)(world)
+    served = system.serve(jobs[:3])
+    spoilt = [list(tokens) for tokens in served.tokens]
+    spoilt[1][-1] ^= 1
+    monkeypatch.setattr(system, "serve", lambda _: replace(served, tokens=spoilt))
+    with pytest.raises(CheckFailed, match=r"request 1 \(adapter 1, 17 prompt tokens\).*1 of 3"):
+        check_tokens(system, jobs[:3])
+
+
+def test_the_check_refuses_adapters_that_change_nothing(jobs):
+    world = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9)
+    with pytest.raises(CheckFailed, match="change no token"):
+        check_tokens(SYSTEMS.get("punica")(world), jobs[:3])
+
+
+def test_weights_exist_once(world):
+    shared = {tensor.untyped_storage().data_ptr() for tensor in world.exported().values()}
+    engine = SYSTEMS.get("continuous_batching")(world).engine
+    assert {parameter.untyped_storage().data_ptr() for parameter in engine.runner.model.parameters()} == shared
+    hugging_face = dict(world.peft.model.named_parameters())
+    base = [tensor for name, tensor in hugging_face.items() if "lora_" not in name]
+    assert {tensor.untyped_storage().data_ptr() for tensor in base} == shared
+
+
+@pytest.mark.parametrize("workload", PAPER_WORKLOADS)
+def test_the_stream_is_the_released_one(workload):
+    jobs, lengths = paper_stream(workload, 40, 2048, 32000), released_lengths(40)
+    assert [len(job.prompt) for job in jobs] == lengths.prompt.tolist()
+    assert [job.new_tokens for job in jobs] == lengths.output.tolist()
+    assert [job.prompt for job in jobs] == [job.prompt for job in paper_stream("Distinct", 40, 2048, 32000)]
+    assert (
+        len({job.adapter_id for job in jobs}) == {"Distinct": 40, "Uniform": 7, "Skewed": 8, "Identical": 1}[workload]
+    )
+
+
+@pytest.mark.parametrize("admission", ["fcfs", "single_adapter", "static", "static_mixed"])
+@pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
+def test_the_prefix_is_the_longest_within_the_steps(workload, admission):
+    jobs = paper_stream(workload, 60, 64, 256)
+    prefix = prefix_of_steps(jobs, admission, 8, 50)
+    assert prefix == jobs[: len(prefix)]
+    assert steps_taken(prefix, admission, 8) <= 50 < steps_taken(jobs[: len(prefix) + 1], admission, 8)
+    assert prefix_of_steps(jobs, admission, 8, 1) == jobs[:1]
+    assert prefix_of_steps(jobs, admission, 8, None) == prefix_of_steps(jobs, admission, 8, 10**6) == jobs
+
+
+def test_every_system_follows_an_admission_rule_that_can_be_replayed():
+    for name in SYSTEMS.names():
+        rule = SYSTEMS.get(name).admission
+        assert rule in ADMISSION_RULES.names()
+        assert steps_taken(shortened(paper_stream("Skewed", 5, 32, 256), 5, 3), rule, 4) > 0
+
+
+def test_a_rule_without_replay_is_refused():
+    with pytest.raises(ValueError, match="no replay for the admission rule 'lifo'"):
+        steps_taken(paper_stream("Skewed", 5, 32, 256), "lifo", 4)
+
+
+def test_unknown_systems_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"serving system 'vllm'.*continuous_batching"):
+        SYSTEMS.get("vllm")
