@@ -18,7 +18,7 @@ Where all systems involved were measured, ratio rows follow: speed-up over the b
 batches split into `operator_gain` (punica_static / hf_peft_mixed) and `continuous_batching_gain` (punica /
 punica_static).
 
-Cost at scale=laptop: about 6 minutes on two cores, 2 GB.
+Cost at scale=laptop: about 6 minutes on two cores, 3 GB.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
-from punica.workload import popularity, replay_continuous, replay_one_adapter, replay_static, scaled_lengths
+from punica.workload import popularity, replay_continuous, replay_static, scaled_lengths
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,15 @@ def shortened(jobs: Sequence[Job], count: int, new_tokens: int) -> list[Job]:
 
 
 def steps_taken(jobs: Sequence[Job], admission: str, max_batch_size: int) -> int:
-    """Model invocations that `jobs` take under an admission rule of the engine, by replay."""
+    """Model invocations that `jobs` take under an admission rule of the engine, by replay (without preemption)."""
     outputs = [job.new_tokens for job in jobs]
     adapters = [job.adapter_id for job in jobs]
     match admission:
         case "fcfs":
             return replay_continuous(outputs, adapters, max_batch_size).steps
-        case "single_adapter":
-            return replay_one_adapter(outputs, adapters, max_batch_size).steps
+        case "single_adapter":  # a new adapter waits until the batch is empty: run after run of one adapter
+            runs = [list(run) for _, run in groupby(jobs, key=lambda job: job.adapter_id)]
+            return sum(steps_taken(run, "fcfs", max_batch_size) for run in runs)
         case "static":
             return replay_static(outputs, adapters, max_batch_size).steps
         case "static_mixed":

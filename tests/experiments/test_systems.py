@@ -69,6 +69,7 @@ def test_a_system_serves_again_as_it_served_before(world, jobs):
 )
 def test_batches_are_those_of_the_policy(name, steps, idle, world, jobs):
     served = SYSTEMS.get(name)(world).serve(jobs)
+    assert steps_taken(jobs, SYSTEMS.get(name).admission, 4) == steps
     assert (served.steps, served.idle_rows) == (steps, idle)
 
 
