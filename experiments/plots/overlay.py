@@ -62,6 +62,8 @@ def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spe
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}" if _few_decades(axis) else ""))
         axis.tick_params(which="minor", length=0)
     below.set_xlabel(spec.x_label)
 
@@ -91,6 +93,12 @@ def _marked(xs: Sequence[float]) -> list[int]:
     """Positions of the powers of two, or of every point where there are few."""
     powers = [i for i, value in enumerate(xs) if value > 0 and math.log2(value).is_integer()]
     return powers if len(xs) > 10 and powers else list(range(len(xs)))
+
+
+def _few_decades(axis: Axes) -> bool:
+    """True when the y axis spans too little for the powers of ten alone to label it."""
+    low, high = axis.get_ylim()
+    return high / low < 8
 
 
 def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:

@@ -26,7 +26,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("BMM", "static_batching", "FasterTransformer"),
         ("Gather", "continuous_batching", "vLLM"),
         ("backbone X@W", "DeepSpeed"),
-        ("grouped_mm", "SGMV expand", "punica_released_rule"),
+        ("grouped_mm", "SGMV expand", "punica_last_admitted"),
     ),
     (("Distinct",), ("Uniform",), ("Skewed",), ("Identical",), ("Zipf",)),
 )

@@ -57,14 +57,15 @@ class AdapterLoader:
             )
             return self._merger.merge(lora)
         except FileNotFoundError as error:
-            raise FileNotFoundError(_in_context(request, error)) from error
+            raise FileNotFoundError(in_context(request, error)) from error
         except TypeError as error:
-            raise TypeError(_in_context(request, error)) from error
+            raise TypeError(in_context(request, error)) from error
         except ValueError as error:
-            raise ValueError(_in_context(request, error)) from error
+            raise ValueError(in_context(request, error)) from error
 
 
-def _in_context(request: LoRARequest, error: Exception) -> str:
+def in_context(request: LoRARequest, error: Exception) -> str:
+    """The message of ``error`` with the adapter's name and path in front."""
     return f"cannot load adapter {request.lora_name!r} from {request.lora_path!r}: {error}"
 
 

@@ -66,7 +66,6 @@ class LoRAModelManager:
         self.vocab_size = vocab_size
         self.lora_config = replace(lora_config)
         self._dtype = _resolve_dtype(self.lora_config, layers)
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.punica_wrapper = get_punica_wrapper(
             max_num_batched_tokens,
             max_num_seqs,
@@ -114,6 +113,10 @@ class LoRAModelManager:
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
         """A registered adapter or `None`; looking does not count as use."""
         return self._registered.get(adapter_id)
+
+    def request_of(self, adapter_id: int) -> LoRARequest | None:
+        """The request a registered adapter was loaded for; `None` if it is not registered or came as a `LoRAModel`."""
+        return self._requests.get(adapter_id)
 
     def add_adapter(self, adapter: LoRAModel | LoRARequest) -> bool:
         """Register an adapter; when `max_cpu_loras` are registered, the least recently used one is removed for it.
@@ -203,8 +206,9 @@ class LoRAModelManager:
 
         Raises:
             RuntimeError: more distinct adapters than slots.
-            ValueError: two requests share an id but not name and path, a mapped id is not requested, more rows than
-                `max_num_batched_tokens`; or an adapter cannot be loaded (also FileNotFoundError, TypeError).
+            ValueError: two requests share an id but not name and path, a mapped id is not requested, the mapping does
+                not fit the wrapper's buffers; or an adapter cannot be loaded (also FileNotFoundError, TypeError). Any
+                of these changes nothing.
         """
         wanted = distinct_requests(requests)
         if len(wanted) > self.lora_slots:
@@ -315,9 +319,8 @@ class LoRAModelManager:
             raise ValueError(
                 f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"
             )
-        rows = max(len(mapping.index_mapping), len(mapping.prompt_mapping))
-        if rows > self.max_num_batched_tokens:
-            raise ValueError(f"mapping has {rows} rows, max_num_batched_tokens is {self.max_num_batched_tokens}")
+        # which slots they get does not matter here: other ids, other slots
+        self.punica_wrapper.check_metadata(mapping, list(wanted), self.lora_slots + 1, self.vocab_size)
 
 
 def _resolve_dtype(lora_config: LoRAConfig, layers: Mapping[str, nn.Module]) -> torch.dtype:

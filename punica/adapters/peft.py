@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -113,8 +114,8 @@ def resolve_adapter_path(path: str | Path) -> Path:
 def _check_alpha(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not abs(value) <= sys.float_info.max:  # false for NaN too; JSON may hold integers that no float can
+        raise ValueError(f"{name} must be finite, got {value if isinstance(value, float) else 'a huge integer'}")
 
 
 @dataclass(frozen=True)

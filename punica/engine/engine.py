@@ -12,8 +12,10 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from punica.adapters import LoRAModelManager, LoRARequest
+from punica.adapters.loader import source
 from punica.config import LoRAConfig
 from punica.engine.attention import PagedAttention
 from punica.engine.batch import StepBatch, lay_out
@@ -66,7 +68,8 @@ class Engine:
         engine_config: sizes.
         admission: name of an admission rule: ``"fcfs"`` (Punica), ``"single_adapter"``, ``"static"``.
 
-    Decoding is greedy. Raises ValueError for an unknown rule or a ``max_model_len`` beyond the model's positions.
+    Decoding is greedy. Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
+    ``max_model_len`` beyond the model's positions.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Engine:
         admission: str = "fcfs",
     ) -> None:
         rule = ADMISSION_RULES.get(admission)()
+        _check_types(model, lora_config, engine_config)
         self.config = config = engine_config or EngineConfig()
         _check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
@@ -136,13 +140,15 @@ class Engine:
             self.scheduler.waiting.remove(request)
         else:
             self.scheduler.drop(request)
+            self.scheduler.retire_finished()  # of an inseparable batch it may have been the last unfinished member
         return request
 
     def step(self) -> StepOutput:
         """One model invocation over everything that can run; with nothing to run, an empty output.
 
-        If an adapter turns out to be unloadable, its requests are taken out, everything else stays as it was, and the
-        error is raised; the next ``step`` goes on.
+        If an adapter turns out to be unloadable, the requests that were to join with it are taken out and the error is
+        raised. After any error (out of memory, an interrupt) no other request has lost anything: those that were to
+        join wait again at the head of the queue, and the next ``step`` goes on.
         """
         start = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -150,13 +156,16 @@ class Engine:
             return StepOutput(
                 {}, (), StepStatistics(0, 0, 0, 0, len(plan.preempted), time.perf_counter() - start, 0.0, 0.0)
             )
-        slots: dict[int, int] = {}
-        if self._residency is not None:
-            self._activate(self._residency, plan)
-            slots = self._residency.slots()
-        batch = lay_out(plan, self.pages, slots, self.config.adapter_index_rule)
-        scheduled = time.perf_counter()
-        tokens, metadata_s, model_s = self.runner.run(batch)
+        try:
+            slots = {} if self._residency is None else self._activate(self._residency, plan)
+            batch = lay_out(plan, self.pages, slots, self.config.adapter_index_rule)
+            scheduled = time.perf_counter()
+            tokens, metadata_s, model_s = self.runner.run(batch)
+        except BaseException:
+            for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
+                if request.request_id in self._requests:
+                    self.scheduler.put_back(request)
+            raise
         statistics = StepStatistics(
             len(batch.requests),
             batch.num_idle,
@@ -182,8 +191,10 @@ class Engine:
         :meth:`add_request` and :meth:`step` raise, and ValueError when the lengths differ; none of these requests is
         left behind then.
         """
-        adapter_of = [None] * len(prompts) if adapters is None else list(adapters)
-        lengths = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        prompts = _per_prompt("prompts", prompts)
+        adapter_of = [None] * len(prompts) if adapters is None else _per_prompt("adapters", adapters)
+        one_length = isinstance(max_new_tokens, int)
+        lengths = [max_new_tokens] * len(prompts) if one_length else _per_prompt("max_new_tokens", max_new_tokens)
         if not len(prompts) == len(adapter_of) == len(lengths):
             raise ValueError(
                 f"one adapter and one max_new_tokens per prompt: got {len(prompts)} prompts, {len(adapter_of)} "
@@ -206,15 +217,18 @@ class Engine:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> None:
-        try:
-            residency.activate((*plan.decodes, *plan.idle), plan.prefills)
-        except Exception:
-            for request in reversed(plan.prefills):
-                self.scheduler.preempt(request)
-                if request.adapter is not None and residency.manager.get_adapter(request.adapter_id) is None:
-                    self.abort_request(request.request_id)
-            raise
+    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
+        """Make the adapters of the step active; the slot of each. Requests whose adapter cannot be loaded leave."""
+        residency.keep((*plan.decodes, *plan.idle))
+        for request in plan.prefills:
+            try:
+                residency.activate(request)
+            except Exception:
+                for other in plan.prefills:
+                    if _same_adapter(other.adapter, request.adapter):
+                        self.abort_request(other.request_id)
+                raise
+        return residency.slots()
 
     def _deliver(self, batch: StepBatch, tokens: list[int], statistics: StepStatistics) -> StepOutput:
         delivered: dict[str, int] = {}
@@ -269,6 +283,32 @@ class Engine:
                 "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
         self._residency.check(request.adapter)
+
+
+def _same_adapter(one: LoRARequest | None, other: LoRARequest | None) -> bool:
+    """Whether two requests load the same folder under the same name."""
+    return one is not None and other is not None and source(one) == source(other)
+
+
+def _per_prompt(name: str, values: Any) -> list[Any]:
+    """``values`` as a list; TypeError when there is nothing to iterate over."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a list with one entry per prompt, got {type(values).__name__} {values!r}"
+        ) from None
+
+
+def _check_types(model: object, lora_config: object, engine_config: object) -> None:
+    for name, value, wanted, optional in (
+        ("model", model, LlamaForCausalLM, False),
+        ("lora_config", lora_config, LoRAConfig, True),
+        ("engine_config", engine_config, EngineConfig, True),
+    ):
+        if not isinstance(value, wanted) and not (optional and value is None):
+            suffix = " or None" if optional else ""
+            raise TypeError(f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {value!r}")
 
 
 def _check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from punica.adapters import LoRAModelManager, LoRARequest, PEFTHelper, resolve_adapter_path
+from punica.adapters.loader import in_context, source
 from punica.engine.request import Request
 
 
@@ -28,16 +29,17 @@ class AdapterResidency:
         """
         if not isinstance(adapter, LoRARequest):
             raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {adapter!r}")
-        source = (adapter.lora_name, adapter.lora_path)
-        known = self._sources.get(adapter.lora_int_id, source)
-        if known != source and not adapter.load_inplace:
+        wanted = source(adapter)
+        known = self._known_source(adapter.lora_int_id) or wanted
+        if known != wanted and not adapter.load_inplace:
             raise ValueError(
-                f"adapter id {adapter.lora_int_id} stands for {known}, now requested as {source}; use another id, or "
+                f"adapter id {adapter.lora_int_id} stands for {known}, now requested as {wanted}; use another id, or "
                 "load_inplace=True to replace it"
             )
         if adapter.load_inplace or self.manager.get_adapter(adapter.lora_int_id) is None:
             try:
                 helper = PEFTHelper.from_local_dir(resolve_adapter_path(adapter.lora_path))
+                helper.validate_legal(self.manager.lora_config)
             except FileNotFoundError as error:
                 registered = sorted(self.manager.list_adapters())
                 raise FileNotFoundError(
@@ -45,24 +47,39 @@ class AdapterResidency:
                     f"{registered}) and cannot be loaded: {error}; pass the path of its PEFT folder, or register it "
                     "with manager.add_adapter"
                 ) from error
-            helper.validate_legal(self.manager.lora_config)
-        self._sources[adapter.lora_int_id] = source
+            except TypeError as error:
+                raise TypeError(in_context(adapter, error)) from error
+            except ValueError as error:
+                raise ValueError(in_context(adapter, error)) from error
+        self._sources[adapter.lora_int_id] = wanted
 
-    def activate(self, running: Sequence[Request], admitted: Sequence[Request]) -> None:
-        """Make the adapters of a step active; ``running`` are already, and are marked as in use so that they stay.
+    def _known_source(self, adapter_id: int) -> tuple[str, str] | None:
+        """Name and path that an id stands for: of the last request for it, else of the registered adapter."""
+        registered = self.manager.request_of(adapter_id)
+        return self._sources.get(adapter_id, None if registered is None else source(registered))
 
-        An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError) and leaves the others active.
-        """
+    def keep(self, running: Sequence[Request]) -> None:
+        """Mark the adapters of running requests as in use, so that none of them makes room for another."""
         for request in running:
             if request.adapter is not None:
                 self.manager.activate_adapter(request.adapter_id)
-        for request in admitted:
-            if request.adapter is None:
-                continue
-            if request.preemptions and self.manager.get_adapter(request.adapter_id) is not None:
-                self.manager.activate_adapter(request.adapter_id)  # its weights must not change half-way (load_inplace)
-            else:
-                self.manager.add_adapter(request.adapter)
+
+    def activate(self, request: Request) -> None:
+        """Make the adapter of an admitted request active, loading it if need be.
+
+        An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError), leaves the others active,
+        and its id may then stand for another adapter.
+        """
+        if request.adapter is None:
+            return
+        if request.preemptions and self.manager.get_adapter(request.adapter_id) is not None:
+            self.manager.activate_adapter(request.adapter_id)  # its weights must not change half-way (load_inplace)
+            return
+        try:
+            self.manager.add_adapter(request.adapter)
+        except Exception:
+            self._sources.pop(request.adapter_id, None)
+            raise
 
     def slots(self) -> dict[int, int]:
         """Slot of every active adapter id."""

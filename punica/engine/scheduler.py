@@ -169,10 +169,14 @@ class Scheduler:
             self.running.remove(request)
 
     def preempt(self, request: Request) -> None:
+        """Put a running request back because pages ran out; counted."""
+        self.put_back(request)
+        request.preemptions += 1
+
+    def put_back(self, request: Request) -> None:
         """Take a running request out of the batch and put it at the head of the queue, with its output so far."""
         self.drop(request)
         request.status = RequestStatus.WAITING
-        request.preemptions += 1
         self.waiting.appendleft(request)
 
     def drop(self, request: Request) -> None:

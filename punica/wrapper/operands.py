@@ -57,9 +57,9 @@ def stacked(name: str, weights: Any, *, same_shape: bool) -> Weights:
         raise ValueError(f"{name} is empty, expected one tensor per slice")
     first = weights[0]
     for i, weight in enumerate(weights):
+        check_dtype(f"{name}[{i}]", weight)
         if i and weight.shape == first.shape and weight.dtype == first.dtype and weight.device == first.device:
             continue
-        check_dtype(f"{name}[{i}]", weight)
         if weight.ndim not in (3, 4) or (weight.ndim == 4 and weight.shape[1] != 1):
             raise ValueError(f"{name}[{i}] has shape {tuple(weight.shape)}, expected [L, out, in] or [L, 1, out, in]")
         if weight.dtype != first.dtype:

@@ -63,9 +63,7 @@ class StepMetadata:
         slot than ``max_batches``. After an exception the previous step's metadata is fully usable.
         """
         op.check_keywords("update_metadata", kwargs)
-        host = host_indices(mapping, lora_index_to_id, max_loras, vocab_size)
-        self._check_capacity(host, len(lora_index_to_id))
-        segments = self._checked_segments(host) if mapping.is_prefill else None
+        host, segments = self._checked(mapping, lora_index_to_id, max_loras, vocab_size)
         self._write_indices(host)
         self.vocab_size, self.is_prefill = vocab_size, mapping.is_prefill
         self.no_lora = not (host.token_slots >= 0).any()
@@ -73,6 +71,19 @@ class StepMetadata:
         if segments is not None:
             self._write_segments(segments)
         self._prepare_backend(host)
+
+    def check_metadata(
+        self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int
+    ) -> None:
+        """Raise what `update_metadata` would raise, and change nothing: whoever loads adapters first asks here."""
+        self._checked(mapping, lora_index_to_id, max_loras, vocab_size)
+
+    def _checked(
+        self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int
+    ) -> tuple[HostIndices, Segments | None]:
+        host = host_indices(mapping, lora_index_to_id, max_loras, vocab_size)
+        self._check_capacity(host, len(lora_index_to_id))
+        return host, self._checked_segments(host) if mapping.is_prefill else None
 
     def _check_capacity(self, host: HostIndices, slots: int) -> None:
         limit = self.max_num_batched_tokens

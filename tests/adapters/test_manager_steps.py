@@ -112,8 +112,10 @@ def test_mapping_with_an_inactive_id_keeps_the_previous_metadata(make_manager, t
         manager.set_adapter_mapping(decode(1, 99))
     with pytest.raises(ValueError, match=r"\[2\], which are not requested"):
         manager.set_active_adapters([tenants.request(1)], decode(1, 2))
-    with pytest.raises(ValueError, match="65 rows, max_num_batched_tokens is 64"):
+    with pytest.raises(ValueError, match="65 rows, more than max_num_batched_tokens=64"):
         manager.set_active_adapters([tenants.request(1)], decode(*[1] * 65))
+    with pytest.raises(ValueError, match="runs of equal slot, more than max_batches="):
+        manager.set_active_adapters([tenants.request(3)], LoRAMapping([3, 0] * 32, [3], is_prefill=True))
     with pytest.raises(TypeError, match="LoRAMapping, got list"):
         manager.set_active_adapters([tenants.request(1)], [1])
     assert_unchanged(manager, before)

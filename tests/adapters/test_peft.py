@@ -59,6 +59,7 @@ def test_unknown_keys_are_ignored_and_regex_targets_accepted():
         pytest.param({"r": True}, TypeError, "r must be an int.*True", id="rank bool"),
         pytest.param({"lora_alpha": "x"}, TypeError, "lora_alpha must be a number.*'x'", id="alpha str"),
         pytest.param({"lora_alpha": float("inf")}, ValueError, "lora_alpha must be finite.*inf", id="alpha inf"),
+        pytest.param({"lora_alpha": 10**400}, ValueError, "lora_alpha must be finite.*huge", id="alpha huge"),
         pytest.param({"rank_pattern": {"q": 0}}, ValueError, r"rank_pattern\['q'\] is 0", id="pattern rank 0"),
         pytest.param({"rank_pattern": [4]}, TypeError, "rank_pattern must be a dict", id="pattern no dict"),
         pytest.param({"alpha_pattern": {"(": 1}}, ValueError, r"'\(' is not a regular expression", id="bad regex"),

@@ -239,6 +239,7 @@ def linear_arguments() -> dict:
         (lambda c: {"x": c["x"].double()}, TypeError, "x has dtype torch.float64"),
         (lambda c: {"x": c["x"].half()}, TypeError, "x has dtype torch.float16"),
         (lambda c: {"x": c["x"].tolist()}, TypeError, "x must be a tensor"),
+        (lambda c: {"lora_a_stacked": (c["lora_a_stacked"][0], None)}, TypeError, r"lora_a_stacked\[1\] must be a"),
         (lambda c: {"x": c["x"][:, :11]}, ValueError, r"\(11, 11\).*hidden size.*12"),
         (lambda c: {"x": torch.ones(12, 12)}, ValueError, "x has 12 rows and y has 11"),
         (lambda c: {"y": c["y"].long()}, TypeError, "y has dtype torch.int64"),

@@ -1,0 +1,187 @@
+"""What goes wrong while an engine serves costs only those it concerns: nothing else is lost, stuck or wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from punica.adapters import LoRARequest
+from punica.config import LoRAConfig
+from punica.engine import Engine, EngineConfig, Request
+from punica.models import LlamaForCausalLM
+
+RULES = ("fcfs", "single_adapter", "static", "static_mixed")
+
+
+def finish(engine: Engine, patience: int = 100) -> None:
+    for _ in range(patience):
+        if not engine.has_unfinished():
+            assert engine.pages.num_free == engine.pages.num_pages
+            return
+        engine.step()
+    raise AssertionError(f"still unfinished after {patience} steps")
+
+
+def copied_adapter(backbone, folder: Path, adapter_id: int) -> LoRARequest:
+    """Adapter 2 in a folder of its own."""
+    shutil.copytree(backbone.adapters[2].lora_path, folder)
+    return LoRARequest(f"copy {adapter_id}", adapter_id, str(folder))
+
+
+def damage(adapter: LoRARequest) -> None:
+    (Path(adapter.lora_path) / "adapter_model.safetensors").write_bytes(b"damaged")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_aborting_the_last_unfinished_member_of_a_batch_lets_the_queue_go_on(backbone, rule) -> None:
+    engine = backbone.engine(rule)
+    engine.add_request(Request("short", [1, 2], 1))
+    engine.add_request(Request("long", [1, 2], 20))
+    for _ in range(3):
+        engine.step()
+    engine.abort_request("long")
+    queued = Request("queued", [3], 5)
+    engine.add_request(queued)
+    finish(engine)
+    assert queued.output_token_ids == backbone.generate_merged((3,), 0, 5)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["memory", "interrupt"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_failed_model_invocation_changes_no_token(backbone, monkeypatch, rule, error) -> None:
+    engine = backbone.engine(rule)
+    for cached in (*engine.runner.attention.cache.keys, *engine.runner.attention.cache.values):
+        cached.fill_(float("nan"))  # a prompt that is taken for cached must not go unnoticed
+    wishes = [((1, 2, 3), 1), ((4, 5, 9, 7), 2), ((6, 8), 1)]
+    requests = [Request(str(i), prompt, 6, backbone.adapters[a]) for i, (prompt, a) in enumerate(wishes)]
+    for request in requests:
+        engine.add_request(request)
+    real, calls = engine.runner.run, 0
+
+    def every_third_fails(batch):
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 2:
+            raise error
+        return real(batch)
+
+    monkeypatch.setattr(engine.runner, "run", every_third_fails)
+    failures = 0
+    while engine.has_unfinished():
+        try:
+            engine.step()
+        except (RuntimeError, KeyboardInterrupt):
+            failures += 1
+    assert failures
+    expected = [backbone.generate_merged(prompt, a, 6) for prompt, a in wishes]
+    assert [request.output_token_ids for request in requests] == expected
+    assert all(request.preemptions == 0 for request in requests)  # no pages ran out
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_unloadable_adapter_takes_no_other_request_along(backbone, tmp_path, rule) -> None:
+    broken = copied_adapter(backbone, tmp_path / "broken", 9)
+    damage(broken)
+    engine = backbone.engine(rule)
+    adapters = [backbone.adapters[1], broken, backbone.adapters[3], broken, backbone.adapters[4]]
+    requests = [Request(str(i), [i + 1], 4, adapter) for i, adapter in enumerate(adapters)]
+    for request in requests:
+        engine.add_request(request)
+    errors = []
+    while engine.has_unfinished() and len(errors) < 3:
+        try:
+            engine.step()
+        except ValueError as error:
+            errors.append(str(error))
+    assert 1 <= len(errors) <= 2
+    assert all("'copy 9'" in error for error in errors)
+    served = [request.output_token_ids for request in requests]
+    assert served[::2] == [backbone.generate_merged((i + 1,), adapters[i].adapter_id, 4) for i in (0, 2, 4)]
+    assert served[1::2] == [[], []]
+
+
+def test_a_damaged_reload_is_not_served_with_the_old_weights(backbone, tmp_path) -> None:
+    adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
+    engine = backbone.engine()
+    expected = backbone.generate_merged((1, 2), 2, 4)
+    assert engine.generate([[1, 2]], [adapter], 4) == [expected]
+    damage(adapter)
+    reload = LoRARequest(adapter.lora_name, 9, adapter.lora_path, load_inplace=True)
+    engine.add_request(Request("reload", [1, 2], 4, reload))
+    with pytest.raises(ValueError, match=r"'copy 9'.*not a valid safetensors file"):
+        engine.step()
+    assert not engine.has_unfinished()
+    assert engine.generate([[1, 2]], [adapter], 4) == [expected]  # what was registered still is
+
+
+def test_the_id_of_an_adapter_that_failed_is_free_for_another_folder(backbone, tmp_path) -> None:
+    broken = copied_adapter(backbone, tmp_path / "broken", 9)
+    damage(broken)
+    engine = backbone.engine()
+    with pytest.raises(ValueError, match="not a valid safetensors file"):
+        engine.generate([[1, 2]], [broken], 4)
+    repaired = LoRARequest("repaired", 9, backbone.adapters[2].lora_path)
+    assert engine.generate([[1, 2]], [repaired], 4) == [backbone.generate_merged((1, 2), 2, 4)]
+
+
+def test_the_id_of_a_registered_adapter_is_not_free(backbone, tmp_path) -> None:
+    adapter, other = copied_adapter(backbone, tmp_path / "a", 9), copied_adapter(backbone, tmp_path / "b", 9)
+    engine = backbone.engine()
+    engine.generate([[1, 2]], [adapter], 1)
+    damage(other)
+    replacement = LoRARequest(other.lora_name, 9, other.lora_path, load_inplace=True)
+    with pytest.raises(ValueError, match="not a valid safetensors file"):
+        engine.generate([[1, 2]], [replacement], 1)
+    with pytest.raises(ValueError, match=r"adapter id 9 stands for .*use another id"):
+        engine.generate([[1, 2]], [other], 1)
+    assert engine.generate([[1, 2]], [adapter], 4) == [backbone.generate_merged((1, 2), 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"r": 64}', "lacks the required keys"),
+        ("{", "not valid JSON"),
+        ({"r": 64}, "rank 64 exceeds max_lora_rank 16"),
+        ({"use_dora": True}, "use_dora"),
+    ],
+    ids=["keys", "json", "rank", "dora"],
+)
+def test_an_illegal_adapter_is_refused_on_arrival_by_name_and_path(backbone, tmp_path, config, message) -> None:
+    adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
+    file = Path(adapter.lora_path) / "adapter_config.json"
+    text = config if isinstance(config, str) else json.dumps({**json.loads(file.read_text()), **config})
+    file.write_text(text)
+    engine = backbone.engine()
+    with pytest.raises(ValueError, match=message) as caught:
+        engine.add_request(Request("a", [1], 2, adapter))
+    assert "'copy 9'" in str(caught.value)
+    assert adapter.lora_path in str(caught.value)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((None,), "prompts"),
+        (([[1]], LoRARequest("one", 1, "folder")), "adapters"),
+        (([[1]], None, None), "max_new_tokens"),
+        (([[1]], None, 2.5), "max_new_tokens"),
+    ],
+    ids=["no prompts", "one adapter", "no length", "float length"],
+)
+def test_generate_wants_one_entry_per_prompt(backbone, arguments, name) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a list with one entry per prompt, got "):
+        backbone.engine().generate(*arguments)
+
+
+def test_engine_says_what_it_is_built_from(backbone) -> None:
+    with pytest.raises(TypeError, match="model must be of class LlamaForCausalLM, got str 'llama2-7b'"):
+        Engine("llama2-7b")
+    model = LlamaForCausalLM(backbone.folder)
+    with pytest.raises(TypeError, match="lora_config must be of class LoRAConfig or None, got EngineConfig"):
+        Engine(model, EngineConfig(max_model_len=64))
+    with pytest.raises(TypeError, match="engine_config must be of class EngineConfig or None, got dict"):
+        Engine(model, LoRAConfig(), {"max_batch_size": 4})
