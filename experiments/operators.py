@@ -46,6 +46,7 @@ class Problem:
     y: torch.Tensor
     slots: torch.Tensor  # [T] int64 on the host
     sizes: tuple[int, ...]  # rows per segment
+    ranks: torch.Tensor | None = None  # [1, L] int32 on the device: true ranks, above which weights are 0; None: all r
 
     def segments(self) -> list[tuple[int, int, int]]:
         """(slot, start, end) of each segment."""
@@ -99,14 +100,14 @@ BACKENDS: Registry[Callable[[], Backend]] = Registry("op backend")
 def _torch_backend() -> Backend:
     def expand(problem: Problem, v: torch.Tensor) -> Call:
         plan = torch_ops.plan_segments(problem.slots)
-        return lambda: torch_ops.expand(v, (problem.b,), problem.y, plan)
+        return lambda: torch_ops.expand(v, (problem.b,), problem.y, plan, lora_ranks=problem.ranks)
 
     def sgmv(problem: Problem, v: torch.Tensor) -> Call:
         plan = torch_ops.plan_segments(problem.slots)
 
         def call() -> None:
-            torch_ops.shrink(problem.x, (problem.a,), v, plan)
-            torch_ops.expand(v, (problem.b,), problem.y, plan)
+            torch_ops.shrink(problem.x, (problem.a,), v, plan, lora_ranks=problem.ranks)
+            torch_ops.expand(v, (problem.b,), problem.y, plan, lora_ranks=problem.ranks)
 
         return call
 
@@ -118,21 +119,25 @@ def _triton_backend() -> Backend:
     from punica.ops.triton_ops.lora_expand import lora_expand
     from punica.ops.triton_ops.lora_linear import lora_linear
 
-    def prepared(problem: Problem) -> MetaArgs:
-        rows = problem.x.shape[0]
-        meta = LoRAKernelMeta.make(problem.a.shape[0], rows, problem.x.device)
-        meta.prepare_tensors(problem.slots)
-        return meta.meta_args(rows, specialize_active_lora=True)
-
     def sgmv(problem: Problem, v: torch.Tensor) -> Call:
-        meta = prepared(problem)
-        return lambda: lora_linear(problem.y, problem.x, (problem.a,), (problem.b,), *meta, scaling=1.0)
+        meta = kernel_meta_args(problem)
+        return lambda: lora_linear(
+            problem.y, problem.x, (problem.a,), (problem.b,), *meta, scaling=1.0, lora_ranks=problem.ranks
+        )
 
     def expand(problem: Problem, v: torch.Tensor) -> Call:
-        meta = prepared(problem)
-        return lambda: lora_expand(v, (problem.b,), problem.y, *meta, add_inputs=True)
+        meta = kernel_meta_args(problem)
+        return lambda: lora_expand(v, (problem.b,), problem.y, *meta, add_inputs=True, lora_ranks=problem.ranks)
 
     return Backend(sgmv, expand)
+
+
+def kernel_meta_args(problem: Problem) -> MetaArgs:
+    """The seven metadata arguments of the Triton operators for the rows of `problem`."""
+    rows = problem.x.shape[0]
+    meta = LoRAKernelMeta.make(problem.a.shape[0], rows, problem.x.device)
+    meta.prepare_tensors(problem.slots)
+    return meta.meta_args(rows, specialize_active_lora=True)
 
 
 def backend(device: torch.device) -> Backend:
@@ -201,7 +206,7 @@ def _adding(problem: Problem, call: Call) -> Prepared:
 
 
 @lru_cache(maxsize=1)
-def _bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A [slots, rank, h1] and B [slots, h2, rank], random, scaled so that v and y have unit variance."""
     generator = torch.Generator(device).manual_seed(0)
     kind = getattr(torch, dtype.name)
@@ -216,16 +221,29 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
     h1, h2, dtype = figure.h1, figure.h2, figure.dtype
     sizes = popularity(workload).group_sizes(batch_size)
     slots = torch.from_numpy(popularity(workload).slots(batch_size))
-    resident = max(figure.resident(cfg), len(sizes))
+    resident = total = max(figure.resident(cfg), len(sizes))
     if cfg.timer.name == "cuda_graph":
         per_slot = rank * (h1 + h2) * dtype.bytes
-        resident = max(resident, -(-flush_bytes(cfg) // per_slot))
-    a, b = _bank(resident, rank, h1, h2, dtype, device)
-    copies = resident // len(sizes) if cfg.timer.name == "cuda_graph" else 1
+        total = max(resident, -(-flush_bytes(cfg) // per_slot))
+    a, b = bank(total, rank, h1, h2, dtype, device)
+    copies = total // len(sizes) if cfg.timer.name == "cuda_graph" else 1
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(copies, batch_size, h1, generator=generator, device=device).to(a.dtype)
     y = torch.zeros(copies, batch_size, h2, dtype=a.dtype, device=device)
-    return [Problem(x[i], a, b, y[i], slots + i * len(sizes), tuple(sizes)) for i in range(copies)]
+    made = []
+    for i in range(copies):
+        first = i * len(sizes)
+        seen = window(first, resident, total)
+        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), tuple(sizes)))
+    return made
+
+
+def window(first: int, resident: int, total: int) -> slice:
+    """Which of the bank's `total` slots one problem sees whose adapters begin at slot `first`: as many as are resident
+    on a server, however many the timer rotates through, since kernels search among all slots they see.
+    """
+    start = max(0, min(first, total - resident))
+    return slice(start, min(start + resident, total))
 
 
 def flush_bytes(cfg: Config) -> int:

@@ -13,12 +13,14 @@ from experiments.schema import CONF, ConfigError
 from experiments.settings import folders, settle
 
 ALL = {experiment.name: experiment for experiment in experiments()}
+GPU_ONLY = ("ext_determinism",)
 
 
 @pytest.mark.parametrize("scale", ["smoke", "laptop", "paper"])
 @pytest.mark.parametrize("name", ALL)
 def test_every_experiment_composes_and_has_points(tmp_path, name, scale):
-    cfg = settle(composed(tmp_path, f"scale={scale}", name=name), ALL[name])
+    hardware = "h200" if name in GPU_ONLY else "cpu"
+    cfg = settle(composed(tmp_path, f"scale={scale}", f"hardware={hardware}", name=name), ALL[name])
     points = ALL[name].points(cfg)
     assert points
     assert len({point.key() for point in points}) == len(points), "two points with one key would overwrite each other"

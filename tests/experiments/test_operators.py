@@ -57,7 +57,8 @@ def test_a_rotating_set_holds_more_bytes_than_the_caches_and_other_adapters_each
     cfg = settled(tmp_path)
     cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1
     batches = problems(cfg, "Uniform", 7, 16)
-    adapters = [set(batch.slots.tolist()) for batch in batches]
+    assert {batch.a.shape[0] for batch in batches} == {cfg.figure.resident(cfg)}
+    adapters = [{batch.a[slot].data_ptr() for slot in batch.slots.tolist()} for batch in batches]
     assert sum(map(len, adapters)) == len(set.union(*adapters))
     used = len(set.union(*adapters)) * (batches[0].a[0].nbytes + batches[0].b[0].nbytes)
     assert used > 0.9 * (1 << 20)

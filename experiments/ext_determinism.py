@@ -1,0 +1,107 @@
+"""Extension: the price of determinism. Needs a GPU: on a CPU there is one operator, and it is deterministic.
+
+Not in the paper. Claims: SGMV without atomic
+adds gives the same bits in every run and is not slower than split-K with atomic adds, which needs a zero-fill; a form
+that also keeps a row's bits whatever else is in its batch (`batch_invariant`) costs more, and this says how much.
+Expected shape: `deterministic` lowest everywhere, `batch invariant` at or above it, bits that change between runs only
+for atomics that split K. Bits may depend on the batch for `deterministic` too, which chooses its kernel by shape.
+
+Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every variant (`experiments.determinism`) after a
+check against the reference. Facts measured beside it, per variant, popularity and batch: the share of outputs whose
+bits differ in any of `figure.runs` runs of one call, and between each row in its batch and the row alone, with the
+largest difference, absolute and in units in the last place.
+
+Cost at scale=laptop: minutes on a GPU, where kernels are compiled on first use; 4 GB. Nothing on a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import MISSING
+from tqdm import tqdm
+
+from experiments.harness import Config, Point, Reading, main, sampled
+from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
+from experiments.schema import at_least
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass
+class DeterminismConf(OperatorConf):
+    """`runs`: how often one call is repeated to compare its bits."""
+
+    runs: int = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(2, figure__runs=self.runs)
+
+
+class Determinism(OperatorExperiment):
+    """Latency and bits of each variant per popularity (the panels) and batch."""
+
+    name, figure, order, conf = "ext_determinism", "ext determinism", 220, DeterminismConf
+    paper_file = "fig08_lora_operator_impls.csv"  # nearest relative; not drawn
+
+    def points(self, cfg: Config) -> list[Point]:
+        if cfg.hardware.device == "cpu":
+            text = "nothing to measure on a CPU, whose one operator is deterministic; it needs a GPU"
+            tqdm.write(f"{self.name}: {text}", file=sys.stderr)
+            return []
+        return self.grid(cfg)
+
+    def grid(self, cfg: Config) -> list[Point]:
+        """The points on a device that runs Triton kernels."""
+        figure = cast(DeterminismConf, operator_conf(cfg))
+        settings = {**figure.settings(cfg), "runs": figure.runs}
+        return [
+            Point(workload, system, workload, batch_size=rows, rank=rank, settings=settings)
+            for rank in cfg.adapters.ranks
+            for rows in figure.batch_sizes
+            for workload in cfg.workload.names
+            for system in cfg.system.names
+        ]
+
+    def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
+        import experiments.determinism  # noqa: F401  (registers the variants)
+
+        return super().samples(cfg, points)
+
+    def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
+        from experiments.determinism import between_runs, from_row_alone
+        from experiments.operators import problems
+
+        figure = cast(DeterminismConf, operator_conf(cfg))
+        batch = problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))[0]
+        found = {
+            "between_runs": between_runs(batch, point.system, figure.runs),
+            "from_row_alone": from_row_alone(batch, point.system),
+        }
+        facts = [
+            reading
+            for where, bits in found.items()
+            for reading in (
+                Reading(f"outputs_differing_{where}", bits.share, "share"),
+                Reading(f"max_difference_{where}", bits.absolute, "1"),
+                Reading(f"max_ulp_{where}", bits.ulp, "ulp"),
+            )
+        ]
+        return [*sampled("latency", samples, "us"), *facts]
+
+    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+        from experiments.plots.extensions import draw_determinism
+
+        return draw_determinism(rows)
+
+
+EXPERIMENT = Determinism()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

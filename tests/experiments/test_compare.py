@@ -1,0 +1,198 @@
+"""`make compare`: which rows meet, what their ratio means, and mistakes that are told apart."""
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from experiments.compare import COLUMNS, Pair, arguments, compare, direction, join, load, main, mean_text, meaning
+from experiments.schema import REPOSITORY, ConfigError
+from punica.measure.records import Row, RowsError, write_rows
+
+BASE = Row(
+    figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="h200", batch_size=1, seq_len=None,
+    rank=16, metric="latency", value=10.0, unit="us", statistic="median", timer="cuda_graph", scale="laptop",
+    commit="0123456789ab", device="NVIDIA H200",
+)  # fmt: skip
+
+
+def rows(factor=1.0, **changes):
+    """Batches 1, 8 and 64 with median, p10 and count."""
+    changed = replace(BASE, **changes)
+    return [
+        replace(changed, batch_size=batch, statistic=statistic, value=changed.value * batch * factor)
+        for batch in (1, 8, 64)
+        for statistic in ("median", "p10", "count")
+    ]
+
+
+def stored(folder, name, content):
+    write_rows(folder / f"{name}.csv", content)
+    return folder
+
+
+def printed(capsys, *words):
+    compare([str(word) for word in words])
+    return capsys.readouterr().out
+
+
+def test_ratios_per_row_and_their_geometric_mean(tmp_path, capsys):
+    stored(tmp_path / "a", "fig08", [*rows(), *rows(system="Loop"), *rows(system="only in a")])
+    slower = [replace(row, value=row.value * (2 if row.batch_size == 64 else 1)) for row in rows()]
+    stored(tmp_path / "b", "fig08", [*slower, *rows(0.5, system="Loop")])
+    text = printed(capsys, f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}")
+    assert "6 pairs; without a partner: 3 in a, 0 in b" in text
+    assert "figure 8, SGMV, latency (us, lower is better)" in text
+    assert "1.260 over 3 of 3 rows, B 1.26x worse" in text
+    assert "0.500 over 3 of 3 rows, B 2.00x better" in text
+    lines = [line.split() for line in text.splitlines() if line.startswith("  Skewed")]
+    assert " ".join(lines[2]) == "Skewed Skewed 64 16 median cuda_graph 640 1280 2.000 B 2.00x worse"
+    assert "A = " in text
+    assert "NVIDIA H200" in text
+
+
+@pytest.mark.parametrize(
+    ("unit", "better"),
+    [("us", "lower"), ("ms", "lower"), ("byte", "lower"), ("token/s", "higher"), ("FLOP/s", "higher"), ("share", ""),
+     ("FLOP/byte", ""), ("models", "")],
+)  # fmt: skip
+def test_the_unit_says_which_way_is_better(unit, better):
+    assert direction(unit) == better
+
+
+@pytest.mark.parametrize(
+    ("ratio", "better", "text"),
+    [
+        (2.0, "lower", "B 2.00x worse"),
+        (0.5, "lower", "B 2.00x better"),
+        (2.0, "higher", "B 2.00x better"),
+        (0.8, "higher", "B 1.25x worse"),
+        (1.004, "lower", "same"),
+        (3.0, "", ""),
+        (None, "lower", ""),
+    ],
+)
+def test_what_a_ratio_means(ratio, better, text):
+    assert meaning(ratio, better) == text
+
+
+def test_only_equal_quantities_meet():
+    other = [
+        replace(BASE, figure="9"), replace(BASE, panel="x"), replace(BASE, system="Loop"), replace(BASE, rank=8),
+        replace(BASE, workload="Distinct"), replace(BASE, model="m"), replace(BASE, batch_size=2),
+        replace(BASE, seq_len=1), replace(BASE, metric="throughput"), replace(BASE, statistic="value"),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no row in common: a has figure 8.*b has figure 8, 9.*Loop"):
+        join([BASE], other)
+    (pair,) = join([BASE], [*other, replace(BASE, hardware="a100-80g", value=25.0)])
+    assert pair.ratio == 2.5
+
+
+def test_timers_meet_their_like_and_else_the_preferred_one():
+    clock, graph = (
+        replace(BASE, timer=timer, value=value) for timer, value in (("host_clock", 30.0), ("cuda_graph", 10.0))
+    )
+    pairs = join([clock, graph], [replace(graph, value=20.0), replace(clock, value=15.0)])
+    assert [(pair.a.timer, pair.b.timer, pair.ratio) for pair in pairs] == [
+        ("host_clock", "host_clock", 0.5),
+        ("cuda_graph", "cuda_graph", 2.0),
+    ]
+    (pair,) = join([clock], [graph, replace(BASE, timer="events")])
+    assert (pair.a.timer, pair.b.timer) == ("host_clock", "cuda_graph")
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("inf")), (-1.0, 1.0)])
+def test_what_cannot_be_divided_has_no_ratio_and_is_left_out_of_the_mean(a, b):
+    odd = Pair(replace(BASE, value=a), replace(BASE, value=b))
+    assert odd.ratio is None
+    assert mean_text([odd]) == "no row has a ratio"
+    assert mean_text([odd, Pair(BASE, replace(BASE, value=40.0))]).startswith("4.000 over 1 of 2 rows")
+
+
+def test_different_units_are_refused():
+    with pytest.raises(ConfigError, match=r"latency of figure 8 is in us in a and in ms in b"):
+        join([BASE], [replace(BASE, unit="ms")])
+
+
+def test_a_file_a_folder_and_the_folder_above_rows_are_all_taken(tmp_path):
+    stored(tmp_path / "h200" / "rows", "fig08", rows())
+    (tmp_path / "h200" / "claims.csv").write_text("id,verdict\n")
+    paths = tmp_path / "h200", tmp_path / "h200" / "rows", tmp_path / "h200" / "rows" / "fig08.csv"
+    assert [len(load("a", path)) for path in paths] == [3, 3, 3]
+
+
+def test_out_is_a_table_and_never_replaces_rows(tmp_path, capsys):
+    stored(tmp_path / "a", "fig08", rows())
+    words = [f"a={tmp_path / 'a'}", f"b={tmp_path / 'a'}"]
+    target = tmp_path / "new" / "ratios.csv"
+    printed(capsys, *words, f"out={target}")
+    printed(capsys, *words, f"out={target}")
+    with target.open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    assert tuple(found[0]) == COLUMNS
+    assert [(line["batch_size"], line["seq_len"], line["ratio"], line["better"]) for line in found] == [
+        (batch, "", "1.0", "lower") for batch in ("1", "8", "64")
+    ]
+    before = (tmp_path / "a" / "fig08.csv").read_text()
+    with pytest.raises(ConfigError, match=r"out=.*fig08\.csv is there and is no table of ratios"):
+        compare([*words, f"out={tmp_path / 'a' / 'fig08.csv'}"])
+    assert (tmp_path / "a" / "fig08.csv").read_text() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RowsError, match=r"cannot write out=.*choose another"):
+        compare([*words, f"out={tmp_path / 'file' / 'ratios.csv'}"])
+
+
+def test_smoke_beside_real_rows_is_noted(tmp_path, capsys):
+    stored(tmp_path / "a", "fig08", rows())
+    stored(tmp_path / "b", "fig08", rows(scale="smoke"))
+    assert "scale=smoke have other shapes" in printed(capsys, f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a=x"], r"b= is missing; usage: "),
+        (["a=x", "a=y", "b=z"], r"a= is given twice"),
+        (["a=x", "b=y", "c=z"], r"'c=z' is not understood"),
+        (["results"], r"'results' is not understood \(no =\)"),
+        (["a=", "b=y"], r"'a=' is not understood"),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(words, message):
+    with pytest.raises(ConfigError, match=message):
+        arguments(words)
+
+
+def test_paths_that_are_wrong_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"a=.*nowhere does not exist"):
+        load("a", tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"b=.* holds no rows"):
+        load("b", tmp_path)
+    (tmp_path / "notes.md").write_text("hello")
+    with pytest.raises(ConfigError, match=r"a=.*notes\.md is no \.csv file of rows"):
+        load("a", tmp_path / "notes.md")
+    path = stored(tmp_path / "a", "fig08", rows()) / "fig08.csv"
+    path.write_text(path.read_text().replace(",80.0,", ",eighty,", 1))
+    with pytest.raises(RowsError, match=r"fig08\.csv, line 5: value is 'eighty'"):
+        load("a", tmp_path / "a")
+
+
+def test_the_command_line(tmp_path, capsys):
+    stored(tmp_path / "a", "fig08", rows())
+    words = [sys.executable, "-m", "experiments.compare"]
+    done = subprocess.run(
+        [*words, f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: b=")
+    assert len(done.stderr.strip().splitlines()) == 1
+    main([f"a={tmp_path / 'a'}", f"b={tmp_path / 'a'}"])
+    assert "1.000 over 3 of 3 rows, same" in capsys.readouterr().out
+    main(["--help"])
+    assert "usage: python -m experiments.compare a=" in capsys.readouterr().out
