@@ -1,50 +1,29 @@
 """Inputs for timing the LoRA operator on a GPU, and the clock: what `tune.py` and `ext_operator_tables.py` share.
 
-Weights must come from HBM, as they do in a server, where a whole model runs between two uses of one layer's adapters. So
-an operator is timed on many *sets* (x, y, A, B), together more bytes than any cache holds, used in turn by the calls of one
-CUDA graph. The time of a call is the time of a replay over its calls: what one call costs inside a long graph.
+Weights must come from HBM, as they do in a server, where a whole model runs between two uses of one layer's adapters.
+So an operator is timed on many *sets* (x, y, A, B), together more bytes than any cache holds, used in turn by the calls
+of one CUDA graph. The time of a call is the time of a replay over its calls: what one call costs inside a long graph.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 
 import torch
 
+from experiments.operator_shapes import Operator
 from punica.segments import LoRAKernelMeta
 
 ROTATING_BYTES = 256 << 20
 """Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""
 
 
-@dataclass(frozen=True)
-class Operator:
-    """One timed operator: `sizes` are the rows of each adapter (their sum is T), `widths` the output sizes of the slices."""
-
-    k: int
-    widths: tuple[int, ...]
-    rank: int
-    sizes: tuple[int, ...]
-    ranks: tuple[int, ...] = ()
-    """True rank of each adapter; empty: all of them `rank`, and the kernels get no table of ranks."""
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the batch."""
-        return sum(self.sizes)
-
-    def bytes(self, itemsize: int = 2) -> int:
-        """Bytes that must move: the weights of the adapters present, x read, y read and written."""
-        weights = sum(
-            r * (self.k * len(self.widths) + sum(self.widths)) for r in self.ranks or [self.rank] * len(self.sizes)
-        )
-        return itemsize * (weights + self.tokens * (self.k + 2 * sum(self.widths)))
-
-
 class OperatorSets:
-    """Rotating inputs of one operator. ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i; ``meta_args`` is shared."""
+    """Rotating inputs of one operator. ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i;
+    ``meta_args`` is shared.
+    """
 
     def __init__(
         self, operator: Operator, *, dtype: torch.dtype = torch.float16, max_loras: int = 64, seed: int = 0
@@ -140,8 +119,6 @@ class OperatorSets:
 
 def seconds_per_eager_call(call: Callable[[int], object], sets: int, calls: int = 300) -> float:
     """Host-bound seconds per call of back-to-back eager calls."""
-    import time
-
     for i in range(20):
         call(i % sets)
     torch.cuda.synchronize()
@@ -150,13 +127,3 @@ def seconds_per_eager_call(call: Callable[[int], object], sets: int, calls: int 
         call(i % sets)
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / calls
-
-
-def floor_us(operator: Operator, terabytes_per_second: float = 4.25) -> float:
-    """Time of the bytes alone, at the device-to-device copy rate of an H200."""
-    return operator.bytes() / terabytes_per_second / 1e6
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Geometric mean of positive numbers."""
-    return statistics.geometric_mean(values)

@@ -261,10 +261,26 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
             raise ValueError(f"x has {x.shape[0]} rows and y has {rows}; they must be equal")
         if buffer is not None:
             op.check_low_rank("buffer", buffer, weights_b, rows, rank, (torch.float32,))
-        if not self._live_rows(rows, sampled=sampled):
-            return
+        if self._live_rows(rows, sampled=sampled):
+            self._linear(y, x, weights_a, weights_b, scale, buffer, add_inputs, lora_ranks, sampled=sampled)
+
+    def _linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weights_a: op.Weights,
+        weights_b: op.Weights,
+        scale: float,
+        buffer: op.Slices | None,
+        add_inputs: bool,
+        lora_ranks: torch.Tensor | None,
+        *,
+        sampled: bool,
+    ) -> None:
+        """What a backend does for `_product`, all arguments checked: here shrink, then expand."""
         if buffer is None:
-            buffer = torch.empty((len(weights_b), rows, rank), dtype=torch.float32, device=x.device)
+            shape = (len(weights_b), y.shape[0], weights_b[0].shape[-1])
+            buffer = torch.empty(shape, dtype=torch.float32, device=x.device)
         else:
             for part in buffer:
                 part.zero_()

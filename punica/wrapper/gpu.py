@@ -37,12 +37,17 @@ class PunicaWrapperGPU(PunicaWrapperBase):
             lora_config = LoRAConfig(max_loras=max_loras)
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         # imported here so that the CPU path never imports triton
+        from punica.ops.triton_ops.checks import verify_indices
         from punica.ops.triton_ops.lora_expand import lora_expand
+        from punica.ops.triton_ops.lora_linear import lora_linear
         from punica.ops.triton_ops.lora_shrink import lora_shrink
 
-        self._lora_shrink, self._lora_expand = lora_shrink, lora_expand
+        self._lora_shrink, self._lora_expand, self._lora_linear = lora_shrink, lora_expand, lora_linear
         self._specialize, self._batch_invariant = lora_config.specialize_active_lora, lora_config.batch_invariant
+        self._pdl = lora_config.pdl
+        self._tuned_dir = None if lora_config.tuned_dir is None else str(lora_config.tuned_dir)
         slots = lora_config.max_loras
+        self._slots, self._debug_checks, self._verify_indices = slots, lora_config.debug_checks, verify_indices
         counts = get_captured_lora_counts(slots, self._specialize)
         self.token_mapping_meta = LoRAKernelMeta.make(slots, max_num_batched_tokens, self.device, counts)
         self.prompt_mapping_meta = LoRAKernelMeta.make(slots, max_num_batched_tokens, self.device, counts)
@@ -68,7 +73,10 @@ class PunicaWrapperGPU(PunicaWrapperBase):
 
     def _meta_args(self, rows: int, sampled: bool) -> MetaArgs:
         meta = self.prompt_mapping_meta if sampled else self.token_mapping_meta
-        return meta.meta_args(rows, self._specialize)
+        args = meta.meta_args(rows, self._specialize)
+        if self._debug_checks and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._verify_indices(args[:5], self._slots)
+        return args
 
     def _shrink(
         self,
@@ -112,4 +120,32 @@ class PunicaWrapperGPU(PunicaWrapperBase):
             add_inputs,
             lora_ranks=lora_ranks,
             batch_invariant=self._batch_invariant,
+        )
+
+    def _linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weights_a: Weights,
+        weights_b: Weights,
+        scale: float,
+        buffer: Slices | None,
+        add_inputs: bool,
+        lora_ranks: torch.Tensor | None,
+        *,
+        sampled: bool,
+    ) -> None:
+        """Both kernels as one op: K may be split between them, and expand starts while shrink still runs."""
+        self._lora_linear(
+            y,
+            x,
+            weights_a,
+            weights_b,
+            *self._meta_args(y.shape[0], sampled),
+            scale,
+            add_inputs,
+            lora_ranks=lora_ranks,
+            batch_invariant=self._batch_invariant,
+            pdl=self._pdl,
+            tuned_dir=self._tuned_dir,
         )

@@ -1,109 +1,162 @@
-"""What determinism is compared with: a split-K shrink whose partial sums meet by atomic adds.
+"""Shrink by atomic additions: the alternative to the planes of `punica.ops.triton_ops`, to measure what determinism
+costs.
 
-K is cut among programs and each adds its part into one fp32 buffer ``v [1, T, r]`` with a relaxed atomic add, which needs
-``v`` to be filled with zeros by a kernel of its own first. The parts arrive in whatever order programs end, and fp32
-addition depends on the order, so the bits of v change from run to run. Other systems serve this way; here it exists for
-`experiments.ext_determinism` alone, and no layer or wrapper can choose it. One slice, no table of ranks; arguments are
-trusted.
+K is split among programs and each adds its part into one float32 buffer, which must be zeroed first: one more kernel,
+and the order of the additions, so the last bits, change from run to run. Everything else (row gather, one row per
+program or tiles of one segment, launches that start early) is as in the deterministic kernels, so that only this choice
+is compared. Nothing in the library uses it. Importing this module imports Triton.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.checks import active_segments, split_count
-from punica.ops.triton_ops.device import find_tile, max_tiles
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, cdiv, on_device
-from punica.ops.triton_ops.lora_expand import lora_expand
+from punica.ops.triton_ops.checks import describe_weights
+from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, cdiv
+from punica.ops.triton_ops.lora_expand import plan_expand
 
-__all__ = ["atomic_linear", "plan_atomic_shrink"]
-
-BLOCK_M, SMALLEST_BLOCK_K, LARGEST_BLOCK_K, PROGRAMS = 16, 128, 512, 512
+__all__ = ["prepare_lora_atomics"]
 
 
-@triton.jit(do_not_specialize=["num_segments"])
-def _shrink_add_kernel(
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _atomic_shrink_rows_kernel(
     x_ptr,
-    a_ptr,
-    v_ptr,
+    a_ptrs,
+    out_ptr,
+    mapping_ptr,
+    num_tokens,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row x BLOCK_R ranks x one K split, added into ``out[slice, row]``."""
+    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    pid = tl.program_id(0)
+    pid_slice = tl.program_id(1)
+    offs_k = pid % SPLIT_K * BLOCK_K + tl.arange(0, BLOCK_K)
+    offs_r = (pid // SPLIT_K) % R_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = (pid // (SPLIT_K * R_BLOCKS)).to(tl.int64)
+    slot = tl.load(mapping_ptr + row)
+    if slot >= 0:
+        a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
+        product = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
+        for first_k in tl.range(0, K, BLOCK_K * SPLIT_K):
+            mask_k = offs_k < K - first_k
+            mask = (offs_r < R)[:, None] & mask_k[None, :]
+            a = tl.load(a_ptr + offs_r[:, None] * K + (first_k + offs_k)[None, :], mask=mask, other=0.0)
+            x = tl.load(x_ptr + row * K + first_k + offs_k, mask=mask_k, other=0.0)
+            product += a.to(tl.float32) * x.to(tl.float32)[None, :]
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        out_ptrs = out_ptr + (pid_slice * num_tokens + row) * R + offs_r
+        tl.atomic_add(out_ptrs, tl.sum(product, 1), mask=offs_r < R, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_segments"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _atomic_shrink_tiles_kernel(
+    x_ptr,
+    a_ptrs,
+    out_ptr,
+    mapping_ptr,
     sorted_ptr,
     counts_ptr,
     starts_ptr,
     ids_ptr,
+    num_tokens,
     num_segments,
-    scaling,
-    stride_xt,
     K: tl.constexpr,
     R: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    UPCAST: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
-    """BLOCK_M rows of one segment x all ranks x every SPLIT_K-th block of K, added into v."""
+    """BLOCK_M rows of one segment x BLOCK_R ranks x one K split, added into ``out[slice, rows]``."""
+    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     pid = tl.program_id(0)
-    pid_k = pid % SPLIT_K
-    slot, start, num_rows = find_tile(
-        pid // SPLIT_K, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS
-    )
+    pid_slice = tl.program_id(1)
+    tile = pid // (SPLIT_K * R_BLOCKS)
+    slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
     if slot >= 0:
         offs_m = tl.arange(0, BLOCK_M)
-        offs_r = tl.arange(0, BLOCK_R)
-        offs_k = tl.arange(0, BLOCK_K)
+        offs_r = (pid // SPLIT_K) % R_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
+        offs_k = pid % SPLIT_K * BLOCK_K + tl.arange(0, BLOCK_K)
         mask_m = offs_m < num_rows
-        mask_r = offs_r < R
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
-        a_ptrs = a_ptr + slot.to(tl.int64) * (R * K) + offs_r[None, :] * K
-        x_ptrs = x_ptr + rows[:, None] * stride_xt
+        a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for first_k in tl.range(pid_k * BLOCK_K, K, BLOCK_K * SPLIT_K):
-            k = first_k + offs_k
-            x = tl.load(x_ptrs + k[None, :], mask=(k < K)[None, :], other=0.0)
-            a = tl.load(a_ptrs + k[:, None], mask=mask_r[None, :] & (k < K)[:, None], other=0.0)
-            if UPCAST:  # the interpreter multiplies bfloat16 as integers
-                x = x.to(tl.float32)
-                a = a.to(tl.float32)
-            acc = tl.dot(x, a, acc, input_precision="ieee")
-        mask = mask_m[:, None] & mask_r[None, :]
-        tl.atomic_add(v_ptr + rows[:, None] * R + offs_r[None, :], acc * scaling, mask=mask, sem="relaxed")
+        for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+            columns = step * (BLOCK_K * SPLIT_K) + offs_k
+            x = tl.load(x_ptr + rows[:, None] * K + columns[None, :], mask=(columns < K)[None, :], other=0.0)
+            mask = (offs_r < R)[None, :] & (columns < K)[:, None]
+            a = tl.load(a_ptr + offs_r[None, :] * K + columns[:, None], mask=mask, other=0.0)
+            acc = dot(x, a, acc, INTERPRET)
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        out_ptrs = out_ptr + (pid_slice * num_tokens + rows)[:, None] * R + offs_r[None, :]
+        tl.atomic_add(out_ptrs, acc, mask=mask_m[:, None] & (offs_r < R)[None, :], sem="relaxed")
 
 
-def plan_atomic_shrink(x: torch.Tensor, a: torch.Tensor, segments: int, entries: int) -> Launch:
-    """The launch for x [T, K] and A [L, r, K]: K is split until about `PROGRAMS` programs run, into blocks of 128 to 512."""
-    tokens, k = x.shape
-    tiles = max_tiles(tokens, segments, BLOCK_M)
-    split_k = max(1, min(cdiv(k, SMALLEST_BLOCK_K), PROGRAMS // tiles))
-    block_k = min(LARGEST_BLOCK_K, block_at_least(cdiv(k, split_k)))
-    rank = a.shape[1]
-    constants = (k, rank, block_at_least(entries), BLOCK_M, block_at_least(rank), block_k, split_k, INTERPRETED)
-    return Launch(_shrink_add_kernel, (tiles * split_k, 1, 1), (x.stride(0),), constants, 4, False)
-
-
-def atomic_linear(
+def prepare_lora_atomics(
     y: torch.Tensor,
     x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    meta: Sequence[torch.Tensor],
-    scaling: float = 1.0,
-) -> Callable[[], None]:
-    """A call that does ``y[t] += scaling * (x[t] @ A[slot(t)]^T) @ B[slot(t)]^T``: zero-fill, shrink by atomics, expand.
+    lora_a_weights: Sequence[torch.Tensor],
+    lora_b_weights: Sequence[torch.Tensor],
+    meta_args: Sequence[Any],
+    shrink: dict[str, Any],
+    expand: dict[str, Any],
+    *,
+    overlap: bool,
+) -> Callable[..., None]:
+    """``call(y, x, a, b)``: y += (x A^T) B^T by zeroing, an atomic shrink and the deterministic expand.
 
-    y [T, N], x [T, K], A [L, r, K], B [L, N, r]; `meta` are the seven of `LoRAKernelMeta.meta_args`.
+    The arguments given here fix shapes (x [T, K] and the weights contiguous, y [T, W]); ``meta_args`` are those of
+    `LoRAKernelMeta`, ``shrink`` and ``expand`` configurations of `punica.ops.triton_ops.configs`. ``overlap``: expand
+    starts before shrink has ended. The result's last bits differ from run to run.
     """
-    *indices, flag, active = meta
-    segments = active_segments(*split_count(active), indices[4].numel())
-    launch = plan_atomic_shrink(x, a, segments, indices[4].numel())
-    aligned = all_aligned(x, a, *indices)
+    a = describe_weights("lora_a_weights", lora_a_weights, -2)
+    b = describe_weights("lora_b_weights", lora_b_weights, -1)
+    *meta, _, count = meta_args
+    segments, entries, slices = int(count), meta[4].numel(), len(lora_a_weights)
+    tokens, k = x.shape
+    split_k, block_k = shrink["split_k"], min(shrink["block_k"], block_at_least(k))
+    h = torch.empty(1, slices, tokens, a.rank, dtype=torch.float32, device=x.device)
+    indices: tuple[torch.Tensor, ...]
+    if shrink["row_wise"]:
+        block_r = min(shrink["block_r"], block_at_least(a.rank, 1))
+        grid = (tokens * cdiv(a.rank, block_r) * split_k, slices, 1)
+        constants: tuple = (k, a.rank, slices, block_r, block_k, split_k, overlap)
+        first = Launch(_atomic_shrink_rows_kernel, grid, (), constants, shrink["num_warps"], False)
+        indices, counts = (meta[0],), (tokens,)
+    else:
+        block_m, block_r = shrink["block_m"], min(shrink["block_n"], block_at_least(a.rank))
+        grid = (max_tiles(tokens, segments, block_m) * cdiv(a.rank, block_r) * split_k, slices, 1)
+        blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, shrink["num_stages"])
+        constants = (k, a.rank, slices, *blocks, overlap, INTERPRETED)
+        first = Launch(_atomic_shrink_tiles_kernel, grid, (), constants, shrink["num_warps"], False)
+        indices, counts = tuple(meta), (tokens, segments)  # type: ignore[assignment]
+    second = plan_expand(
+        h.shape, h.stride(), y, b, segments, entries, expand,
+        offset_start=0, add_inputs=True, has_ranks=False, pdl=overlap,
+    )  # fmt: skip
 
-    def call() -> None:
-        with on_device(x.get_device()):
-            v = torch.zeros(1, x.shape[0], a.shape[1], dtype=torch.float32, device=x.device)
-            launch((x, a, v, *indices[1:]), (segments, scaling), aligned)
-            lora_expand(v, (b,), y, *indices, flag, active, add_inputs=True)
+    def call(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+        h.zero_()
+        first((x, tuple(a), h, *indices), counts, True)
+        second.run(h, b, y, meta, None, True)
 
     return call

@@ -1,7 +1,7 @@
 """Checks of the Triton ops' arguments: everything the host can see, before anything is written (spec table 3.2).
 
-They look at shapes, strides, dtypes and devices alone, so an op runs them once per combination of those (`launch.Plans`); an
-address is never part of that key, so freed and reused memory cannot bring back a stale answer.
+They look at shapes, strides, dtypes and devices alone, so an op runs them once per combination of those
+(`launch.Plans`); an address is never part of that key, so freed and reused memory cannot bring back a stale answer.
 """
 
 import math
@@ -27,13 +27,16 @@ __all__ = [
     "describe_weights",
     "flag_is_set",
     "split_count",
+    "verify_indices",
 ]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Weights(NamedTuple):
-    """Form of the weights of all slices: A slices are ``[slots, rank, widths[0]]``, B slices ``[slots, widths[i], rank]``."""
+    """Form of the weights of all slices: A slices are ``[slots, rank, widths[0]]``, B slices ``[slots, widths[i],
+    rank]``.
+    """
 
     slots: int
     rank: int
@@ -44,7 +47,9 @@ class Weights(NamedTuple):
 
 
 def describe_weights(name: str, weights: Sequence[torch.Tensor], rank_dim: int) -> Weights:
-    """Validated form of `weights`; ``rank_dim`` is the dimension of r: -2 for A ``[L, (1,) r, K]``, -1 for B ``[L, (1,) N, r]``."""
+    """Validated form of `weights`; ``rank_dim`` is the dimension of r: -2 for A ``[L, (1,) r, K]``, -1 for B ``[L, (1,)
+    N, r]``.
+    """
     if len(weights) == 0:
         raise ValueError(f"{name} is empty: pass one weight tensor per slice, at least one")
     first = weights[0]
@@ -84,7 +89,8 @@ def _order(label: str, weight: torch.Tensor) -> bool:
     if weight.transpose(-1, -2).is_contiguous():
         return False
     raise ValueError(
-        f"{label} (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither row-major nor with its last "
+        f"{label} (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither "
+        "row-major nor with its last "
         f"two dimensions swapped: pass a contiguous tensor"
     )
 
@@ -99,7 +105,9 @@ def flag_is_set(no_lora_flag_cpu: Any) -> bool:
 
 
 def split_count(num_active_loras: Any) -> tuple[torch.Tensor | None, int]:
-    """The active count as the ops take it: a CPU tensor stays data for graph tracers; a number, or -1 when it is absent."""
+    """The active count as the ops take it: a CPU tensor stays data for graph tracers; a number, or -1 when it is
+    absent.
+    """
     if isinstance(num_active_loras, torch.Tensor):
         return num_active_loras, -1
     if num_active_loras is None:
@@ -129,7 +137,8 @@ def active_segments(count: torch.Tensor | None, number: int, entries: int) -> in
             raise TypeError(f"num_active_loras has dtype {count.dtype}; an integer is needed")
         if count.numel() != 1 or count.device.type != "cpu":
             raise ValueError(
-                f"num_active_loras must be an int or a CPU tensor with one element, got shape {tuple(count.shape)} on {count.device}"
+                "num_active_loras must be an int or a CPU tensor with one element, got shape "
+                f"{tuple(count.shape)} on {count.device}"
             )
         number = int(count)
     elif number == -1:
@@ -176,7 +185,8 @@ def check_runnable(device: torch.device) -> None:
     """RuntimeError where no Triton kernel can run."""
     if device.type != "cuda" and not INTERPRETED:
         raise RuntimeError(
-            f"the Triton ops need CUDA tensors, got {device}; on the CPU use punica.ops.torch_ops, or set TRITON_INTERPRET=1 "
+            f"the Triton ops need CUDA tensors, got {device}; on the CPU use punica.ops.torch_ops, or "
+            "set TRITON_INTERPRET=1 "
             f"before punica is imported to run the kernels in Triton's interpreter"
         )
 
@@ -223,7 +233,8 @@ def check_expand_input(h: torch.Tensor, weights: Weights) -> None:
         raise TypeError(f"inputs has dtype {h.dtype}; float32 or the weights' {weights.dtype} is needed")
     if h.ndim != 3 or h.shape[0] != len(weights.widths):
         raise ValueError(
-            f"inputs must be [slices, tokens, rank] with {len(weights.widths)} slices, one per weight, got {tuple(h.shape)}"
+            f"inputs must be [slices, tokens, rank] with {len(weights.widths)} slices, one per "
+            f"weight, got {tuple(h.shape)}"
         )
     if h.shape[2] != weights.rank:
         raise ValueError(
@@ -253,3 +264,27 @@ def check_expand_output(y: torch.Tensor, tokens: int, weights: Weights, offset_s
         raise ValueError(
             f"output_tensor is on {y.device}, lora_b_weights on {weights.device}: all must share one device"
         )
+
+
+def verify_indices(meta: Sequence[torch.Tensor], slots: int) -> None:
+    """For debugging: the metadata's values on the device. Waits for the device. ValueError names the first bad value.
+
+    ``meta``: mapping, sorted indices, counts, starts, ids, as `LoRAKernelMeta.meta_args` gives them.
+    """
+    mapping, order, counts, starts, ids = (tensor.cpu() for tensor in meta)
+    tokens = mapping.shape[0]
+    limits = [("token_lora_mapping", mapping, -1, slots - 1), ("lora_ids", ids, -1, slots - 1)]
+    limits += [("num_tokens_per_lora", counts, 0, tokens), ("lora_token_start_loc", starts, 0, tokens)]
+    for name, values, low, high in (*limits, ("token_indices_sorted_by_lora_ids", order, 0, tokens - 1)):
+        bad = ((values < low) | (values > high)).nonzero().flatten()
+        if bad.numel():
+            position = int(bad[0])
+            raise ValueError(f"{name}[{position}] is {int(values[position])}; it must be in [{low}, {high}]")
+    for entry, slot in enumerate(ids.tolist()):
+        first, count = int(starts[entry]), int(counts[entry])
+        rows = order[first : first + count].long()
+        if slot >= 0 and (rows.numel() != count or bool((mapping[rows] != slot).any())):
+            raise ValueError(
+                f"segment {entry} of lora_ids (slot {slot}, sorted positions {first} to {first + count}) holds rows of "
+                f"another slot: the metadata tensors are not of one step"
+            )

@@ -1,7 +1,7 @@
 """Which block sizes a kernel runs with: a tuned file for this GPU when there is one, else rules of thumb.
 
-A configuration is a dict with lower-case keys. ``block_m, block_n, block_k, num_warps, num_stages`` always, ``split_k`` for
-shrinks, and for shrink and expand these extras of the kernels in this package (all optional in a tuned file):
+A configuration is a dict with lower-case keys. ``block_m, block_n, block_k, num_warps, num_stages`` always, ``split_k``
+for shrinks, and for shrink and expand these extras of the kernels in this package (all optional in a tuned file):
 
 | key | op | meaning |
 |---|---|---|
@@ -9,10 +9,10 @@ shrinks, and for shrink and expand these extras of the kernels in this package (
 | ``block_r`` | shrink, row-wise | ranks per program (a power of two, 1 and up) |
 | ``tiles_n`` | expand, tiles | column blocks that one program walks |
 
-A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores) nests string
-keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k = hidden size and
-n = rank, all others: k = rank and n = hidden size. At each level the exact key is taken, else the nearest (ties: the
-smaller); ``num_slices`` must match. `experiments/tune.py` writes these files.
+A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
+nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k
+= hidden size and n = rank, all others: k = rank and n = hidden size. At each level the exact key is taken, else the
+nearest (ties: the smaller); ``num_slices`` must match. `experiments/tune.py` writes these files.
 """
 
 import functools
@@ -94,8 +94,9 @@ def get_lora_op_configs(
     tuned_dir: str | None = None,
     batch_invariant: bool = False,
 ) -> dict[str, Any]:
-    """Configuration of one launch. ``max_loras``: segments the grid holds; ``batch``: rows; ``batch_invariant``: the one
-    form and split that depends on neither, whatever a tuned file says."""
+    """Configuration of one launch. ``max_loras``: segments the grid holds; ``batch``: rows; ``batch_invariant``: the
+    one form and split that depends on neither, whatever a tuned file says.
+    """
     return dict(
         get_config(
             op_type,
@@ -145,7 +146,10 @@ def get_config(
         if not isinstance(node, dict) or not node:
             raise ValueError(f"tuned LoRA kernel table {where}: no entries of level {level!r}")
         if level == "num_slices" and str(wanted) not in node:
-            _warn_once("slices", f"tuned LoRA kernel table {where} has nothing for {wanted} slices: defaults are used")
+            if tuned_dir is not None:
+                _warn_once(
+                    "slices", f"tuned LoRA kernel table {where} has nothing for {wanted} slices: defaults are used"
+                )
             return default
         key = min(node, key=lambda k: (abs(_number(k, where) - wanted), _number(k, where)))
         where, node = f"{where}[{key}]", node[key]
@@ -207,14 +211,19 @@ def _default(
 
 
 def _default_shrink(segments: int, rows: int, hidden: int, rank: int, slices: int, invariant: bool) -> dict[str, Any]:
-    """Few rows or short segments: one row per program and all of K at once (up to 4096), as many ranks per program as leave
-    about 64 programs. Long segments: tiles, K split only as far as it takes to occupy the multiprocessors, since expand
-    sums the planes again."""
+    """Few rows or short segments: one row per program and all of K at once (up to 4096), as many ranks per program as
+    leave about 64 programs. Long segments: tiles, K split only as far as it takes to occupy the multiprocessors, since
+    expand sums the planes again.
+    """
     lanes = block_at_least(rank)
     config: dict[str, Any] = {"row_wise": False, "block_m": 16, "block_n": min(lanes, 64), "block_k": 128, "block_r": 1}
-    config |= {"split_k": 1, "num_warps": 4, "num_stages": 4}
+    config |= {"split_k": 1, "num_warps": 4, "num_stages": 3}
     if invariant:
-        return config | {"split_k": max(1, min(8, hidden // 512))}
+        return config | {
+            "block_m": 16 if rows <= 128 else 32,
+            "block_k": 256,
+            "split_k": max(1, min(4, hidden // 1024)),
+        }
     if rows <= 128 or rows < 4 * segments:
         block_k = min(4096, block_at_least(hidden))
         block_r = min(16, block_at_least(rank, 1), _power_below(rows * rank * slices // 64))
@@ -231,7 +240,7 @@ def _default_shrink(segments: int, rows: int, hidden: int, rank: int, slices: in
     split_k = 1
     while split_k < 4 and programs * split_k <= 64 and hidden >= split_k * 1024:
         split_k *= 2
-    return config | {"block_m": block_m, "split_k": split_k}
+    return config | {"block_m": block_m, "split_k": split_k, "num_stages": 4}
 
 
 def _default_expand(segments: int, rows: int, hidden: int, rank: int, slices: int, invariant: bool) -> dict[str, Any]:
@@ -240,7 +249,7 @@ def _default_expand(segments: int, rows: int, hidden: int, rank: int, slices: in
     config: dict[str, Any] = {"row_wise": False, "block_m": 16, "block_n": 128, "block_k": min(lanes, 128)}
     config |= {"num_warps": 4, "num_stages": 3, "tiles_n": 1}
     if invariant:
-        return config
+        return config | {"block_m": 16 if rows <= 128 else 32, "tiles_n": 1 if rows <= 512 else 8}
     if rows <= 16 or rows < 6 * segments:
         return config | {"row_wise": True, "block_n": max(32, 4096 // lanes)}
     if rows <= 256:

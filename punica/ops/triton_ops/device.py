@@ -60,8 +60,9 @@ def find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M: tl.c
 
 @triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """acc + a @ b in float32; float32 operands take IEEE products. Every row's result depends on that row of `a` alone, also
-    in the interpreter, whose own product depends on the row's position (and multiplies bfloat16 as integers)."""
+    """acc + a @ b in float32; float32 operands take IEEE products. Every row's result depends on that row of `a` alone,
+    also in the interpreter, whose own product depends on the row's position (and multiplies bfloat16 as integers).
+    """
     if INTERPRETED:
         return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
     return tl.dot(a, b, acc, input_precision="ieee")

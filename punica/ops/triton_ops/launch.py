@@ -1,9 +1,10 @@
 """Launching kernels from the host in a few microseconds, and the operator library they are registered in.
 
-A Triton launch spends most of its host time working out what every argument is specialised on, and an operator's own checks
-cost about as much. Both depend only on the *forms* of the arguments (shapes, strides, dtypes, devices). So an op makes a
-plan per combination of forms, once: arguments checked, configuration and grid chosen; a `Launch` then remembers its compiled kernel. Per
-call remain one look-up and the test that addresses are multiples of 16 (else Triton's own, slower way is taken).
+A Triton launch spends most of its host time working out what every argument is specialised on, and an operator's own
+checks cost about as much. Both depend only on the *forms* of the arguments (shapes, strides, dtypes, devices). So an op
+makes a plan per combination of forms, once: arguments checked, configuration and grid chosen; a `Launch` then remembers
+its compiled kernel. Per call remain one look-up and the test that addresses are multiples of 16 (else Triton's own,
+slower way is taken).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,10 +24,12 @@ __all__ = [
     "cdiv",
     "forms",
     "on_device",
+    "stages_that_fit",
     "supports_pdl",
 ]
 
-# With TRITON_INTERPRET=1 in the environment when this module is imported, kernels run on the CPU, statement by statement.
+# With TRITON_INTERPRET=1 in the environment when this module is imported, kernels run on the CPU, statement by
+# statement.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 _RUNTIME = triton.knobs.runtime
@@ -59,6 +62,24 @@ def supports_pdl(device: torch.device) -> bool:
     return _PDL_DEVICES[index]
 
 
+_SHARED_MEMORY: dict[int, int] = {}
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use on `device`; an H200's where there is no GPU to ask."""
+    if device.type != "cuda":
+        return 227 << 10
+    index = device.index
+    if index not in _SHARED_MEMORY:
+        _SHARED_MEMORY[index] = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return _SHARED_MEMORY[index]
+
+
+def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
+    """`stages`, or as many as leave room in shared memory for what a kernel needs besides (at least 1)."""
+    return max(1, min(stages, (shared_memory(device) - (8 << 10)) // stage_bytes))
+
+
 class Launch:
     """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``.
 
@@ -77,7 +98,7 @@ class Launch:
 
     def __call__(self, tensors: tuple, counts: tuple, aligned: bool) -> None:
         grid, compiled = self.grid, self.compiled
-        if compiled is not None and aligned and _RUNTIME.launch_enter_hook is None:
+        if compiled is not None and aligned and not _RUNTIME.launch_enter_hook.calls:
             stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
             compiled.run(
                 *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
@@ -93,7 +114,9 @@ class Launch:
             self.compiled = compiled
 
     compile_only = False
-    """True: compile instead of launching (tensors may be on the meta device); worker processes fill Triton's cache so."""
+    """True: compile instead of launching (tensors may be on the meta device); worker processes fill Triton's cache
+    so.
+    """
 
 
 def forms(*tensors: torch.Tensor) -> tuple:
@@ -102,7 +125,9 @@ def forms(*tensors: torch.Tensor) -> tuple:
 
 
 class Plans(dict):
-    """Plans of one op by the forms of its arguments: checks and choices made once. Bounded: a full table starts anew."""
+    """Plans of one op by the forms of its arguments: checks and choices made once. Bounded: a full table starts
+    anew.
+    """
 
     def keep(self, key: tuple, plan: Any) -> Any:
         """Store and return `plan`."""

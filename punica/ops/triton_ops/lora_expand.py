@@ -1,19 +1,21 @@
 """Expand: rank to output size, for every adapter and every slice of the batch in one launch.
 
-    y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 planes [splits, n, T, r], B_i [L, N_i, r]
+    y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 planes [splits, n, T, r], B_i [L, N_i,
+    r]
 
-Summing the planes of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is formed
-in fp32 and rounded once.
+Summing the planes of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is
+formed in fp32 and rounded once.
 
 * **rows**: one row x ``BLOCK_N`` columns, multiply and sum. The width of the block in ranks is chosen on the device, so
   that an adapter of rank 8 in a slot of width 64 costs what rank 16 costs, not rank 64.
-* **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one load
+* **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one
+load
   of h, so the planes are summed once for all of them.
 
 With ``PDL`` the kernel starts while shrink still runs: B and the old y are fetched first, then it waits for h.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
@@ -47,6 +49,7 @@ from punica.ops.triton_ops.launch import (
     cdiv,
     forms,
     on_device,
+    stages_that_fit,
 )
 
 __all__ = ["lora_expand", "plan_expand"]
@@ -87,32 +90,43 @@ def _expand_row(
     stride_hr,
     stride_bn,
     stride_br,
-    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     PLANES: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row x one block of columns, with a block LANES ranks wide."""
+    """One row x STEPS blocks of COLUMNS columns, each LANES ranks wide; the next block is fetched before one is
+    summed.
+    """
     offs_r = tl.arange(0, LANES)
-    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     # Whole vectors are read (a mask cut inside one would narrow every load); what lies beyond the rank is dropped.
     mask_read = offs_r < (rank + VECTOR - 1) // VECTOR * VECTOR
     b_ptrs = b_ptr + offs_n[:, None] * stride_bn + offs_r[None, :] * stride_br
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
+    old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
     if ADD:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     h = _sum_planes(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
-    product = tl.where((offs_r < rank)[None, :], b.to(tl.float32) * h[None, :], 0.0)
-    total = tl.sum(product, 1)
-    if ADD:
-        total += old.to(tl.float32)
-    tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n)
+    for step in tl.range(0, STEPS):
+        product = tl.where((offs_r < rank)[None, :], b.to(tl.float32) * h[None, :], 0.0)
+        before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
+        if STEPS > 1:
+            offs_n += COLUMNS
+            b_ptrs += COLUMNS * stride_bn
+            mask_n = (offs_n < width) & (step + 1 < STEPS)
+            b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
+            if ADD:
+                old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
+        total = tl.sum(product, 1) + before
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
@@ -136,13 +150,17 @@ def _lora_expand_rows_kernel(
     ROW_MAJOR: tl.constexpr,
     VECTOR: tl.constexpr,
     LANES: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PLANES: tl.constexpr,
     HAS_RANKS: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row x BLOCK_N columns of one slice. LANES: the ascending block widths among which the true rank chooses."""
+    """One row x BLOCK_N columns of one slice. The true rank chooses among the ascending LANES the width in ranks of a
+    block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many elements either
+    way.
+    """
     pid = tl.program_id(0)
     row = (pid // NUM_BLOCKS).to(tl.int64)
     slice_id, first_n, width, column = _column_block(pid % NUM_BLOCKS, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
@@ -160,15 +178,15 @@ def _lora_expand_rows_kernel(
                 if ROW_MAJOR:
                     _expand_row(
                         h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr, R, 1,
-                        BLOCK_N, LANES[i], VECTOR, PLANES, ADD, PDL,
+                        BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, PDL,
                     )  # fmt: skip
                 else:
                     _expand_row(
                         h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr, 1, width,
-                        BLOCK_N, LANES[i], VECTOR, PLANES, ADD, PDL,
+                        BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, PDL,
                     )  # fmt: skip
     else:
-        if PDL:
+        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
             if pid == 0:  # one waiting program keeps the kernel behind the one in front of it
                 tl.extra.cuda.gdc_wait()
 
@@ -289,15 +307,26 @@ def _lora_expand_tiles_kernel(
                     y_ptrs += BLOCK_N
                     b_ptrs_block += BLOCK_N * (R if ROW_MAJOR else 1)
     else:
-        if PDL:
+        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
             if pid == 0:
                 tl.extra.cuda.gdc_wait()
 
 
-def _lane_blocks(rank: int, has_ranks: bool) -> tuple[int, ...]:
-    """Block widths in ranks among which the kernel chooses per adapter: 16, 32 and the whole width."""
+def _lane_blocks(rank: int, block_n: int, has_ranks: bool, programs: Callable[[int], int]) -> tuple[tuple, tuple, int]:
+    """Block widths in ranks among which the kernel chooses, in how many steps each takes a program's columns, and how
+    many columns that is.
+
+    ``block_n`` suits the whole width. With true ranks a program gets up to as many times more columns as rank 16 is
+    narrower, so that its blocks stay as large; ``programs(block_n)`` must still occupy the device.
+    """
     whole = block_at_least(rank, 1)
-    return tuple(sorted({min(16, whole), min(32, whole), whole})) if has_ranks else (whole,)
+    if not has_ranks or whole <= 16:
+        return (whole,), (1,), block_n
+    factor = whole // 16
+    while factor > 1 and programs(block_n * factor) < 512:
+        factor //= 2
+    lanes = tuple(sorted({16, 32, whole}))
+    return lanes, tuple(max(1, factor * width // whole) for width in lanes), block_n * factor
 
 
 class ExpandPlan(NamedTuple):
@@ -340,19 +369,27 @@ def plan_expand(
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))
-    block_n, tiles_n = config["block_n"], 1 if config["row_wise"] else config["tiles_n"]
+    row_wise, block_n = config["row_wise"], config["block_n"]
+    if row_wise:
+        lanes, steps, block_n = _lane_blocks(
+            rank, block_n, has_ranks, lambda n: tokens * sum([cdiv(width, n) for width in weights.widths])
+        )
+    tiles_n = 1 if row_wise else config["tiles_n"]
     blocks = sum([cdiv(width, block_n * tiles_n) for width in weights.widths])
     columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
     vector = gcd(rank, 16 // weights.dtype.itemsize) if weights.row_major else 1
     problem = (rank, weights.widths, columns, slices, blocks, weights.row_major, vector)
     form_of = (planes, has_ranks, add_inputs, pdl)
-    if config["row_wise"]:
-        constants = (*problem, _lane_blocks(rank, has_ranks), block_n, *form_of)
+    if row_wise:
+        constants: tuple = (*problem, lanes, steps, block_n, *form_of)
         launch = Launch(_lora_expand_rows_kernel, (tokens * blocks, 1, 1), strides, constants, config["num_warps"], pdl)
         return ExpandPlan(launch, True, (weights.slots,))
-    block_m, block_r = config["block_m"], min(config["block_k"], block_at_least(rank))
+    # all ranks in one pass where that fits: more passes would read y-sized accumulators again
+    block_m, block_r = config["block_m"], block_at_least(rank) if rank <= 128 else min(config["block_k"], 128)
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
-    blocking = (block_at_least(entries), even, block_m, block_n, block_r, tiles_n, config["num_stages"])
+    stage_bytes = block_n * (block_r * weights.dtype.itemsize + block_m * y.element_size())
+    stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
+    blocking = (block_at_least(entries), even, block_m, block_n, block_r, tiles_n, stages)
     grid = (max_tiles(tokens, segments, block_m) * blocks, 1, 1)
     constants = (*problem, *blocking, *form_of, INTERPRETED)
     launch = Launch(_lora_expand_tiles_kernel, grid, strides, constants, config["num_warps"], pdl)
@@ -394,7 +431,14 @@ def _lora_expand(
         _PLANS.keep(key, plan)
     if plan is not None:
         with on_device(inputs.get_device()):
-            plan.run(inputs, lora_b_weights, output_tensor, meta, lora_ranks, all_aligned(inputs, output_tensor, *lora_b_weights))
+            plan.run(
+                inputs,
+                lora_b_weights,
+                output_tensor,
+                meta,
+                lora_ranks,
+                all_aligned(inputs, output_tensor, *lora_b_weights),
+            )
 
 
 def _make_plan(
@@ -432,7 +476,8 @@ def _lora_expand_fake(*arguments: Any) -> None:
 
 LIBRARY.define(
     "lora_expand(Tensor inputs, Tensor[] lora_b_weights, Tensor(a!) output_tensor, Tensor token_lora_mapping, "
-    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, "
+    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor "
+    "lora_token_start_loc, Tensor lora_ids, "
     "Tensor no_lora_flag_cpu, Tensor? active_count, int count, int offset_start, bool add_inputs, Tensor? lora_ranks, "
     "bool batch_invariant) -> ()"
 )
@@ -459,10 +504,10 @@ def lora_expand(
 ) -> None:
     """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
 
-    ``inputs`` [n, T, r] float32 or B's dtype (any strides), ``lora_b_weights`` n x [L, (1,) N_i, r], ``output_tensor`` [T, W]
-    (last stride 1), then the seven of `LoRAKernelMeta.meta_args` (the last, the active count, may be left out), with
-    ``o_0 = offset_start`` and ``o_{i+1} = o_i + N_i``. ``add_inputs``: add, else overwrite. ``lora_ranks`` int32 [n, L]: true
-    rank per slice and slot (None: r). Rows at slot -1 and all other columns are never written.
+    ``inputs`` [n, T, r] float32 or B's dtype (any strides), ``lora_b_weights`` n x [L, (1,) N_i, r], ``output_tensor``
+    [T, W] (last stride 1), then the seven of `LoRAKernelMeta.meta_args` (the last, the active count, may be left out),
+    with ``o_0 = offset_start`` and ``o_{i+1} = o_i + N_i``. ``add_inputs``: add, else overwrite. ``lora_ranks`` int32
+    [n, L]: true rank per slice and slot (None: r). Rows at slot -1 and all other columns are never written.
 
     TypeError for dtypes, ValueError for shapes, ranges and devices, before any write.
     """

@@ -2,11 +2,12 @@
 
     y[t, o_i : o_i + N_i] (+)= scaling * (x[t] @ A_i[slot(t)]^T) @ B_i[slot(t)]^T          o_0 = 0, o_{i+1} = o_i + N_i
 
-Beyond `lora_shrink` followed by `lora_expand` it does two things that need both kernels in one hand. K may be split: shrink
-leaves fp32 planes ``[splits, n, T, r]`` in a workspace and expand sums them as it reads. And with ``pdl`` (compute capability
-9.0 and newer) expand starts while shrink still runs, its weights and the old y already fetched when the planes are ready;
-shrink likewise fetches A while the kernel in front of it ends. That is safe because every kernel here lets its successor
-start only after it has itself waited for its predecessor: what a kernel reads early was complete two kernels ago.
+Beyond `lora_shrink` followed by `lora_expand` it does two things that need both kernels in one hand. K may be split:
+shrink leaves fp32 planes ``[splits, n, T, r]`` in a workspace and expand sums them as it reads. And with ``pdl``
+(compute capability 9.0 and newer) expand starts while shrink still runs, its weights and the old y already fetched when
+the planes are ready; shrink likewise fetches A while the kernel in front of it ends. That is safe because every kernel
+here lets its successor start only after it has itself waited for its predecessor: what a kernel reads early was
+complete two kernels ago.
 """
 
 from collections.abc import Sequence
@@ -112,8 +113,10 @@ def _make_plan(
     slices = len(lora_a_weights)
     if (slices, a.slots, a.rank, a.device, a.dtype) != (len(lora_b_weights), b.slots, b.rank, b.device, b.dtype):
         raise ValueError(
-            f"lora_a_weights ({slices} slices, {a.slots} slots, rank {a.rank}, {a.dtype}, {a.device}) and lora_b_weights "
-            f"({len(lora_b_weights)} slices, {b.slots} slots, rank {b.rank}, {b.dtype}, {b.device}) must agree; weights whose "
+            f"lora_a_weights ({slices} slices, {a.slots} slots, rank {a.rank}, {a.dtype}, {a.device}) "
+            "and lora_b_weights "
+            f"({len(lora_b_weights)} slices, {b.slots} slots, rank {b.rank}, {b.dtype}, {b.device}) "
+            "must agree; weights whose "
             f"rank is sharded differently take lora_shrink, a collective and lora_expand"
         )
     tokens, k = inputs.shape
@@ -196,9 +199,10 @@ def lora_linear(
 ) -> None:
     """``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T``, slice by slice, in place.
 
-    ``output_tensor`` [T, W] (last stride 1), ``inputs`` [T, K], ``lora_a_weights`` n x [L, (1,) r, K], ``lora_b_weights``
-    n x [L, (1,) N_i, r], then the seven of `LoRAKernelMeta.meta_args`. The other arguments, the treatment of rows at slot -1
-    and the errors are those of `lora_shrink` and `lora_expand`; ``pdl=False`` starts the kernels one after the other.
+    ``output_tensor`` [T, W] (last stride 1), ``inputs`` [T, K], ``lora_a_weights`` n x [L, (1,) r, K],
+    ``lora_b_weights`` n x [L, (1,) N_i, r], then the seven of `LoRAKernelMeta.meta_args`. The other arguments, the
+    treatment of rows at slot -1 and the errors are those of `lora_shrink` and `lora_expand`; ``pdl=False`` starts the
+    kernels one after the other.
     """
     active_count, count = split_count(num_active_loras)
     check_host_arguments(no_lora_flag_cpu, lora_a_weights=lora_a_weights, lora_b_weights=lora_b_weights)

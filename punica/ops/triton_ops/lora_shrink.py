@@ -4,14 +4,15 @@
 
 Two kernels, one meaning:
 
-* **rows**: a program multiplies one row with ``BLOCK_R`` ranks and sums over K, no tensor core: where segments are single
-  rows a 16-row tensor-core tile would be 15/16 padding, and the time is that of reading A (paper, section 4). The grid is
-  filled by splitting the *ranks*, which needs no second summation.
+* **rows**: a program multiplies one row with ``BLOCK_R`` ranks and sums over K, no tensor core: where segments are
+single
+  rows a 16-row tensor-core tile would be 15/16 padding, and the time is that of reading A (paper, section 4). The grid
+  is filled by splitting the *ranks*, which needs no second summation.
 * **tiles**: ``BLOCK_M`` rows of one segment through the tensor cores, for long segments.
 
-``SPLIT_K > 1`` cuts K among programs; each writes its own fp32 plane ``out[split]`` and whoever reads them (expand) adds
-them in ascending order. So there is no atomic add and no zero fill, and the bits repeat from run to run. The public op
-writes its result directly (one split); `lora_linear` uses planes.
+``SPLIT_K > 1`` cuts K among programs; each writes its own fp32 plane ``out[split]`` and whoever reads them (expand)
+adds them in ascending order. So there is no atomic add and no zero fill, and the bits repeat from run to run. The
+public op writes its result directly (one split); `lora_linear` uses planes.
 
 Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, and lanes beyond it are not read.
 """
@@ -50,6 +51,7 @@ from punica.ops.triton_ops.launch import (
     cdiv,
     forms,
     on_device,
+    stages_that_fit,
 )
 
 __all__ = ["lora_shrink", "plan_shrink"]
@@ -80,6 +82,7 @@ def _lora_shrink_rows_kernel(
     STRIDE_AK: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PROGRAMS_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     HAS_RANKS: tl.constexpr,
@@ -87,50 +90,57 @@ def _lora_shrink_rows_kernel(
     ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row x BLOCK_R ranks x one K split. DIRECT: `out` is the result (absent lanes and rows are zeros), not planes."""
+    """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
+    programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
+    once.
+    """
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     pid = tl.program_id(0)
     pid_slice = tl.program_id(1)
     pid_k = pid % SPLIT_K
-    first_r = (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
-    row = (pid // (SPLIT_K * R_BLOCKS)).to(tl.int64)
+    pid_r = (pid // SPLIT_K) % PROGRAMS_R
+    row = (pid // (SPLIT_K * PROGRAMS_R)).to(tl.int64)
 
     slot = tl.load(mapping_ptr + row)
     rank = 0
     if slot >= 0:
         rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
-    offs_r = first_r + tl.arange(0, BLOCK_R)
+    offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * R + offs_r
 
-    if first_r < rank:
+    if pid_r * BLOCK_R < rank:
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
         a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
-        a_ptrs_block = a_ptr + offs_r[:, None] * STRIDE_AR + offs_k[None, :] * STRIDE_AK
-        mask_r = (offs_r < rank)[:, None]
+        a_block = a_ptr + offs_r[:, None] * STRIDE_AR + offs_k[None, :] * STRIDE_AK
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk
-        if EVEN_K:
-            a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
-        else:
-            a = tl.load(a_ptrs_block, mask=mask_r & (offs_k < K)[None, :], other=0.0)
+        mask_k = offs_k < (1 << 30 if EVEN_K else K)
+        a = tl.load(a_block, mask=(offs_r < rank)[:, None] & mask_k[None, :], other=0.0)
         if PDL:  # A was written long before; x may come from the kernel in front of this one
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        if EVEN_K:
-            x = tl.load(x_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=offs_k < K, other=0.0)
-        product = a.to(tl.float32) * x.to(tl.float32)[None, :]
-        for step in tl.range(1, STEPS):
-            jump = step * (BLOCK_K * SPLIT_K)
-            mask_k = offs_k < K - jump
-            a = tl.load(a_ptrs_block + jump * STRIDE_AK, mask=mask_r & mask_k[None, :], other=0.0)
-            x = tl.load(x_ptrs + jump * stride_xk, mask=mask_k, other=0.0)
-            product += a.to(tl.float32) * x.to(tl.float32)[None, :]
-        _store_shrunk(out_ptrs, tl.sum(product, 1) * scaling, offs_r < (R if DIRECT else rank), ACCUMULATE)
+        x = tl.load(x_ptrs, mask=mask_k, other=0.0).to(tl.float32)
+        for _ in tl.range(
+            pid_r * BLOCK_R, rank if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R
+        ):
+            product = a.to(tl.float32) * x[None, :]
+            mask_r = (offs_r < rank)[:, None]
+            for step in tl.range(1, STEPS):
+                jump = step * (BLOCK_K * SPLIT_K)
+                mask_step = offs_k < K - jump
+                a_step = tl.load(a_block + jump * STRIDE_AK, mask=mask_r & mask_step[None, :], other=0.0)
+                x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
+                product += a_step.to(tl.float32) * x_step.to(tl.float32)[None, :]
+            mask_out = offs_r < (R if DIRECT else rank)
+            if PROGRAMS_R < R_BLOCKS:  # fetch the next ranks before this block's sum is formed
+                a_block += PROGRAMS_R * BLOCK_R * STRIDE_AR
+                offs_r += PROGRAMS_R * BLOCK_R
+                a = tl.load(a_block, mask=(offs_r < rank)[:, None] & mask_k[None, :], other=0.0)
+            _store_shrunk(out_ptrs, tl.sum(product, 1) * scaling, mask_out, ACCUMULATE)
+            out_ptrs += PROGRAMS_R * BLOCK_R
     else:
-        if PDL:
+        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
             if (pid == 0) & (pid_slice == 0):  # one waiting program keeps the kernel behind the one in front of it
                 tl.extra.cuda.gdc_wait()
         if DIRECT and not ACCUMULATE:
@@ -175,7 +185,9 @@ def _lora_shrink_tiles_kernel(
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """BLOCK_M rows of one segment x BLOCK_R ranks x one K split. With DIRECT, programs past the tiles zero bare rows."""
+    """BLOCK_M rows of one segment x BLOCK_R ranks x one K split. With DIRECT, programs past the tiles zero bare
+    rows.
+    """
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
@@ -220,7 +232,7 @@ def _lora_shrink_tiles_kernel(
             mask = mask_m[:, None] & (offs_r < (R if DIRECT else rank))[None, :]
             _store_shrunk(out_ptrs, acc * scaling, mask, ACCUMULATE)
         else:
-            if PDL:
+            if PDL:  # noqa: SIM102 (PDL is decided at compile time)
                 if (pid == 0) & (pid_slice == 0):
                     tl.extra.cuda.gdc_wait()
     else:
@@ -266,10 +278,11 @@ def plan_shrink(
     overlap: bool = False,
     early: bool = False,
 ) -> ShrinkPlan:
-    """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of ``lora_ids`` may be active.
+    """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of ``lora_ids`` may be
+    active.
 
-    ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, r]. ``overlap``: it lets the kernel
-    behind it start early; ``early``: it itself starts early.
+    ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, r]. ``overlap``: it lets the
+    kernel behind it start early; ``early``: it itself starts early.
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
@@ -278,18 +291,34 @@ def plan_shrink(
     form_of = (has_ranks, direct, accumulate, overlap)
     if config["row_wise"]:
         block_r = min(config["block_r"], block_at_least(rank, 1))
-        grid = (tokens * cdiv(rank, block_r) * split_k, slices, 1)
-        constants = (*problem, block_r, block_k, split_k, *form_of)
+        programs_r = cdiv(rank, block_r)
+        if has_ranks and not direct:
+            programs_r = _rank_programs(programs_r, block_r, tokens * slices * split_k)
+        grid = (tokens * programs_r * split_k, slices, 1)
+        constants: tuple = (*problem, block_r, programs_r, block_k, split_k, *form_of)
         launch = Launch(_lora_shrink_rows_kernel, grid, x.stride(), constants, config["num_warps"], early)
         return ShrinkPlan(launch, True, (tokens, weights.slots))
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(rank))
     tiles = max_tiles(tokens, segments, block_m)
     bare_tiles = cdiv(tokens, block_m) if direct and not accumulate else 0
     grid = ((tiles + bare_tiles) * cdiv(rank, block_r) * split_k, slices, 1)
-    blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, config["num_stages"])
+    bytes_of = (block_m + block_r) * weights.dtype.itemsize
+    while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
+        block_k //= 2
+    stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
+    blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, stages)
     constants = (*problem, *blocks, *form_of, INTERPRETED)
     launch = Launch(_lora_shrink_tiles_kernel, grid, x.stride(), constants, config["num_warps"], early)
     return ShrinkPlan(launch, False, (tokens, segments, tiles, weights.slots))
+
+
+def _rank_programs(blocks: int, block_r: int, others: int) -> int:
+    """Programs that share the rank blocks of one row when true ranks vary: as few as cover rank 16 at once, so that low
+    ranks leave no idle programs behind, but enough to occupy the device."""
+    programs = blocks
+    while programs * block_r > 16 and programs % 2 == 0 and programs // 2 * others >= 256:
+        programs //= 2
+    return programs
 
 
 _PLANS = Plans()
@@ -331,7 +360,15 @@ def _lora_shrink(
             output_tensor.zero_()
         return
     with on_device(inputs.get_device()):
-        plan.run(inputs, lora_a_weights, output_tensor, meta, lora_ranks, scaling, all_aligned(inputs, output_tensor, *lora_a_weights))
+        plan.run(
+            inputs,
+            lora_a_weights,
+            output_tensor,
+            meta,
+            lora_ranks,
+            scaling,
+            all_aligned(inputs, output_tensor, *lora_a_weights),
+        )
 
 
 def _make_plan(
@@ -368,7 +405,8 @@ def _lora_shrink_fake(*arguments: Any) -> None:
 
 LIBRARY.define(
     "lora_shrink(Tensor inputs, Tensor[] lora_a_weights, Tensor(a!) output_tensor, Tensor token_lora_mapping, "
-    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, "
+    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor "
+    "lora_token_start_loc, Tensor lora_ids, "
     "Tensor no_lora_flag_cpu, Tensor? active_count, int count, float scaling, bool accumulate, Tensor? lora_ranks, "
     "bool batch_invariant) -> ()"
 )
@@ -417,13 +455,14 @@ def _shrink(
 def lora_shrink(*args: Any, **kwargs: Any) -> None:
     """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
 
-    Arguments, in order: ``inputs`` [T, K] (any strides), ``lora_a_weights`` n x [L, (1,) r, K], ``output_tensor`` [n, T, r]
-    contiguous, the seven of `LoRAKernelMeta.meta_args`, ``scaling``, ``accumulate=False``; by keyword ``lora_ranks`` (int32
-    [n, L], true rank per slice and slot; None: r) and ``batch_invariant``. With ten positional arguments the active count
-    is left out and the tenth is ``scaling``.
+    Arguments, in order: ``inputs`` [T, K] (any strides), ``lora_a_weights`` n x [L, (1,) r, K], ``output_tensor`` [n,
+    T, r] contiguous, the seven of `LoRAKernelMeta.meta_args`, ``scaling``, ``accumulate=False``; by keyword
+    ``lora_ranks`` (int32 [n, L], true rank per slice and slot; None: r) and ``batch_invariant``. With ten positional
+    arguments the active count is left out and the tenth is ``scaling``.
 
-    Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. Errors as in the
-    table of the package's checks: TypeError for dtypes, ValueError for shapes, ranges and devices, before any write.
+    Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. Errors as in
+    the table of the package's checks: TypeError for dtypes, ValueError for shapes, ranges and devices, before any
+    write.
     """
     if len(args) == 10 and "scaling" not in kwargs:
         args = (*args[:9], None, args[9])

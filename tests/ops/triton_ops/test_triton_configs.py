@@ -82,7 +82,7 @@ def test_rank_comes_before_hidden_size_for_expand(tmp_path):
 
 
 def test_missing_file_and_missing_slices_warn_once(tmp_path):
-    default = get_lora_op_configs("shrink", 2, 4, 128, 16, 1)
+    default = configs._default("shrink", 2, 4, 128, 16, 1, False)
     with pytest.warns(UserWarning, match="SHRINK"):
         assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path)) == default
     with warnings.catch_warnings():
@@ -133,16 +133,23 @@ def test_unknown_op_type():
             function()
 
 
-def test_batch_invariant_looks_at_neither_rows_nor_files(tmp_path):
+def test_batch_invariant_fixes_what_decides_bits(tmp_path):
+    """Form, K block and split: the order in which products are added. How many rows or columns a program has is
+    free.
+    """
     write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
-    found = {
-        json.dumps(
-            get_lora_op_configs("shrink", segments, rows, 4096, 16, 1, tuned_dir=str(tmp_path), batch_invariant=True)
-        )
-        for segments in (1, 7, 64)
-        for rows in (1, 64, 8192)
-    }
-    assert len(found) == 1
+    for op_type, keys in (("shrink", ("row_wise", "block_k", "split_k")), ("expand", ("row_wise", "block_k"))):
+        found = {
+            tuple(
+                get_lora_op_configs(
+                    op_type, segments, rows, 4096, 16, 1, add_inputs=True, tuned_dir=str(tmp_path), batch_invariant=True
+                )[key]
+                for key in keys
+            )
+            for segments in (1, 7, 64)
+            for rows in (1, 64, 200, 8192)
+        }
+        assert len(found) == 1
 
 
 def test_returned_dict_is_a_copy():

@@ -189,6 +189,22 @@ def test_addresses_beyond_32_bits():
         torch.testing.assert_close(y.float(), want, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("rank", [16, 64, 256])
+@pytest.mark.parametrize("dtype", [FP16, torch.float32], ids=str)
+def test_long_segments_fit_into_shared_memory(dtype, rank, invariant):
+    tokens, k = 2048, 1024
+    batch = Batch([0] * 1500 + [1] * 548, 16, (16,), rank, 2, dtype, "cuda")
+    x = torch.randn(tokens, k, device="cuda").to(dtype)
+    a = (torch.randn(2, rank, k, device="cuda") / k**0.5).to(dtype)
+    b = (torch.randn(2, k, rank, device="cuda") / rank**0.5).to(dtype)
+    y = torch.zeros(tokens, k, device="cuda", dtype=dtype)
+    lora_linear(y, x, (a,), (b,), *batch.args, 1.0, batch_invariant=invariant)
+    x64, a64, b64 = x.double(), a.double(), b.double()
+    want = torch.cat([x64[:1500] @ a64[0].T @ b64[0].T, x64[1500:] @ a64[1].T @ b64[1].T])
+    assert_close(y, want.cpu(), dtype)
+
+
 def test_memory_stays_constant_over_many_steps():
     batch = Batch(random_slots(64, 8), 256, (128,), 16, 8, FP16, "cuda")
     numbers = torch.Generator().manual_seed(0)

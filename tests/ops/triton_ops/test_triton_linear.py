@@ -52,6 +52,25 @@ def test_true_ranks_and_poisoned_lanes(shrink, expand, device, use_config):
     assert_close(y, expected(batch, batch.y), FP16)
 
 
+def test_true_ranks_share_programs(device, use_config, monkeypatch):
+    """With enough rows one program takes several rank blocks, and wide adapters their columns in several steps."""
+    from importlib import import_module
+
+    shrink, expand = (import_module(f"punica.ops.triton_ops.{name}") for name in ("lora_shrink", "lora_expand"))
+    assert shrink._rank_programs(32, 2, 64) == 8
+    assert shrink._rank_programs(32, 2, 1) == 32
+    assert expand._lane_blocks(64, 256, True, lambda n: 4096 // n * 64) == ((16, 32, 64), (1, 1, 2), 512)
+    assert expand._lane_blocks(64, 64, True, lambda n: 11008 // n * 64) == ((16, 32, 64), (1, 2, 4), 256)
+    assert expand._lane_blocks(64, 64, False, lambda n: 1) == ((64,), (1,), 64)
+    monkeypatch.setattr(shrink, "_rank_programs", lambda blocks, block_r, others: 2)
+    monkeypatch.setattr(expand, "_lane_blocks", lambda rank, n, has_ranks, programs: ((16, 32, 64), (1, 2, 4), 64))
+    use_config(shrink={**SHRINKS["rows"], "block_r": 4, "block_k": 64}, expand=EXPANDS["rows"])
+    batch = Batch([0, 1, 2, 3, -1], 100, (150, 40), 64, 4, FP16, device, ranks=[[8, 20, 64, 0], [64, 33, 3, 20]])
+    y = batch.y.clone()
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, lora_ranks=batch.lora_ranks)
+    assert_close(y, expected(batch, batch.y), FP16)
+
+
 def test_agrees_with_shrink_then_expand(device):
     batch = Batch(random_slots(12, 3), 128, (40,), 16, 3, FP16, device)
     fused, apart = batch.y.clone(), batch.y.clone()
@@ -77,14 +96,14 @@ def test_the_same_bits_every_run(shrink, expand, device, use_config):
 
 @pytest.mark.parametrize("rank", [16, 64])
 def test_batch_invariance(rank, device):
-    """One row's bits, alone, among 7 and among 128 rows of other adapters, at another place in the batch each time."""
-    many = 128 if device == "cuda" else 33
-    k, width = (4096, 512) if device == "cuda" else (128, 48)
+    """One row's bits, alone, among 7, 33 and many rows of other adapters, at another place in the batch each time."""
+    many = 1024 if device == "cuda" else 140
+    k, width = (4096, 2048) if device == "cuda" else (128, 48)
     slots = random_slots(many, 4, seed=1)
     slots[20] = 2
     whole = Batch(slots, k, (width,), rank, 4, BF16, device)
     outcomes = []
-    for rows in ([20], [3, 20, 7, 0, 1, 30, 31], list(range(many))):
+    for rows in ([20], [3, 20, 7, 0, 1, 30, 31], list(range(33)), list(range(many))):
         part = Batch([slots[t] for t in rows], k, (width,), rank, 4, BF16, device)
         part.a, part.b = whole.a, whole.b
         y = whole.y[rows].clone()

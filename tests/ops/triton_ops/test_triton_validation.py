@@ -8,6 +8,7 @@ import torch
 from triton_batches import Batch
 
 from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
+from punica.ops.triton_ops.checks import verify_indices
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -22,7 +23,8 @@ def shrink_call(batch: Batch) -> dict[str, Any]:
     return {
         "inputs": batch.x, "lora_a_weights": batch.a, "output_tensor": torch.full((2, 3, 16), 7.0, device=batch.device),
         "token_lora_mapping": mapping, "token_indices_sorted_by_lora_ids": order, "num_tokens_per_lora": counts,
-        "lora_token_start_loc": starts, "lora_ids": ids, "no_lora_flag_cpu": flag, "num_active_loras": active, "scaling": 0.5,
+        "lora_token_start_loc": starts, "lora_ids": ids, "no_lora_flag_cpu": flag, "num_active_loras": active,
+        "scaling": 0.5,
     }  # fmt: skip
 
 
@@ -105,7 +107,12 @@ SHRINK_ERRORS = {
         "contiguous",
     ),
     "output shape": ("output_tensor", lambda c: torch.zeros(2, 3, 15), ValueError, "(2, 3, 16)"),
-    "output strided": ("output_tensor", lambda c: torch.cat([c["output_tensor"]] * 2, 2)[..., ::2], ValueError, "contiguous"),
+    "output strided": (
+        "output_tensor",
+        lambda c: torch.cat([c["output_tensor"]] * 2, 2)[..., ::2],
+        ValueError,
+        "contiguous",
+    ),
     "output int": ("output_tensor", lambda c: c["output_tensor"].int(), TypeError, "output_tensor"),
     "scaling nan": ("scaling", lambda c: math.nan, ValueError, "scaling"),
     "scaling inf": ("scaling", lambda c: -math.inf, ValueError, "scaling"),
@@ -142,7 +149,7 @@ def check(op: Any, call: dict[str, Any], case: tuple, device: str) -> None:
         value = value.to(device)
     elif isinstance(value, tuple):
         value = tuple(v.to(device) for v in value)
-    with pytest.raises(error, match=".*") as raised:
+    with pytest.raises(error, match=r".*") as raised:
         op(**{**call, name: value})
     assert text in str(raised.value)
     assert torch.equal(output, before)
@@ -167,9 +174,22 @@ def test_flag_is_looked_at_first(op, batch):
     assert torch.equal(call["output_tensor"], before)
 
 
+def test_verify_indices_names_the_first_bad_value(batch):
+    mapping, order, counts, starts, ids = batch.args[:5]
+    verify_indices((mapping, order, counts, starts, ids), 2)
+    for tensors, text in (
+        ((mapping + 1, order, counts, starts, ids), r"token_lora_mapping\[1\] is 2"),
+        ((mapping, order - 9, counts, starts, ids), r"sorted_by_lora_ids\[0\] is -"),
+        ((mapping, order, counts, starts, ids * 2), r"lora_ids\[0\] is -2"),
+        ((mapping.flip(0), order, counts, starts, ids), "another slot"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            verify_indices(tensors, 2)
+
+
 def test_linear_refuses_weights_that_do_not_fit_together(batch):
     y = batch.y.clone()
-    with pytest.raises(ValueError, match="rank 16.*rank 8"):
+    with pytest.raises(ValueError, match=r"rank 16.*rank 8"):
         lora_linear(y, batch.x, batch.a, tuple(b[..., :8].contiguous() for b in batch.b), *batch.args, 0.5)
     with pytest.raises(ValueError, match="1 slices"):
         lora_linear(y, batch.x, batch.a, batch.b[:1], *batch.args, 0.5)

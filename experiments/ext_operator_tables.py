@@ -1,0 +1,328 @@
+"""The LoRA operator against the best public kernels, table by table, on the GPU at hand.
+
+    python -m experiments.ext_operator_tables table=A
+
+===========  ========================================================================
+A            one decode operator, 4096 -> r -> 11008, four popularities
+ranks        ranks 8 to 128, mixed ranks, rank 20
+B            the packed projections of one Llama-2-7B layer, batch 32
+C            prefill, 4096 -> r -> 4096, 512 to 8192 tokens
+padding      mixed ranks at their true ranks, and padded to the widest
+determinism  planes (ours), atomic additions, batch invariance
+===========  ========================================================================
+
+`paper_results/anchors.csv` holds the public kernels' times on an H200 (best existing = the fastest of all of them, row
+by row). Same shapes and method here: one CUDA graph, weights from HBM, median of replays, and a row is printed only
+after its result was checked against float32 references. ``torch_loop`` and ``torch_gbmm`` are timed again on table A's
+batches of 64: their ratio to the anchors' says how alike the two machines and clocks are.
+
+Columns: ``punica`` both kernels start early, behind one another (a layer's LoRA operators in a row); ``normal shrink``
+only expand does; ``no overlap`` plain launches; ``rank table`` as ``punica``, the ranks read from the layer's table, as
+a server does. ``eager`` is host time per call. Option: ``out=FOLDER`` (default outputs/<hardware>/rows)
+receives the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.operator_shapes import Operator, floor_us
+from punica.measure import environment
+from punica.measure.records import Row, write_rows
+from punica.workload.popularity import popularity
+
+if TYPE_CHECKING:
+    import torch
+
+    from experiments.operator_sets import OperatorSets
+
+ANCHORS = Path(__file__).resolve().parents[1] / "paper_results" / "anchors.csv"
+PATTERNS = ("Distinct", "Uniform", "Skewed", "Identical")
+TOLERANCE = 1e-3
+H, I = 4096, 11008  # noqa: E741
+PROJECTIONS = {"qkv": (H, (H, H, H)), "o": (H, (H,)), "gate_up": (H, (I, I)), "down": (I, (H,))}
+Call = Callable[[int], None]
+
+
+@dataclass
+class Line:
+    """One line of a table: an operator, and microseconds by column."""
+
+    label: str
+    operator: Operator
+    workload: str
+    anchor: dict[str, Any] = field(default_factory=dict)
+    us: dict[str, float] = field(default_factory=dict)
+
+
+def lines(table: str) -> list[Line]:
+    """The operators of one table, with the columns of `anchors.csv` that name the same row there."""
+    out: list[Line] = []
+
+    def add(
+        label: str,
+        workload: str,
+        k: int,
+        widths: tuple[int, ...],
+        rank: int,
+        sizes: Iterable[int],
+        group: str,
+        case: str,
+        **more: Any,
+    ) -> None:
+        operator = Operator(k, widths, rank, tuple(sizes), **more)
+        anchor = {"group": group, "case": case, "pattern": workload.lower(), "T": str(operator.tokens), "r": str(rank)}
+        out.append(Line(label, operator, workload, anchor))
+
+    if table in ("A", "determinism"):
+        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PATTERNS):
+            if tokens > 1 or pattern == "Distinct":
+                sizes = popularity(pattern).group_sizes(tokens)
+                add(f"T={tokens} {pattern}", pattern, H, (I,), 16, sizes, "A", "op")
+    if table == "ranks":
+        for rank, pattern in itertools.product((8, 16, 20, 32, 64, 128), ("Distinct", "Identical")):
+            sizes = popularity(pattern).group_sizes(64)
+            add(f"T=64 {pattern} r={rank}", pattern, H, (I,), rank, sizes, "A", "op")
+    if table in ("ranks", "padding"):
+        for rank in (8, 16, 32, 64):
+            add(f"T=64 Distinct all {rank} in 64", "Distinct", H, (I,), 64, [1] * 64, "-", "", ranks=(rank,) * 64)
+        add("T=64 Distinct 8,16,32,64 in 64", "Distinct", H, (I,), 64, [1] * 64, "-", "", ranks=(8, 16, 32, 64) * 16)
+        add("T=64 Distinct padded to 64", "Distinct", H, (I,), 64, [1] * 64, "-", "")
+    if table == "B":
+        for pattern, (name, (k, widths)) in itertools.product(PATTERNS, PROJECTIONS.items()):
+            add(f"{pattern} {name}", pattern, k, widths, 16, popularity(pattern).group_sizes(32), "B", name)
+    if table in ("C", "determinism"):
+        for tokens, adapters, rank in itertools.product((512, 2048, 8192), (1, 4, 16), (16, 64)):
+            sizes = [tokens // adapters] * adapters
+            add(f"T={tokens} {adapters} adapters r={rank}", f"{adapters}ad", H, (H,), rank, sizes, "C", "prefill")
+    return out
+
+
+def anchors_of(line: Line, rows: list[dict[str, str]]) -> dict[str, float]:
+    """Graph time of every public implementation of this line's operator."""
+    same = [row for row in rows if row["graph_us"] and all(row[name] == value for name, value in line.anchor.items())]
+    return {row["impl"]: float(row["graph_us"]) for row in same}
+
+
+def best_existing(times: dict[str, float]) -> tuple[str, float] | None:
+    """The fastest public implementation (prototypes are not public)."""
+    public = {name: us for name, us in times.items() if not name.startswith(("proto", "floor"))}
+    return min(public.items(), key=lambda item: item[1]) if public else None
+
+
+def calls(sets: OperatorSets, table: str) -> dict[str, Call]:
+    """Column -> the call on set i."""
+    import torch
+
+    from punica.ops.triton_ops.configs import get_lora_op_configs
+    from punica.ops.triton_ops.launch import supports_pdl
+    from punica.ops.triton_ops.lora_linear import lora_linear
+
+    op, pdl = sets.operator, supports_pdl(sets.x.device)
+    segments, slices = len(op.sizes), len(op.widths)
+
+    def ours(ranks: torch.Tensor | None = sets.lora_ranks, **options: Any) -> Call:
+        return lambda i: lora_linear(
+            sets.y[i], sets.x[i], sets.a[i], sets.b[i], *sets.meta_args, 1.0, lora_ranks=ranks, **options
+        )
+
+    shrink = get_lora_op_configs("shrink", segments, op.tokens, op.k, op.rank, slices)
+    expand = get_lora_op_configs("expand", segments, op.tokens, max(op.widths), op.rank, slices, add_inputs=True)
+    if table == "determinism":
+        from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
+
+        # what atomics are for: K split further without planes to sum; the better of ours and a finer split counts
+        finer = {**shrink, "split_k": min(16, 4 * shrink["split_k"]), "block_k": max(128, shrink["block_k"] // 4)}
+        variants = {}
+        for name, config in (("atomics", shrink), ("atomics, finer split", finer)):
+            run = prepare_lora_atomics(
+                sets.y[0], sets.x[0], sets.a[0], sets.b[0], sets.meta_args, config, expand, overlap=pdl
+            )
+            variants[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.a[i], sets.b[i])
+        return {
+            "punica": ours(),
+            "no early shrink": _normal_shrink(sets, shrink, expand, pdl),
+            "batch invariant": ours(batch_invariant=True),
+            **variants,
+        }
+    columns = {
+        "punica": ours(),
+        "normal shrink": _normal_shrink(sets, shrink, expand, pdl),
+        "no overlap": ours(pdl=False),
+    }
+    if not op.ranks and table in ("A", "B"):
+        table_of_ranks = torch.full((slices, segments), op.rank, dtype=torch.int32, device=sets.x.device)
+        columns["rank table"] = ours(table_of_ranks)
+    return columns
+
+
+def compile_first(found: list[Line], table: str) -> None:
+    """Compile what the table needs, in parallel: alone, one kernel takes about a second."""
+    import multiprocessing
+
+    from experiments.tune import Job, compile_all
+    from punica.ops.triton_ops.configs import get_lora_op_configs
+
+    jobs: list[Job] = []
+    for op in [line.operator for line in found]:
+        shape = (len(op.sizes), op.tokens)
+        for invariant in (False, True) if table == "determinism" else (False,):
+            shrink = get_lora_op_configs("shrink", *shape, op.k, op.rank, len(op.widths), batch_invariant=invariant)
+            expand = get_lora_op_configs(
+                "expand", *shape, max(op.widths), op.rank, len(op.widths), add_inputs=True, batch_invariant=invariant
+            )
+            jobs += [(op, shrink, expand, True, None)]
+            if not invariant:
+                jobs += [(op, shrink, expand, True, False), (op, shrink, expand, False, None)]
+    compile_all(jobs, multiprocessing.cpu_count())
+
+
+def _normal_shrink(sets: OperatorSets, shrink: dict[str, Any], expand: dict[str, Any], pdl: bool) -> Call:
+    from experiments.tune import pair_plan
+
+    return pair_plan(sets, shrink, expand, pdl=pdl, pdl_shrink=False)
+
+
+def torch_calls(sets: OperatorSets) -> dict[str, Call]:
+    """The anchors' two torch baselines: one addmm pair per adapter; gather and two bmm."""
+    import torch
+
+    sizes, slots = sets.operator.sizes, sets.slots.to(sets.x.device)
+
+    def loop(i: int) -> None:
+        start = 0
+        for slot, size in enumerate(sizes):
+            rows = slice(start, start + size)
+            sets.y[i][rows].addmm_(sets.x[i][rows] @ sets.a[i][0][slot].T, sets.b[i][0][slot].T)
+            start += size
+
+    def gather_bmm(i: int) -> None:
+        a, b = sets.a[i][0][slots], sets.b[i][0][slots]
+        sets.y[i].add_(torch.bmm(torch.bmm(sets.x[i][:, None], a.transpose(1, 2)), b.transpose(1, 2))[:, 0])
+
+    return {"torch_loop": loop, "torch_gbmm": gather_bmm}
+
+
+def measure(line: Line, table: str) -> None:
+    """Fill in the line's microseconds; ValueError when a result is wrong."""
+    from experiments.operator_sets import OperatorSets, seconds_per_eager_call
+
+    sets = OperatorSets(line.operator)
+    chosen = calls(sets, table)
+    if table == "A" and line.operator.tokens == 64 and line.workload in ("Distinct", "Identical"):
+        chosen |= torch_calls(sets)
+    for name, call in chosen.items():
+        limit = TOLERANCE * (4 if name.startswith("torch") else 1)  # fp16 between the two products
+        error = sets.relative_error(call)
+        if error > limit:
+            raise ValueError(f"{line.label}, {name}: relative error {error:.1e} is above {limit}: not timed")
+        line.us[name], error = sets.time_graph(call, calls=min(200, 25 * sets.count), replays=15)
+        if error > 4 * TOLERANCE:
+            raise ValueError(f"{line.label}, {name}: relative error {error:.1e} after a graph replay")
+    if table in ("A", "B"):
+        line.us["eager"] = 1e6 * seconds_per_eager_call(chosen["punica"], sets.count)
+
+
+def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
+    """The table as text, with the ratios to the best public kernel."""
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(line.us for line in found)))
+    text = [" | ".join(["row", "floor", *columns, "best existing", "us", "ratio", "ratio, normal shrink"])]
+    ratios: dict[str, list[float]] = {"punica": [], "normal shrink": []}
+    for line in found:
+        cells = [line.label, f"{floor_us(line.operator):.2f}"]
+        cells += [f"{line.us[name]:.2f}" if name in line.us else "" for name in columns]
+        best = best_existing(anchors_of(line, anchors))
+        if best is not None:
+            cells += [best[0], f"{best[1]:.1f}"]
+            for name, all_of in ratios.items():
+                if name in line.us:
+                    all_of.append(best[1] / line.us[name])
+                    cells.append(f"{all_of[-1]:.2f}")
+        text.append(" | ".join(cells))
+    for name, all_of in ratios.items():
+        if all_of:
+            mean, slowest = statistics.geometric_mean(all_of), min(all_of)
+            text.append(f"best existing / {name}: geometric mean {mean:.2f}, lowest {slowest:.2f}, rows {len(all_of)}")
+    for name in ("torch_loop", "torch_gbmm"):
+        for line in found:
+            there = anchors_of(line, anchors).get(name)
+            if name in line.us and there and line.us[name]:
+                here = line.us[name]
+                text.append(f"{name} {line.label}: {here:.1f} us here, {there:.1f} in the anchors ({here / there:.3f})")
+    if table == "B":
+        for pattern in PATTERNS:
+            of_pattern = [line for line in found if line.workload == pattern]
+            sums = {name: sum(line.us[name] for line in of_pattern) for name in columns}
+            text.append(f"sum of one layer, {pattern}: " + ", ".join(f"{name} {us:.1f}" for name, us in sums.items()))
+    return "\n".join(text)
+
+
+def rows_of(table: str, found: list[Line]) -> list[Row]:
+    """The measurements as rows of the repository's kind."""
+    stamp = environment.stamp()
+    out = []
+    for line in found:
+        for name, us in line.us.items():
+            eager = name == "eager"
+            out.append(
+                Row(
+                    figure="operator tables",
+                    panel=f"{table}: {line.label}",
+                    system="punica" if eager else name,
+                    workload=line.workload,
+                    model="",
+                    hardware=environment.hardware_slug(),
+                    batch_size=line.operator.tokens,
+                    seq_len=None,
+                    rank=line.operator.rank,
+                    metric="host_latency" if eager else "latency",
+                    value=us,
+                    unit="us",
+                    statistic="median",
+                    timer="host_clock" if eager else "cuda_graph",
+                    device=environment.device_name(),
+                    **stamp,
+                )
+            )
+    return out
+
+
+def main(arguments: list[str]) -> None:
+    """Command line: table=NAME, out=FOLDER."""
+    import torch
+
+    options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    table = options.get("table", "A")
+    known = ("A", "ranks", "B", "C", "padding", "determinism")
+    if table not in known or set(options) - {"table", "out"} or len(options) != len(arguments):
+        raise SystemExit(f"usage: python -m experiments.ext_operator_tables table={'|'.join(known)} [out=FOLDER]")
+    if not torch.cuda.is_available():
+        raise SystemExit("the operator tables time GPU kernels; no CUDA device is visible")
+    with ANCHORS.open(newline="") as file:
+        anchors = list(csv.DictReader(file))
+    found = lines(table)
+    compile_first(found, table)
+    started = time.monotonic()
+    for line in found:
+        measure(line, table)
+        print(
+            f"[{time.monotonic() - started:5.0f} s] {line.label}: "
+            + ", ".join(f"{k} {v:.2f}" for k, v in line.us.items()),
+            flush=True,
+        )
+    print(show(table, found, anchors))
+    folder = Path(options.get("out", f"outputs/{environment.hardware_slug()}/rows"))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / f"ext_operator_tables_{table}.csv", rows_of(table, found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,22 @@
+"""The atomic variant that the price of determinism is measured against: the same result, within tolerance."""
+
+import pytest
+import torch
+from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, random_slots
+
+from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
+
+
+@pytest.mark.parametrize(("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles")])
+def test_atomics_compute_the_same(shrink, expand, device):
+    batch = Batch(random_slots(19, 3), 200, (40, 33), 20, 3, torch.float16, device, scaling=1.0)
+    config = {**SHRINKS[shrink], "block_k": 32, "split_k": 3}
+    y = batch.y.clone()
+    call = prepare_lora_atomics(
+        y, batch.x, batch.a, batch.b, batch.args, config, EXPANDS[expand], overlap=device == "cuda"
+    )
+    call(y, batch.x, batch.a, batch.b)
+    want = torch.where(
+        batch.has_adapter, batch.y.cpu().double() + batch.expanded(batch.shrunk()), batch.y.cpu().double()
+    )
+    assert_close(y, want, torch.float16)
