@@ -128,7 +128,7 @@ def batches(cfg: Config, workload: str, rows: int, chosen: Variant) -> list[Prob
 def checked_rounds(cfg: Config, problems: Sequence[Problem]) -> tuple[list[Call], int]:
     """One call per round of `problems`, every batch of the first round checked, and the batches in a round."""
     length = round_length(len(problems[0].sizes), len(cfg.adapters.ranks))
-    calls = [call for problem in problems[:length] for call in operators.prepare_checked(cfg, [problem], "SGMV")]
+    calls = [call for problem in problems[:length] for call in operators.prepare_checked([problem], "SGMV")]
     calls += [OPERATORS.get("SGMV")(problem).call for problem in problems[length:]]
     return [_in_turn(calls[i : i + length]) for i in range(0, len(calls), length)], length
 

@@ -69,7 +69,7 @@ class OperatorExperiment(Experiment):
                 continue
             batches = operators.problems(cfg, point.workload, rows, point.rank)
             try:
-                calls[index] = operators.prepare_checked(cfg, batches, self.operator(point))
+                calls[index] = operators.prepare_checked(batches, self.operator(point))
             except operators.Unsupported as error:
                 tqdm.write(f"{self.name}: no row for {point.label()}: {error}", file=sys.stderr)
         samples = operators.microseconds(cfg, calls)

@@ -22,7 +22,7 @@ def settled(tmp_path, *overrides):
 def test_every_operator_of_figure_8_gives_the_reference(tmp_path, workload, rows):
     cfg = settled(tmp_path)
     for name in cfg.system.names:
-        (call,) = operators.prepare_checked(cfg, problems(cfg, workload, rows, 16), name)
+        (call,) = operators.prepare_checked(problems(cfg, workload, rows, 16), name)
         call()
 
 
@@ -30,7 +30,7 @@ def test_every_operator_of_figure_8_gives_the_reference(tmp_path, workload, rows
 def test_half_precision_passes_its_own_tolerance(tmp_path, dtype):
     cfg = settled(tmp_path, f"figure.dtype={dtype}")
     for name in ("Loop", "Gather-BMM", "SGMV", "SGMV expand"):
-        operators.prepare_checked(cfg, problems(cfg, "Skewed", 7, 16), name)
+        operators.prepare_checked(problems(cfg, "Skewed", 7, 16), name)
 
 
 def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
