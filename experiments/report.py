@@ -6,6 +6,7 @@ with the bounds in `paper_results/claim_bounds.csv` and writes `claims.csv` and 
 
     make report                                        # fresh rows if there are any, else recorded ones
     make report ARGS="source=recorded hardware=h200"
+    make report ARGS="source=recorded hardware=h200 timer=host_clock"   # only rows of that timer: claims_host_clock.md
 
 It runs with whatever rows exist: a claim without rows is `not testable on this hardware`, with the reason.
 """
@@ -34,7 +35,7 @@ STAND_INS = {"llama-small": "7B"}
 
 def rows_files(folder: Path) -> list[Path]:
     """The files of rows in ``folder``, by name; a verdict table that lies beside them is not one."""
-    return [path for path in sorted(folder.glob("*.csv")) if path.stem != NAME]
+    return [path for path in sorted(folder.glob("*.csv")) if not path.stem.startswith(NAME)]
 
 
 def read_folder(folder: Path) -> pd.DataFrame:
@@ -43,18 +44,26 @@ def read_folder(folder: Path) -> pd.DataFrame:
     return pd.DataFrame([asdict(row) for row in rows], columns=list(COLUMNS))
 
 
-def write_report(rows: Path, target: Path, figures: Path, paper: Path) -> list[Verdict]:
+def write_report(rows: Path, target: Path, figures: Path, paper: Path, timer: str = "auto") -> list[Verdict]:
     """Judge the rows in folder ``rows``; write ``claims.csv`` and ``claims.md`` into ``target``; return the verdicts.
 
-    ``figures`` is the folder whose pictures the table links to, ``paper`` is ``paper_results``.
+    ``figures`` is the folder whose pictures the table links to, ``paper`` is ``paper_results``. A ``timer`` by name
+    judges its rows alone (and those that no clock made) and adds its name to the files.
     """
-    frame = read_folder(rows)
+    frame, name = read_folder(rows), file_name(timer)
+    if timer != "auto":
+        frame = frame[frame["timer"].fillna("").isin([timer, ""])]
     verdicts = judge(frame, paper)
     ensure_writable(target)
-    as_frame(verdicts).to_csv(target / f"{NAME}.csv", index=False, lineterminator="\n")
+    as_frame(verdicts).to_csv(target / f"{name}.csv", index=False, lineterminator="\n")
     text = markdown(verdicts, frame, figures, target)
-    (target / f"{NAME}.md").write_text(text, encoding="utf-8")
+    (target / f"{name}.md").write_text(text, encoding="utf-8")
     return verdicts
+
+
+def file_name(timer: str) -> str:
+    """``claims``, or ``claims_<timer>`` for the verdicts of one timer."""
+    return NAME if timer == "auto" else f"{NAME}_{timer}"
 
 
 def markdown(verdicts: Sequence[Verdict], rows: pd.DataFrame, figures: Path, target: Path) -> str:
@@ -126,11 +135,11 @@ def _where_rows_are(places: Folders) -> str:
     )
 
 
-def summary(verdicts: Sequence[Verdict], source: str, target: Path) -> str:
+def summary(verdicts: Sequence[Verdict], source: str, target: Path, name: str = NAME) -> str:
     """What `make report` prints: counts per verdict, then where the table is."""
     width = max(len(name) for name in counts(list(verdicts)))
     lines = [f"  {name:<{width}}  {number:2d}" for name, number in counts(list(verdicts)).items()]
-    return "\n".join([f"{len(verdicts)} claims, {source} rows", *lines, f"Table: {target / f'{NAME}.md'}"])
+    return "\n".join([f"{len(verdicts)} claims, {source} rows", *lines, f"Table: {target / f'{name}.md'}"])
 
 
 def job(cfg: DictConfig) -> None:
@@ -138,11 +147,11 @@ def job(cfg: DictConfig) -> None:
     try:
         places = folders(cfg)
         source, rows, target, figures = choose(places, cfg.source)
-        verdicts = write_report(rows, target, figures, places.paper)
+        verdicts = write_report(rows, target, figures, places.paper, cfg.timer.name)
     except (ConfigError, RowsError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(summary(verdicts, source, target))
+    print(summary(verdicts, source, target, file_name(cfg.timer.name)))
 
 
 def main() -> None:
