@@ -188,10 +188,10 @@ def test_smoke_rows_are_not_judged():
     assert "scale=smoke" in verdict.reason
 
 
-def test_largest_scale_and_the_papers_timer_count():
+def test_largest_scale_and_the_operators_own_time_count():
     rows = decode([1, 32], scale="laptop", growth=5.0) + decode([1, 32], scale="paper", growth=1.1)
     assert verdict_of(frame(rows), "C01").our_value.startswith("1.10")
-    rows = decode([1, 32], timer="cuda_graph", growth=5.0) + decode([1, 32], timer="host_clock", growth=1.1)
+    rows = decode([1, 32], timer="host_clock", growth=5.0) + decode([1, 32], timer="cuda_graph", growth=1.1)
     assert verdict_of(frame(rows), "C01").our_value.startswith("1.10")
 
 
