@@ -4,7 +4,7 @@
 deterministic              the library's operator: split-K planes added in ascending order, early launch (PDL)
 deterministic, no PDL      the same with plain launches
 batch invariant            `batch_invariant=True`: one kernel form and one split, whatever else is in the batch
-atomics                    zero-fill, shrink by atomic adds, expand (`punica.ops.triton_ops.baseline_atomics`), configured as ours;
+atomics                    zero-fill, shrink by atomic adds, expand (`baseline_atomics`), configured as ours;
                            expand starts early, shrink cannot, because the zero-fill comes before it. Where ours does
                            not split K, this does not either, and its bits repeat
 atomics, finer split       the same with K split four times as often, which is what atomics are for: no planes to add up

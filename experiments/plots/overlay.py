@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -63,7 +64,7 @@ def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spe
         axis.set_yscale("log")
         axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}" if _few_decades(axis) else ""))
+        axis.yaxis.set_minor_formatter(plt.FuncFormatter(partial(_minor_label, axis)))
         axis.tick_params(which="minor", length=0)
     below.set_xlabel(spec.x_label)
 
@@ -95,10 +96,10 @@ def _marked(xs: Sequence[float]) -> list[int]:
     return powers if len(xs) > 10 and powers else list(range(len(xs)))
 
 
-def _few_decades(axis: Axes) -> bool:
-    """True when the y axis spans too little for the powers of ten alone to label it."""
+def _minor_label(axis: Axes, value: float, _: int) -> str:
+    """2 and 5 between the powers of ten, where those alone would leave an axis of under two decades nearly bare."""
     low, high = axis.get_ylim()
-    return high / low < 8
+    return f"{value:g}" if high / low < 100 and f"{value:e}"[0] in "25" else ""
 
 
 def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
