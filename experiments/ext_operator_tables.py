@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.operator_shapes import Operator, floor_us
+from experiments.operator_shapes import Operator, floor_us, stream_us
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
 from punica.workload.popularity import popularity
@@ -234,10 +234,10 @@ def measure(line: Line, table: str) -> None:
 def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
     """The table as text, with the ratios to the best public kernel."""
     columns = list(dict.fromkeys(itertools.chain.from_iterable(line.us for line in found)))
-    text = [" | ".join(["row", "floor", *columns, "best existing", "us", "ratio", "ratio, normal shrink"])]
+    text = [" | ".join(["row", "floor", "two-kernel stream", *columns, "best existing", "us", "ratio", "ratio, normal shrink"])]
     ratios: dict[str, list[float]] = {"punica": [], "normal shrink": []}
     for line in found:
-        cells = [line.label, f"{floor_us(line.operator):.2f}"]
+        cells = [line.label, f"{floor_us(line.operator):.2f}", f"{stream_us(line.operator):.1f}"]
         cells += [f"{line.us[name]:.2f}" if name in line.us else "" for name in columns]
         best = best_existing(anchors_of(line, anchors))
         if best is not None:

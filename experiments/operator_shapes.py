@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,20 @@ class Operator:
 def floor_us(operator: Operator, terabytes_per_second: float = 4.25) -> float:
     """Time of the bytes alone, at the device-to-device copy rate of an H200."""
     return operator.bytes() / terabytes_per_second / 1e6
+
+
+STREAM = ((1.1, 2.8), (2.2, 3.0), (8.7, 3.9), (17.3, 6.0), (34.6, 9.9))
+"""MB -> us of two dependent kernels that only read that much, half each, and pass one vector, both starting early: the
+practical floor of a two-kernel design, measured with the anchors on an H200 (paper_results/README.md)."""
+
+
+def stream_us(operator: Operator) -> float:
+    """The two-kernel stream at the operator's bytes: interpolated, and beyond the last point at the copy rate."""
+    megabytes = operator.bytes() / 1e6
+    if megabytes >= STREAM[-1][0]:
+        return STREAM[-1][1] + (megabytes - STREAM[-1][0]) / 4.25
+    points = [(0.0, STREAM[0][1]), *STREAM]
+    for (low, before), (high, after) in pairwise(points):
+        if megabytes < high:
+            return before + (after - before) * (megabytes - low) / (high - low)
+    return STREAM[-1][1]
