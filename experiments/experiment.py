@@ -98,6 +98,9 @@ class Experiment(ABC):
     def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         """Draw measured `rows` beside the `paper`'s; see `experiments.plots.overlay`."""
 
+    def release(self) -> None:  # noqa: B027 (optional: most experiments keep nothing)
+        """Drop what `measure` built and kept (models, caches): called once a run has measured everything."""
+
     def known_systems(self, cfg: Config) -> Sequence[str]:
         """Names that `system=` may choose."""
         return cfg.figure.systems

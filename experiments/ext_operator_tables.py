@@ -234,7 +234,8 @@ def measure(line: Line, table: str) -> None:
 def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
     """The table as text, with the ratios to the best public kernel."""
     columns = list(dict.fromkeys(itertools.chain.from_iterable(line.us for line in found)))
-    text = [" | ".join(["row", "floor", "two-kernel stream", *columns, "best existing", "us", "ratio", "ratio, normal shrink"])]
+    head = ["row", "floor", "two-kernel stream", *columns, "best existing", "us", "ratio", "ratio, normal shrink"]
+    text = [" | ".join(head)]
     ratios: dict[str, list[float]] = {"punica": [], "normal shrink": []}
     for line in found:
         cells = [line.label, f"{floor_us(line.operator):.2f}", f"{stream_us(line.operator):.1f}"]

@@ -122,6 +122,9 @@ class Fig01(Experiment):
             self._held[cfg.model.name] = invocation
         return self._held[cfg.model.name]
 
+    def release(self) -> None:
+        self._held.clear()
+
     def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         from experiments.plots.overlay import Overlay, panels
 

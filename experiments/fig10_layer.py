@@ -101,6 +101,9 @@ class Fig10(Experiment):
             self._held[key] = LayerBench(cfg.model, rank, self._slots(cfg), needed, cfg.hardware.device)
         return self._held[key]
 
+    def release(self) -> None:
+        self._held.clear()
+
     def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         from experiments.plots.overlay import Overlay, panels
 

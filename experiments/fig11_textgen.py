@@ -116,6 +116,9 @@ class Fig11(Experiment):
             self._held[key] = World(cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
         return self._held[key]
 
+    def release(self) -> None:
+        self._held.clear()
+
     def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         from experiments.plots.serving_bars import draw_serving
 

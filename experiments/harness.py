@@ -125,7 +125,10 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
         ensure_writable(places.fresh_rows)
         _prepare(settled)
         rows.path.with_suffix(".json").write_text(_configuration(cfg), encoding="utf-8")
-        _measure(experiment, settled, pending, digest, rows, outcome)
+        try:
+            _measure(experiment, settled, pending, digest, rows, outcome)
+        finally:
+            experiment.release()
     if settled.draw and rows.rows:
         outcome.figures = _draw(experiment, rows, places)
     outcome.seconds = round(time.perf_counter() - started, 2)

@@ -23,6 +23,6 @@ def test_quickstart_runs_as_written() -> None:
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
-    named = set(re.findall(r"`make ([a-z-]+)", README)) | set(re.findall(r"^\$? ?make ([a-z-]+)", README, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|^\$ )make ([a-z-]+)", README, flags=re.MULTILINE))
     assert named, "the README names no make target"
     assert named <= targets

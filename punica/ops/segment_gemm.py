@@ -1,18 +1,28 @@
 """One run of segments through the fastest matmul this processor has for its layout and dtype.
 
 ``out[s, N] = beta * out + alpha * x[s, K] @ w[N, K]^T`` for one segment, the same with a leading dimension for a run;
-summed in float32 (float64 for float64) and rounded once into the dtype of ``out``. Three forms, chosen by measurement
-(torch 2.13, 2 cores, h1 4096, h2 11008, r 16):
+summed in float32 (float64 for float64) and rounded once into the dtype of ``out``. :func:`choose` picks one of three
+forms when a call is prepared. Times are microseconds with the operands in memory (caches flushed; torch 2.13, 2 cores
+with AVX512-bf16, h1 4096, h2 11008, r 16):
 
-* **direct**: x, w and out all have the arithmetic dtype. One segment is an ``addmm_``, several are a ``baddbmm_`` on
-  views; 64 segments of one row take 1.3 ms for shrink and expand together, a loop of matmuls 2.5 ms or more.
-* **convert**: 16-bit weights become float32 tile by tile in a scratch buffer that stays in the cache. Most processors
-  lack 16-bit matmul instructions and torch then multiplies 16-bit numbers one by one: expand of one segment of 64
-  rows takes 6.0 ms directly, 0.45 ms converted (AVX2). Converting 0.35 MB of B costs 0.01 ms.
-* **native**: where oneDNN has bfloat16 matmuls (AVX512-bf16, AMX), one in place matmul beats converting for a large
-  weight and several rows (0.07 against 0.20 ms for 64 rows). It takes bfloat16 operands, so a float32 intermediate is
-  rounded to bfloat16 first, as the Triton expand does; sums stay in float32. Many segments of one row convert there
-  too: the batched float32 product is faster than oneDNN's (1.8 against 2.6 ms for 64). Small weights always convert.
+* **direct**: x, w and out all have the arithmetic dtype. One segment is one ``mm`` or ``addmm_``, several are one
+  ``bmm`` or ``baddbmm_`` on views. Shrink of 64 segments of one row: 280 as one ``bmm``, 760 one by one; of 8 segments
+  of 8 rows 116 and 187; expand of these 755 and 1700, 334 and 477. ``out=`` saves 5 over ``beta=0``.
+  Tried and slower: oneDNN's linear (140 for a shrink of 8 rows that takes 31: it reorders the weight at every call),
+  the transposed product, splitting N or r into more batches for the second core, every row of a segment as its own
+  batch, ``grouped_mm`` (a loop over groups: 740 for 64 segments).
+* **convert**: 16-bit weights become float32 in a scratch buffer, several segments at a time. Most processors lack
+  16-bit matmul instructions and torch then multiplies 16-bit numbers one by one: expand of one segment of 64 rows takes
+  6.0 ms directly, 0.45 ms converted (AVX2). It also wins where oneDNN has bfloat16 instructions as long as segments
+  are short: shrink of one row 33 against 68, expand of one row 65 against 81 and of 64 segments of one row 1590 against
+  2240. Every shrink into a float32 buffer converts, since torch has no bfloat16 product with a float32 result on a CPU;
+  it stays below oneDNN's bfloat16 product up to about 16 rows (75 against 69) and takes 137 against 92 at 64. That is
+  the price of a float32 intermediate: 4 or more rows of one adapter take 1.1 to 1.25 times two native matmuls that
+  round it (Loop in Figure 8). Two native matmuls, the second for the rounding error of the first, take 171.
+* **native**: where oneDNN has bfloat16 matmuls (AVX512-bf16, AMX), expands into a large bfloat16 weight with more than
+  2 rows (more than 4 in a run) multiply in place: 183 against 507 for 64 rows, 281 against 295 for 6 segments of 5. It
+  takes bfloat16 operands, so a float32 intermediate is rounded to bfloat16 first, as the Triton expand does; sums stay
+  in float32. Small weights always convert.
 
 Scratch buffers are kept per thread: a fresh temporary of over 128 KiB is mapped and faulted in by the kernel at every
 call, which costs more than the product (0.25 ms for 1.4 MB).
@@ -21,47 +31,89 @@ call, which costs more than the product (0.25 ms for 1.4 MB).
 from __future__ import annotations
 
 import functools
+import math
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Elements of one converted weight tile plus its product: 2 MiB in float32, near the size of a core's L2 cache.
-_TILE = 1 << 19
+Multiply = Callable[[Tensor, Tensor, Tensor, float, float], None]
+"""``multiply(out, x, weight, alpha, beta)``; ``weight`` is the operand that :func:`choose` gave with it."""
+
+# Elements of the converted weights of one tile plus its product: 6 MiB in float32. For 64 segments of one row groups of
+# this size are 6 % faster than groups of 2 MiB and 20 % faster than converting all at once.
+_TILE = 3 << 19
 # Rows converted together: enough to use a weight tile well, few enough that their product fits beside it.
 _TILE_ROWS = 64
-# A native 16-bit matmul beats converting from this many weight elements on, and for one-row segments up to this count.
+# A native 16-bit matmul beats converting from this many weight elements on, for segments of more rows than these.
 _NATIVE_WEIGHT = 1 << 16
-_NATIVE_ROWS = 16
-# Elements from which a fresh temporary costs page faults.
-_MAPPED = 1 << 15
+_CONVERT_ROWS, _CONVERT_RUN_ROWS = 2, 4
+# Tiles whose scratch is kept cut per thread; beyond it all are cut anew.
+_KEPT_TILES = 256
+
+
+class Tile(NamedTuple):
+    """Shapes and dtypes of a product that converts operands to ``dtype``: ``x [*batch, length, K]``,
+    ``w [*batch, N, K]``."""
+
+    batch: tuple[int, ...]
+    length: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    x_dtype: torch.dtype
+    w_dtype: torch.dtype
+    device: torch.device
+
+
+class Operands(NamedTuple):
+    """Scratch of a :class:`Tile`; None where the caller's tensor serves. ``wt`` is ``w`` transposed."""
+
+    x: Tensor | None
+    w: Tensor | None
+    wt: Tensor | None
+    total: Tensor | None
 
 
 class _Scratch(threading.local):
-    """The reused buffers of one thread, by use and dtype; the largest of each kind is kept."""
+    """The reused buffers of one thread by use and dtype (the largest of each is kept), and what was cut from them."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self.operands: dict[_Convert, Operands] = {}
+
+    def cut(self, convert: _Convert) -> Operands:
+        """Operands that later calls of ``convert`` find again in ``operands``. Never inference tensors: the next call
+        may be outside of inference mode."""
+        tile = convert.tile
+        batch, dtype = tile.batch, tile.dtype
+        with torch.inference_mode(False):
+            x = w = total = None
+            if tile.x_dtype != dtype:
+                x = self._buffer("x", (*batch, tile.length, tile.k), dtype, tile.device)
+            if tile.w_dtype != dtype:
+                w = self._buffer("w", (*batch, tile.n, tile.k), dtype, tile.device)
+            if tile.out_dtype != dtype:
+                total = self._buffer("total", (*batch, tile.length, tile.n), dtype, tile.device)
+            operands = Operands(x, w, None if w is None else w.mT, total)
+        if len(self.operands) >= _KEPT_TILES:
+            self.operands.clear()
+        self.operands[convert] = operands
+        return operands
+
+    def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = math.prod(shape)
+        kept = self.buffers.get((use, dtype, device))
+        if kept is None or kept.numel() < size:
+            kept = self.buffers[use, dtype, device] = torch.empty(size, dtype=dtype, device=device)
+            self.operands.clear()
+        return kept[:size].view(shape)
 
 
 _scratch = _Scratch()
-
-
-def _buffer(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised contiguous tensor of the shape of ``like``; a large one is cut from a buffer that this thread
-    reuses."""
-    size = like.numel()
-    if size < _MAPPED or like.device.type != "cpu":
-        return torch.empty(like.shape, dtype=dtype, device=like.device)
-    kept = _scratch.buffers.get((name, dtype))
-    if kept is None or kept.numel() < size:
-        kept = torch.empty(size, dtype=dtype)
-        _scratch.buffers[name, dtype] = kept
-    return kept[:size].view(like.shape)
-
-
-def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else _buffer(name, tensor, dtype).copy_(tensor)
 
 
 @functools.cache
@@ -69,86 +121,143 @@ def _onednn_multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _native_applies(out: Tensor, w: Tensor, one_row_segments: int) -> bool:
+def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int) -> tuple[Multiply, Tensor]:
+    """The form for a run of segments of ``length`` rows, and its weight operand.
+
+    Args:
+        out_dtype, x_dtype: dtypes that the calls will have.
+        w: ``[count, N, K]`` weights of the run.
+
+    Returns:
+        ``(multiply, weight)``. For ``count == 1`` multiply takes ``out [length, N]`` and ``x [length, K]``, else
+        ``[count, length, N]`` and ``[count, length, K]``; ``beta`` is 0 (``out`` is not read) or 1.
+    """
+    count, n, k = w.shape
+    if out_dtype == x_dtype == w.dtype and w.dtype in (torch.float32, torch.float64):
+        return (_multiply_one, w[0].t()) if count == 1 else (_multiply_many, w.mT)
+    batch = () if count == 1 else (count,)
+    dtype = torch.float64 if torch.float64 in (out_dtype, x_dtype, w.dtype) else torch.float32
+    tile = Tile(batch, length, n, k, dtype, out_dtype, x_dtype, w.dtype, w.device)
+    if length > (_CONVERT_ROWS if count == 1 else _CONVERT_RUN_ROWS) and _native_applies(out_dtype, w):
+        return _convert(tile._replace(dtype=w.dtype)), w if batch else w[0]
+    if count == 1:
+        return _convert_segment(tile), w[0]
+    group = _TILE // max(1, n * (k + length))
+    if group < 2:
+        return _convert_each(_convert_segment(tile._replace(batch=()))), w
+    return (_convert(tile) if group >= count else _convert_groups(tile, group)), w
+
+
+def _native_applies(out_dtype: torch.dtype, w: Tensor) -> bool:
     return (
-        w.dtype == torch.bfloat16
-        and out.dtype == torch.bfloat16
-        and one_row_segments <= _NATIVE_ROWS
-        and w.shape[-1] * w.shape[-2] >= _NATIVE_WEIGHT
+        w.dtype == out_dtype == torch.bfloat16
+        and w.shape[1] * w.shape[2] >= _NATIVE_WEIGHT
+        and w.is_cpu
         and _onednn_multiplies_bfloat16()
         and bool(torch.backends.mkldnn.enabled)
-        and out.device.type == "cpu"
     )
 
 
-def _arithmetic(out: Tensor, x: Tensor, w: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (out.dtype, x.dtype, w.dtype) else torch.float32
-
-
-def _direct(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
-    """All of one dtype: the library call that updates ``out`` in place."""
-    if out.dim() == 2:
-        out.addmm_(x, w.t(), beta=beta, alpha=alpha)
+def _multiply_one(out: Tensor, x: Tensor, wt: Tensor, alpha: float, beta: float) -> None:
+    """``wt`` is ``[K, N]``."""
+    if beta == 0 and alpha == 1:
+        torch.mm(x, wt, out=out)
+    elif beta == alpha == 1:
+        out.addmm_(x, wt)
     else:
-        out.baddbmm_(x, w.mT, beta=beta, alpha=alpha)
+        out.addmm_(x, wt, beta=beta, alpha=alpha)
 
 
-def _convert(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float, dtype: torch.dtype) -> None:
-    """A tile that fits the cache: convert the operands, form the sum in ``dtype``, round it once."""
-    x, w = _converted("inputs", x, dtype), _converted("weights", w, dtype)
-    if out.dtype == dtype:
-        _direct(out, x, w, alpha, beta)
-        return
-    total = _buffer("total", out, dtype)
-    if beta:
-        total.copy_(out)
-    _direct(total, x, w, alpha, beta)
-    out.copy_(total)
+def _multiply_many(out: Tensor, x: Tensor, wt: Tensor, alpha: float, beta: float) -> None:
+    """``wt`` is ``[count, K, N]``."""
+    if beta == 0 and alpha == 1:
+        torch.bmm(x, wt, out=out)
+    elif beta == alpha == 1:
+        out.baddbmm_(x, wt)
+    else:
+        out.baddbmm_(x, wt, beta=beta, alpha=alpha)
 
 
-def multiply_segment(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
-    """``out = beta * out + alpha * x @ w^T`` in place for one segment.
+class _Convert:
+    """Convert the operands of one tile, form the sum (in float32 or more, whatever the operands' dtype), round it once.
 
-    Args:
-        out: ``[length, N]`` view of the output rows; not read when ``beta`` is 0.
-        x: ``[length, K]`` view of the input rows.
-        w: ``[N, K]`` weight of the adapter.
-        alpha, beta: factors; ``beta`` is 0 (overwrite) or 1 (add).
+    The native form is this with ``tile.dtype`` bfloat16: only ``x`` is converted, if it is not bfloat16 already. An
+    object is the key of its own scratch, which is found faster than by the shapes.
     """
-    if out.dtype == x.dtype == w.dtype and w.dtype in (torch.float32, torch.float64):
-        _direct(out, x, w, alpha, beta)
-        return
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+        self._product = _multiply_many if tile.batch else _multiply_one
+
+    def __call__(self, out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
+        operands = _scratch.operands.get(self)
+        converted_x, converted_w, wt, total = _scratch.cut(self) if operands is None else operands
+        if converted_x is not None:
+            x = converted_x.copy_(x)
+        if converted_w is None or wt is None:
+            wt = w.mT
+        else:
+            converted_w.copy_(w)
+        if total is None:
+            self._product(out, x, wt, alpha, beta)
+            return
+        if beta:
+            total.copy_(out)
+        self._product(total, x, wt, alpha, beta)
+        out.copy_(total)
+
+
+@functools.lru_cache(maxsize=1024)
+def _convert(tile: Tile) -> _Convert:
+    """One object per tile, so that all weights of one shape share their scratch."""
+    return _Convert(tile)
+
+
+def _convert_segment(tile: Tile) -> Multiply:
+    """One segment, at once if it fits a tile."""
+    fits = tile.n * (tile.k + tile.length) <= _TILE and tile.length <= _TILE_ROWS
+    return _convert(tile) if fits else _convert_blocks
+
+
+def _convert_groups(tile: Tile, group: int) -> Multiply:
+    """A run, ``group`` segments at a time; the last group may be smaller."""
+    (count,) = tile.batch
+    whole, rest = _convert(tile._replace(batch=(group,))), _convert(tile._replace(batch=(count % group,)))
+
+    def multiply(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
+        for i in range(0, count, group):
+            part = slice(i, i + group)
+            (whole if i + group <= count else rest)(out[part], x[part], w[part], alpha, beta)
+
+    return multiply
+
+
+def _convert_each(one: Multiply) -> Multiply:
+    """A run of segments of which no two fit a tile."""
+
+    def multiply(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
+        for i in range(w.shape[0]):
+            one(out[i], x[i], w[i], alpha, beta)
+
+    return multiply
+
+
+def _convert_blocks(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
+    """One segment, ``w [N, K]``, too large for a tile: blocks of columns, each converted once for all blocks of rows.
+
+    A column block is a weight in the arithmetic dtype, so the tiles of its row blocks convert only ``x`` and ``out``.
+    """
     (length, width), inner = out.shape, w.shape[1]
-    if _native_applies(out, w, 1):
-        _direct(out, x.to(w.dtype), w, alpha, beta)
-        return
-    dtype = _arithmetic(out, x, w)
-    if width * (inner + length) <= _TILE and length <= _TILE_ROWS:
-        _convert(out, x, w, alpha, beta, dtype)
-        return
+    dtype = torch.float64 if torch.float64 in (out.dtype, x.dtype, w.dtype) else torch.float32
     rows = min(length, _TILE_ROWS)
     columns = max(1, _TILE // max(1, inner + rows))
     for column in range(0, width, columns):
-        tile = _converted("weights", w[column : column + columns], dtype)
+        block = w[column : column + columns]
+        tile = Tile((), rows, block.shape[0], inner, dtype, out.dtype, x.dtype, w.dtype, w.device)
+        whole = _convert(tile)
+        converted = (_scratch.operands.get(whole) or _scratch.cut(whole)).w
+        if converted is not None:
+            block = converted.copy_(block)
         for row in range(0, length, rows):
-            _convert(out[row : row + rows, column : column + columns], x[row : row + rows], tile, alpha, beta, dtype)
-
-
-def multiply_run(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
-    """:func:`multiply_segment` for a run: ``out [count, length, N]``, ``x [count, length, K]``, ``w [count, N, K]``."""
-    if out.dtype == x.dtype == w.dtype and w.dtype in (torch.float32, torch.float64):
-        _direct(out, x, w, alpha, beta)
-        return
-    count, length, width = out.shape
-    if _native_applies(out, w, count if length == 1 else 1):
-        _direct(out, x.to(w.dtype), w, alpha, beta)
-        return
-    group = _TILE // max(1, width * (w.shape[2] + length))
-    if group < 2:
-        for i in range(count):
-            multiply_segment(out[i], x[i], w[i], alpha, beta)
-        return
-    dtype = _arithmetic(out, x, w)
-    for i in range(0, count, group):
-        tile = slice(i, i + group)
-        _convert(out[tile], x[tile], w[tile], alpha, beta, dtype)
+            mine, target = x[row : row + rows], out[row : row + rows, column : column + columns]
+            _convert(tile._replace(length=mine.shape[0], w_dtype=block.dtype))(target, mine, block, alpha, beta)

@@ -11,8 +11,7 @@ stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +26,14 @@ from punica.ops.checks import (
     segment_slots,
     weights_3d,
 )  # fmt: skip
-from punica.ops.segment_gemm import multiply_run, multiply_segment
-from punica.ops.segment_plan import Run, SegmentPlan, plan_segments
+from punica.ops.segment_calls import PreparedCall, multiply_products, prepare
+from punica.ops.segment_plan import SegmentPlan, plan_segments
 
 __all__ = [
     "SegmentPlan", "bgmv_expand", "bgmv_expand_slice", "bgmv_shrink", "expand", "plan_segments", "sgmv_expand",
     "sgmv_expand_slice", "sgmv_shrink", "shrink",
 ]  # fmt: skip
+
 
 def _check_plan(plan: SegmentPlan, rows: int, num_slots: int) -> None:
     if plan.num_tokens > rows:
@@ -62,54 +62,38 @@ def _check_operands(
             raise ValueError(f"{name} mixes shapes {shapes}; all slices must have the same slots and inner size")
 
 
-def _ranked_runs(
-    plan: SegmentPlan, lora_ranks: Tensor | None, slices: int, num_slots: int, width: int
-) -> list[tuple[Run, ...]]:
-    """Per slice the runs with their true ranks; a run whose adapters differ in rank is cut where the rank changes."""
+def _rank_values(lora_ranks: Tensor | None, slices: int, num_slots: int) -> list[list[int]] | None:
+    """``lora_ranks`` as nested lists, its dtype and shape checked."""
     if lora_ranks is None:
-        return [plan.runs] * slices
+        return None
     if lora_ranks.dtype != torch.int32:
         raise TypeError(f"lora_ranks has dtype {lora_ranks.dtype}; expected int32")
     if lora_ranks.shape != (slices, num_slots):
         raise ValueError(f"lora_ranks has shape {tuple(lora_ranks.shape)}; expected {(slices, num_slots)}")
-    return [_cut_by_rank(plan.runs, ranks, width) for ranks in lora_ranks.tolist()]
+    return lora_ranks.tolist()
 
 
-def _cut_by_rank(runs: tuple[Run, ...], ranks: list[int], width: int) -> tuple[Run, ...]:
-    pieces: list[Run] = []
-    for run in runs:
-        done = 0
-        for rank, members in groupby(ranks[run.slot : run.slot + run.segments]):
-            if not 0 <= rank <= width:
-                raise ValueError(f"lora_ranks holds {rank} for slot {run.slot + done}; expected 0 to {width}")
-            count = len(list(members))
-            true_rank = rank if rank < width else None
-            pieces.append(Run(run.slot + done, run.start + done * run.length, count, run.length, true_rank))
-            done += count
-    return tuple(pieces)
-
-
-def _multiply(
-    out: Tensor, x: Tensor, weights: Tensor, runs: tuple[Run, ...], alpha: float, beta: float, rank_dim: int
-) -> None:
-    """All runs of one slice. ``rank_dim`` tells where the weights ``[L, out, in]`` have their rank: 1 in A, 2 in B."""
-    for slot, start, count, length, rank in runs:
-        rows = count * length
-        out_rows, x_rows, w = out, x, weights
-        if rows != out.shape[0]:
-            out_rows, x_rows = out.narrow(0, start, rows), x.narrow(0, start, rows)
-        if rank is not None:
-            w = w.narrow(rank_dim, 0, rank)
-            if rank_dim == 1:
-                out_rows = out_rows.narrow(1, 0, rank)
-            else:
-                x_rows = x_rows.narrow(1, 0, rank)
-        if count == 1:
-            multiply_segment(out_rows, x_rows, w[slot], alpha, beta)
-            continue
-        out_3d = out_rows.view(count, length, out_rows.shape[1])
-        x_3d = x_rows.view(count, length, x_rows.shape[1])
-        multiply_run(out_3d, x_3d, w.narrow(0, slot, count), alpha, beta)
+def _prepare_shrink(
+    inputs: Tensor, lora_a_weights: Sequence[Tensor], output: Tensor, plan: SegmentPlan, lora_ranks: Tensor | None
+) -> PreparedCall:
+    """Check the operands of :func:`shrink` and cut its products."""
+    if not lora_a_weights:
+        raise ValueError("lora_a_weights is empty; expected one tensor per slice")
+    weights = [weights_3d(w, "lora_a_weights") for w in lora_a_weights]
+    first = weights[0]
+    num_slots, rank, _ = first.shape
+    if inputs.dim() != 2 or output.shape != (len(weights), inputs.shape[0], rank):
+        raise ValueError(
+            f"inputs and output have shapes {tuple(inputs.shape)} and {tuple(output.shape)}; "
+            f"expected [rows, {first.shape[2]}] and [{len(weights)}, rows, {rank}]"
+        )
+    _check_operands(inputs, weights, output, "lora_a_weights", float32_inputs=False)
+    for weight in weights[1:]:
+        if weight.shape != first.shape:
+            raise ValueError(f"lora_a_weights mixes ranks {rank} and {weight.shape[1]}; all slices must have one rank")
+    _check_plan(plan, inputs.shape[0], num_slots)
+    ranks = _rank_values(lora_ranks, len(weights), num_slots)
+    return prepare(plan, inputs, lora_a_weights, weights, output, ranks, rank_dim=1)
 
 
 def shrink(
@@ -139,44 +123,54 @@ def shrink(
         TypeError: dtypes that may not be combined. ValueError: shapes, devices, slots, ranks or scaling out of range.
         Nothing is written before all checks passed.
     """
-    if not lora_a_weights:
-        raise ValueError("lora_a_weights is empty; expected one tensor per slice")
-    weights = [w if w.dim() == 3 else weights_3d(w, "lora_a_weights") for w in lora_a_weights]
-    first = weights[0]
-    num_slots, rank, _ = first.shape
-    if inputs.dim() != 2 or output.shape != (len(weights), inputs.shape[0], rank):
-        raise ValueError(
-            f"inputs and output have shapes {tuple(inputs.shape)} and {tuple(output.shape)}; "
-            f"expected [rows, {first.shape[2]}] and [{len(weights)}, rows, {rank}]"
-        )
-    _check_operands(inputs, weights, output, "lora_a_weights", float32_inputs=False)
-    for weight in weights[1:]:
-        if weight.shape != first.shape:
-            raise ValueError(f"lora_a_weights mixes ranks {rank} and {weight.shape[1]}; all slices must have one rank")
-    check_scaling(scaling)
-    _check_plan(plan, inputs.shape[0], num_slots)
-    runs = _ranked_runs(plan, lora_ranks, len(weights), num_slots, rank)
+    call = plan.shrinks.get(id(lora_a_weights[0])) if lora_a_weights else None
+    if call is None or not call.repeats(inputs, lora_a_weights, output, lora_ranks):
+        call = _prepare_shrink(inputs, lora_a_weights, output, plan, lora_ranks)
+    if scaling != 1.0 or type(scaling) is not float:
+        check_scaling(scaling)
 
-    covered = plan.all_active and plan.num_tokens == inputs.shape[0] and lora_ranks is None
-    if not accumulate and not covered:
+    beta = 1.0 if accumulate else 0.0
+    only = call.only
+    if only is not None:
+        only.multiply(output[0], inputs, only.weight, scaling, beta)
+        return
+    if not (accumulate or call.covers):
         output.zero_()
     rows = None if plan.rows is None else plan.rows.to(inputs.device)
     x = inputs if rows is None else inputs.index_select(0, rows)
-    beta = float(accumulate)
-    for weight, target, mine in zip(weights, output.unbind(0), runs, strict=True):
+    for target, part in zip(output.unbind(0), call.slices, strict=True):
         sums = target if rows is None else target.index_select(0, rows)
-        _multiply(sums, x, weight, mine, scaling, beta, rank_dim=1)
+        multiply_products(sums, x, part, scaling, beta, rank_of_out=True)
         if rows is not None:
             target.index_copy_(0, rows, sums)
 
 
-def _slice_columns(output: Tensor, weights: Sequence[Tensor], offset_start: int) -> Iterator[Tensor]:
-    """The columns of ``output`` that each slice writes, one after the other from ``offset_start`` on."""
-    offset = offset_start
-    for weight in weights:
-        width = weight.shape[1]
-        yield output if width == output.shape[1] else output.narrow(1, offset, width)
-        offset += width
+def _prepare_expand(
+    inputs: Tensor,
+    lora_b_weights: Sequence[Tensor],
+    output: Tensor,
+    plan: SegmentPlan,
+    offset_start: int,
+    lora_ranks: Tensor | None,
+) -> PreparedCall:
+    """Check the operands of :func:`expand` and cut its products."""
+    if not lora_b_weights:
+        raise ValueError("lora_b_weights is empty; expected one tensor per slice")
+    weights = [weights_3d(w, "lora_b_weights") for w in lora_b_weights]
+    num_slots, _, rank = weights[0].shape
+    if inputs.dim() != 3 or output.dim() != 2 or inputs.shape[:2] != (len(weights), output.shape[0]):
+        raise ValueError(
+            f"inputs and output have shapes {tuple(inputs.shape)} and {tuple(output.shape)}; "
+            f"expected [{len(weights)}, rows, {rank}] and [rows, columns]"
+        )
+    _check_operands(inputs, weights, output, "lora_b_weights", float32_inputs=True)
+    total = sum([weight.shape[1] for weight in weights])
+    columns = output.shape[1]
+    if offset_start < 0 or offset_start + total > columns:
+        raise ValueError(f"offset_start {offset_start} + {total} columns of all slices must lie in output's {columns}")
+    _check_plan(plan, output.shape[0], num_slots)
+    ranks = _rank_values(lora_ranks, len(weights), num_slots)
+    return prepare(plan, inputs, lora_b_weights, weights, output, ranks, rank_dim=2, offset=offset_start)
 
 
 def expand(
@@ -204,32 +198,26 @@ def expand(
 
     Raises: as :func:`shrink`; ``ValueError`` also when the slices do not fit the columns of the output.
     """
-    if not lora_b_weights:
-        raise ValueError("lora_b_weights is empty; expected one tensor per slice")
-    weights = [w if w.dim() == 3 else weights_3d(w, "lora_b_weights") for w in lora_b_weights]
-    num_slots, _, rank = weights[0].shape
-    if inputs.dim() != 3 or output.dim() != 2 or inputs.shape[:2] != (len(weights), output.shape[0]):
-        raise ValueError(
-            f"inputs and output have shapes {tuple(inputs.shape)} and {tuple(output.shape)}; "
-            f"expected [{len(weights)}, rows, {rank}] and [rows, columns]"
-        )
-    _check_operands(inputs, weights, output, "lora_b_weights", float32_inputs=True)
-    total = sum([weight.shape[1] for weight in weights])
-    columns = output.shape[1]
-    if offset_start < 0 or offset_start + total > columns:
-        raise ValueError(f"offset_start {offset_start} + {total} columns of all slices must lie in output's {columns}")
-    _check_plan(plan, output.shape[0], num_slots)
-    runs = _ranked_runs(plan, lora_ranks, len(weights), num_slots, rank)
+    call = plan.expands.get(id(lora_b_weights[0])) if lora_b_weights else None
+    if call is None or call.offset != offset_start or not call.repeats(inputs, lora_b_weights, output, lora_ranks):
+        call = _prepare_expand(inputs, lora_b_weights, output, plan, offset_start, lora_ranks)
 
+    beta = 1.0 if add_inputs else 0.0
+    only = call.only
+    if only is not None:
+        only.multiply(output, inputs[0], only.weight, 1.0, beta)
+        return
     rows = None if plan.rows is None else plan.rows.to(output.device)
-    beta = float(add_inputs)
-    targets = _slice_columns(output, weights, offset_start)
-    for x, weight, target, mine in zip(inputs.unbind(0), weights, targets, runs, strict=True):
+    column, columns = offset_start, output.shape[1]
+    for x, weight, part in zip(inputs.unbind(0), lora_b_weights, call.slices, strict=True):
+        width = weight.shape[-2]
+        target = output if width == columns else output.narrow(1, column, width)
+        column += width
         if rows is None:
-            _multiply(target, x, weight, mine, 1.0, beta, rank_dim=2)
+            multiply_products(target, x, part, 1.0, beta, rank_of_out=False)
             continue
         sums = target.index_select(0, rows)
-        _multiply(sums, x.index_select(0, rows), weight, mine, 1.0, beta, rank_dim=2)
+        multiply_products(sums, x.index_select(0, rows), part, 1.0, beta, rank_of_out=False)
         target.index_copy_(0, rows, sums)
 
 

@@ -26,6 +26,7 @@ config = EngineConfig(max_batch_size=8, max_model_len=64)
 engine = Engine(model, config.lora_config(16), config)
 adapters = [LoRARequest(*adapter) if adapter else None for adapter in job["adapters"]]
 print(json.dumps(engine.generate(job["prompts"], adapters, job["new"])))
+set_tensor_parallel_group(None)  # gloo aborts when the group outlives its process group
 dist.destroy_process_group()
 """
 

@@ -332,3 +332,30 @@ def test_slices_of_mixed_dtype_raise():
     with pytest.raises(TypeError, match=r"torch\.float32 and torch\.bfloat16"):
         expand(torch.ones(2, 1, 3), (torch.ones(1, 2, 3), torch.ones(1, 2, 3).bfloat16()), y, plan)
     assert (y == 5).all()
+
+
+@pytest.mark.parametrize("tile", [1, 200, 700, 2500])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", ["distinct", "identical", "uniform", "long-segment"])
+def test_every_way_to_tile_a_conversion(layout, dtype, tile, monkeypatch):
+    """One tile, groups of segments with a rest, segment by segment, blocks of columns; float64 inputs stay float64."""
+    monkeypatch.setattr(segment_gemm, "_TILE", tile)
+    slots = LAYOUTS[layout]
+    x, y = normal(len(slots), 30, dtype=dtype), normal(len(slots), 21, dtype=torch.bfloat16, seed=3)
+    a, b = (normal(7, 5, 30, dtype=dtype, scale=0.2, seed=1),), (normal(7, 21, 5, dtype=dtype, scale=0.4, seed=2),)
+    before = y.clone()
+    buffer = run_lora(x, a, b, y, slots)
+    assert_shrunk(buffer[0], products(x, a[0], torch.tensor(slots), 0.5))
+    assert_expanded(y, expected_lora(buffer, b, before, slots))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["inference-first", "normal-first"])
+def test_scratch_serves_in_and_outside_of_inference_mode(first, monkeypatch):
+    monkeypatch.setattr(segment_gemm, "_scratch", segment_gemm._Scratch())
+    slots, b = torch.tensor([0, 0, 1]), (normal(2, 9, 4, dtype=torch.bfloat16),)
+    plan, h = plan_segments(slots), normal(1, 3, 4, seed=1)
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            y = torch.zeros(3, 9, dtype=torch.bfloat16)
+            expand(h, b, y, plan)
+            assert_expanded(y, products(h[0], b[0], slots))

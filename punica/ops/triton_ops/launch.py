@@ -71,7 +71,8 @@ def shared_memory(device: torch.device) -> int:
         return 227 << 10
     index = device.index
     if index not in _SHARED_MEMORY:
-        _SHARED_MEMORY[index] = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties: Any = torch.cuda.get_device_properties(device)  # CPU builds of torch declare fewer fields
+        _SHARED_MEMORY[index] = properties.shared_memory_per_block_optin
     return _SHARED_MEMORY[index]
 
 

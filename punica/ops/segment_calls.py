@@ -1,0 +1,217 @@
+"""What a shrink or expand works out once per plan and set of weights, and then repeats.
+
+A model calls the operators with the same plan and the same stacked weights in step after step: only the activations are
+new. Checking the operands and cutting the weights by segment costs more than the products of a small batch (40 of 80
+microseconds at one row with Python's own data out of the caches), so a :class:`PreparedCall` keeps the outcome and the
+plan keeps the prepared calls. A call that is found again only compares shapes and dtypes.
+
+Weights may change *in place* at any time (an adapter loaded into a slot): prepared calls hold views, never values. True
+ranks are values, so each call compares them. A weight tensor that gets other memory (``w.data = ...``) is recognised by
+its address; one whose shape is changed over the same memory (``w.t_()``) is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from punica.ops.segment_gemm import Multiply, choose
+from punica.ops.segment_plan import Run, SegmentPlan
+
+# Prepared shrinks and prepared expands per plan; the oldest is dropped first. Llama-70B has 80 layers of 4 packed
+# projections: 320 of each.
+KEPT_CALLS = 512
+
+
+class Product(NamedTuple):
+    """One run, with its weights cut out of the stack; ``block`` is the number of its rows' block in the slice."""
+
+    block: int
+    segments: int
+    length: int
+    rank: int | None
+    multiply: Multiply
+    weight: Tensor
+
+
+class Slice(NamedTuple):
+    """The products of one slice, and how many rows each block has: the blocks of the products and those between them.
+
+    The rows are cut into all blocks by one call, which is faster than one call per product.
+    """
+
+    blocks: tuple[int, ...]
+    products: tuple[Product, ...]
+
+
+@dataclass(slots=True)
+class PreparedCall:
+    """A validated call, found again under the id of its first weight.
+
+    Attributes:
+        weights: as the caller gave them; holding them keeps their ids and addresses from being reused.
+        addresses: where the memory of each weight lies.
+        x_shape, x_dtype, out_shape, out_dtype, device: of the other operands.
+        offset: first column written (0 for a shrink).
+        ranks: ``lora_ranks`` as nested lists, or None.
+        slices: the products of each slice, and their rows.
+        covers: whether the products write all rows and all lanes of the output of a shrink.
+        only: set when one product takes all of ``x``'s and ``out``'s rows and columns, in a call of one slice.
+    """
+
+    weights: tuple[Tensor, ...]
+    addresses: tuple[int, ...]
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+    out_shape: torch.Size
+    out_dtype: torch.dtype
+    device: torch.device
+    offset: int
+    ranks: list[list[int]] | None
+    slices: list[Slice]
+    covers: bool
+    only: Product | None
+
+    def repeats(self, inputs: Tensor, weights: Sequence[Tensor], output: Tensor, lora_ranks: Tensor | None) -> bool:
+        """Whether a call with these operands needs neither checks nor cuts. Ranks are compared by value."""
+        return (
+            inputs.shape == self.x_shape
+            and inputs.dtype is self.x_dtype
+            and output.shape == self.out_shape
+            and output.dtype is self.out_dtype
+            and inputs.device == output.device == self.device
+            and weights[0] is self.weights[0]
+            and weights[0].data_ptr() == self.addresses[0]
+            and (len(weights) == len(self.weights) == 1 or self._same_weights(weights))
+            and (self.ranks is None if lora_ranks is None else self._same_ranks(lora_ranks))
+        )
+
+    def _same_weights(self, weights: Sequence[Tensor]) -> bool:
+        if len(weights) != len(self.weights):
+            return False
+        known = zip(weights, self.weights, self.addresses, strict=True)
+        return all(mine is kept and mine.data_ptr() == address for mine, kept, address in known)
+
+    def _same_ranks(self, lora_ranks: Tensor) -> bool:
+        return lora_ranks.dtype == torch.int32 and lora_ranks.tolist() == self.ranks
+
+
+def prepare(
+    plan: SegmentPlan,
+    inputs: Tensor,
+    weights: Sequence[Tensor],
+    stacks: Sequence[Tensor],
+    output: Tensor,
+    ranks: list[list[int]] | None,
+    *,
+    rank_dim: int,
+    offset: int = 0,
+) -> PreparedCall:
+    """Cut the products of a call whose operands were checked, and keep them in the plan.
+
+    Args:
+        weights: the weights as given; ``stacks`` are the same as ``[L, out, in]``.
+        ranks: true rank per slice and slot, None for the full width.
+        rank_dim: where the stacks have their rank: 1 in A (shrink), 2 in B (expand).
+
+    Raises:
+        ValueError: a rank in use is negative or above the width of the weights. Nothing is kept then.
+    """
+    rows, columns = output.shape[-2:]
+    product_rows = rows if plan.rows is None else plan.rows.shape[0]
+    dtypes = output.dtype, inputs.dtype
+    slices = [
+        _cut_slice(plan, stack, None if ranks is None else ranks[i], rank_dim, product_rows, *dtypes)
+        for i, stack in enumerate(stacks)
+    ]
+    full_rank = all(product.rank is None for one in slices for product in one.products)
+    only = None
+    if len(slices) == len(slices[0].blocks) == len(slices[0].products) == 1 and full_rank and plan.rows is None:
+        (product,) = slices[0].products
+        only = product if product.segments == 1 and stacks[0].shape[1] == columns else None
+    call = PreparedCall(
+        tuple(weights),
+        tuple(weight.data_ptr() for weight in weights),
+        inputs.shape,
+        inputs.dtype,
+        output.shape,
+        output.dtype,
+        output.device,
+        offset,
+        ranks,
+        slices,
+        full_rank and plan.all_active and plan.num_tokens == rows,
+        only,
+    )
+    calls = plan.shrinks if rank_dim == 1 else plan.expands
+    key = id(weights[0])
+    if key not in calls and len(calls) >= KEPT_CALLS:
+        del calls[next(iter(calls))]
+    calls[key] = call
+    return call
+
+
+def _cut_slice(
+    plan: SegmentPlan,
+    stack: Tensor,
+    ranks: list[int] | None,
+    rank_dim: int,
+    rows: int,
+    out_dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> Slice:
+    """The products of one slice on ``rows`` rows; a run whose adapters differ in rank is cut where the rank changes."""
+    blocks: list[int] = []
+    products: list[Product] = []
+    done = 0
+    for slot, start, segments, length, rank in (
+        plan.runs if ranks is None else _cut_by_rank(plan.runs, ranks, stack.shape[rank_dim])
+    ):
+        if start > done:
+            blocks.append(start - done)
+        w = stack.narrow(0, slot, segments)
+        if rank is not None:
+            w = w.narrow(rank_dim, 0, rank)
+        multiply, operand = choose(out_dtype, x_dtype, w, length)
+        products.append(Product(len(blocks), segments, length, rank, multiply, operand))
+        blocks.append(segments * length)
+        done = start + segments * length
+    if rows > done:
+        blocks.append(rows - done)
+    return Slice(tuple(blocks), tuple(products))
+
+
+def _cut_by_rank(runs: tuple[Run, ...], ranks: list[int], width: int) -> tuple[Run, ...]:
+    pieces: list[Run] = []
+    for run in runs:
+        done = 0
+        for rank, members in groupby(ranks[run.slot : run.slot + run.segments]):
+            if not 0 <= rank <= width:
+                raise ValueError(f"lora_ranks holds {rank} for slot {run.slot + done}; expected 0 to {width}")
+            count = len(list(members))
+            true_rank = rank if rank < width else None
+            pieces.append(Run(run.slot + done, run.start + done * run.length, count, run.length, true_rank))
+            done += count
+    return tuple(pieces)
+
+
+def multiply_products(out: Tensor, x: Tensor, part: Slice, alpha: float, beta: float, rank_of_out: bool) -> None:
+    """All products of one slice, in place: ``out [T, N]``, ``x [T, K]``. The rank is N (``rank_of_out``) or K."""
+    blocks, products = part
+    out_blocks, x_blocks = out.split_with_sizes(blocks), x.split_with_sizes(blocks)
+    for block, segments, length, rank, multiply, weight in products:
+        out_rows, x_rows = out_blocks[block], x_blocks[block]
+        if rank is not None:
+            if rank_of_out:
+                out_rows = out_rows.narrow(1, 0, rank)
+            else:
+                x_rows = x_rows.narrow(1, 0, rank)
+        if segments != 1:
+            out_rows = out_rows.view(segments, length, out_rows.shape[1])
+            x_rows = x_rows.view(segments, length, x_rows.shape[1])
+        multiply(out_rows, x_rows, weight, alpha, beta)
