@@ -38,7 +38,7 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     """One column of axes per panel: values above, values relative to the first batch below."""
     rows, paper = rows[rows["metric"] == spec.metric], paper[paper["metric"] == spec.metric]
     names = list(dict.fromkeys(rows[spec.panel])) if spec.panel else [""]
-    width = max(style.PANEL_WIDTH * len(names), 4.2) + 0.6
+    width = max(style.PANEL_WIDTH * len(names), 4.2, 1.15 * rows[spec.line].nunique()) + 0.6  # room for the legend
     figure, axes = plt.subplots(
         2, len(names), figsize=(width, 2 * style.PANEL_HEIGHT + 1.0), sharex=True, sharey="row", squeeze=False,
         layout="constrained",

@@ -29,8 +29,9 @@ _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("grouped_mm", "SGMV expand", "punica_last_admitted"),
     ),
     (("Distinct",), ("Uniform",), ("Skewed",), ("Identical",), ("Zipf",)),
+    (("len 128",), ("len 512",), ("len 1024",), ("len 1536",), ("len 2048",)),
 )
-_COLOURS = ((0, 3, 1, 2, 4, 5, 9), (0, 1, 2, 3, 4))
+_COLOURS = ((0, 3, 1, 2, 4, 5, 9), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
 _MARKERS = "osD^vPX"
 _KNOWN = {
     name: (_PALETTE[_COLOURS[g][i]], _MARKERS[i])
