@@ -314,8 +314,8 @@ display(stored.verdicts(FIGURES))
 h200 = StoredRows(ROOT, "h200")
 chapter = [experiment for experiment in (FIG7, FIG8, FIG9, PADDING, DETERMINISM) if h200.has(experiment)]
 if chapter:
-    words = "The same figures and claims, on a GPU, beside the paper's A100; then what mixed ranks cost at their true rank "
-    words += "and padded, and what repeatable bits cost against atomic additions."
+    words = "The same figures and claims, on a GPU, beside the paper's A100; then what mixed ranks cost at their "
+    words += "true rank and padded, and what repeatable bits cost against atomic additions."
     display(Markdown(f"## 5. On an H200\n{words}"))
     display(*(part for experiment in chapter for part in h200.figure(experiment)), h200.verdicts(FIGURES))
 else:
