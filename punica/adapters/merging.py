@@ -16,7 +16,7 @@ from punica.adapters.checkpoint import all_finite, check_pair_shapes
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrapping import PackedMapping, is_in_target_modules
 from punica.layers import BaseLinearLayerWithLoRA
-from punica.layers.base import LoRAInput
+from punica.layers.slots import LoRAInput
 
 
 class AdapterMerger:

@@ -3,7 +3,8 @@
 ``from_layer`` picks the class; ``set_mapping`` connects the layer to the step's metadata; ``set_lora`` fills a slot.
 """
 
-from punica.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
+from punica.layers.base import BaseLayerWithLoRA
+from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.column_parallel_linear import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearVariableSliceWithLoRA,
@@ -15,6 +16,7 @@ from punica.layers.packing import expand_groups
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.selection import LORA_CLASSES, from_layer
+from punica.layers.slots import SlotPart, SlottedLayer
 from punica.layers.utils import register_layer_class, resolve_layer_class
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "QKVParallelLinearWithLoRA",
     "ReplicatedLinearWithLoRA",
     "RowParallelLinearWithLoRA",
+    "SlotPart",
+    "SlottedLayer",
     "expand_groups",
     "from_layer",
     "register_layer_class",

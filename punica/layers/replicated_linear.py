@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from punica.layers.base import BaseLinearLayerWithLoRA
+from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.utils import is_kind_of
 from punica.parallel.linear import ReplicatedLinear, check_last_dim
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from punica.layers.base import BaseLinearLayerWithLoRA
+from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.utils import _not_fully_sharded_can_replace, is_exactly
 from punica.parallel.group import split_tensor_along_last_dim, tensor_model_parallel_all_reduce
 from punica.parallel.linear import RowParallelLinear, check_last_dim

@@ -1,0 +1,176 @@
+"""Slots: where a layer keeps the adapters that a batch may use, and how an adapter gets into one.
+
+A layer has ``L = max_loras`` slots. A slot holds, for every slice of the layer, this rank's part of one adapter's A and
+B in the top-left corner of a matrix as wide as the largest rank; the rest of the matrix is zero, and ``lora_ranks``
+tells the kernels not to read it. :class:`SlotPart` names one such matrix, so that whoever fills slots (``set_lora``
+here, one matrix after the other; the asynchronous writer of :mod:`punica.adapters`, all layers at once) needs to know
+nothing about the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from punica.layers.base import BaseLayerWithLoRA
+from punica.layers.packing import LoRAFactor
+from punica.layers.utils import check_count, check_lora_pair, check_slot_index, lora_device
+
+if TYPE_CHECKING:
+    from punica.config import LoRAConfig
+
+LoRAInput = Tensor | Sequence[LoRAFactor] | None
+
+
+class SlotPart(NamedTuple):
+    """One matrix of one slot, and what belongs into it on this rank.
+
+    ``slots``: the stacked buffer ``[L, ..., rows, cols]``, contiguous; ``slots[index]`` is a matrix ``[rows, cols]``.
+    ``part``: the matrix ``[r, c]`` for its top-left corner, ``None`` where the adapter has none.
+    ``ranks``: int32 ``[L]``, a view; ``rank`` is what ``ranks[index]`` becomes, 0 without a part.
+    """
+
+    slots: Tensor
+    part: Tensor | None
+    ranks: Tensor
+    rank: int
+
+    def matrix(self, index: int) -> Tensor:
+        """Slot ``index`` as a matrix ``[rows, cols]``, a view."""
+        return self.slots[index].view(-1, self.slots.shape[-1])
+
+    def write(self, index: int) -> None:
+        """Replace the content of slot ``index``, on the current stream."""
+        target = self.matrix(index)
+        if self.part is None or self.part.shape != target.shape:
+            target.zero_()
+        if self.part is not None:
+            target[: self.part.shape[0], : self.part.shape[1]].copy_(self.part, non_blocking=True)
+        self.ranks[index].fill_(self.rank)
+
+
+class SlottedLayer(BaseLayerWithLoRA):
+    """A base layer with slots: everything about adapters except what a forward computes with them.
+
+    Attributes:
+        base_layer: the wrapped layer.
+        n_slices: matrices packed in the layer that have their own A and B.
+        full_input_size, full_output_sizes: the unsharded sizes that adapters must have; one output size per slice.
+        tp_size, tp_rank, device: the base layer's.
+        max_loras, lora_config: what ``create_lora_weights`` was given; 0 and ``None`` before.
+        lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
+    """
+
+    base_layer: Any
+    full_input_size: int
+    full_output_sizes: tuple[int, ...]
+
+    def __init__(self, base_layer: Any, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.device = lora_device(base_layer) if device is None else device
+        self.tp_size: int = getattr(base_layer, "tp_size", 1)
+        self.tp_rank: int = getattr(base_layer, "tp_rank", 0)
+        self.n_slices = 1
+        self.max_loras = 0
+        self.lora_config: LoRAConfig | None = None
+        self.lora_ranks: Tensor | None = None
+
+    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
+        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank`` in ``lora_config.lora_dtype``.
+
+        ``TypeError`` for a ``lora_dtype`` that is not resolved yet, ``ValueError`` for sizes below 1 or that do not
+        divide over the ranks, ``RuntimeError`` when the slots exist already.
+        """
+        if self.lora_config is not None:
+            raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
+        check_count("max_loras", max_loras)
+        check_count("max_lora_rank", lora_config.max_lora_rank)
+        dtype = lora_config.lora_dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
+            )
+        self._allocate(max_loras, lora_config.max_lora_rank, dtype)
+        self.lora_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
+        self.max_loras = max_loras
+        self.lora_config = lora_config
+
+    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
+        """Create the stacked buffers, zeroed."""
+        raise NotImplementedError(f"{type(self).__name__}._allocate")
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def reset_lora(self, index: int) -> None:
+        """Zero slot ``index``. ``TypeError`` or ``ValueError``: bad index; ``RuntimeError``: no slots yet."""
+        self._require_slots("reset_lora")
+        check_slot_index(index, self.max_loras)
+        for part in self.slot_parts(None, None):
+            part.write(index)
+
+    def set_lora(self, index: int, lora_a: LoRAInput, lora_b: LoRAInput) -> None:
+        """Replace slot ``index`` by full matrices A ``[r, in]`` and B ``[out, r]`` (lists of them for packed layers).
+
+        Everything is checked before anything is written, so that after an exception the slot holds what it held. The
+        copies are asynchronous where the source allows; they are ordered on the current stream with the kernels.
+        """
+        self._require_slots("set_lora")
+        check_slot_index(index, self.max_loras)
+        for part in self._parts(*self.check_lora(lora_a, lora_b)):
+            part.write(index)
+
+    def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
+        """All matrices of a slot and this rank's part of A and B in each, checked; A and B ``None``: an empty slot."""
+        ranks = self._require_slots("slot_parts")
+        if lora_a is None and lora_b is None:
+            nothing: list[LoRAFactor] = [None] * len(ranks)
+            return self._parts(nothing, nothing)
+        return self._parts(*self.check_lora(lora_a, lora_b))
+
+    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
+        """:meth:`slot_parts` of checked full matrices, one A and one B (or None) per slice."""
+        raise NotImplementedError(f"{type(self).__name__}._parts")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of one slot, in bytes: its matrices at full width."""
+        return sum(part.matrix(0).nbytes for part in self.slot_parts(None, None))
+
+    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+        """All that ``set_lora`` would object to, without touching a slot; returns one full A and B (or None) per slice.
+
+        A manager calls this when an adapter is registered, so that activating it cannot fail half-way.
+        """
+        self._require_slots("check_lora")
+        slices_a, slices_b = self._to_slices(lora_a, lora_b)
+        for i, (a, b) in enumerate(zip(slices_a, slices_b, strict=True)):
+            if a is None or b is None:
+                continue
+            if a.shape[1] != self.full_input_size:
+                raise ValueError(f"slice {i}: lora_a must have {self.full_input_size} columns, got {a.shape[1]}")
+            if b.shape[0] != self.full_output_sizes[i]:
+                raise ValueError(f"slice {i}: lora_b must have {self.full_output_sizes[i]} rows, got {b.shape[0]}")
+        return slices_a, slices_b
+
+    def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+        """The given factors, one pair per slice, each pair checked by itself. Here: one slice, one tensor."""
+        for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"{name} must be one tensor for {type(self).__name__}, got {type(value).__name__}")
+        self._check_pairs([lora_a], [lora_b])
+        return [cast(LoRAFactor, lora_a)], [cast(LoRAFactor, lora_b)]
+
+    def _check_pairs(self, lora_a: Sequence[object], lora_b: Sequence[object]) -> None:
+        config = cast("LoRAConfig", self.lora_config)
+        for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
+            check_lora_pair(i, a, b, config.max_lora_rank)
+
+    def _require_slots(self, caller: str) -> Tensor:
+        if self.lora_ranks is None:
+            raise RuntimeError(f"{type(self).__name__}: {caller} needs slots; call create_lora_weights first")
+        return self.lora_ranks
