@@ -1,0 +1,83 @@
+"""The packed adapter fills a slot with the same bits as `set_lora`, on one rank and on each of several."""
+
+import pytest
+import torch
+from adapter_world import HEAD, HEADS, HIDDEN, INTER, KV_HEADS, Q, adapter, tree
+
+from punica.adapters import LoRAModel, LoRAModelManager
+from punica.adapters.slot_writer import LayerSlotWriter
+from punica.adapters.staged import StagedAdapter, slot_parts, stage
+from punica.config import LoRAConfig
+from punica.ops.slot_image import write_slot
+from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+SLOT = 1
+
+
+def one_layer(tp_size: int, tp_rank: int) -> torch.nn.Module:
+    """The first layer of the tiny model as one rank of `tp_size` holds it; nothing is ever computed."""
+    place = {"bias": False, "tp_size": tp_size, "tp_rank": tp_rank}
+    attn = tree(
+        qkv_proj=QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **place),
+        o_proj=RowParallelLinear(Q, HIDDEN, **place),
+    )
+    mlp = tree(
+        gate_up_proj=MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **place),
+        down_proj=RowParallelLinear(INTER, HIDDEN, **place),
+    )
+    model = tree(model=tree(layers=torch.nn.ModuleList([tree(self_attn=attn, mlp=mlp)])))
+    model.packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    return model
+
+
+def merged(manager: LoRAModelManager, modules: tuple[str, ...] | None) -> LoRAModel:
+    whole = adapter(3, rank=5, modules=modules)
+    first = LoRAModel(3, 5, {name: weights for name, weights in whole.loras.items() if "layers.0" in name})
+    return manager._merger.merge(first)
+
+
+def buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
+    return [buffer for parts in slot_parts(manager.modules, None).values() for part in parts for buffer in part[::2]]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
+@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize("modules", [None, ("q_proj", "v_proj")], ids=["all modules", "q and v"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, sharded, dtype):
+    config = LoRAConfig(max_lora_rank=8, max_loras=3, fully_sharded_loras=sharded, lora_dtype=dtype)
+    manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, 50, config, "cpu")
+    lora = merged(manager, modules)
+    LayerSlotWriter(manager.modules).write(SLOT, lora)
+    expected = [buffer.clone() for buffer in buffers(manager)]
+
+    staged = stage(manager.modules, lora, dtype, pin_memory=False)
+    for buffer in buffers(manager):
+        buffer[SLOT].fill_(3)
+    empty = [part for parts in slot_parts(manager.modules, None).values() for part in parts]
+    write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], SLOT)
+    for found, wanted in zip(buffers(manager), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_staged_adapter_is_the_adapter(make_manager):
+    """On one rank its tensors are the whole matrices, as views of the image, so it can be added anywhere again."""
+    manager = make_manager(max_loras=2)
+    lora = manager._merger.merge(adapter(3, rank=5))
+    staged = stage(manager.modules, lora, torch.float32, pin_memory=False)
+    assert isinstance(staged, StagedAdapter)
+    assert (staged.id, staged.rank, set(staged.loras)) == (lora.id, lora.rank, set(lora.loras))
+    storage = staged.image.untyped_storage().data_ptr()
+    for name, weights in lora.loras.items():
+        own = staged.loras[name]
+        pairs = zip(weights.lora_a, own.lora_a, strict=True) if weights.is_packed else [(weights.lora_a, own.lora_a)]
+        for wanted, found in pairs:
+            assert torch.equal(found, wanted)
+            assert found.untyped_storage().data_ptr() == storage
+    manager.add_adapter(staged)
+    manager.activate_adapter(3)
+    down = manager.modules["model.layers.1.mlp.down_proj"]
+    assert torch.equal(down.lora_b_stacked[0][0, 0, :, :5], lora.get_lora("model.layers.1.mlp.down_proj").lora_b)

@@ -1,0 +1,80 @@
+"""The kernel that fills a slot on all layers at once: equal to plain torch, and to nothing outside its slot."""
+
+import pytest
+import torch
+
+from punica.ops import slot_image
+from punica.ops.slot_image import SlotMatrix, pack_image
+from punica.ops.triton_ops.slot_write import BLOCK, SlotTable, write_slot
+
+# rows and columns of each matrix of a slot, and of the adapter's part (None: it has none)
+CASES = {
+    "full": [((8, 64), (8, 64)), ((96, 8), (96, 8))],
+    "narrow": [((16, 64), (5, 64)), ((96, 16), (96, 5))],
+    "odd": [((7, 33), (3, 33)), ((65, 7), (65, 3)), ((1, 1), (1, 1))],
+    "absent": [((8, 40), None), ((24, 8), (24, 8)), ((8, 40), (8, 40))],
+    "empty part": [((4, 40), (0, 40)), ((24, 8), (24, 1))],
+    "several tiles": [((3, BLOCK), (2, BLOCK)), ((2 * BLOCK + 5, 3), (2 * BLOCK + 5, 2)), ((BLOCK + 1, 1), None)],
+}
+GUARD = 64
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of random values in the middle of a larger allocation, and that allocation."""
+    size = torch.Size(shape).numel()
+    whole = torch.randn(size + 2 * GUARD, device=device).to(dtype)
+    return whole[GUARD : GUARD + size].view(shape), whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_equals_plain_torch_and_touches_nothing_else(case, dtype, index, device):
+    shapes = CASES[case]
+    pairs = [guarded((3, 1, *slot), dtype, device) for slot, _ in shapes]
+    slots, whole = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    ranks = torch.full((len(shapes), 3), 9, dtype=torch.int32, device=device)
+    parts = [None if part is None else torch.randn(part) for _, part in shapes]
+    image = pack_image([SlotMatrix(part, 0 if part is None else m + 1) for m, part in enumerate(parts)], dtype)
+    expected = [buffer.cpu().clone() for buffer in whole]
+    expected_slots = [
+        buffer[GUARD : GUARD + slot.numel()].view(slot.shape) for buffer, slot in zip(expected, slots, strict=True)
+    ]
+    expected_ranks = ranks.cpu().clone()
+    slot_image.write_slot(image, expected_slots, list(expected_ranks), index)
+    write_slot(image.to(device), SlotTable(slots, list(ranks)), index)
+    for found, wanted in zip(whole, expected, strict=True):
+        assert torch.equal(found.cpu(), wanted)
+    assert torch.equal(ranks.cpu(), expected_ranks)
+
+
+def test_a_second_write_leaves_no_trace_of_the_first(device):
+    slots, ranks = [torch.zeros(2, 1, 8, 20, device=device)], torch.zeros(1, 2, dtype=torch.int32, device=device)
+    table = SlotTable(slots, list(ranks))
+    for rank in (8, 2):
+        a = torch.randn(rank, 20)
+        write_slot(pack_image([SlotMatrix(a, rank)], torch.float32).to(device), table, 1)
+    assert torch.equal(slots[0][1, 0, :2].cpu(), a)
+    assert not slots[0][1, 0, 2:].any()
+    assert not slots[0][0].any()
+    assert ranks.tolist() == [[0, 2]]
+
+
+def test_bad_tables_and_writes_are_refused(device):
+    slots, ranks = [torch.zeros(2, 4, 4, device=device)], [torch.zeros(2, dtype=torch.int32, device=device)]
+    with pytest.raises(ValueError, match="one entry per matrix, got 0"):
+        SlotTable([], [])
+    with pytest.raises(ValueError, match=r"slots\[1\] is torch.float16"):
+        SlotTable([*slots, slots[0].half()], ranks * 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        SlotTable([slots[0].transpose(1, 2)], ranks)
+    with pytest.raises(TypeError, match=r"int32, got torch\.int64"):
+        SlotTable(slots, [ranks[0].long()])
+    with pytest.raises(ValueError, match=r"ranks\[0\] must be \[2\]"):
+        SlotTable(slots, [ranks[0][:1]])
+    table = SlotTable(slots, ranks)
+    image = pack_image([SlotMatrix(torch.ones(4, 4), 4)], torch.float32).to(device)
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=f"\\[0, 2\\), got {index}"):
+            write_slot(image, table, index)
+    assert not slots[0].any()
