@@ -44,7 +44,7 @@ class LoRAConfig:
         tuned_dir: folder with tuned kernel tables; ``None`` uses the ones in the package.
         debug_checks: ops also verify device-side indices (synchronises; for debugging).
         pdl: programmatic dependent launch between shrink and expand where the GPU has it.
-        dual_stream: run the adapter's shrink beside the base layer on a second stream.
+        dual_stream: compute the LoRA term beside the base layer's product, on a second CUDA stream.
     """
 
     max_lora_rank: int = 16

@@ -12,28 +12,45 @@ from punica.layers.column_parallel_linear import (
     MergedQKVParallelLinearWithLoRA,
     QKVParallelLinearWithLoRA,
 )
+from punica.layers.fully_sharded import (
+    ColumnParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithShardedLoRA,
+    RowParallelLinearWithShardedLoRA,
+)
+from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.packing import expand_groups
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
-from punica.layers.selection import LORA_CLASSES, from_layer
+from punica.layers.selection import LORA_CLASSES, from_layer, from_layer_logits_processor
 from punica.layers.slots import SlotPart, SlottedLayer
 from punica.layers.utils import register_layer_class, resolve_layer_class
+from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
 __all__ = [
     "LORA_CLASSES",
     "BaseLayerWithLoRA",
     "BaseLinearLayerWithLoRA",
     "ColumnParallelLinearWithLoRA",
+    "ColumnParallelLinearWithShardedLoRA",
+    "LogitsProcessorWithLoRA",
     "MergedColumnParallelLinearVariableSliceWithLoRA",
     "MergedColumnParallelLinearWithLoRA",
+    "MergedColumnParallelLinearWithShardedLoRA",
     "MergedQKVParallelLinearWithLoRA",
+    "MergedQKVParallelLinearWithShardedLoRA",
     "QKVParallelLinearWithLoRA",
+    "QKVParallelLinearWithShardedLoRA",
     "ReplicatedLinearWithLoRA",
     "RowParallelLinearWithLoRA",
+    "RowParallelLinearWithShardedLoRA",
     "SlotPart",
     "SlottedLayer",
+    "VocabParallelEmbeddingWithLoRA",
     "expand_groups",
     "from_layer",
+    "from_layer_logits_processor",
     "register_layer_class",
     "resolve_layer_class",
 ]

@@ -18,13 +18,19 @@ replicated. LoRA is added after the bias and before gather or reduction, so part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
+from punica.layers.dual_stream import DualStream, dual_stream_for
 from punica.layers.packing import LoRAFactor
 from punica.layers.slots import SlotPart, SlottedLayer
+from punica.layers.utils import has_no_lora
+
+if TYPE_CHECKING:
+    from punica.config import LoRAConfig
+    from punica.wrapper import PunicaWrapperABC
 
 
 class BaseLinearLayerWithLoRA(SlottedLayer):
@@ -45,6 +51,7 @@ class BaseLinearLayerWithLoRA(SlottedLayer):
         self.full_output_sizes = (base_layer.output_size,)
         self.lora_a_stacked: tuple[Tensor, ...] = ()
         self.lora_b_stacked: tuple[Tensor, ...] = ()
+        self._streams: DualStream | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -61,6 +68,11 @@ class BaseLinearLayerWithLoRA(SlottedLayer):
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
+    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
+        """See :meth:`SlottedLayer.create_lora_weights`; also sets up the second stream where the config asks for it."""
+        super().create_lora_weights(max_loras, lora_config, model_config)
+        self._streams = dual_stream_for(self.base_layer, self.device, lora_config)
+
     def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
         a_shapes, b_shapes = self._slot_shapes(max_rank)
         self.lora_a_stacked = tuple(self._zeros((max_loras, 1, *shape), dtype) for shape in a_shapes)
@@ -71,15 +83,21 @@ class BaseLinearLayerWithLoRA(SlottedLayer):
         return [(max_rank, self.input_size)] * self.n_slices, [(width, max_rank) for width in self.output_slices]
 
     def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        live = self._require_slots("set_lora")
-        ranks = [0 if a is None else a.shape[0] for a in full_a]
+        live_a, live_b = self._live_ranks()
         parts = []
-        for stacked, matrices in (
-            (self.lora_a_stacked, self.slice_lora_a(full_a)),
-            (self.lora_b_stacked, self.slice_lora_b(full_b)),
+        for stacked, matrices, live, rank_dim in (
+            (self.lora_a_stacked, self.slice_lora_a(full_a), live_a, 0),
+            (self.lora_b_stacked, self.slice_lora_b(full_b), live_b, 1),
         ):
-            parts += [SlotPart(*each) for each in zip(stacked, matrices, live, ranks, strict=True)]
+            for slots, matrix, ranks in zip(stacked, matrices, live, strict=True):
+                rank = 0 if matrix is None else matrix.shape[rank_dim]
+                parts.append(SlotPart(slots, matrix if rank else None, ranks, rank))
         return parts
+
+    def _live_ranks(self) -> tuple[Tensor, Tensor]:
+        """The rank of every slot as the shrink and as the expand of this rank must know it; int32 ``[n_slices, L]``."""
+        ranks = self._require_slots("set_lora")
+        return ranks, ranks
 
     # --- this rank's part --------------------------------------------------------------------------------------------
 
@@ -118,17 +136,41 @@ class BaseLinearLayerWithLoRA(SlottedLayer):
 
         The base output may have another dtype than the adapters (a router kept in fp32); ``x`` is cast to theirs.
         """
-        ranks = self._require_slots("forward")
-        wrapper = self.punica_wrapper
-        if wrapper is None:
-            raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
+        self._require_slots("forward")
+        wrapper = self._require_wrapper()
+        rows = x.reshape(-1, x.shape[-1]).to(self.lora_a_stacked[0].dtype)
+        if self._streams is not None and not has_no_lora(wrapper):
+            return self._apply_on_two_streams(self._streams, wrapper, x, bias, rows)
         output = self._base_output(x, bias)
         y = output.reshape(-1, output.shape[-1])
-        rows = x.reshape(-1, x.shape[-1]).to(self.lora_a_stacked[0].dtype)
-        returned = wrapper.add_lora_linear(
-            y, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices, lora_ranks=ranks
-        )
+        returned = self._add_lora(wrapper, y, rows)
         return (y if returned is None else returned).view(output.shape)
+
+    def _apply_on_two_streams(
+        self, streams: DualStream, wrapper: PunicaWrapperABC, x: Tensor, bias: Tensor | None, rows: Tensor
+    ) -> Tensor:
+        """:meth:`apply` with the LoRA term beside the base product, see :mod:`punica.layers.dual_stream`."""
+        # float32, so that the sum is rounded once, as where the LoRA kernels add into y themselves
+        term = torch.empty(rows.shape[0], sum(self.output_slices), dtype=torch.float32, device=rows.device)
+
+        def beside() -> Tensor | None:
+            return self._add_lora(wrapper, term.zero_(), rows, add_inputs=False)
+
+        output, returned = streams.run(lambda: self._base_output(x, bias), beside)
+        return output.add_((term if returned is None else returned).view(output.shape))
+
+    def _add_lora(self, wrapper: PunicaWrapperABC, y: Tensor, rows: Tensor, **options: Any) -> Tensor | None:
+        """Every row's LoRA term into ``y [T, out]``, in place, or returned by a wrapper that cannot."""
+        return wrapper.add_lora_linear(
+            y,
+            rows,
+            self.lora_a_stacked,
+            self.lora_b_stacked,
+            1.0,
+            self.output_slices,
+            lora_ranks=self.lora_ranks,
+            **options,
+        )
 
     def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The base layer's product; ``quant_method`` knows how its weight is stored."""

@@ -1,4 +1,8 @@
-"""Which LoRA class wraps which base layer: ask each class in a fixed order, the first that agrees wins."""
+"""Which LoRA class wraps which base layer: ask each class in a fixed order, the first that agrees wins.
+
+The order matters where two would agree: a merged layer on one rank is wrapped by the plain class, since full sharding
+has nothing to cut there.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,17 @@ from punica.layers.column_parallel_linear import (
     MergedQKVParallelLinearWithLoRA,
     QKVParallelLinearWithLoRA,
 )
+from punica.layers.fully_sharded import (
+    ColumnParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithShardedLoRA,
+    RowParallelLinearWithShardedLoRA,
+)
+from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
+from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
 if TYPE_CHECKING:
     from punica.config import LoRAConfig
@@ -28,6 +41,12 @@ LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     QKVParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+    ColumnParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithShardedLoRA,
+    RowParallelLinearWithShardedLoRA,
 )
 """Replacement order. A new LoRA class takes part by its line here."""
 
@@ -54,3 +73,26 @@ def from_layer(
             wrapped.create_lora_weights(max_loras, lora_config, model_config)
             return wrapped
     return layer
+
+
+def from_layer_logits_processor(
+    layer: nn.Module,
+    lm_head: Any,
+    max_loras: int,
+    lora_config: LoRAConfig,
+    model_config: Any = None,
+) -> LogitsProcessorWithLoRA:
+    """The logits processor ``layer`` wrapped for ``lm_head``, with ``max_loras`` zeroed slots.
+
+    Width, dtype and device are those of the head's weight, the order of the gathered columns is its
+    ``get_sharded_to_full_mapping()``.
+    """
+    wrapped = LogitsProcessorWithLoRA(
+        layer,
+        lm_head.embedding_dim,
+        lm_head.weight.dtype,
+        lm_head.weight.device,
+        lm_head.get_sharded_to_full_mapping(),
+    )
+    wrapped.create_lora_weights(max_loras, lora_config, model_config)
+    return wrapped

@@ -21,6 +21,7 @@ from punica.layers.utils import check_count, check_lora_pair, check_slot_index, 
 
 if TYPE_CHECKING:
     from punica.config import LoRAConfig
+    from punica.wrapper import PunicaWrapperABC
 
 LoRAInput = Tensor | Sequence[LoRAFactor] | None
 
@@ -60,11 +61,14 @@ class SlottedLayer(BaseLayerWithLoRA):
         n_slices: matrices packed in the layer that have their own A and B.
         full_input_size, full_output_sizes: the unsharded sizes that adapters must have; one output size per slice.
         tp_size, tp_rank, device: the base layer's.
+        a_transposed: whether A lies in its slot as ``[in, r]``.
         max_loras, lora_config: what ``create_lora_weights`` was given; 0 and ``None`` before.
         lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
+        filled_slots: indices of the slots that hold an adapter, known to the host.
     """
 
     base_layer: Any
+    a_transposed = False
     full_input_size: int
     full_output_sizes: tuple[int, ...]
 
@@ -78,6 +82,7 @@ class SlottedLayer(BaseLayerWithLoRA):
         self.max_loras = 0
         self.lora_config: LoRAConfig | None = None
         self.lora_ranks: Tensor | None = None
+        self.filled_slots: set[int] = set()
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
         """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank`` in ``lora_config.lora_dtype``.
@@ -110,8 +115,7 @@ class SlottedLayer(BaseLayerWithLoRA):
         """Zero slot ``index``. ``TypeError`` or ``ValueError``: bad index; ``RuntimeError``: no slots yet."""
         self._require_slots("reset_lora")
         check_slot_index(index, self.max_loras)
-        for part in self.slot_parts(None, None):
-            part.write(index)
+        self._write(index, self.slot_parts(None, None))
 
     def set_lora(self, index: int, lora_a: LoRAInput, lora_b: LoRAInput) -> None:
         """Replace slot ``index`` by full matrices A ``[r, in]`` and B ``[out, r]`` (lists of them for packed layers).
@@ -121,8 +125,22 @@ class SlottedLayer(BaseLayerWithLoRA):
         """
         self._require_slots("set_lora")
         check_slot_index(index, self.max_loras)
-        for part in self._parts(*self.check_lora(lora_a, lora_b)):
+        self._write(index, self._parts(*self.check_lora(lora_a, lora_b)))
+
+    def _write(self, index: int, parts: Sequence[SlotPart]) -> None:
+        for part in parts:
             part.write(index)
+        self.mark_slot(index, any(part.part is not None for part in parts))
+
+    def mark_slot(self, index: int, filled: bool) -> None:
+        """Note on the host whether slot ``index`` holds an adapter. Whoever writes slots without ``set_lora`` calls it.
+
+        Few adapters touch embeddings and logits: those layers skip their LoRA work while ``filled_slots`` is empty.
+        """
+        if filled:
+            self.filled_slots.add(index)
+        else:
+            self.filled_slots.discard(index)
 
     def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
         """All matrices of a slot and this rank's part of A and B in each, checked; A and B ``None``: an empty slot."""
@@ -174,3 +192,8 @@ class SlottedLayer(BaseLayerWithLoRA):
         if self.lora_ranks is None:
             raise RuntimeError(f"{type(self).__name__}: {caller} needs slots; call create_lora_weights first")
         return self.lora_ranks
+
+    def _require_wrapper(self) -> PunicaWrapperABC:
+        if self.punica_wrapper is None:
+            raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
+        return self.punica_wrapper

@@ -130,6 +130,16 @@ def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> N
         )
 
 
+def has_no_lora(wrapper: object) -> bool:
+    """Whether the wrapper knows that no token of the step has an adapter, on any rank: all see the same mapping."""
+    return getattr(wrapper, "no_lora", False)
+
+
+def is_being_captured(tensor: Tensor) -> bool:
+    """Whether work on ``tensor`` goes into a CUDA graph now: then what is left out stays left out at every replay."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def as_pair_list(name: str, value: object) -> list[Any]:
     """A list argument of a packed layer as a list; ``TypeError`` for a single tensor or anything else."""
     if not isinstance(value, (list, tuple)):

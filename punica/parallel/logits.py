@@ -9,6 +9,12 @@ from punica.parallel.embedding import ParallelLMHead
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_gather
 
 
+def head_product(lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
+    """This rank's logits: hidden times its shard of the head, plus ``embedding_bias`` or else the head's own bias."""
+    bias = lm_head.bias if embedding_bias is None else embedding_bias
+    return lm_head.quant_method.apply(lm_head, hidden_states, bias)
+
+
 class LogitsProcessor(nn.Module):
     """``logits = scale * cap(hidden W^T + b)`` with ``cap(z) = soft_cap * tanh(z / soft_cap)`` where a cap is set.
 
@@ -60,9 +66,8 @@ class LogitsProcessor(nn.Module):
     def _get_logits(
         self, hidden_states: Tensor, lm_head: ParallelLMHead, embedding_bias: Tensor | None = None
     ) -> Tensor | None:
-        """Head matmul, plus ``embedding_bias`` (or else the head's own bias), gathered, cut to ``org_vocab_size``."""
-        bias = lm_head.bias if embedding_bias is None else embedding_bias
-        logits = self._gather_logits(lm_head.quant_method.apply(lm_head, hidden_states, bias))
+        """:func:`head_product`, gathered, in the order of the ids, cut to ``org_vocab_size``."""
+        logits = self._gather_logits(head_product(lm_head, hidden_states, embedding_bias))
         if logits is None:
             return None
         if lm_head.columns_in_id_order is not None:

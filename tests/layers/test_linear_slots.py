@@ -67,6 +67,29 @@ def test_buffers(base, packed, a_shapes, b_shapes, lora_config):
     assert all((t == 0).all() for t in buffers(layer))
 
 
+@pytest.mark.parametrize(
+    ("base", "packed", "sharded", "elements"),
+    [
+        pytest.param(ReplicatedLinear(6, 10), 0, False, 8 * (6 + 10), id="replicated"),
+        pytest.param(ColumnParallelLinear(6, 10, tp_rank=0, tp_size=2), 0, False, 8 * (6 + 5), id="column"),
+        pytest.param(ColumnParallelLinear(6, 10, tp_rank=0, tp_size=2), 0, True, 4 * 6 + 8 * 5, id="column-sharded"),
+        pytest.param(
+            MergedColumnParallelLinear(6, [8, 4], tp_rank=1, tp_size=2), 2, False, 8 * (2 * 6 + 4 + 2), id="merged"
+        ),
+        pytest.param(
+            QKVParallelLinear(6, 2, 4, 2, tp_rank=3, tp_size=4), 3, True, 3 * (2 * 6 + 8 * 2), id="qkv-sharded"
+        ),
+        pytest.param(RowParallelLinear(6, 10, tp_rank=0, tp_size=2), 0, False, 8 * (3 + 10), id="row"),
+        pytest.param(RowParallelLinear(6, 10, tp_rank=0, tp_size=2), 0, True, 8 * (3 + 5), id="row-sharded"),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_bytes_of_a_slot(base, packed, sharded, elements, dtype, size, lora_config):
+    layer = from_layer(base, 4, lora_config(lora_dtype=dtype, fully_sharded_loras=sharded), ["m"] * packed)
+    assert layer.slot_bytes == size * elements
+    assert sum(t.nbytes for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)) == 4 * layer.slot_bytes
+
+
 def test_second_adapter_leaves_no_trace_of_the_first(lora_config):
     layer = column(lora_config)
     layer.set_lora(3, torch.full((2, 6), 7.0), torch.full((10, 2), 7.0))
@@ -80,7 +103,9 @@ def test_second_adapter_leaves_no_trace_of_the_first(lora_config):
     assert (a[3, :2] == 7.0).all()
     assert (a[[0, 2]] == 0).all()
     assert layer.lora_ranks.tolist() == [[0, 2, 0, 2]]
+    assert layer.filled_slots == {1, 3}
     layer.reset_lora(1)
+    assert layer.filled_slots == {3}
     assert (a[1] == 0).all()
     assert (b[1] == 0).all()
     assert (b[3, :, :2] == 7.0).all()

@@ -9,6 +9,7 @@ from punica.layers import (
     LORA_CLASSES,
     ColumnParallelLinearWithLoRA,
     from_layer,
+    from_layer_logits_processor,
     register_layer_class,
     resolve_layer_class,
 )
@@ -17,9 +18,11 @@ from punica.parallel import (
     ColumnParallelLinear,
     LogitsProcessor,
     MergedColumnParallelLinear,
+    ParallelLMHead,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
 
 
@@ -43,85 +46,105 @@ class MyRow(RowParallelLinear):
     pass
 
 
+class MyEmbedding(VocabParallelEmbedding):
+    pass
+
+
+class MyHead(ParallelLMHead):
+    pass
+
+
 def build(cls, tp_size, sizes=2):
     place = {"tp_rank": 0, "tp_size": tp_size}
     if issubclass(cls, MergedColumnParallelLinear):
         return cls(8, [4] * sizes, **place)
     if issubclass(cls, QKVParallelLinear):
         return cls(8, 2, 4, 2, **place)
+    if issubclass(cls, VocabParallelEmbedding):
+        return cls(8, 6, padding_size=4, **place)
     return cls(8, 8, **place)
 
 
-# base class, number of merged sizes, packed modules, (class at tp 1, class at tp 2)
-NOT_SHARDED = [
-    (ReplicatedLinear, 2, 0, "ReplicatedLinearWithLoRA"),
-    (MyReplicated, 2, 3, "ReplicatedLinearWithLoRA"),
-    (ColumnParallelLinear, 2, 0, "ColumnParallelLinearWithLoRA"),
-    (ColumnParallelLinear, 2, 2, "ColumnParallelLinearWithLoRA"),
-    (MyColumn, 2, 0, None),
-    (MergedColumnParallelLinear, 2, 0, None),
-    (MergedColumnParallelLinear, 2, 1, "ColumnParallelLinearWithLoRA"),
-    (MyMerged, 2, 1, "ColumnParallelLinearWithLoRA"),
-    (MergedColumnParallelLinear, 2, 2, "MergedColumnParallelLinearWithLoRA"),
-    (MergedColumnParallelLinear, 4, 2, "MergedColumnParallelLinearWithLoRA"),
-    (MyMerged, 2, 2, ("MergedColumnParallelLinearWithLoRA", None)),
-    (MergedColumnParallelLinear, 3, 3, "MergedColumnParallelLinearVariableSliceWithLoRA"),
-    (MyMerged, 4, 4, "MergedColumnParallelLinearVariableSliceWithLoRA"),
-    (MergedColumnParallelLinear, 3, 0, "MergedColumnParallelLinearVariableSliceWithLoRA"),
-    (MyMerged, 3, 1, "MergedColumnParallelLinearVariableSliceWithLoRA"),
-    (QKVParallelLinear, 2, 1, "QKVParallelLinearWithLoRA"),
-    (QKVParallelLinear, 2, 3, "MergedQKVParallelLinearWithLoRA"),
-    (QKVParallelLinear, 2, 0, None),
-    (QKVParallelLinear, 2, 2, None),
-    (MyQKV, 2, 1, None),
-    (MyQKV, 2, 3, None),
-    (RowParallelLinear, 2, 0, "RowParallelLinearWithLoRA"),
-    (RowParallelLinear, 2, 1, "RowParallelLinearWithLoRA"),
-    (MyRow, 2, 0, None),
-]
+# base class, number of merged sizes, packed modules: class when not fully sharded at tp 1 and at tp 2, fully sharded at
+# tp 1 and at tp 2 (without the ending WithLoRA or WithShardedLoRA, "S:" for the latter; None: the layer stays)
+COLUMN, MERGED, ROW = "ColumnParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear"
+VARIABLE, QKV, MERGED_QKV = f"{MERGED}VariableSlice", "QKVParallelLinear", "MergedQKVParallelLinear"
+REPLICATED, EMBEDDING = "ReplicatedLinear", "VocabParallelEmbedding"
+TABLE = [
+    *[(cls, 2, n, [REPLICATED] * 4) for cls in (ReplicatedLinear, MyReplicated) for n in (0, 1, 3)],
+    *[(ColumnParallelLinear, 2, n, [COLUMN, COLUMN, f"S:{COLUMN}", f"S:{COLUMN}"]) for n in (0, 1, 2, 3)],
+    (MyColumn, 2, 0, [None] * 4),
+    *[(cls, 2, 0, [None] * 4) for cls in (MergedColumnParallelLinear, MyMerged)],
+    *[(cls, n, 1, [COLUMN, COLUMN, f"S:{COLUMN}", f"S:{COLUMN}"]) for cls in (MergedColumnParallelLinear, MyMerged)
+      for n in (1, 2)],
+    *[(MergedColumnParallelLinear, n, 2, [MERGED, MERGED, MERGED, f"S:{MERGED}"]) for n in (2, 3, 4)],
+    *[(MyMerged, n, 2, [MERGED, None, MERGED, None]) for n in (2, 3)],
+    *[(cls, n, n, [VARIABLE, VARIABLE, None, None]) for cls in (MergedColumnParallelLinear, MyMerged) for n in (3, 4)],
+    *[(cls, 3, n, [VARIABLE, VARIABLE, None, None]) for cls in (MergedColumnParallelLinear, MyMerged) for n in (0, 1)],
+    (QKVParallelLinear, 2, 1, [QKV, QKV, f"S:{QKV}", f"S:{QKV}"]),
+    (QKVParallelLinear, 2, 3, [MERGED_QKV, MERGED_QKV, f"S:{MERGED_QKV}", f"S:{MERGED_QKV}"]),
+    *[(QKVParallelLinear, 2, n, [None] * 4) for n in (0, 2)],
+    *[(MyQKV, 2, n, [None] * 4) for n in (1, 3)],
+    *[(RowParallelLinear, 2, n, [ROW, ROW, f"S:{ROW}", f"S:{ROW}"]) for n in (0, 1, 2)],
+    (MyRow, 2, 0, [None] * 4),
+    *[(cls, 2, n, [EMBEDDING] * 4) for cls in (VocabParallelEmbedding, MyEmbedding) for n in (0, 1)],
+    *[(cls, 2, n, [None] * 4) for cls in (ParallelLMHead, MyHead) for n in (0, 1)],
+]  # fmt: skip
+
+
+def named(name):
+    if name is None:
+        return None
+    kind = "WithShardedLoRA" if name.startswith("S:") else "WithLoRA"
+    return getattr(layers, name.removeprefix("S:") + kind)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 @pytest.mark.parametrize(
     ("cls", "sizes", "packed", "expected"),
-    [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}-packed{row[2]}") for row in NOT_SHARDED],
+    [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}-packed{row[2]}") for row in TABLE],
 )
-def test_not_fully_sharded(cls, sizes, packed, expected, tp_size, lora_config):
-    base = build(cls, tp_size, sizes)
-    wanted = expected[tp_size - 1] if isinstance(expected, tuple) else expected
-    result = from_layer(base, 4, lora_config(), ["m"] * packed)
+def test_every_cell_of_the_table(cls, sizes, packed, expected, sharded, tp_size, lora_config):
+    base, config = build(cls, tp_size, sizes), lora_config(fully_sharded_loras=sharded)
+    wanted = named(expected[2 * sharded + tp_size - 1])
+    result = from_layer(base, 4, config, ["m"] * packed)
+    willing = [
+        lora_class
+        for lora_class in LORA_CLASSES
+        if lora_class.can_replace_layer(
+            source_layer=base, lora_config=config, packed_modules_list=["m"] * packed, model_config=None
+        )
+    ]
+    assert willing == ([] if wanted is None else [wanted]), "exactly one class, so that the order is no trap"
     if wanted is None:
         assert result is base
     else:
-        assert type(result) is getattr(layers, wanted)
+        assert type(result) is wanted
         assert result.base_layer is base
-        assert len(result.lora_a_stacked) == len(result.output_slices) == result.n_slices
+        assert result.lora_ranks.shape == (result.n_slices, 4)
 
 
+def test_order_of_the_classes():
+    plain = [REPLICATED, COLUMN, MERGED, VARIABLE, QKV, MERGED_QKV, ROW, EMBEDDING]
+    sharded = [f"S:{name}" for name in (COLUMN, MERGED, QKV, MERGED_QKV, ROW)]
+    assert [*LORA_CLASSES] == [named(name) for name in (*plain, *sharded)]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("cls", [ReplicatedLinear, MyReplicated])
-def test_replicated_is_the_same_when_fully_sharded(cls, tp_size, lora_config):
-    result = from_layer(build(cls, tp_size), 4, lora_config(fully_sharded_loras=True), [])
-    assert type(result) is layers.ReplicatedLinearWithLoRA
-
-
-@pytest.mark.parametrize("cls", [MergedColumnParallelLinear, MyMerged])
-def test_merged_on_one_rank_is_the_same_when_fully_sharded(cls, lora_config):
-    result = from_layer(build(cls, 1), 4, lora_config(fully_sharded_loras=True), ["gate", "up"])
-    assert type(result) is layers.MergedColumnParallelLinearWithLoRA
-
-
-@pytest.mark.parametrize(
-    ("cls", "sizes", "packed"),
-    [
-        (MergedColumnParallelLinear, 3, 3),
-        (MergedColumnParallelLinear, 3, 1),
-        (MyMerged, 2, 2),
-    ],
-)
-def test_no_class_when_fully_sharded(cls, sizes, packed, lora_config):
-    base = build(cls, 2, sizes)
-    assert from_layer(base, 4, lora_config(fully_sharded_loras=True), ["m"] * packed) is base
+def test_logits_processor_has_its_own_function(tp_size, sharded, lora_config):
+    processor = LogitsProcessor(8)
+    head = ParallelLMHead(8, 6, params_dtype=torch.bfloat16, padding_size=4, tp_rank=0, tp_size=tp_size)
+    config = lora_config(fully_sharded_loras=sharded)
+    layer = from_layer_logits_processor(processor, head, 4, config)
+    assert type(layer) is layers.LogitsProcessorWithLoRA
+    assert layer.base_layer is processor
+    assert (layer.hidden_size, layer.dtype, layer.device) == (6, torch.bfloat16, head.weight.device)
+    assert layer.sharded_to_full_mapping == (None if tp_size == 1 else list(range(8)))
+    assert layer.max_loras == 4
+    arguments = {"source_layer": processor, "lora_config": config, "packed_modules_list": []}
+    assert layers.LogitsProcessorWithLoRA.can_replace_layer(**arguments) is False
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""Fully sharded LoRA: over tensor-parallel ranks both A and B are cut, so no rank repeats another's work or weights.
+
+The plain classes leave one factor whole on every rank. Column: every rank computes the same full shrink. Row: every
+rank expands its partial intermediate to all ``out`` columns. At 8 ranks that repeated factor is what costs. S-LoRA
+(Sheng et al., 2023, Section 6) cuts it too and communicates the intermediate, which is only ``rank`` wide:
+
+    column     h_p = x A_p^T            A_p: rows [p*R/tp, (p+1)*R/tp) of A, "rank-sharded"; x is whole on every rank
+               h   = all-gather(h_p)    [n, T, R/tp] -> [n, T, R]
+               y_p += h B_p^T           B_p: this rank's rows of B, as in the plain class
+
+    row        h   = all-reduce(x_p A_p^T)                     A_p: this rank's columns of A, as in the plain class
+               y_p[:, p*out/tp : (p+1)*out/tp] += h B_p^T      B_p: rows [p*out/tp, (p+1)*out/tp) of B
+
+In the row layer ``y_p`` is a partial sum to which every rank adds its own columns of the finished LoRA term; the
+all-reduce of the base layer then completes base and LoRA at once, so the wide output needs no collective of its own.
+
+The intermediate is float32. An adapter of rank ``r < R`` fills the first ranks' parts of A and leaves the others short
+or empty: rank ``p`` holds ``min(max(r - p*R/tp, 0), R/tp)`` rows of it, which is what its shrink reads, while the
+expand reads all ``r``. A step without any adapter skips shrink, collective and expand: all ranks see the same mapping,
+so all of them skip.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from punica.layers.base_linear import BaseLinearLayerWithLoRA
+from punica.layers.column_parallel_linear import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+)
+from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
+from punica.layers.utils import _fully_sharded_can_replace, has_no_lora
+from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+
+if TYPE_CHECKING:
+    from punica.wrapper import PunicaWrapperABC
+
+
+class _FullySharded(BaseLinearLayerWithLoRA):
+    """Shrink, a collective, expand, instead of one call. Replaces what the parent class does, where configured."""
+
+    def _add_lora(self, wrapper: PunicaWrapperABC, y: Tensor, rows: Tensor, **options: Any) -> Tensor | None:
+        if self.tp_size == 1:
+            return super()._add_lora(wrapper, y, rows, **options)
+        slices = (len(self.lora_a_stacked), len(self.lora_b_stacked), len(self.output_slices))
+        if len(set(slices)) > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: A, B and output_slices must have equally many slices, got {slices}; "
+                "leave the stacked buffers as create_lora_weights made them"
+            )
+        if has_no_lora(wrapper) or rows.shape[0] == 0:
+            return None
+        live_a, live_b = self._live_ranks()
+        shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
+        h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
+        shrunk = wrapper.add_shrink(h, rows, self.lora_a_stacked, 1.0, lora_ranks=live_a)
+        return wrapper.add_expand(
+            y,
+            self._join(h if shrunk is None else shrunk),
+            self.lora_b_stacked,
+            self.output_slices,
+            self._first_column(),
+            lora_ranks=live_b,
+            **options,
+        )
+
+    def _join(self, h: Tensor) -> Tensor:
+        """The intermediate ``[n, T, R]`` from every rank's."""
+        raise NotImplementedError(f"{type(self).__name__}._join")
+
+    def _first_column(self) -> int:
+        """Where this rank's slices begin in its output."""
+        return 0
+
+    @classmethod
+    @_fully_sharded_can_replace
+    def can_replace_layer(cls, **layer: Any) -> bool:
+        """What the parent class wraps, for ``fully_sharded_loras``."""
+        return super().can_replace_layer(**layer, decorate=False)  # type: ignore[call-arg]
+
+
+class _RankSharded(_FullySharded):
+    """Column layers: A is cut by rows, i.e. along the rank. Rank ``p`` keeps rows ``[p*R/tp, (p+1)*R/tp)``.
+
+    ``lora_a_ranks``: int32 ``[n_slices, L]``, how many rows of each slot's A this rank holds.
+    """
+
+    lora_a_ranks: Tensor | None = None
+
+    def _slot_shapes(self, max_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        if max_rank % self.tp_size:
+            raise ValueError(
+                f"max_lora_rank {max_rank} must be divisible by tp_size {self.tp_size}, fully_sharded_loras cuts A "
+                "along the rank; round LoRAConfig.max_lora_rank up to a multiple"
+            )
+        a_shapes, b_shapes = super()._slot_shapes(max_rank)
+        return [(rank // self.tp_size, width) for rank, width in a_shapes], b_shapes
+
+    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
+        super()._allocate(max_loras, max_rank, dtype)
+        self.lora_a_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
+
+    def _live_ranks(self) -> tuple[Tensor, Tensor]:
+        _, full = super()._live_ranks()
+        return cast(Tensor, self.lora_a_ranks), full
+
+    def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return lora_a
+        self._require_slots("slice_lora_a")
+        width = self.lora_a_stacked[i].shape[-2]
+        return lora_a[self.tp_rank * width : (self.tp_rank + 1) * width]
+
+    def _join(self, h: Tensor) -> Tensor:
+        is_cut = self.lora_a_stacked[0].shape[-2] != self.lora_b_stacked[0].shape[-1]
+        return tensor_model_parallel_all_gather(h) if is_cut else h
+
+
+class ColumnParallelLinearWithShardedLoRA(_RankSharded, ColumnParallelLinearWithLoRA):
+    """:class:`ColumnParallelLinearWithLoRA` with A cut along the rank."""
+
+
+class MergedColumnParallelLinearWithShardedLoRA(_RankSharded, MergedColumnParallelLinearWithLoRA):
+    """:class:`MergedColumnParallelLinearWithLoRA` with every slice's A cut along the rank; one gather for all."""
+
+    @classmethod
+    def can_replace_layer(cls, **layer: Any) -> bool:
+        """As the parent class on more than one rank; on one rank the parent itself serves, sharded or not."""
+        return super().can_replace_layer(**layer) and layer["source_layer"].tp_size > 1
+
+
+class QKVParallelLinearWithShardedLoRA(_RankSharded, QKVParallelLinearWithLoRA):
+    """:class:`QKVParallelLinearWithLoRA` with A cut along the rank."""
+
+
+class MergedQKVParallelLinearWithShardedLoRA(_RankSharded, MergedQKVParallelLinearWithLoRA):
+    """:class:`MergedQKVParallelLinearWithLoRA` with every slice's A cut along the rank; one gather for all."""
+
+
+class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA):
+    """:class:`RowParallelLinearWithLoRA` with B cut by rows too: rank ``p`` keeps ``[p*out/tp, (p+1)*out/tp)``.
+
+    The output is a partial sum until the layer's all-reduce: with ``reduce_results=False`` the caller must reduce.
+    """
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self.output_slices = (self.output_size // self.tp_size,)
+
+    def _slot_shapes(self, max_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        if self.output_size % self.tp_size:
+            raise ValueError(
+                f"output size {self.output_size} must be divisible by tp_size {self.tp_size}, fully_sharded_loras cuts "
+                "B of a row-parallel layer by rows; use LoRAConfig(fully_sharded_loras=False)"
+            )
+        return super()._slot_shapes(max_rank)
+
+    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
+        return lora_b.narrow(0, self._first_column(), self.output_slices[0])
+
+    def _first_column(self) -> int:
+        return self.tp_rank * self.output_slices[0]
+
+    def _join(self, h: Tensor) -> Tensor:
+        return tensor_model_parallel_all_reduce(h)

@@ -1,0 +1,167 @@
+"""LoRA over the language-model head, applied where the logits of the sampled rows are made.
+
+The head is a weight without a forward of its own; the logits processor multiplies with it, gathers the shards of the
+vocabulary and puts their columns in the order of the ids. Only then the LoRA term of the full vocabulary is added:
+
+    z_s = order(gather(W h_s + b)) + B_l (A_l h_s)        l = slot of sampled row s
+
+Soft cap and scale act on the sum, so they are left to the base class. Ranks that do not receive logits add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from punica.layers.packing import LoRAFactor
+from punica.layers.slots import SlotPart, SlottedLayer
+from punica.layers.utils import is_being_captured
+from punica.parallel.logits import head_product
+
+if TYPE_CHECKING:
+    from punica.config import LoRAConfig
+
+MAX_VOCAB_SIZE = 258048
+"""Widest vocabulary with LoRA on the head: the limit of vLLM's kernels, kept so that configurations carry over."""
+
+
+class LogitsProcessorWithLoRA(SlottedLayer):
+    """``LogitsProcessor`` plus LoRA; A is given as ``[r, hidden]``, B as ``[vocab, r]``. Built by
+    :func:`punica.layers.from_layer_logits_processor`, never by ``from_layer``.
+
+    Args:
+        base_layer: the logits processor.
+        hidden_size, dtype, device: of the head's weight.
+        sharded_to_full_mapping: for every id the column to take from the gathered logits; ``None``: they are in order,
+            unless the head itself says otherwise (``columns_in_id_order``, for added ids).
+
+    Attributes: ``lora_a_stacked [L, 1, R, hidden]``, ``lora_b_stacked [L, 1, vocab, R]``: tensors, as there is one
+    slice. ``sharded_to_full_mapping_gpu``: the mapping as int64 on ``device`` (``None`` without one). The settings of
+    the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
+    """
+
+    lora_a_stacked: Tensor
+    lora_b_stacked: Tensor
+
+    def __init__(
+        self,
+        base_layer: Any,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sharded_to_full_mapping: list[int] | None,
+    ) -> None:
+        super().__init__(base_layer, torch.device(device))
+        self.hidden_size = self.full_input_size = hidden_size
+        self.full_output_sizes = (base_layer.vocab_size,)
+        self.dtype = dtype
+        self.sharded_to_full_mapping = sharded_to_full_mapping
+        self.sharded_to_full_mapping_gpu: Tensor | None = None
+
+    @property
+    def logits_as_input(self) -> bool:
+        """The base layer's: hidden states are logits already."""
+        return self.base_layer.logits_as_input
+
+    @property
+    def vocab_size(self) -> int:
+        """The base layer's: ids the model knows, added ones included."""
+        return self.base_layer.vocab_size
+
+    @property
+    def org_vocab_size(self) -> int:
+        """The base layer's: columns that it keeps."""
+        return self.base_layer.org_vocab_size
+
+    @property
+    def scale(self) -> float:
+        """The base layer's factor after the soft cap."""
+        return self.base_layer.scale
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The base layer's bound of a logit."""
+        return self.base_layer.soft_cap
+
+    @property
+    def use_all_gather(self) -> bool:
+        """The base layer's: every rank gets the logits."""
+        return self.base_layer.use_all_gather
+
+    @property
+    def include_gpu_probs_tensor(self) -> bool:
+        """The base layer's flag for the sampler."""
+        return self.base_layer.include_gpu_probs_tensor
+
+    @property
+    def should_modify_greedy_probs_inplace(self) -> bool:
+        """The base layer's flag for the sampler."""
+        return self.base_layer.should_modify_greedy_probs_inplace
+
+    def slice_lora_a(self, lora_a: Any) -> Any:
+        """A as it is: whole on every rank."""
+        return lora_a
+
+    def slice_lora_b(self, lora_b: Any) -> Any:
+        """B as it is: whole on every rank."""
+        return lora_b
+
+    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
+        """See :meth:`SlottedLayer.create_lora_weights`; ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE``."""
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size must be at most {MAX_VOCAB_SIZE} for LoRA on the logits, got {self.vocab_size}; leave "
+                "lm_head out with LoRAConfig.target_modules"
+            )
+        super().create_lora_weights(max_loras, lora_config, model_config)
+
+    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
+        self.lora_a_stacked = self._zeros((max_loras, 1, max_rank, self.hidden_size), dtype)
+        self.lora_b_stacked = self._zeros((max_loras, 1, self.vocab_size, max_rank), dtype)
+        if self.sharded_to_full_mapping is not None:
+            mapping = torch.tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)
+            self.sharded_to_full_mapping_gpu = mapping
+
+    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
+        (live,), (a,), (b,) = self._require_slots("set_lora"), full_a, full_b
+        rank = 0 if a is None else a.shape[0]
+        pairs = ((self.lora_a_stacked, a), (self.lora_b_stacked, b))
+        return [SlotPart(slots, matrix if rank else None, live, rank) for slots, matrix in pairs]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """As the base layer's forward (``lm_head, hidden_states [S, hidden], embedding_bias=None``), with LoRA."""
+        return type(self.base_layer).forward(self, *args, **kwargs)
+
+    def _get_logits(self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor | None:
+        """Logits ``[S, vocab_size]`` with every row's LoRA term; ``None`` on ranks that do not get them.
+
+        ``lm_head`` may be wrapped (``lm_head.base_layer``). ``RuntimeError``: no slots or wrapper yet.
+        """
+        ranks = self._require_slots("forward")
+        wrapper = self._require_wrapper()
+        head = getattr(lm_head, "base_layer", lm_head)
+        logits = self.base_layer._gather_logits(head_product(head, hidden_states, embedding_bias))
+        if logits is None:
+            return None
+        order = self.sharded_to_full_mapping_gpu
+        if order is None:
+            order = getattr(head, "columns_in_id_order", None)
+        if order is not None:
+            logits = logits.index_select(-1, order)
+        if self.filled_slots or is_being_captured(logits):
+            rows = hidden_states.to(self.lora_a_stacked.dtype)
+            returned = wrapper.add_lora_logits(
+                logits, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, lora_ranks=ranks
+            )
+            logits = logits if returned is None else returned
+        return logits[..., : self.vocab_size]
+
+    @classmethod
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
+    ) -> bool:
+        """Never: the head's sizes are needed, see :func:`punica.layers.from_layer_logits_processor`."""
+        return False

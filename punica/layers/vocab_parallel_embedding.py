@@ -1,0 +1,121 @@
+"""LoRA over the token embedding: the shrink is a lookup.
+
+An embedding multiplies a one-hot row with the table, so ``x_t A^T`` is column ``id_t`` of A ``[r, org_vocab]``. A is
+stored transposed, one contiguous row of R per id, for all slots one below the other: row ``slot * org_vocab + id`` of
+``lora_a_stacked_2d [L * org_vocab, R]``. A forward gathers one row per token and expands it:
+
+    y_t = W[id_t] + B_l A_l[:, id_t]        l = slot of token t
+
+Ids behind the original vocabulary (added by a fine-tune) have no row in A and get no LoRA term. The base layer is
+split over ranks by ids and reduced; A and B are whole on every rank, and the term is added to the reduced output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from punica.layers.packing import LoRAFactor
+from punica.layers.slots import SlotPart, SlottedLayer
+from punica.layers.utils import has_no_lora, is_being_captured, is_kind_of
+from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+
+if TYPE_CHECKING:
+    from punica.wrapper import PunicaWrapperBase
+
+
+class VocabParallelEmbeddingWithLoRA(SlottedLayer):
+    """``VocabParallelEmbedding`` plus LoRA; A is given as ``[r, org_vocab]``, B as ``[embedding_dim, r]``.
+
+    Attributes: ``lora_a_stacked [L, org_vocab, R]`` and its view ``lora_a_stacked_2d [L * org_vocab, R]``,
+    ``lora_b_stacked [L, 1, embedding_dim, R]``: tensors, as there is one slice.
+    """
+
+    a_transposed = True
+    lora_a_stacked: Tensor
+    lora_a_stacked_2d: Tensor
+    lora_b_stacked: Tensor
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self.full_input_size = base_layer.org_vocab_size
+        self.full_output_sizes = (base_layer.embedding_dim,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The base layer's table."""
+        return self.base_layer.weight
+
+    def slice_lora_a(self, lora_a: Any) -> Any:
+        """A as it is: whole on every rank."""
+        return lora_a
+
+    def slice_lora_b(self, lora_b: Any) -> Any:
+        """B as it is: whole on every rank."""
+        return lora_b
+
+    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
+        self.lora_a_stacked = self._zeros((max_loras, self.full_input_size, max_rank), dtype)
+        self.lora_a_stacked_2d = self.lora_a_stacked.view(-1, max_rank)
+        self.lora_b_stacked = self._zeros((max_loras, 1, self.full_output_sizes[0], max_rank), dtype)
+
+    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
+        (live,), (a,), (b,) = self._require_slots("set_lora"), full_a, full_b
+        if a is None or a.shape[0] == 0:
+            return [SlotPart(slots, None, live, 0) for slots in (self.lora_a_stacked, self.lora_b_stacked)]
+        rank = a.shape[0]
+        return [SlotPart(self.lora_a_stacked, a.T, live, rank), SlotPart(self.lora_b_stacked, b, live, rank)]
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Ids of any shape ``[...]`` to ``[..., embedding_dim]``. The first T ids, flattened, are the step's tokens.
+
+        Later ids are padding. A CUDA graph adapts as many rows as the mapping had when it was captured: capture with a
+        mapping of the full batch.
+
+        ``RuntimeError``: no slots, wrapper or metadata yet. ``ValueError``: fewer ids than the T of the mapping, or
+        metadata for another vocabulary, whose offsets would address other rows.
+        """
+        ranks = self._require_slots("forward")
+        wrapper = self._require_wrapper()
+        offsets = self._checked_offsets(cast("PunicaWrapperBase", wrapper), input_)
+        output = self.base_layer(input_)
+        if has_no_lora(wrapper) or not (self.filled_slots or is_being_captured(input_)):
+            return output
+        tokens = offsets.shape[0]
+        flat = output.view(-1, output.shape[-1])
+        returned = wrapper.add_lora_embedding(
+            flat[:tokens], self._shrunk(input_.reshape(-1)[:tokens], offsets), self.lora_b_stacked, lora_ranks=ranks
+        )
+        return output if returned is None else torch.cat((returned, flat[tokens:])).view(output.shape)
+
+    def _checked_offsets(self, wrapper: PunicaWrapperBase, ids: Tensor) -> Tensor:
+        """First row of every token's slot in ``lora_a_stacked_2d``, int64 ``[T]``."""
+        offsets = wrapper.embeddings_indices[1]
+        if wrapper.vocab_size != self.full_input_size:
+            raise ValueError(
+                f"update_metadata was given vocab_size={wrapper.vocab_size}, but this embedding has org_vocab_size="
+                f"{self.full_input_size}, which is what the offsets of its slots are computed from; pass that"
+            )
+        if ids.numel() < offsets.shape[0]:
+            raise ValueError(
+                f"got {ids.numel()} ids, expected at least the {offsets.shape[0]} tokens of the mapping; "
+                "call update_metadata for this batch"
+            )
+        return offsets
+
+    def _shrunk(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """``x A^T``: the gathered rows ``[T, R]``, zero for ids outside the original vocabulary."""
+        known = (ids >= 0) & (ids < self.full_input_size)
+        rows = F.embedding(torch.where(known, ids, 0) + offsets, self.lora_a_stacked_2d)
+        return rows.masked_fill_(~known.unsqueeze(-1), 0)
+
+    @classmethod
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
+    ) -> bool:
+        """Any vocabulary-parallel embedding that is not a head, sharded configuration or not."""
+        return is_kind_of(source_layer, VocabParallelEmbedding) and not is_kind_of(source_layer, ParallelLMHead)

@@ -1,0 +1,163 @@
+"""Every LoRA layer class, built the same on any number of ranks and any device, and the answers to compare with."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from punica import layers
+from punica.config import LoRAConfig
+from punica.layers import from_layer
+from punica.parallel import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from punica.segments import LoRAMapping
+from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
+
+IN, MAX_RANK, MAX_LORAS = 16, 8, 4
+RANKS = {0: 8, 1: 5, 2: 1}
+MIXED = [0, -1, 1, 1, 2, -1, 0]
+ALONE = {"tp_rank": 0, "tp_size": 1}
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def once(tp_size: int) -> int:
+    return 1
+
+
+def over_two_kv_heads(tp_size: int) -> int:
+    return max(1, tp_size // 2)
+
+
+class LinearCase(NamedTuple):
+    """``build``: the base layer. ``packed``: its adapter-visible modules. ``sizes``: full widths, one per slice.
+
+    ``pieces``: what lies in the output of a rank: full width, and on how many ranks each part of it is repeated; None:
+    the ranks' outputs are equal; "sum": they are partial sums. ``cut_input``: ranks get their part of x.
+    """
+
+    class_name: str
+    build: Callable[..., Any]
+    packed: int
+    sizes: tuple[int, ...]
+    pieces: Any
+    cut_input: bool = False
+
+
+TWO = lambda **kw: MergedColumnParallelLinear(IN, [8, 16], **kw)  # noqa: E731
+QKV = lambda **kw: QKVParallelLinear(IN, 3, 4, 2, **kw)  # noqa: E731
+QKV_PIECES = [(12, once), (6, over_two_kv_heads), (6, over_two_kv_heads)]
+LINEAR = {
+    "replicated": LinearCase("ReplicatedLinear", lambda **kw: ReplicatedLinear(IN, 12, **kw), 0, (12,), None),
+    "column": LinearCase(
+        "ColumnParallelLinear", lambda **kw: ColumnParallelLinear(IN, 12, **kw), 0, (12,), [(12, once)]
+    ),
+    "column-gathered": LinearCase(
+        "ColumnParallelLinear", lambda **kw: ColumnParallelLinear(IN, 12, gather_output=True, **kw), 0, (12,), None
+    ),
+    "merged-as-one": LinearCase("ColumnParallelLinear", TWO, 1, (24,), [(8, once), (16, once)]),
+    "merged": LinearCase("MergedColumnParallelLinear", TWO, 2, (8, 16), [(8, once), (16, once)]),
+    "variable": LinearCase(
+        "MergedColumnParallelLinearVariableSlice",
+        lambda **kw: MergedColumnParallelLinear(IN, [8, 4, 12], **kw),
+        3,
+        (8, 4, 12),
+        [(8, once), (4, once), (12, once)],
+    ),
+    "qkv-as-one": LinearCase("QKVParallelLinear", QKV, 1, (24,), QKV_PIECES),
+    "qkv": LinearCase("MergedQKVParallelLinear", QKV, 3, (12, 6, 6), QKV_PIECES),
+    "row": LinearCase(
+        "RowParallelLinear", lambda **kw: RowParallelLinear(IN, 12, **kw), 0, (12,), None, cut_input=True
+    ),
+    "row-whole-input": LinearCase(
+        "RowParallelLinear", lambda **kw: RowParallelLinear(IN, 12, input_is_parallel=False, **kw), 0, (12,), None
+    ),
+    "row-not-reduced": LinearCase(
+        "RowParallelLinear",
+        lambda **kw: RowParallelLinear(IN, 12, reduce_results=False, **{**kw, "bias": False}),
+        0,
+        (12,),
+        "sum",
+        cut_input=True,
+    ),
+}
+NEVER_SHARDED = ("replicated", "variable")
+
+
+def expected_class(case: LinearCase, sharded: bool) -> type[nn.Module]:
+    kind = "WithShardedLoRA" if sharded and case.class_name != "ReplicatedLinear" else "WithLoRA"
+    return getattr(layers, case.class_name + kind)
+
+
+def config_for(dtype: torch.dtype, **options: Any) -> LoRAConfig:
+    return LoRAConfig(max_lora_rank=MAX_RANK, max_loras=MAX_LORAS, lora_dtype=dtype, **options)
+
+
+def wrapper_for(config: LoRAConfig, device: str) -> PunicaWrapperBase:
+    return get_punica_wrapper(32, 32, device, lora_config=config)
+
+
+def use(wrapper: PunicaWrapperBase, slots: list[int], vocab_size: int = 32) -> None:
+    """The rows of the next step use these slots (-1: no adapter)."""
+    ids = [slot + 1 for slot in slots]
+    wrapper.update_metadata(LoRAMapping(ids, ids), [*range(1, MAX_LORAS + 1)], MAX_LORAS, vocab_size)
+
+
+def random_pair(rank: int, in_size: int, out_size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rank, in_size) / in_size**0.5, torch.randn(out_size, rank) / rank**0.5
+
+
+def linear_layer(
+    case: LinearCase, config: LoRAConfig, device: str = "cpu", place: dict[str, int] | None = None, **options: Any
+) -> tuple[Any, dict[int, Pairs]]:
+    """The wrapped layer with random weights and an adapter of every rank; the same draws for every place."""
+    dtype = config.lora_dtype
+    with torch.device(device):
+        base = case.build(**{"return_bias": False, "params_dtype": dtype, **(place or {}), **options})
+    rows = sum(case.sizes)
+    weight, bias = torch.randn(rows, IN) / IN**0.5, torch.randn(rows)
+    base.weight_loader(base.weight, weight)
+    if base.bias is not None:
+        base.weight_loader(base.bias, bias)
+    layer = from_layer(base, MAX_LORAS, config, ["m"] * case.packed)
+    adapters = {slot: [random_pair(rank, IN, size) for size in case.sizes] for slot, rank in RANKS.items()}
+    for slot, pairs in adapters.items():
+        fill(layer, slot, pairs)
+    return layer, adapters
+
+
+def fill(layer: Any, slot: int, pairs: Pairs) -> None:
+    a, b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    packed = isinstance(layer, layers.MergedColumnParallelLinearWithLoRA)
+    layer.set_lora(slot, a if packed else a[0], b if packed else b[0])
+
+
+def lora_term(x: Tensor, slots: list[int], adapters: dict[int, Pairs], dtype: torch.dtype) -> Tensor:
+    """Row by row in float64, from the weights as the slots hold them."""
+    rows = []
+    for row, slot in zip(x.cpu().double(), slots, strict=True):
+        pairs = adapters.get(slot) or [(torch.zeros_like(a), torch.zeros_like(b)) for a, b in adapters[0]]
+        rows.append(torch.cat([row @ a.to(dtype).double().T @ b.to(dtype).double().T for a, b in pairs]))
+    return torch.stack(rows)
+
+
+def joined(outputs: list[Tensor], pieces: Any) -> Tensor:
+    """The output of one rank, from those of all ranks."""
+    if pieces is None:
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+        return outputs[0]
+    if pieces == "sum":
+        return torch.stack(outputs).sum(0)
+    tp_size = len(outputs)
+    copies = [repeated(tp_size) for _, repeated in pieces]
+    widths = [full * count // tp_size for (full, _), count in zip(pieces, copies, strict=True)]
+    parts = [output.split(widths, dim=-1) for output in outputs]
+    for i, count in enumerate(copies):
+        for rank in range(tp_size):
+            torch.testing.assert_close(parts[rank][i], parts[rank // count * count][i])
+    return torch.cat([parts[rank][i] for i, n in enumerate(copies) for rank in range(0, tp_size, n)], dim=-1)

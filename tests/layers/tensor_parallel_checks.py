@@ -1,0 +1,199 @@
+"""What every rank of a tensor-parallel group runs: each layer beside the same layer on one rank (L2, L10, L11)."""
+
+from collections.abc import Callable
+
+import torch
+from layer_cases import (
+    ALONE,
+    IN,
+    LINEAR,
+    MAX_LORAS,
+    MIXED,
+    NEVER_SHARDED,
+    RANKS,
+    config_for,
+    expected_class,
+    fill,
+    joined,
+    linear_layer,
+    random_pair,
+    use,
+    wrapper_for,
+)
+from torch import Tensor
+
+from punica.layers import from_layer, from_layer_logits_processor
+from punica.parallel import (
+    LogitsProcessor,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+
+TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (3.2e-2, 2e-2)}
+ORG, VOCAB, DIM = 15, 20, 6
+NAMES = [
+    *(f"{name}/plain" for name in LINEAR),
+    *(f"{name}/sharded" for name in LINEAR if name not in NEVER_SHARDED),
+    *(f"{layer}/{kind}" for layer in ("embedding", "logits") for kind in ("plain", "sharded")),
+]
+
+
+def check(rank: int, device_type: str, dtype_name: str) -> dict[str, str]:
+    """Run every check on this rank of the current group; name -> what was wrong ("" for nothing)."""
+    device = device_type
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    dtype = getattr(torch, dtype_name)
+    found = {}
+    for name in NAMES:
+        layer, kind = name.split("/")
+        checks: dict[str, Callable[..., None]] = {"embedding": check_embedding, "logits": check_logits}
+        try:
+            checks.get(layer, check_linear)(layer, kind == "sharded", device, dtype)
+            found[name] = ""
+        except AssertionError as error:
+            found[name] = str(error) or repr(error)
+    return found
+
+
+def check_graph(rank: int) -> bool:
+    """A column and a row layer, fully sharded, in one CUDA graph with their collectives; adapters change afterwards."""
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    torch.manual_seed(4)
+    config = config_for(torch.bfloat16, fully_sharded_loras=True)
+    wrapper = wrapper_for(config, device)
+    layers = [linear_layer(LINEAR[name], config, device)[0] for name in ("column-gathered", "row-whole-input")]
+    for layer in layers:
+        layer.set_mapping(wrapper)
+    use(wrapper, MIXED)
+    x = torch.randn(len(MIXED), IN, device=device, dtype=torch.bfloat16)
+
+    def run() -> list[Tensor]:
+        return [layer(x) for layer in layers]
+
+    run()  # compiles, and connects the ranks
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    changed = True
+    for slots, swap in ((MIXED, {}), (MIXED[::-1], {0: 1}), ([-1] * len(MIXED), {}), (MIXED, {2: 8, 1: 3})):
+        before = [output.clone() for output in outputs]
+        for slot, size in swap.items():
+            for layer in layers:
+                fill(layer, slot, [random_pair(size, IN, 12)])
+        use(wrapper, slots)
+        graph.replay()
+        for output, expected in zip(outputs, run(), strict=True):
+            assert_close(output, expected)
+        if swap:
+            changed &= not any(torch.equal(*pair) for pair in zip(outputs, before, strict=True))
+    return changed
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    rtol, atol = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def check_linear(name: str, sharded: bool, device: str, dtype: torch.dtype) -> None:
+    case = LINEAR[name]
+    together, alone = (steps_of(name, sharded, device, dtype, place) for place in (None, ALONE))
+    gathered = [tensor_model_parallel_all_gather(output.unsqueeze(0), dim=0) for output in together]
+    for outputs, expected in zip(gathered, alone, strict=True):
+        assert_close(joined(list(outputs), case.pieces), expected)
+
+
+def steps_of(name: str, sharded: bool, device: str, dtype: torch.dtype, place: dict[str, int] | None) -> list[Tensor]:
+    """Three steps: adapters of all ranks; no adapter at all; after small and large ranks changed places."""
+    case = LINEAR[name]
+    torch.manual_seed(1)
+    config = config_for(dtype, fully_sharded_loras=sharded and place is None)
+    layer, _ = linear_layer(case, config, device, place)
+    assert type(layer) is expected_class(case, sharded and place is None)
+    wrapper = wrapper_for(config, device)
+    layer.set_mapping(wrapper)
+    x = torch.randn(len(MIXED), IN).to(device, dtype)
+    if case.cut_input and place is None:
+        x = x.chunk(get_tensor_model_parallel_world_size(), dim=-1)[get_tensor_model_parallel_rank()].contiguous()
+    outputs = []
+    for slots, changes in ((MIXED, {}), ([-1] * len(MIXED), {}), (MIXED, {0: 1, 2: 8, 1: 3})):
+        for slot, rank in changes.items():
+            fill(layer, slot, [random_pair(rank, IN, size) for size in case.sizes])
+        use(wrapper, slots)
+        outputs.append(layer(x.clone()))
+    return outputs
+
+
+def check_embedding(name: str, sharded: bool, device: str, dtype: torch.dtype) -> None:
+    ids = torch.tensor([0, 19, 7, 14, 15, 3, 8], device=device)
+    together, alone = (embedded(ids, sharded, device, dtype, place) for place in ({}, ALONE))
+    for output, expected in zip(together, alone, strict=True):
+        assert_close(output, expected)
+    assert not torch.equal(alone[0], alone[1].view_as(alone[0]))
+
+
+def embedded(
+    ids: Tensor, sharded: bool, device: str, dtype: torch.dtype, place: dict[str, int]
+) -> tuple[Tensor, Tensor]:
+    """With adapters, 1-D; without, 2-D (all ids but the first)."""
+    torch.manual_seed(2)
+    config = config_for(dtype, fully_sharded_loras=sharded)
+    with torch.device(device):
+        base = VocabParallelEmbedding(VOCAB, DIM, dtype, org_num_embeddings=ORG, padding_size=4, **place)
+    base.weight_loader(base.weight, torch.randn(VOCAB, DIM))
+    layer = from_layer(base, MAX_LORAS, config, [])
+    wrapper = wrapper_for(config, device)
+    layer.set_mapping(wrapper)
+    for slot, rank in RANKS.items():
+        layer.set_lora(slot, *random_pair(rank, ORG, DIM))
+    use(wrapper, MIXED, ORG)
+    flat = layer(ids)
+    use(wrapper, [-1] * 6, ORG)
+    plain = layer(ids[1:].view(2, 3))
+    assert plain.shape == (2, 3, DIM)
+    return flat, torch.cat((base(ids[:1]), plain.view(6, DIM)))
+
+
+def check_logits(name: str, sharded: bool, device: str, dtype: torch.dtype) -> None:
+    hidden = torch.linspace(-2, 2, len(MIXED) * DIM, device=device).view(-1, DIM).to(dtype)
+    expected = logits_of(hidden, sharded, device, dtype, True, ALONE)
+    everywhere = logits_of(hidden, sharded, device, dtype, True, {})
+    at_root = logits_of(hidden, sharded, device, dtype, False, {})
+    assert expected is not None
+    assert expected.shape == (len(MIXED), VOCAB)
+    assert everywhere is not None
+    assert_close(everywhere, expected)
+    if get_tensor_model_parallel_rank() == 0:
+        assert at_root is not None
+        assert_close(at_root, expected)
+    else:
+        assert at_root is None
+
+
+def logits_of(
+    hidden: Tensor, sharded: bool, device: str, dtype: torch.dtype, all_gather: bool, place: dict[str, int]
+) -> Tensor | None:
+    torch.manual_seed(3)
+    config = config_for(dtype, fully_sharded_loras=sharded)
+    with torch.device(device):
+        head = ParallelLMHead(VOCAB, DIM, True, dtype, org_num_embeddings=ORG, padding_size=4, **place)
+    head.weight_loader(head.weight, torch.randn(VOCAB, DIM))
+    head.weight_loader(head.bias, torch.randn(VOCAB))
+    processor = LogitsProcessor(VOCAB, scale=0.5, soft_cap=2.0)
+    processor.use_all_gather = all_gather
+    layer = from_layer_logits_processor(processor, head, MAX_LORAS, config)
+    assert (layer.sharded_to_full_mapping_gpu is None) == bool(place)
+    wrapper = wrapper_for(config, device)
+    layer.set_mapping(wrapper)
+    for slot, rank in RANKS.items():
+        layer.set_lora(slot, *random_pair(rank, DIM, VOCAB))
+    use(wrapper, MIXED)
+    if place:
+        processor._gather_logits = lambda logits: logits  # one rank beside the group
+    return layer(head, hidden)

@@ -1,0 +1,70 @@
+"""The second stream: who gets one, and that its sum is that of the single stream (L14; on a GPU: test_layers_gpu)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layer_cases import IN, LINEAR, MIXED, config_for, linear_layer, use, wrapper_for
+
+from punica.layers import dual_stream as module
+from punica.layers.dual_stream import dual_stream_for
+from punica.parallel import ReplicatedLinear
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        ("cuda", {"dual_stream": True}, True),
+        ("cuda", {}, False),
+        ("cuda", {"dual_stream": True, "fully_sharded_loras": True}, False),
+        ("cpu", {"dual_stream": True}, False),
+        ("meta", {"dual_stream": True}, False),
+    ],
+    ids=["asked-for", "off", "fully-sharded", "cpu", "meta"],
+)
+def test_who_gets_a_second_stream(device, options, expected, monkeypatch) -> None:
+    monkeypatch.setattr(module, "DualStream", lambda device: SimpleNamespace(device=device))
+    base, config = ReplicatedLinear(4, 4), config_for(torch.float32, **options)
+    streams = dual_stream_for(base, torch.device(device), config)
+    assert (streams is not None) == expected
+    if expected:
+        assert streams.device == torch.device(device)
+        assert dual_stream_for(base, torch.device(device), config) is None, "a second layer over the same base layer"
+        assert dual_stream_for(ReplicatedLinear(4, 4), torch.device(device), config) is not None
+
+
+def test_a_refused_layer_leaves_the_base_layer_to_the_next(monkeypatch) -> None:
+    monkeypatch.setattr(module, "DualStream", SimpleNamespace)
+    base = ReplicatedLinear(4, 4)
+    assert dual_stream_for(base, torch.device("cpu"), config_for(torch.float32, dual_stream=True)) is None
+    monkeypatch.setattr(module, "DualStream", lambda device: device)
+    assert dual_stream_for(base, torch.device("cuda"), config_for(torch.float32, dual_stream=True)) is not None
+
+
+class InTurn:
+    """Both products one after the other on the CPU."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, here, beside):
+        self.runs += 1
+        return here(), beside()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_sum_is_that_of_one_stream(name, dtype) -> None:
+    config = config_for(dtype, dual_stream=True)
+    layer, _ = linear_layer(LINEAR[name], config)
+    wrapper, x = wrapper_for(config, "cpu"), torch.randn(len(MIXED), IN, dtype=dtype)
+    layer.set_mapping(wrapper)
+    use(wrapper, MIXED)
+    expected = layer(x)
+    layer._streams = streams = InTurn()
+    assert torch.equal(layer(x), expected), "the term is kept in float32, so even the rounding is the same"
+    assert torch.equal(layer(x.view(1, len(MIXED), IN))[0], expected)
+    assert streams.runs == 2
+    use(wrapper, [-1] * len(MIXED))
+    layer(x)
+    assert streams.runs == 2, "a step without adapters has nothing to run beside"

@@ -1,0 +1,386 @@
+"""Fully sharded layers rank by rank: slices, slots, the worked example with its intermediates (L3, L4, L7, L8)."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from punica import layers
+from punica.layers import (
+    ColumnParallelLinearWithLoRA,
+    ColumnParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithLoRA,
+    QKVParallelLinearWithShardedLoRA,
+    RowParallelLinearWithLoRA,
+    RowParallelLinearWithShardedLoRA,
+)
+from punica.parallel import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    tensor_parallel,
+)
+
+
+def column(**kw):
+    return ColumnParallelLinear(4, 6, bias=False, return_bias=False, **kw)
+
+
+def two(**kw):
+    return MergedColumnParallelLinear(4, [2, 4], bias=False, return_bias=False, **kw)
+
+
+def three(**kw):
+    return MergedColumnParallelLinear(4, [2, 2, 2], bias=False, return_bias=False, **kw)
+
+
+def qkv(**kw):
+    return QKVParallelLinear(4, 1, 2, 2, bias=False, return_bias=False, **kw)
+
+
+def row(**kw):
+    return RowParallelLinear(4, 6, bias=False, return_bias=False, **kw)
+
+
+# plain class, fully sharded class, base layer, slices of the example's six rows (one: adapted as one matrix), and which
+# of them each of two ranks has in its output
+COLUMN_KINDS = [
+    pytest.param(
+        ColumnParallelLinearWithLoRA,
+        ColumnParallelLinearWithShardedLoRA,
+        column,
+        [6],
+        [[0, 1, 2], [3, 4, 5]],
+        id="column",
+    ),
+    pytest.param(
+        ColumnParallelLinearWithLoRA,
+        ColumnParallelLinearWithShardedLoRA,
+        two,
+        [6],
+        [[0, 2, 3], [1, 4, 5]],
+        id="merged-as-one",
+    ),
+    pytest.param(
+        MergedColumnParallelLinearWithLoRA,
+        MergedColumnParallelLinearWithShardedLoRA,
+        two,
+        [2, 4],
+        [[0, 2, 3], [1, 4, 5]],
+        id="merged",
+    ),
+    pytest.param(
+        MergedColumnParallelLinearVariableSliceWithLoRA,
+        None,
+        three,
+        [2, 2, 2],
+        [[0, 2, 4], [1, 3, 5]],
+        id="variable",
+    ),
+    pytest.param(
+        QKVParallelLinearWithLoRA,
+        QKVParallelLinearWithShardedLoRA,
+        qkv,
+        [6],
+        [[0, 2, 4], [1, 3, 5]],
+        id="qkv-as-one",
+    ),
+    pytest.param(
+        MergedQKVParallelLinearWithLoRA,
+        MergedQKVParallelLinearWithShardedLoRA,
+        qkv,
+        [2, 2, 2],
+        [[0, 2, 4], [1, 3, 5]],
+        id="qkv",
+    ),
+]
+
+X = torch.tensor([[1.0, 2.0, 0.0, -1.0]])
+A = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]])
+B = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
+DELTA = torch.tensor([1.0, 1, 3, 2, 4, 4])
+
+
+class Scripted:
+    """A group in which this rank is real and the others send what they would send; keeps what this rank sent."""
+
+    def __init__(self, rank: int, sent_by_rank: list[Tensor]) -> None:
+        self.rank, self.world_size, self.script = rank, len(sent_by_rank), sent_by_rank
+        self.sent: list[Tensor] = []
+
+    def _everyone(self, tensor: Tensor) -> list[Tensor]:
+        self.sent.append(tensor.clone())
+        return [tensor if rank == self.rank else other for rank, other in enumerate(self.script)]
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._everyone(tensor), dim=dim)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if tensor.shape != self.script[0].shape:  # the base layer's own reduction
+            return tensor
+        return torch.stack(self._everyone(tensor)).sum(0)
+
+    def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
+        raise AssertionError("no layer here gathers to one rank")
+
+
+def with_example(lora_class: type, base: Any, config: Any, wrapper: Any, slices: list[int] | None = None) -> Any:
+    """The layer with its weight zeroed and the example's adapter in slot 2."""
+    base.weight.data.zero_()
+    layer = lora_class(base)
+    layer.create_lora_weights(4, config)
+    layer.set_mapping(wrapper)
+    if slices is None or len(slices) == 1:
+        layer.set_lora(2, A, B)
+    else:
+        layer.set_lora(2, [A] * len(slices), list(B.split(slices)))
+    return layer
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("plain", "sharded", "build", "slices", "rows"), COLUMN_KINDS)
+def test_worked_example_of_every_column_kind(
+    plain, sharded, build, slices, rows, rank, lora_config, wrapper_for
+) -> None:
+    config, place = lora_config(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
+    layer = with_example(plain, build(**place), config, wrapper_for([2]), slices)
+    for a in layer.lora_a_stacked:
+        assert (X @ a[2, 0].T).tolist() == [[1, 1, 3, 0]]
+    assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
+    if sharded is None:
+        return
+    layer = with_example(sharded, build(**place), config, wrapper_for([2]), slices)
+    shrunk = [torch.tensor(h).expand(len(slices), 1, 2) for h in ([[[1.0, 1]]], [[[3.0, 0]]])]
+    group = Scripted(rank, shrunk)
+    with tensor_parallel(group):
+        assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
+    (sent,) = group.sent
+    assert torch.equal(sent, shrunk[rank])
+    assert sent.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("rank", "h", "partial", "own"),
+    [
+        (0, [1.0, 2, 3, 0], [1, 2, 3, 3, 5, 4], [1, 1, 3, 0, 0, 0]),
+        (1, [0.0, -1, 0, 0], [0, -1, 0, -1, -1, 0], [0, 0, 0, 2, 4, 4]),
+    ],
+)
+def test_worked_example_of_both_row_kinds(rank, h, partial, own, lora_config, wrapper_for) -> None:
+    config, place = lora_config(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
+    x = X.chunk(2, dim=-1)[rank]
+    layer = with_example(RowParallelLinearWithLoRA, row(**place), config, wrapper_for([2]))
+    assert (x @ layer.lora_a_stacked[0][2, 0].T)[0].tolist() == h
+    assert layer(x)[0].tolist() == partial
+    layer = with_example(RowParallelLinearWithShardedLoRA, row(**place), config, wrapper_for([2]))
+    group = Scripted(rank, [torch.tensor([[[1.0, 2, 3, 0]]]), torch.tensor([[[0.0, -1, 0, 0]]])])
+    with tensor_parallel(group):
+        assert layer(x)[0].tolist() == own
+    (sent,) = group.sent
+    assert sent[0, 0].tolist() == h
+    assert sent.dtype == torch.float32
+
+
+def numbered(rows: int) -> Tensor:
+    """A matrix whose row i is filled with i."""
+    return torch.arange(rows).float().unsqueeze(1).expand(rows, 4)
+
+
+def labels(part: Tensor) -> list[int]:
+    return part[:, 0].int().tolist()
+
+
+COLUMN_CLASSES = [
+    (ColumnParallelLinearWithShardedLoRA, lambda **kw: ColumnParallelLinear(4, 8, **kw)),
+    (ColumnParallelLinearWithShardedLoRA, lambda **kw: MergedColumnParallelLinear(4, [4, 8], **kw)),
+    (MergedColumnParallelLinearWithShardedLoRA, lambda **kw: MergedColumnParallelLinear(4, [4, 8], **kw)),
+    (QKVParallelLinearWithShardedLoRA, lambda **kw: QKVParallelLinear(4, 2, 4, 2, **kw)),
+    (MergedQKVParallelLinearWithShardedLoRA, lambda **kw: QKVParallelLinear(4, 2, 4, 2, **kw)),
+]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "given", "kept"),
+    [
+        (1, 5, [[0, 1, 2, 3, 4]]),
+        (2, 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (2, 5, [[0, 1, 2, 3], [4]]),
+        (2, 1, [[0], []]),
+        (4, 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (4, 5, [[0, 1], [2, 3], [4], []]),
+        (4, 1, [[0], [], [], []]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+@pytest.mark.parametrize(("lora_class", "build"), COLUMN_CLASSES)
+def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, kept, lora_config) -> None:
+    for rank, rows in enumerate(kept):
+        layer = lora_class(build(tp_rank=rank, tp_size=tp_size))
+        layer.create_lora_weights(4, lora_config())
+        assert labels(layer.slice_lora_a(numbered(given))) == rows
+        several = layer.slice_lora_a([numbered(given), None])
+        assert labels(several[0]) == rows
+        assert several[1] is None
+        a, b = torch.ones(given, 4), [torch.ones(size, given) for size in layer.full_output_sizes]
+        packed = len(b) > 1
+        layer.set_lora(1, [a] * len(b) if packed else a, b if packed else b[0])
+        assert layer.lora_a_ranks.tolist() == [[0, len(rows), 0, 0]] * len(b)
+        assert layer.lora_ranks.tolist() == [[0, given, 0, 0]] * len(b)
+        for stacked in layer.lora_a_stacked:
+            assert tuple(stacked.shape) == (4, 1, 8 // tp_size, 4)
+            assert stacked[1, 0].sum(1).tolist() == [4.0] * len(rows) + [0.0] * (8 // tp_size - len(rows))
+        parts = layer.slot_parts([a] * len(b) if packed else a, b if packed else b[0])
+        assert [part.rank for part in parts] == [len(rows)] * len(b) + [given] * len(b)
+        assert all((part.part is None) == (part.rank == 0) for part in parts)
+
+
+@pytest.mark.parametrize(("lora_class", "build"), COLUMN_CLASSES)
+def test_column_kinds_keep_the_rows_of_b_of_the_plain_class(lora_class, build) -> None:
+    plain = getattr(layers, lora_class.__name__.replace("Sharded", ""))
+    for rank in range(4):
+        base = build(tp_rank=rank, tp_size=4)
+        ours, theirs = lora_class(base), plain(base)
+        for i, size in enumerate(ours.full_output_sizes):
+            b = numbered(size)
+            assert labels(ours._slice_b(i, b)) == labels(theirs._slice_b(i, b))
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "rank", "rows"), [(1, 0, range(8)), (2, 0, range(4)), (2, 1, range(4, 8)), (4, 2, range(4, 6))]
+)
+def test_row_keeps_its_columns_of_a_and_rows_of_b(tp_size, rank, rows, lora_config) -> None:
+    layer = RowParallelLinearWithShardedLoRA(RowParallelLinear(8, 8, tp_rank=rank, tp_size=tp_size))
+    layer.create_lora_weights(4, lora_config())
+    assert labels(layer.slice_lora_b(numbered(8))) == list(rows)
+    assert labels(layer.slice_lora_a(numbered(8).T[:3]).T) == list(rows)
+    assert layer.output_slices == (8 // tp_size,)
+    assert tuple(layer.lora_a_stacked[0].shape) == (4, 1, 8, 8 // tp_size)
+    assert tuple(layer.lora_b_stacked[0].shape) == (4, 1, 8 // tp_size, 8)
+
+
+def test_small_adapter_after_a_large_one_leaves_no_trace(lora_config) -> None:
+    column_layer = ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(4, 8, tp_rank=1, tp_size=4))
+    row_layer = RowParallelLinearWithShardedLoRA(RowParallelLinear(4, 8, tp_rank=1, tp_size=4))
+    for layer in (column_layer, row_layer):
+        layer.create_lora_weights(4, lora_config())
+        layer.set_lora(3, torch.ones(8, 4), torch.ones(8, 8))
+        layer.set_lora(1, torch.ones(8, 4), torch.ones(8, 8))
+        layer.set_lora(1, torch.full((2, 4), 2.0), torch.full((8, 2), 3.0))
+        a, b = layer.lora_a_stacked[0][:, 0], layer.lora_b_stacked[0][:, 0]
+        assert (b[1, :, :2] == 3).all()
+        assert (b[1, :, 2:] == 0).all()
+        assert (a[3] == 1).all()
+        assert (a[[0, 2]] == 0).all()
+        if layer is column_layer:  # rank 1 of 4 holds rows 2 and 3, the adapter has rows 0 and 1
+            assert (a[1] == 0).all()
+            assert layer.lora_a_ranks.tolist() == [[0, 0, 0, 2]]
+        else:
+            assert (a[1, :2] == 2).all()
+            assert (a[1, 2:] == 0).all()
+        assert layer.lora_ranks.tolist() == [[0, 2, 0, 8]]
+        layer.reset_lora(3)
+        assert (a[3] == 0).all()
+        assert (b[3] == 0).all()
+        assert layer.lora_ranks.tolist() == [[0, 2, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lora_class", "base", "rank", "message"),
+    [
+        (ColumnParallelLinearWithShardedLoRA, ColumnParallelLinear(4, 6, tp_rank=0, tp_size=3), 8, "rank 8 .* 3"),
+        (MergedQKVParallelLinearWithShardedLoRA, QKVParallelLinear(4, 2, 4, 2, tp_rank=0, tp_size=4), 6, "rank 6 .* 4"),
+        (RowParallelLinearWithShardedLoRA, RowParallelLinear(8, 6, tp_rank=0, tp_size=4), 8, "output size 6 .* 4"),
+    ],
+    ids=["column", "qkv", "row"],
+)
+def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, rank, message, lora_config) -> None:
+    layer = lora_class(base)
+    with pytest.raises(ValueError, match=message):
+        layer.create_lora_weights(4, lora_config(max_lora_rank=rank))
+    assert layer.lora_config is None
+    assert layer.lora_ranks is None
+
+
+def test_slicing_a_needs_slots() -> None:
+    layer = ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(4, 6, tp_rank=0, tp_size=2))
+    with pytest.raises(RuntimeError, match="create_lora_weights"):
+        layer.slice_lora_a(A)
+
+
+def test_slices_that_disagree(lora_config, wrapper_for) -> None:
+    base = qkv(tp_rank=0, tp_size=2)
+    layer = with_example(
+        MergedQKVParallelLinearWithShardedLoRA, base, lora_config(max_lora_rank=4), wrapper_for([2]), [2, 2, 2]
+    )
+    layer.lora_a_stacked = layer.lora_a_stacked[:2]
+    with pytest.raises(RuntimeError, match=r"equally many slices, got \(2, 3, 3\)"):
+        layer(X)
+
+
+@pytest.mark.parametrize("slots", [[-1], []], ids=["no-adapter", "no-rows"])
+@pytest.mark.parametrize(
+    ("lora_class", "build", "width"),
+    [(ColumnParallelLinearWithShardedLoRA, column, 4), (RowParallelLinearWithShardedLoRA, row, 2)],
+    ids=["column", "row"],
+)
+def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slots, lora_config, wrapper_for) -> None:
+    base = build(tp_rank=0, tp_size=2)
+    layer = with_example(lora_class, base, lora_config(max_lora_rank=4), wrapper_for(slots))
+    group = Scripted(0, [torch.zeros(1, 1, 4)] * 2)
+    with tensor_parallel(group):
+        assert layer(torch.ones(len(slots), width)).tolist() == [[0.0] * base.weight.shape[0]] * len(slots)
+    assert group.sent == []
+
+
+def test_the_gather_is_left_out_where_a_is_not_cut(lora_config, wrapper_for) -> None:
+    """A subclass may keep A whole on every rank: its shrink already has all ranks."""
+
+    class WholeA(ColumnParallelLinearWithShardedLoRA):
+        def _slot_shapes(self, max_rank):
+            return ColumnParallelLinearWithLoRA._slot_shapes(self, max_rank)
+
+        def _slice_a(self, i, lora_a):
+            return lora_a
+
+    layer = with_example(WholeA, column(tp_rank=1, tp_size=2), lora_config(max_lora_rank=4), wrapper_for([2]))
+    group = Scripted(1, [torch.zeros(1, 1, 4)] * 2)
+    with tensor_parallel(group):
+        assert layer(X)[0].tolist() == [2, 4, 4]
+    assert group.sent == []
+
+
+@pytest.mark.parametrize(
+    ("lora_class", "build"),
+    [
+        (ColumnParallelLinearWithShardedLoRA, column),
+        (QKVParallelLinearWithShardedLoRA, qkv),
+        (RowParallelLinearWithShardedLoRA, row),
+    ],
+)
+def test_one_rank_takes_the_plain_path(lora_class, build, lora_config, wrapper_for) -> None:
+    wrapper = wrapper_for([2])
+    layer = with_example(lora_class, build(tp_rank=0, tp_size=1), lora_config(max_lora_rank=4), wrapper)
+    wrapper.add_shrink = wrapper.add_expand = None
+    assert layer(X)[0].tolist() == DELTA.tolist()
+
+
+def test_returned_tensors_are_honoured(lora_config) -> None:
+    class OutOfPlace:
+        def add_shrink(self, y, x, a, scale, **kwargs):
+            return y + 1
+
+        def add_expand(self, y, x, b, output_slices, offset_start, **kwargs):
+            return y + x.sum()
+
+    layer = with_example(
+        ColumnParallelLinearWithShardedLoRA, column(tp_rank=0, tp_size=2), lora_config(max_lora_rank=4), OutOfPlace()
+    )
+    with tensor_parallel(Scripted(0, [torch.zeros(1, 1, 2)] * 2)):
+        assert layer(X)[0].tolist() == [2.0, 2.0, 2.0]

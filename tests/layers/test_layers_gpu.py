@@ -1,0 +1,265 @@
+"""LoRA layers on a GPU: the answers of L1, L10 and L11, the second stream (L14), a decoder block in a graph (L15)."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_cases import (
+    ALONE,
+    IN,
+    LINEAR,
+    MAX_LORAS,
+    MAX_RANK,
+    MIXED,
+    RANKS,
+    config_for,
+    fill,
+    linear_layer,
+    lora_term,
+    random_pair,
+    use,
+    wrapper_for,
+)
+from torch import Tensor, nn
+
+from punica.config import LoRAConfig
+from punica.layers import from_layer, from_layer_logits_processor
+from punica.parallel import (
+    ColumnParallelLinear,
+    LogitsProcessor,
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2)}
+ONE_ROUNDING = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+T = len(MIXED)
+on_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    rtol, atol = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.cpu().double(), expected.cpu().double(), rtol=rtol, atol=atol)
+
+
+def mapped(layer: Any, config: LoRAConfig, slots: list[int], vocab_size: int = 32) -> Any:
+    wrapper = wrapper_for(config, DEVICE)
+    use(wrapper, slots, vocab_size)
+    layer.set_mapping(wrapper)
+    return wrapper
+
+
+@on_dtypes
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded-on-one-rank"])
+@pytest.mark.parametrize("name", [name for name in LINEAR if name != "variable"])
+def test_linear(name: str, sharded: bool, bias: bool, dtype: torch.dtype) -> None:
+    config = config_for(dtype, fully_sharded_loras=sharded)
+    layer, adapters = linear_layer(LINEAR[name], config, DEVICE, ALONE, bias=bias)
+    mapped(layer, config, MIXED)
+    x = torch.randn(T, IN, device=DEVICE).to(dtype)
+    result, base = layer(x), layer.base_layer(x)
+    assert_close(result, base.cpu().double() + lora_term(x, MIXED, adapters, dtype))
+    assert torch.equal(result[1], base[1]), "a row without adapter must be the base layer's, bit for bit"
+    assert_close(layer(x.view(1, T, IN))[0], result)
+
+
+@on_dtypes
+def test_variable_slices_and_an_unadapted_one(dtype: torch.dtype) -> None:
+    config = config_for(dtype)
+    layer, adapters = linear_layer(LINEAR["variable"], config, DEVICE, ALONE)
+    (a, b), (_, b2), (a3, b3) = adapters[1]
+    layer.set_lora(1, [a, None, a3], [b, None, b3])
+    adapters[1][1] = (torch.zeros_like(a), torch.zeros_like(b2))
+    mapped(layer, config, MIXED)
+    x = torch.randn(T, IN, device=DEVICE).to(dtype)
+    assert_close(layer(x), layer.base_layer(x).cpu().double() + lora_term(x, MIXED, adapters, dtype))
+
+
+@on_dtypes
+def test_embedding(dtype: torch.dtype) -> None:
+    org, vocab, dim, config = 15, 20, 24, config_for(dtype)
+    with torch.device(DEVICE):
+        base = VocabParallelEmbedding(vocab, dim, dtype, org_num_embeddings=org, padding_size=4)
+    base.weight_loader(base.weight, torch.randn(vocab, dim))
+    layer = from_layer(base, MAX_LORAS, config, [])
+    mapped(layer, config, MIXED, org)
+    ids = torch.tensor([0, 3, 14, 19, 7, 2, 8, 1])  # one more than the mapping has rows: padding
+    adapters = {slot: random_pair(rank, org, dim) for slot, rank in RANKS.items()}
+    expected = base(ids.to(DEVICE)).cpu().double()
+    assert torch.equal(layer(ids.to(DEVICE)).cpu().double(), expected)
+    for slot, pair in adapters.items():
+        layer.set_lora(slot, *pair)
+    for row, (token, slot) in enumerate(zip(ids[:T].tolist(), MIXED, strict=True)):
+        if slot >= 0 and token < org:
+            a, b = (factor.to(dtype).double() for factor in adapters[slot])
+            expected[row] += b @ a[:, token]
+    for shape in ((8,), (2, 4)):
+        result = layer(ids.to(DEVICE).view(shape))
+        assert result.shape == (*shape, dim)
+        assert_close(result.view(8, dim), expected)
+
+
+@on_dtypes
+@pytest.mark.parametrize("org", [20, 15], ids=["no-added-ids", "added-ids"])
+def test_logits(org: int, dtype: torch.dtype) -> None:
+    vocab, hidden_size, config = 20, 24, config_for(dtype)
+    with torch.device(DEVICE):
+        head = ParallelLMHead(vocab, hidden_size, True, dtype, org_num_embeddings=org, padding_size=4)
+    head.weight_loader(head.weight, torch.randn(vocab, hidden_size) / hidden_size**0.5)
+    head.weight_loader(head.bias, torch.randn(vocab))
+    layer = from_layer_logits_processor(LogitsProcessor(vocab), head, MAX_LORAS, config)
+    mapped(layer, config, MIXED)
+    adapters = {slot: [random_pair(rank, hidden_size, vocab)] for slot, rank in RANKS.items()}
+    for slot, ((a, b),) in adapters.items():
+        layer.set_lora(slot, a, b)
+    hidden = torch.randn(T, hidden_size, device=DEVICE).to(dtype)
+    term = lora_term(hidden, MIXED, adapters, dtype)
+    base = layer.base_layer(head, hidden).cpu().double()
+    assert_close(layer(head, hidden), base + term)
+    layer.base_layer.soft_cap, layer.base_layer.scale = 2.0, 0.5
+    assert_close(layer(head, hidden), torch.tanh((base + term) / 2.0))
+
+
+def pair_of_layers(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The same layer and adapters with one stream and with two."""
+    layers = []
+    for dual in (False, True):
+        torch.manual_seed(5)
+        config = config_for(dtype, dual_stream=dual)
+        layer, _ = linear_layer(LINEAR[name], config, DEVICE, ALONE)
+        layers.append(layer)
+        assert (layer._streams is not None) == dual
+    return layers[0], layers[1]
+
+
+@on_dtypes
+@pytest.mark.parametrize("name", LINEAR)
+def test_two_streams_equal_one(name: str, dtype: torch.dtype) -> None:
+    one, two = pair_of_layers(name, dtype)
+    wrapper = mapped(one, config_for(dtype), MIXED)
+    two.set_mapping(wrapper)
+    for slots in (MIXED, [-1] * T, [2] * T):
+        use(wrapper, slots)
+        x = torch.randn(T, IN, device=DEVICE).to(dtype)
+        rounding = ONE_ROUNDING[dtype]
+        torch.testing.assert_close(two(x), one(x), rtol=rounding, atol=rounding)
+
+
+def test_two_streams_do_not_touch_memory_that_is_still_in_use() -> None:
+    """Large products, and memory that changes hands all the time: what a missing wait would corrupt."""
+    config = LoRAConfig(max_lora_rank=64, max_loras=MAX_LORAS, lora_dtype=torch.bfloat16, dual_stream=True)
+    torch.manual_seed(6)
+    with torch.device(DEVICE):
+        base = ColumnParallelLinear(2048, 4096, bias=False, return_bias=False, params_dtype=torch.bfloat16)
+    base.weight.data.normal_(std=2048**-0.5)
+    layer = from_layer(base, MAX_LORAS, config, [])
+    for slot, rank in ((0, 64), (1, 16), (2, 33)):
+        layer.set_lora(slot, *random_pair(rank, 2048, 4096))
+    use(wrapper := wrapper_for(config, DEVICE), [0, 1, 2, -1] * 8)
+    layer.set_mapping(wrapper)
+    inputs = [torch.randn(32, 2048, device=DEVICE).bfloat16() for _ in range(4)]
+    streams, layer._streams = layer._streams, None
+    expected = [layer(x) for x in inputs]
+    layer._streams = streams
+    layer(inputs[0])
+    torch.cuda.synchronize()
+    allocated, results = torch.cuda.memory_allocated(), []
+    for i in range(200):
+        x = inputs[i % 4] + 0  # freed as soon as the layer has been launched
+        result = layer(x)
+        del x
+        torch.full((32, 4096), float("nan"), device=DEVICE)  # takes and returns what was just freed
+        torch.full((32, 2048), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        results.append((result - expected[i % 4]).abs().max())
+        del result
+    errors = torch.stack(results).tolist()
+    del results
+    assert all(error <= 2.0**-5 for error in errors), "one rounding in bfloat16 of values up to 8"
+    assert torch.cuda.memory_allocated() == allocated
+
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INTER, VOCAB = 256, 8, 4, 32, 384, 96
+
+
+class Block(nn.Module):
+    """Embedding, qkv -> o, gate_up -> down, logits; plain torch in between."""
+
+    def __init__(self, config: LoRAConfig, wrapper: Any) -> None:
+        super().__init__()
+        options = {"bias": False, "return_bias": False, "params_dtype": config.lora_dtype}
+        with torch.device(DEVICE):
+            bases = {
+                "qkv": (QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **options), 3),
+                "o": (RowParallelLinear(HEADS * HEAD, HIDDEN, **options), 0),
+                "gate_up": (MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **options), 2),
+                "down": (RowParallelLinear(INTER, HIDDEN, **options), 0),
+                "embed": (VocabParallelEmbedding(VOCAB, HIDDEN, config.lora_dtype), 0),
+            }
+            self.head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=config.lora_dtype)
+        for base in (*(base for base, _ in bases.values()), self.head):
+            base.weight.data.normal_(std=1.0 if isinstance(base, VocabParallelEmbedding) else HIDDEN**-0.5)
+        for name, (base, packed) in bases.items():
+            setattr(self, name, from_layer(base, MAX_LORAS, config, ["m"] * packed))
+        self.logits = from_layer_logits_processor(LogitsProcessor(VOCAB), self.head, MAX_LORAS, config)
+        self.linear = [self.qkv, self.o, self.gate_up, self.down]
+        for layer in (*self.linear, self.embed, self.logits):
+            layer.set_mapping(wrapper)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).split([HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD], dim=-1)
+        x = x + self.o(torch.tanh(q * k.repeat(1, 2)) + v.repeat(1, 2))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
+        return self.logits(self.head, x)
+
+    def fill(self, slot: int, rank: int, *, everywhere: bool) -> None:
+        for layer in self.linear:
+            pairs = [random_pair(rank, layer.full_input_size, size) for size in layer.full_output_sizes]
+            fill(layer, slot, pairs)
+        if everywhere:
+            self.embed.set_lora(slot, *random_pair(rank, VOCAB, HIDDEN))
+            self.logits.set_lora(slot, *random_pair(rank, HIDDEN, VOCAB))
+
+
+@pytest.mark.parametrize("dual", [False, True], ids=["one-stream", "two-streams"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_decoder_block_in_a_graph_sees_new_adapters(dtype: torch.dtype, dual: bool) -> None:
+    config = config_for(dtype, dual_stream=dual)
+    wrapper = wrapper_for(config, DEVICE)
+    block = Block(config, wrapper)
+    rows = [0, 1, 2, 3, -1] * 5
+    ids = torch.randint(0, VOCAB, (len(rows),), device=DEVICE)
+    use(wrapper, rows, VOCAB)
+    for slot in range(MAX_LORAS):
+        block.fill(slot, MAX_RANK, everywhere=True)
+    block(ids)  # compiles every kernel
+    for slot in range(MAX_LORAS):
+        block.embed.reset_lora(slot)
+        block.logits.reset_lora(slot)
+    assert not block.embed.filled_slots
+    assert not block.logits.filled_slots
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = block(ids)
+    swaps = [{}, {0: 8}, {2: 1, 3: 5}, {0: 3, 1: 8, 2: 8, 3: 8}, {}]
+    for step, swap in enumerate(swaps):
+        before = output.clone()
+        for slot, rank in swap.items():
+            block.fill(slot, rank, everywhere=step != 1)
+        slots = rows if step != 4 else [*rows[::-1][:20], *[-1] * 5]
+        use(wrapper, slots, VOCAB)
+        graph.replay()
+        torch.testing.assert_close(output, block(ids), rtol=1.6e-2, atol=2e-2)
+        if swap:
+            touched = torch.tensor([slot in swap for slot in slots], device=DEVICE)
+            assert (output != before)[touched].any(dim=-1).all(), "new weights take effect"
+            assert torch.equal(output[~touched], before[~touched]), "and only for the rows that use them"

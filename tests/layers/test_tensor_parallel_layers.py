@@ -1,0 +1,17 @@
+"""Every LoRA layer, plain and fully sharded, in real processes over gloo equals one rank (L2, L10, L11)."""
+
+import pytest
+from tensor_parallel_checks import NAMES, check
+
+from punica.parallel import spawn_tensor_parallel
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["tp2", "tp4"])
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """What each rank found; one group of processes runs all checks, since starting it is what takes time."""
+    return spawn_tensor_parallel(check, request.param, "cpu", "float32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_together_equal_one_rank(name: str, found: list[dict[str, str]]) -> None:
+    assert [of_rank[name] for of_rank in found] == [""] * len(found)
