@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from punica.adapters.peft import (
     NameMapper,
     PEFTHelper,
+    configured_module_name,
     is_base_layer_weight,
     is_skipped,
     map_tensor_name,
@@ -25,7 +27,13 @@ from punica.adapters.peft import (
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LOADABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+
+class Pair(NamedTuple):
+    """The checked matrices of one module, and the name under which the adapter's config has their rank and alpha."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    configured_name: str
 
 
 def find_weights_file(folder: str | Path) -> Path:
@@ -115,7 +123,7 @@ def build_pairs(
     weights_mapper: NameMapper | None,
     skip_prefixes: Sequence[str] | None,
 ) -> dict[str, Pair]:
-    """`{module: (A [r, in], B [out, r])}`, cast to `dtype` (kept when None), on `device`, checked.
+    """`{module: Pair(A [r, in], B [out, r], ...)}`, cast to `dtype` (kept when None), on `device`, checked.
 
     Raises:
         ValueError: no tensors, A without B, shapes or ranks that disagree, NaN or inf, an embedding of another
@@ -126,11 +134,13 @@ def build_pairs(
     if not wanted:
         raise ValueError("the adapter has no LoRA tensors at all")
     sides: dict[str, dict[bool, torch.Tensor]] = {}
+    configured: dict[str, str] = {}
     for key, (module, is_a) in wanted.items():
         _check_dtype(key, tensors[key])
         if is_a and "lora_embedding_" in key and model_vocab_size is not None:
             _check_vocabulary(key, tensors[key], model_vocab_size)
         sides.setdefault(module, {})[is_a] = tensors[key]
+        configured[module] = configured_module_name(key, weights_mapper)
     incomplete = {
         module: "A without B" if True in pair else "B without A" for module, pair in sides.items() if len(pair) < 2
     }
@@ -138,11 +148,10 @@ def build_pairs(
         raise ValueError(f"the adapter is incomplete: {incomplete}; every module needs lora_A and lora_B")
     pairs = {}
     for module, pair in sides.items():
-        check_pair_shapes(module, pair[True], pair[False], peft_helper.rank_of(module))
-        pairs[module] = (
-            _place(module, "A", pair[True], device, dtype),
-            _place(module, "B", pair[False], device, dtype),
-        )
+        check_pair_shapes(module, pair[True], pair[False], peft_helper.rank_of(configured[module]))
+        a = _place(module, "A", pair[True], device, dtype)
+        b = _place(module, "B", pair[False], device, dtype)
+        pairs[module] = Pair(a, b, configured[module])
     return pairs
 
 

@@ -8,7 +8,7 @@ import torch
 
 from punica.adapters.merging import AdapterMerger
 from punica.adapters.peft import LoRARequest, PEFTHelper, resolve_adapter_path
-from punica.adapters.weights import LoRAModel
+from punica.adapters.weights import LoRALayerWeights, LoRAModel
 from punica.config import LoRAConfig
 
 
@@ -55,6 +55,7 @@ class AdapterLoader:
                 dtype=self._dtype,
                 model_vocab_size=self._vocab_size,
             )
+            _leave_file(lora)
             return self._merger.merge(lora)
         except FileNotFoundError as error:
             raise FileNotFoundError(in_context(request, error)) from error
@@ -62,6 +63,14 @@ class AdapterLoader:
             raise TypeError(in_context(request, error)) from error
         except ValueError as error:
             raise ValueError(in_context(request, error)) from error
+
+
+def _leave_file(lora: LoRAModel) -> None:
+    """Copy the tensors out of the file they are mapped from: who overwrites it must not change a registered adapter."""
+    for weights in lora.loras.values():
+        if isinstance(weights, LoRALayerWeights):
+            a, b = weights.pair()
+            weights.lora_a, weights.lora_b = a.clone(), b.clone()
 
 
 def in_context(request: LoRARequest, error: Exception) -> str:

@@ -2,27 +2,38 @@
 
 A *registered* adapter is merged, scaled and checked; an *active* one is also copied into a slot. Batches refer to
 slots, so a step may use as many distinct adapters as there are slots, while the stream of requests may bring any
-number: adapters are activated on demand (section 5.2 of the paper) and the least recently used one makes room.
+number: adapters are activated on demand (section 5.2 of the paper) and the least recently used one makes room. A
+*pinned* adapter is active and never makes room.
 
-Validate first: an adapter is fully loaded, merged and checked before anything is evicted, so a failed call leaves
-registered adapters, slots and buffers exactly as they were.
+Validate first: an adapter is fully loaded, merged and checked, and a place for it found, before anything is evicted, so
+a failed call leaves registered adapters, slots and buffers exactly as they were.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from punica.adapters.loader import AdapterLoader, distinct_requests, source
-from punica.adapters.merging import AdapterMerger, dummy_weights, slot_arguments
+from punica.adapters.active import ActiveAdapters
+from punica.adapters.dummies import DummyAdapters
+from punica.adapters.loader import AdapterLoader, distinct_requests
+from punica.adapters.merging import AdapterMerger
 from punica.adapters.peft import LoRARequest
+from punica.adapters.registered import RegisteredAdapters
+from punica.adapters.slot_writer import CopyHandle, make_slot_writer
 from punica.adapters.weights import LoRAModel
-from punica.adapters.wrapping import expected_lora_modules, find_supported_layers, packed_modules_of, wrap_layers
-from punica.checks import check_count
+from punica.adapters.wrapping import (
+    embedding_modules_of,
+    expected_lora_modules,
+    find_supported_layers,
+    packed_modules_of,
+    resolve_lora_dtype,
+    wrap_layers,
+)
 from punica.config import LoRAConfig
 from punica.segments import LoRAMapping
 from punica.wrapper import get_punica_wrapper
@@ -31,6 +42,9 @@ from punica.wrapper import get_punica_wrapper
 class LoRAModelManager:
     """Adapters of one model: wraps its layers in place, then loads, activates, evicts, and tells the kernels who uses
     what.
+
+    One thread uses a manager. On CUDA slots are written asynchronously: no call here waits for a copy, and
+    :meth:`set_adapter_mapping` makes the step that follows wait for those it needs.
 
     Args:
         model: module tree built from `punica.parallel` layers; may define `packed_modules_mapping` and
@@ -42,8 +56,7 @@ class LoRAModelManager:
         device: where the metadata lives (the slots live where the layers' weights are).
 
     Attributes:
-        modules: `{name: LoRA layer}`.
-        lora_index_to_id: adapter id of each slot, `None` = free.
+        modules: `{name: LoRA layer}`; a head's logits processor stands under the head's name.
         lora_config: the given one with its dtype resolved.
         punica_wrapper: shared by all layers.
 
@@ -65,7 +78,7 @@ class LoRAModelManager:
         self.model = model
         self.vocab_size = vocab_size
         self.lora_config = replace(lora_config)
-        self._dtype = _resolve_dtype(self.lora_config, layers)
+        dtype = resolve_lora_dtype(self.lora_config, layers)
         self.punica_wrapper = get_punica_wrapper(
             max_num_batched_tokens,
             max_num_seqs,
@@ -74,19 +87,25 @@ class LoRAModelManager:
             lora_config=self.lora_config,
         )
         packed = packed_modules_of(model)
-        self.modules = wrap_layers(model, layers, self.lora_config)
+        self.modules = wrap_layers(model, layers, self.lora_config, vocab_size)
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
-        self.lora_index_to_id: list[int | None] = [None] * self.lora_config.max_loras
         self._merger = AdapterMerger(self.modules, packed, self.lora_config.target_modules)
         self._loader = AdapterLoader(
-            self._merger, expected_lora_modules(layers, packed), self.lora_config, self._dtype, vocab_size
+            self._merger, expected_lora_modules(layers, packed), self.lora_config, dtype, vocab_size
         )
-        # both ordered from least to most recently used
-        self._registered: OrderedDict[int, LoRAModel] = OrderedDict()
-        self._active: OrderedDict[int, int] = OrderedDict()  # id -> slot
-        self._requests: dict[int, LoRARequest] = {}  # where a registered adapter was loaded from
+        self._dummies = DummyAdapters(self.modules, embedding_modules_of(model), self.lora_config, dtype)
+        self._writer = make_slot_writer(self.modules)
+        self._active = ActiveAdapters(self.lora_slots, self._writer)
+        self._registered = RegisteredAdapters(self.capacity, self._active, self._writer)
         self._last_mapping: tuple[LoRAMapping, tuple[int | None, ...]] | None = None
+
+    # --- capacity and look-ups ---------------------------------------------------------------------------------------
+
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """Adapter id of each slot, `None` = free."""
+        return self._active.index_to_id
 
     @property
     def capacity(self) -> int:
@@ -103,49 +122,81 @@ class LoRAModelManager:
         """Same as `lora_slots`."""
         return self.lora_slots
 
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of one slot over all layers, in bytes: allocated at construction, whatever adapter fills it."""
+        return self._writer.slot_bytes
+
+    @property
+    def pinned_adapters(self) -> frozenset[int]:
+        """Ids that :meth:`pin_adapter` keeps registered and active."""
+        return self._active.pinned
+
     def __len__(self) -> int:
         return len(self._registered)
 
     def list_adapters(self) -> dict[int, LoRAModel]:
         """The registered adapters, `{id: adapter as merged for the model}`; a copy."""
-        return dict(self._registered)
+        return self._registered.as_dict()
 
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
         """A registered adapter or `None`; looking does not count as use."""
-        return self._registered.get(adapter_id)
+        return self._registered.find(adapter_id)
+
+    def adapter_bytes(self, adapter_id: int) -> int:
+        """Host memory of a registered adapter, in bytes. ValueError if it is not registered."""
+        return self._writer.host_bytes(self._registered.require(adapter_id))
 
     def request_of(self, adapter_id: int) -> LoRARequest | None:
         """The request a registered adapter was loaded for; `None` if it is not registered or came as a `LoRAModel`."""
-        return self._requests.get(adapter_id)
+        return self._registered.request_of(adapter_id)
+
+    # --- registered adapters -----------------------------------------------------------------------------------------
 
     def add_adapter(self, adapter: LoRAModel | LoRARequest) -> bool:
-        """Register an adapter; when `max_cpu_loras` are registered, the least recently used one is removed for it.
+        """Register an adapter; when `max_cpu_loras` are registered, the least recently used unpinned one is removed.
 
         A `LoRAModel` is merged, checked and registered; a registered id is only marked as just used and gives `False`.
 
         A `LoRARequest` is what serving passes: its folder is loaded unless the id is registered (or `load_inplace` asks
-        to load it again), registered, and activated. Always `True`: afterwards it is loaded.
+        to load it again; a pin stays), registered, and activated. Always `True`: afterwards it is loaded.
 
         Raises:
-            FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model; nothing
-                has changed.
+            FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model.
+                RuntimeError: all that could make room are pinned. Nothing has changed.
         """
         if isinstance(adapter, LoRARequest):
             wanted = {adapter.lora_int_id: adapter}
-            self._register_requested(wanted, reload=set(wanted) if adapter.load_inplace else set())
-            self.activate_adapter(adapter.lora_int_id)
+            self._make_active(wanted, reload=set(wanted) if adapter.load_inplace else set())
             return True
         if not isinstance(adapter, LoRAModel):
             raise TypeError(f"adapter must be a LoRAModel or a LoRARequest, got {type(adapter).__name__}")
         if adapter.id in self._registered:
-            self._touch(adapter.id)
+            self._registered.touch(adapter.id)
             return False
-        self._register(self._merger.merge(adapter))
+        merged = self._merger.merge(adapter)
+        self._registered.check_room()
+        self._registered.enter([merged])
         return True
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
+        return self._registered.remove(adapter_id)
+
+    def remove_oldest_adapter(self) -> bool:
+        """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
+        return self._registered.remove_oldest()
+
+    def remove_all_adapters(self) -> None:
+        """No adapter registered, every slot free, no pins."""
+        for adapter_id in self.list_adapters():
+            self.remove_adapter(adapter_id)
+
+    # --- active adapters ---------------------------------------------------------------------------------------------
 
     def activate_adapter(self, adapter_id: int) -> bool:
         """Copy a registered adapter into the lowest free slot; with none free, into that of the least recently used
-        adapter.
+        unpinned adapter.
 
         Whoever runs steps must not activate more adapters than the step's requests leave slots for: see
         :meth:`set_active_adapters`. If a layer fails nevertheless, the slot is cleared on all layers and left free.
@@ -154,45 +205,43 @@ class LoRAModelManager:
             `False` if the adapter already was active (it is marked as just used).
 
         Raises:
-            ValueError: the id is not registered.
+            ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
         """
-        if adapter_id not in self._registered:
-            raise ValueError(
-                f"adapter {adapter_id!r} is not registered; registered: {sorted(self._registered)}; add it first"
-            )
-        self._touch(adapter_id)
-        if adapter_id in self._active:
-            return False
-        if None not in self.lora_index_to_id:
-            self.deactivate_adapter(next(iter(self._active)))
-        slot = self.lora_index_to_id.index(None)
-        self._write_slot(slot, self._registered[adapter_id])
-        self.lora_index_to_id[slot] = adapter_id
-        self._active[adapter_id] = slot
-        return True
+        activated = self._active.activate(adapter_id, self._registered.require(adapter_id))
+        self._registered.touch(adapter_id)
+        return activated
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Free the adapter's slot; it stays registered. `False` if it is not active."""
-        slot = self._active.pop(adapter_id, None)
-        if slot is None:
-            return False
-        self.lora_index_to_id[slot] = None  # the old weights may stay: no mapping can refer to a free slot
+        """Free the adapter's slot and drop a pin; it stays registered. `False` if it is not active."""
+        self._registered.unpin(adapter_id)
+        return self._active.deactivate(adapter_id)
+
+    def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
+        """:meth:`activate_adapter` ahead of the step that uses it, with the same evictions and errors, so leave slots
+        for the steps that come before; returns the handle of the latest copy into its slot.
+
+        On CUDA the copy runs beside the steps in flight. Nobody has to call the handle's `wait`: a mapping that uses
+        the adapter implies it.
+        """
+        self.activate_adapter(adapter_id)
+        return self._active.copy_of(adapter_id)
+
+    def pin_adapter(self, adapter_id: int) -> bool:
+        """Keep a registered adapter registered and active, activating it if need be, until it is unpinned, deactivated
+        or removed; again is fine. Always `True`.
+
+        Raises:
+            ValueError: the id is not registered. RuntimeError: all slots are pinned already. Nothing has changed.
+        """
+        self.activate_adapter(adapter_id)
+        self._registered.pin(adapter_id)
         return True
 
-    def remove_adapter(self, adapter_id: int) -> bool:
-        """Deactivate and unregister. `False` if the id is unknown."""
-        self.deactivate_adapter(adapter_id)
-        self._requests.pop(adapter_id, None)
-        return self._registered.pop(adapter_id, None) is not None
+    def unpin_adapter(self, adapter_id: int) -> bool:
+        """Let an adapter make room for others again. `False` if it was not pinned."""
+        return self._registered.unpin(adapter_id)
 
-    def remove_oldest_adapter(self) -> bool:
-        """Remove the least recently used registered adapter. `False` if there is none."""
-        return bool(self._registered) and self.remove_adapter(next(iter(self._registered)))
-
-    def remove_all_adapters(self) -> None:
-        """No adapter registered, every slot free."""
-        for adapter_id in list(self._registered):
-            self.remove_adapter(adapter_id)
+    # --- steps -------------------------------------------------------------------------------------------------------
 
     def set_active_adapters(self, requests: Iterable[LoRARequest | None], mapping: LoRAMapping) -> None:
         """Prepare a step: load what is missing, make every requested adapter active, tell the kernels who uses what.
@@ -205,7 +254,7 @@ class LoRAModelManager:
             mapping: adapter id of every token and every sampled row; each id must be requested (or 0).
 
         Raises:
-            RuntimeError: more distinct adapters than slots.
+            RuntimeError: more distinct adapters than slots, or than pinned ones leave.
             ValueError: two requests share an id but not name and path, a mapped id is not requested, the mapping does
                 not fit the wrapper's buffers; or an adapter cannot be loaded (also FileNotFoundError, TypeError). Any
                 of these changes nothing.
@@ -217,98 +266,83 @@ class LoRAModelManager:
                 "(max_loras); run fewer distinct adapters together or raise LoRAConfig.max_loras"
             )
         self._check_mapping(mapping, wanted)
-        reload = {i for i, request in wanted.items() if request.load_inplace and self._requests.get(i) is not request}
-        self._register_requested(wanted, reload)
-        for adapter_id in wanted:
-            self.activate_adapter(adapter_id)
+        reload = {i for i, request in wanted.items() if request.load_inplace and self.request_of(i) is not request}
+        self._make_active(wanted, reload)
         self.set_adapter_mapping(mapping)
 
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
-        """Refill the step's metadata; skipped if neither the mapping nor the slot table changed since the last call.
+        """Announce the next step: its rows wait for the copies of the adapters they use, and its metadata are refilled
+        (skipped if neither the mapping nor the slot table changed since the last call).
 
         Raises:
             ValueError: the mapping names an id that is not active, or has more rows than the buffers; the previous
                 metadata stay.
         """
         state = (mapping, tuple(self.lora_index_to_id))
-        if state == self._last_mapping:
-            return
         # one more than the slots, so that "no adapter" encodes as one past the last slot
-        self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
-        self._last_mapping = state
+        arguments = (mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
+        if state != self._last_mapping:
+            self.punica_wrapper.check_metadata(*arguments)
+        # even for the same slots: one of them may have been written again
+        self._writer.begin_step(self._active.slots_of((*mapping.index_mapping, *mapping.prompt_mapping)))
+        if state != self._last_mapping:
+            self.punica_wrapper.update_metadata(*arguments)
+            self._last_mapping = state
 
-    def create_dummy_lora(self, adapter_id: int, rank: int) -> LoRAModel:
+    # --- warm-up -----------------------------------------------------------------------------------------------------
+
+    def create_dummy_lora(
+        self, adapter_id: int, rank: int, embedding_modules: Collection[str] | None = None
+    ) -> LoRAModel:
         """A zero adapter over all layers, for warm-up and graph capture: real cost, no effect on outputs.
 
         Args:
             rank: `1 <= rank <= max_lora_rank`; rounded up to a multiple of the tensor-parallel size when fully sharded.
+            embedding_modules: which of the model's `embedding_modules` to cover, by last name component; default all.
 
         Raises:
-            ValueError: rank out of range.
+            ValueError: rank out of range, or unknown embedding modules.
         """
-        limit = self.lora_config.max_lora_rank
-        if not 1 <= check_count("rank", rank) <= limit:
-            raise ValueError(f"rank must be in [1, max_lora_rank={limit}], got {rank}")
-        if self.lora_config.fully_sharded_loras:
-            tp_size = max(layer.tp_size for layer in self.modules.values())
-            rank = -(-rank // tp_size) * tp_size
-        return LoRAModel(
-            adapter_id,
-            rank,
-            {name: dummy_weights(name, layer, rank, self._dtype) for name, layer in self.modules.items()},
-        )
+        return self._dummies.create(adapter_id, rank, embedding_modules)
+
+    def add_dummy_lora(self, request: LoRARequest, rank: int) -> bool:
+        """Register and activate a zero adapter under the request's id; its path is not read. `False`, and no change, if
+        the id is registered.
+
+        The zero adapter then is what that request stands for: remove it before the real one is to be loaded. Raises as
+        :meth:`create_dummy_lora` and :meth:`add_adapter`.
+        """
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
+        adapter_id = request.lora_int_id
+        if adapter_id in self._registered:
+            return False
+        merged = self._merger.merge(self._dummies.get(adapter_id, rank))
+        self._active.check_room([adapter_id])
+        self._registered.enter([merged], {adapter_id: request})
+        self.activate_adapter(adapter_id)
+        return True
+
+    def dummy_lora_cache(self) -> AbstractContextManager[None]:
+        """A context in which :meth:`add_dummy_lora` builds one zero adapter per rank and clones it."""
+        return self._dummies.caching()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _touch(self, adapter_id: int) -> None:
-        """Mark a registered adapter as most recently used."""
-        self._registered.move_to_end(adapter_id)
-        if adapter_id in self._active:
-            self._active.move_to_end(adapter_id)
-
-    def _register(self, merged: LoRAModel) -> None:
-        """Enter a merged, checked adapter; it replaces one of the same id, else the least recently used if all places
-        are taken.
+    def _make_active(self, wanted: Mapping[int, LoRARequest], reload: Collection[int]) -> None:
+        """Make all of `wanted` registered and active; those in `reload` are loaded again. Everything is loaded and
+        checked, and slots for all found, before anything changes.
         """
-        self.remove_adapter(merged.id)
-        if len(self._registered) >= self.capacity:
-            self.remove_oldest_adapter()
-        self._registered[merged.id] = merged
-
-    def _register_requested(self, wanted: Mapping[int, LoRARequest], reload: set[int]) -> None:
-        """Register those of `wanted` that are not registered or in `reload`: all are loaded and checked before anything
-        changes.
-        """
-        self._check_same_source(wanted, reload)
-        loaded = {i: self._loader.load(wanted[i]) for i in wanted if i in reload or i not in self._registered}
-        for adapter_id in wanted:  # none of them may now be the oldest
-            if adapter_id in self._registered:
-                self._touch(adapter_id)
-        for adapter_id, merged in loaded.items():
-            self._register(merged)
-            self._requests[adapter_id] = wanted[adapter_id]
-
-    def _write_slot(self, slot: int, lora: LoRAModel) -> None:
-        try:
-            for name, layer in self.modules.items():
-                weights = lora.get_lora(name)
-                if weights is None:
-                    layer.reset_lora(slot)
-                else:
-                    layer.set_lora(slot, *slot_arguments(weights))
-        except BaseException:
-            for layer in self.modules.values():
-                layer.reset_lora(slot)
-            raise
-
-    def _check_same_source(self, wanted: Mapping[int, LoRARequest], reload: set[int]) -> None:
-        for adapter_id, request in wanted.items():
-            known = self._requests.get(adapter_id)
-            if known is not None and adapter_id not in reload and source(known) != source(request):
-                raise ValueError(
-                    f"adapter id {adapter_id} is registered as {source(known)}, now requested as {source(request)}; "
-                    "use another id, or load_inplace=True to replace it"
-                )
+        self._registered.check_same_source(wanted, reload)
+        missing = [i for i in wanted if i in reload or i not in self._registered]
+        loaded = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
+        self._active.check_room(wanted)
+        pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
+        self._registered.enter(loaded, wanted, keep=wanted)
+        for adapter_id in wanted:
+            self.activate_adapter(adapter_id)
+        for adapter_id in pinned:
+            self.pin_adapter(adapter_id)
 
     def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
         """What `set_adapter_mapping` would object to after the adapters have been made active."""
@@ -321,12 +355,3 @@ class LoRAModelManager:
             )
         # which slots they get does not matter here: other ids, other slots
         self.punica_wrapper.check_metadata(mapping, list(wanted), self.lora_slots + 1, self.vocab_size)
-
-
-def _resolve_dtype(lora_config: LoRAConfig, layers: Mapping[str, nn.Module]) -> torch.dtype:
-    """Resolve `lora_config.lora_dtype` in place; `"auto"` becomes the dtype of the base weights."""
-    first_weight = next(iter(layers.values())).weight
-    lora_config.verify_with_model_config(first_weight)
-    if not isinstance(lora_config.lora_dtype, torch.dtype):
-        raise TypeError(f"lora_dtype must be a torch dtype by now, got {lora_config.lora_dtype!r}")
-    return lora_config.lora_dtype

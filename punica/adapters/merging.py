@@ -15,7 +15,7 @@ import torch
 from punica.adapters.checkpoint import all_finite, check_pair_shapes
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrapping import PackedMapping, is_in_target_modules
-from punica.layers import BaseLinearLayerWithLoRA
+from punica.layers import SlottedLayer
 from punica.layers.slots import LoRAInput
 
 
@@ -30,7 +30,7 @@ class AdapterMerger:
 
     def __init__(
         self,
-        modules: Mapping[str, BaseLinearLayerWithLoRA],
+        modules: Mapping[str, SlottedLayer],
         packed_modules_mapping: PackedMapping,
         target_modules: Collection[str] | None,
     ) -> None:
@@ -102,7 +102,7 @@ def _checked_copy(adapter_id: int, name: str, weights: ModuleWeights) -> LoRALay
     return copy.copy(weights)
 
 
-def _check_fits(adapter_id: int, name: str, weights: ModuleWeights, layer: BaseLinearLayerWithLoRA) -> None:
+def _check_fits(adapter_id: int, name: str, weights: ModuleWeights, layer: SlottedLayer) -> None:
     """All that the layer's `set_lora` would object to, so that activation cannot fail half-way; and overflow of B."""
     lora_a, lora_b = slot_arguments(weights)
     try:
@@ -120,10 +120,10 @@ def slot_arguments(weights: ModuleWeights) -> tuple[LoRAInput, LoRAInput]:
     return weights.pair()
 
 
-def dummy_weights(name: str, layer: BaseLinearLayerWithLoRA, rank: int, dtype: torch.dtype) -> ModuleWeights:
-    """Zero weights of the given rank for one LoRA layer, all its slices."""
+def dummy_weights(name: str, layer: SlottedLayer, rank: int, dtype: torch.dtype) -> ModuleWeights:
+    """Zero weights of the given rank for one LoRA layer, all its slices; scaled, so that merging makes no copy."""
     slices: list[LoRALayerWeights | None] = [
-        LoRALayerWeights.create_dummy_lora_weights(name, layer.full_input_size, size, rank, dtype, "cpu")
+        LoRALayerWeights.create_dummy_lora_weights(name, layer.full_input_size, size, rank, dtype, "cpu").optimize()
         for size in layer.full_output_sizes
     ]
     return slices[0] if len(slices) == 1 and slices[0] is not None else PackedLoRALayerWeights.pack(slices)

@@ -23,6 +23,8 @@ from punica.config import LoRAConfig
 
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
+# These initialisations subtract something from the base weights, and training went on from there.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
 
 # Each changes what a layer computes beyond `+ scaling * B A`; any truthy value is refused.
 _UNSUPPORTED_FEATURES = (
@@ -128,12 +130,16 @@ class PEFTHelper:
 
         delta W_m = scaling_m * B_m A_m,   scaling_m = alpha_m / r_m   (alpha_m / sqrt(r_m) with `use_rslora`)
 
+    These are the rules by which PEFT itself chose ranks and scalings in training; note that PEFT sorts the patterns'
+    keys when it saves. `target_modules` is informational (`"all-linear"`, a regular expression, or names): the tensors
+    in the folder say which modules are adapted, after `exclude_modules`, `layers_to_transform` and the like.
+
     Unknown keys are ignored. What cannot be served (DoRA, biases, ...) is read here and refused by
     :meth:`validate_legal`.
 
     Raises:
-        TypeError: rank not an int, alpha not a number, a pattern not a dict. ValueError: rank < 1, alpha not finite, no
-            target, a pattern key that is no regular expression.
+        TypeError: rank not an int, alpha not a number, `use_rslora` not a bool, targets or a pattern of another type.
+        ValueError: rank < 1, alpha not finite, no target, a pattern key that is no regular expression.
     """
 
     r: int
@@ -161,6 +167,10 @@ class PEFTHelper:
     def __post_init__(self) -> None:
         check_count("r", self.r)
         _check_alpha("lora_alpha", self.lora_alpha)
+        if not isinstance(self.use_rslora, bool):
+            raise TypeError(f"use_rslora must be a bool, got {self.use_rslora!r} ({type(self.use_rslora).__name__})")
+        for key in ("target_modules", "target_parameters"):
+            object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters is required, got neither")
         object.__setattr__(self, "_rank_rules", _compile_rules(self.rank_pattern, "rank_pattern", check_count))
@@ -168,10 +178,11 @@ class PEFTHelper:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
-        """Build from the parsed JSON; unknown keys are ignored.
+        """Build from the parsed JSON, or from `LoraConfig.to_dict()`; unknown keys are ignored, `null` means not given.
 
         Raises:
-            TypeError: `config` is not a mapping. ValueError: required keys are missing (all of them are named).
+            TypeError: `config` is not a mapping. ValueError: required keys are missing (all of them are named, and the
+                `peft_type` where another method than LoRA explains it).
         """
         if not isinstance(config, Mapping):
             raise TypeError(f"adapter config must be a JSON object, got {type(config).__name__}")
@@ -179,9 +190,12 @@ class PEFTHelper:
         if not config.get("target_modules") and not config.get("target_parameters"):
             missing.append("target_modules (or target_parameters)")
         if missing:
-            raise ValueError(f"adapter config lacks the required keys {missing}; it has {sorted(config)}")
+            reason = [problem + "; "] if (problem := _peft_type_problem(config.get("peft_type"))) else []
+            raise ValueError(
+                f"{''.join(reason)}adapter config lacks the required keys {missing}; it has {sorted(map(str, config))}"
+            )
         known = {f.name for f in fields(cls) if f.init}
-        return cls(**{key: value for key, value in config.items() if key in known})
+        return cls(**{key: value for key, value in config.items() if key in known and value is not None})
 
     @classmethod
     def from_local_dir(cls, path: str | Path) -> PEFTHelper:
@@ -219,8 +233,8 @@ class PEFTHelper:
     def validate_legal(self, lora_config: LoRAConfig) -> None:
         """Refuse what this library cannot serve, all problems in one message.
 
-        Warns when `init_lora_weights` is pissa, olora or corda: those change the base model, which the serving backbone
-        is not.
+        Warns when `init_lora_weights` is pissa, olora, corda or lora_ga: training then started from a changed base
+        model, which the serving backbone is not.
 
         Raises:
             ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
@@ -229,7 +243,7 @@ class PEFTHelper:
         if problems:
             raise ValueError("this adapter cannot be served: " + "; ".join(problems))
         init = self.init_lora_weights
-        if isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda")):
+        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
             warnings.warn(
                 f"init_lora_weights={init!r} may have altered the base model during training; unless the adapter was "
                 "converted to plain LoRA when it was saved, outputs on the original base model will be wrong",
@@ -238,8 +252,8 @@ class PEFTHelper:
 
     def _unsupported_features(self) -> list[str]:
         problems = []
-        if self.peft_type is not None and str(self.peft_type).rsplit(".", 1)[-1].upper() != "LORA":
-            problems.append(f"peft_type is {self.peft_type!r}, only 'LORA' is supported")
+        if problem := _peft_type_problem(self.peft_type):
+            problems.append(problem)
         if self.bias != "none":
             problems.append(f"bias is {self.bias!r}, only 'none' is supported")
         for key in _UNSUPPORTED_FEATURES:
@@ -256,10 +270,24 @@ class PEFTHelper:
         ]
 
 
+def _peft_type_problem(peft_type: object) -> str | None:
+    """What is wrong with a `peft_type` (a str, or PEFT's enum); `None` if it is LORA or absent."""
+    if peft_type is None or str(peft_type).rsplit(".", 1)[-1].upper() == "LORA":
+        return None
+    return f"peft_type is {str(peft_type).rsplit('.', 1)[-1]!r}, only 'LORA' is supported"
+
+
+def _targets(key: str, value: Any) -> list[str] | str | None:
+    """A str as it is, a collection of str as a list (sorted if it has no order). TypeError otherwise."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{key} must be a str or a list of str, got {value!r} ({type(value).__name__})")
+    return sorted(value) if isinstance(value, set | frozenset) else list(value)
+
+
 def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], object]) -> list[tuple[re.Pattern, Any]]:
-    """Compile `{KEY: value}` to `^(.*\\.)?KEY$` in file order; a KEY that starts with `^` is anchored at the name's
-    start.
-    """
+    """Compile `{KEY: value}` to `^(.*\\.)?KEY$` in file order; a `^` inside KEY can match only at the name's start."""
     if patterns is None:
         return []
     if not isinstance(patterns, Mapping):
@@ -268,7 +296,7 @@ def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], obje
     for key, value in patterns.items():
         check(f"{name}[{key!r}]", value)
         try:
-            rules.append((re.compile(f"(?:{key})" if key.startswith("^") else rf"(?:.*\.)?(?:{key})"), value))
+            rules.append((re.compile(rf"(?:.*\.)?(?:{key})"), value))
         except re.error as error:
             raise ValueError(f"{name} key {key!r} is not a regular expression: {error}") from error
     return rules
@@ -310,12 +338,24 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = No
         raise ValueError(
             f"{name!r} is a DoRA magnitude; DoRA adapters are not supported, merge the adapter or train plain LoRA"
         )
-    match = _MATRIX_NAME.match(mapped) or _EMBEDDING_NAME.match(mapped)
+    match = _match_tensor_name(mapped)
     if match is None:
         raise ValueError(
             f"unsupported LoRA weight {name!r}; expected <module>.lora_A.weight, .lora_B.weight or .lora_embedding_A/B"
         )
     return match["module"], match["side"] == "A"
+
+
+def configured_module_name(name: str, weights_mapper: NameMapper | None = None) -> str:
+    """The name by which `rank_pattern` and `alpha_pattern` know a tensor's module: the adapter's own, before
+    `weights_mapper`; the mapped one where only that can be parsed.
+    """
+    match = _match_tensor_name(map_tensor_name(name, None))
+    return match["module"] if match else parse_fine_tuned_lora_name(name, weights_mapper)[0]
+
+
+def _match_tensor_name(name: str) -> re.Match[str] | None:
+    return _MATRIX_NAME.match(name) or _EMBEDDING_NAME.match(name)
 
 
 def is_base_layer_weight(name: str) -> bool:

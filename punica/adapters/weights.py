@@ -200,10 +200,9 @@ class LoRAModel:
         check_adapter_id("lora_model_id", lora_model_id)
         pairs = build_pairs(tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes)
         loras: dict[str, ModuleWeights] = {}
-        for module, (a, b) in pairs.items():
-            weights = LoRALayerWeights.from_config(module, peft_helper)
-            weights.lora_a, weights.lora_b = a, b
-            loras[module] = weights
+        for module, (a, b, name) in pairs.items():
+            rank, alpha = peft_helper.rank_of(name), peft_helper.alpha_of(name)
+            loras[module] = LoRALayerWeights(module, rank, alpha, a, b, peft_helper.scaling_of(name))
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras)
 
     @classmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,7 @@ class Engine:
                 ``max_model_len`` or than the whole KV pool; an adapter for an engine without LoRA; an adapter that is
                 not legal here.
             FileNotFoundError: its adapter is neither registered nor in a folder.
+            RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
@@ -146,13 +147,20 @@ class Engine:
     def step(self) -> StepOutput:
         """One model invocation over everything that can run; with nothing to run, an empty output.
 
-        If an adapter turns out to be unloadable, the requests that were to join with it are taken out and the error is
-        raised. After any error (out of memory, an interrupt) no other request has lost anything: those that were to
-        join wait again at the head of the queue, and the next ``step`` goes on.
+        If an adapter turns out to be unloadable, the requests that were to join with it are taken out (running ones
+        too, if somebody removed it from the manager) and the error is raised. After any error (out of memory, an
+        interrupt) no other request has lost anything: those that were to join wait again at the head of the queue, and
+        the next ``step`` goes on.
+
+        Pinned adapters keep their slots. When they leave none for the head of the queue, it waits for the running
+        requests; when nothing runs either, no later step would change that, so it is a RuntimeError: unpin an adapter
+        or abort the request, which stays queued, and go on.
         """
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
+        pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
+        plan = self.scheduler.schedule(pinned)
         if plan.is_empty:
+            self._check_not_shut_out(pinned)
             return StepOutput(
                 {}, (), StepStatistics(0, 0, 0, 0, len(plan.preempted), time.perf_counter() - start, 0.0, 0.0)
             )
@@ -218,17 +226,38 @@ class Engine:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
-        """Make the adapters of the step active; the slot of each. Requests whose adapter cannot be loaded leave."""
-        residency.keep((*plan.decodes, *plan.idle))
-        for request in plan.prefills:
+        """Make the adapters of the step active, those of running requests first, so that no other makes room for one
+        that joins; the slot of each. Requests whose adapter cannot be loaded leave.
+        """
+        requests = [*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills]
+        for position, request in enumerate(requests):
+            running = position < len(requests) - len(plan.prefills)
             try:
-                residency.activate(request)
+                residency.activate(request, resumed=running or request.preemptions > 0)
             except Exception:
-                for other in plan.prefills:
+                for other in (*plan.idle, *plan.decodes, *plan.prefills) if running else plan.prefills:
                     if _same_adapter(other.adapter, request.adapter):
-                        self.abort_request(other.request_id)
+                        self._take_out(other)
                 raise
         return residency.slots()
+
+    def _take_out(self, request: Request) -> None:
+        """Remove a request of the batch, finished (an idle member) or not."""
+        if request.status is RequestStatus.FINISHED:
+            self.scheduler.drop(request)
+        else:
+            self.abort_request(request.request_id)
+
+    def _check_not_shut_out(self, pinned: Collection[int]) -> None:
+        """With nothing running, RuntimeError if pins keep the head of the queue out."""
+        scheduler = self.scheduler
+        if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
+            return
+        head = scheduler.waiting[0]
+        raise RuntimeError(
+            f"request {head.request_id!r} waits for a slot for adapter {head.adapter_id}, but all {len(pinned)} slots "
+            f"are pinned for adapters {sorted(pinned)} and nothing runs; call manager.unpin_adapter or abort_request"
+        )
 
     def _deliver(self, batch: StepBatch, tokens: list[int], statistics: StepStatistics) -> StepOutput:
         delivered: dict[str, int] = {}

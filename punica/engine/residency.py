@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from punica.adapters import LoRAModelManager, LoRARequest, PEFTHelper, resolve_adapter_path
 from punica.adapters.loader import in_context, source
@@ -25,7 +25,7 @@ class AdapterResidency:
         """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads its config, not its tensors.
 
         TypeError: not a LoRARequest. FileNotFoundError, ValueError: the folder or its config; or its id stands for
-        another adapter.
+        another adapter. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
         """
         if not isinstance(adapter, LoRARequest):
             raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {adapter!r}")
@@ -51,6 +51,12 @@ class AdapterResidency:
                 raise TypeError(in_context(adapter, error)) from error
             except ValueError as error:
                 raise ValueError(in_context(adapter, error)) from error
+        pinned = self.manager.pinned_adapters
+        if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
+            raise RuntimeError(
+                f"no slot for adapter {adapter.lora_name!r} (id {adapter.lora_int_id}): all {len(pinned)} slots are "
+                f"pinned, for adapters {sorted(pinned)}; call manager.unpin_adapter first, or raise max_loras"
+            )
         self._sources[adapter.lora_int_id] = wanted
 
     def _known_source(self, adapter_id: int) -> tuple[str, str] | None:
@@ -58,22 +64,23 @@ class AdapterResidency:
         registered = self.manager.request_of(adapter_id)
         return self._sources.get(adapter_id, None if registered is None else source(registered))
 
-    def keep(self, running: Sequence[Request]) -> None:
-        """Mark the adapters of running requests as in use, so that none of them makes room for another."""
-        for request in running:
-            if request.adapter is not None:
-                self.manager.activate_adapter(request.adapter_id)
+    def running_first(self, requests: Iterable[Request]) -> list[Request]:
+        """The order in which the adapters of running requests must be made active: those that still are registered
+        first, so that none of them makes room for one that somebody removed meanwhile and that is loaded again.
+        """
+        return sorted(requests, key=lambda request: self.manager.get_adapter(request.adapter_id) is None)
 
-    def activate(self, request: Request) -> None:
-        """Make the adapter of an admitted request active, loading it if need be.
+    def activate(self, request: Request, *, resumed: bool) -> None:
+        """Make the adapter of a request active, loading it if need be.
 
-        An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError), leaves the others active,
-        and its id may then stand for another adapter.
+        ``resumed``: the request has generated before, so what is registered under its id is used as it is; its weights
+        must not change half-way (``load_inplace``). An adapter that cannot be loaded raises (FileNotFoundError,
+        ValueError, TypeError), leaves the others active, and its id may then stand for another adapter.
         """
         if request.adapter is None:
             return
-        if request.preemptions and self.manager.get_adapter(request.adapter_id) is not None:
-            self.manager.activate_adapter(request.adapter_id)  # its weights must not change half-way (load_inplace)
+        if resumed and self.manager.get_adapter(request.adapter_id) is not None:
+            self.manager.activate_adapter(request.adapter_id)
             return
         try:
             self.manager.add_adapter(request.adapter)

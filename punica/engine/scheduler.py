@@ -9,7 +9,7 @@ needs KV pages and (with LoRA) a slot for its adapter. New rules: one class with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,7 +98,7 @@ class StepPlan:
 
     ``prefills`` compute all their tokens, ``decodes`` one token each. ``idle`` are finished requests of an
     inseparable batch: they cost a decode row each and their output is thrown away. ``preempted`` left the batch in
-    this step.
+    this step, for want of pages or of a slot that was pinned for another adapter.
     """
 
     prefills: tuple[Request, ...]
@@ -146,17 +146,18 @@ class Scheduler:
         """Put a request at the end of the queue."""
         self.waiting.append(request)
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, pinned: Collection[int] = ()) -> StepPlan:
         """Give every decoding request room for one more token, then admit from the queue; the requests of the next
-        step.
+        step. ``pinned``: adapters that keep their slot whether or not a request uses it.
 
         When pages run out the newest request is preempted: it loses its pages and returns to the head of the queue,
         to be computed again later. Nobody joins in such a step: the pages left over are fewer than the head needs.
+        When adapters were pinned over the heads of running requests, those whose adapter joined last are preempted.
         """
-        preempted = self._grow()
+        preempted = [*self._yield_slots(pinned), *self._grow()]
         decoding = tuple(request for request in self.running if request.status is RequestStatus.RUNNING)
         idle = tuple(request for request in self.running if request.status is RequestStatus.FINISHED)
-        admitted = self._admit(len(self.running))
+        admitted = self._admit(len(self.running), pinned)
         return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
 
     def retire_finished(self) -> None:
@@ -169,7 +170,7 @@ class Scheduler:
             self.running.remove(request)
 
     def preempt(self, request: Request) -> None:
-        """Put a running request back because pages ran out; counted."""
+        """Put a running request back because pages or slots ran out; counted."""
         self.put_back(request)
         request.preemptions += 1
 
@@ -184,6 +185,31 @@ class Scheduler:
         self.running.remove(request)
         self.pages.release(request.request_id)
 
+    def has_slot(self, candidate: Request, pinned: Collection[int]) -> bool:
+        """Whether the adapters of the batch, the candidate's and the pinned ones can be active together."""
+        adapters = {request.adapter_id for request in (*self.running, candidate)} - {0}
+        return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
+
+    def _yield_slots(self, pinned: Collection[int]) -> list[Request]:
+        """Take running requests out until their adapters and the pinned ones fit; whose adapter joined last goes first.
+
+        They wait again in their old order; a finished member of an inseparable batch just leaves.
+        """
+        if self.max_adapters is None:
+            return []
+        in_use = dict.fromkeys(request.adapter_id for request in self.running)  # in order of joining
+        unpinned = [adapter_id for adapter_id in in_use if adapter_id not in {0, *pinned}]
+        leaving = set(unpinned[max(0, self.max_adapters - len(set(pinned))) :])
+        preempted: list[Request] = []
+        for request in [request for request in reversed(self.running) if request.adapter_id in leaving]:
+            if request.status is RequestStatus.FINISHED:
+                self.drop(request)
+            else:
+                self.preempt(request)
+                preempted.append(request)
+        self.retire_finished()  # what is left of an inseparable batch may have nothing to do
+        return preempted
+
     def _grow(self) -> list[Request]:
         preempted: list[Request] = []
         for request in list(self.running):
@@ -194,9 +220,9 @@ class Scheduler:
                 self.preempt(preempted[-1])  # the newest; when it is `request` itself, the loop ends
         return preempted
 
-    def _admit(self, num_rows: int) -> list[Request]:
+    def _admit(self, num_rows: int, pinned: Collection[int]) -> list[Request]:
         admitted: list[Request] = []
-        while self.waiting and self._may_join(self.waiting[0], admitted, num_rows):
+        while self.waiting and self._may_join(self.waiting[0], admitted, num_rows, pinned):
             request = self.waiting.popleft()
             self.pages.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
@@ -205,12 +231,12 @@ class Scheduler:
             num_rows += request.num_tokens
         return admitted
 
-    def _may_join(self, candidate: Request, admitted: list[Request], num_rows: int) -> bool:
+    def _may_join(self, candidate: Request, admitted: list[Request], num_rows: int, pinned: Collection[int]) -> bool:
         return (
             len(self.running) < self.max_batch_size
             and num_rows + candidate.num_tokens <= self.max_tokens
             and self.rule.allows(candidate, self.running, admitted)
-            and self._has_slot(candidate)
+            and self.has_slot(candidate, pinned)
             and self._has_pages(candidate)
         )
 
@@ -223,7 +249,3 @@ class Scheduler:
         """
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
         return self.pages.pages_for(self._tokens_to_reserve(candidate)) + spare <= self.pages.num_free
-
-    def _has_slot(self, candidate: Request) -> bool:
-        adapters = {request.adapter_id for request in (*self.running, candidate)} - {0}
-        return self.max_adapters is None or len(adapters) <= self.max_adapters

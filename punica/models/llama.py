@@ -9,7 +9,9 @@ Every row goes through the dense layers alike, whichever request or adapter it b
 requests of different adapters pays. Only attention knows about requests: the model hands it q, k, v and gets the
 mixed values back, so this file has no cache and no batch layout in it. The linear layers come from
 :mod:`punica.parallel` and carry names from which the adapter manager replaces them by their LoRA versions
-(``qkv_proj`` packs ``q_proj, k_proj, v_proj``; ``gate_up_proj`` packs ``gate_proj, up_proj``).
+(``qkv_proj`` packs ``q_proj, k_proj, v_proj``; ``gate_up_proj`` packs ``gate_proj, up_proj``), and so do the embedding
+and the head, whose LoRA version takes the place of ``logits_processor``. Tied, the two share their weight, not their
+adapters.
 """
 
 from __future__ import annotations
@@ -163,6 +165,7 @@ class LlamaForCausalLM(nn.Module):
     """
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}  # noqa: RUF012
+    embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}  # noqa: RUF012
 
     def __init__(
         self, config: LlamaConfig | str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"

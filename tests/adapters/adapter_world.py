@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, PEFTHelper
+from punica.layers import SlottedLayer
 from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from punica.segments import LoRAMapping
 
@@ -105,6 +106,25 @@ class PackedModel(nn.Module):
         return x
 
 
+def one_layer(tp_size: int, tp_rank: int) -> nn.Module:
+    """The first layer of the tiny model as one rank of `tp_size` holds it, to look at slots; not to compute."""
+    place = {"bias": False, "tp_size": tp_size, "tp_rank": tp_rank}
+    attn = tree(
+        qkv_proj=QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **place),
+        o_proj=RowParallelLinear(Q, HIDDEN, **place),
+    )
+    mlp = tree(
+        gate_up_proj=MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **place),
+        down_proj=RowParallelLinear(INTER, HIDDEN, **place),
+    )
+    model = tree(model=tree(layers=nn.ModuleList([tree(self_attn=attn, mlp=mlp)])))
+    model.packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    return model
+
+
 def adapter_tensors(seed: int, rank: int = 4, modules: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
     """PEFT-named random A and B for all modules, or for those whose names end in one of `modules`."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,27 +162,29 @@ class Tenants:
         return LoRARequest(lora_int_id=adapter_id, **fields)
 
 
+def buffers(layer: SlottedLayer) -> list[torch.Tensor]:
+    """Everything that a layer's slots consist of."""
+    return [part.slots for part in layer.slot_parts(None, None)] + [layer.lora_ranks]
+
+
 def snapshot(manager: LoRAModelManager) -> dict[str, object]:
     """Everything a failed call must leave alone: caches in order, the slot table, and the bits of every buffer."""
     wrapper = manager.punica_wrapper
     return {
         "registered": list(manager.list_adapters().items()),
-        "active": list(manager._active.items()),
+        "active": manager._active.ids(),
         "slots": list(manager.lora_index_to_id),
-        "sources": dict(manager._requests),
+        "pinned": manager.pinned_adapters,
+        "requests": dict(manager._registered._requests),
         "mapping": manager._last_mapping,
-        "buffers": [
-            tensor.clone()
-            for layer in manager.modules.values()
-            for tensor in (*layer.lora_a_stacked, *layer.lora_b_stacked, layer.lora_ranks)
-        ],
+        "buffers": [tensor.clone() for layer in manager.modules.values() for tensor in buffers(layer)],
         "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone(), list(wrapper.indices_len)],
     }
 
 
 def assert_unchanged(manager: LoRAModelManager, before: dict[str, object]) -> None:
     after = snapshot(manager)
-    for key in ("registered", "active", "slots", "sources", "mapping"):
+    for key in ("registered", "active", "slots", "pinned", "requests", "mapping"):
         assert after[key] == before[key], key
     assert all(torch.equal(a, b) for a, b in zip(after["buffers"], before["buffers"], strict=True))
     assert torch.equal(after["indices"][0], before["indices"][0])
@@ -171,13 +193,18 @@ def assert_unchanged(manager: LoRAModelManager, before: dict[str, object]) -> No
 
 
 def check_invariants(manager: LoRAModelManager) -> None:
-    """Active is a subset of registered, each active id has exactly one slot, no slot holds anything else, sizes fit."""
+    """Active is a subset of registered, each active id has exactly one slot, no slot holds anything else, sizes fit;
+    what is pinned is pinned in both sets.
+    """
     registered, in_slots = manager.list_adapters(), [i for i in manager.lora_index_to_id if i is not None]
     assert len(in_slots) == len(set(in_slots))
     assert set(in_slots) <= set(registered)
-    assert {i: manager.lora_index_to_id.index(i) for i in in_slots} == dict(manager._active)
+    assert set(in_slots) == set(manager._active.ids())
+    assert all(manager._active.slots_of([i]) == {manager.lora_index_to_id.index(i)} for i in in_slots)
     assert len(manager) == len(registered) <= manager.capacity
     assert len(manager.lora_index_to_id) == manager.lora_slots
+    assert manager.pinned_adapters == manager._registered._adapters.pinned <= set(in_slots)
+    assert set(manager._registered._requests) <= set(registered)
 
 
 def decode(*adapter_ids: int) -> LoRAMapping:
@@ -189,9 +216,9 @@ def adapter(adapter_id: int, rank: int = 4, modules: tuple[str, ...] | None = No
     return LoRAModel.from_lora_tensors(adapter_id, adapter_tensors(adapter_id, rank, modules), helper)
 
 
-def full_manager(make_manager, tenants) -> LoRAModelManager:
-    """Both caches full, a mapping set: any failing call now has something to destroy."""
-    manager = make_manager(max_loras=2, max_cpu_loras=2)
+def full_manager(make_manager, tenants, max_cpu_loras: int = 2) -> LoRAModelManager:
+    """Slots (and by default both sets) full, a mapping set: any failing call now has something to destroy."""
+    manager = make_manager(max_loras=2, max_cpu_loras=max_cpu_loras)
     for i in (1, 2):
         tenants.write(i)
     manager.set_active_adapters([tenants.request(1), tenants.request(2)], decode(1, 0, 2))

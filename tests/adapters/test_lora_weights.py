@@ -112,6 +112,21 @@ def test_ranks_differ_by_pattern():
     assert (model.rank, model.get_lora("m.up_proj").scaling) == (4, 4)
 
 
+def test_patterns_match_the_names_of_the_adapter_not_the_mapped_ones():
+    tensors = {**pair(2), **{name.replace("q_proj", "c_fc"): t for name, t in pair(4).items()}}
+    config = helper(4, rank_pattern={"q_proj": 2}, alpha_pattern={"m.q_proj": 6, "wq": 99})
+    model = LoRAModel.from_lora_tensors(1, tensors, config, weights_mapper={"m.q_proj": "layer.wq", "c_fc": "up"})
+    found = {name: (weights.rank, weights.lora_alpha, weights.scaling) for name, weights in model.loras.items()}
+    assert found == {"layer.wq": (2, 6, 3), "m.up": (4, 8, 2)}
+
+
+def test_names_that_only_the_mapper_makes_legible():
+    tensors = {"old.q.down": torch.randn(4, 6), "old.q.up": torch.randn(10, 4)}
+    mapper = {"old.": "m.", "q.down": "q_proj.lora_A.weight", "q.up": "q_proj.lora_B.weight"}
+    model = LoRAModel.from_lora_tensors(1, tensors, helper(4, alpha_pattern={"q_proj": 2}), weights_mapper=mapper)
+    assert model.get_lora("m.q_proj").scaling == 0.5
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_dtype(dtype):
     layer = LoRAModel.from_lora_tensors(1, pair(dtype=torch.float64), helper(), dtype=dtype).get_lora("m.q_proj")

@@ -81,6 +81,21 @@ def test_in_place_reload_replaces_and_without_it_the_second_load_is_a_touch(make
     assert writes == [0]
 
 
+def test_a_registered_adapter_does_not_follow_its_file(make_manager, tenants):
+    """The file is mapped while it is read; whoever writes into it later must not change what is served."""
+    folder = tenants.write(1, adapter_tensors(1), lora_alpha=4)  # scaling 1: neither A nor B is computed anew
+    manager = make_manager()
+    manager.add_adapter(tenants.request(1))
+    weights = manager.get_adapter(1).get_lora("model.layers.0.self_attn.o_proj")
+    before = weights.lora_a.clone(), weights.lora_b.clone()
+    file = folder / "adapter_model.safetensors"
+    with file.open("r+b") as handle:
+        handle.seek(-10_000, 2)
+        handle.write(bytes(10_000))
+    assert torch.equal(weights.lora_a, before[0])
+    assert torch.equal(weights.lora_b, before[1])
+
+
 def test_failing_reload_keeps_the_old_weights(make_manager, tenants):
     manager = full_manager(make_manager, tenants)
     (tenants.root / "adapter1" / "adapter_model.safetensors").write_bytes(b"torn")

@@ -27,6 +27,9 @@ PATTERNS = {
         pytest.param({**BASE, "rank_pattern": {"^model": 4}}, "model.layers.0", 8, 16, 2, id="whole name"),
         pytest.param({**BASE, "rank_pattern": {"^layers.*": 4}}, "model.layers.0", 8, 16, 2, id="anchored, no match"),
         pytest.param({**BASE, "rank_pattern": {r"^model\..*": 4}}, "model.layers.0", 4, 16, 4, id="anchored, match"),
+        pytest.param({**BASE, "rank_pattern": {"^up|q": 4}}, "m.q", 4, 16, 4, id="half anchored, suffix"),
+        pytest.param({**BASE, "rank_pattern": {"^up|q": 4}}, "m.up", 8, 16, 2, id="half anchored, no match"),
+        pytest.param({**BASE, "lora_alpha": 2.5, "alpha_pattern": {"q": 0.5}}, "m.q", 8, 0.5, 1 / 16, id="float alpha"),
         pytest.param(
             {**BASE, "rank_pattern": {r"layers\.\d+\.mlp.*": 2, "up_proj": 4}}, "layers.11.mlp.up_proj", 2, 16, 8,
             id="first key in file order",
@@ -48,12 +51,54 @@ def test_unknown_keys_are_ignored_and_regex_targets_accepted():
     assert PEFTHelper.from_dict({**BASE, "target_modules": None, "target_parameters": ["w"]}).r == 8
 
 
+def test_null_means_not_given():
+    nothing = dict.fromkeys([*PEFTHelper.__dataclass_fields__, "base_model_name_or_path"])
+    helper = PEFTHelper.from_dict({**nothing, **BASE})
+    assert helper == PEFTHelper.from_dict(BASE)
+    helper.validate_legal(LoRAConfig(max_lora_rank=8))
+
+
+@pytest.mark.parametrize("targets", [{"v_proj", "q_proj"}, ("q_proj", "v_proj"), frozenset(["q_proj", "v_proj"])])
+def test_collections_of_targets(targets):
+    helper = PEFTHelper.from_dict({**BASE, "target_modules": targets})
+    assert helper.target_modules == ["q_proj", "v_proj"]
+
+
+def test_keys_that_only_say_where_the_adapter_was_put():
+    """Which modules are adapted is seen in the tensors; these keys change neither ranks nor scalings."""
+    placing = {
+        "layers_to_transform": [0, 2],
+        "layers_pattern": "layers",
+        "exclude_modules": "lm_head",
+        "inference_mode": True,
+        "task_type": "CAUSAL_LM",
+        "lora_dropout": 0.1,
+        "loftq_config": {},
+        "megatron_core": "megatron.core",
+        "revision": None,
+    }
+    helper = PEFTHelper.from_dict({**BASE, **placing})
+    assert helper == PEFTHelper.from_dict(BASE)
+    helper.validate_legal(LoRAConfig(max_lora_rank=8))
+
+
+@pytest.mark.parametrize("peft_type", ["IA3", "PeftType.PROMPT_TUNING"])
+def test_another_method_is_named_where_its_config_lacks_the_keys_of_lora(peft_type):
+    name = peft_type.rpartition(".")[2]
+    with pytest.raises(ValueError, match=rf"peft_type is '{name}', only 'LORA'.*lacks the required keys \['r'"):
+        PEFTHelper.from_dict({"peft_type": peft_type, "target_modules": ["k_proj"]})
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         pytest.param({"r": None}, ValueError, "'r'", id="no r"),
         pytest.param({"lora_alpha": None, "target_modules": None}, ValueError, "alpha.*target_mod", id="two missing"),
         pytest.param({"target_modules": []}, ValueError, "target_modules", id="no targets"),
+        pytest.param({"target_modules": 5}, TypeError, "target_modules must be a str or a list.*5", id="targets int"),
+        pytest.param({"target_modules": ["q", 1]}, TypeError, "target_modules must be", id="target int"),
+        pytest.param({"target_parameters": {"a": 1}}, TypeError, "target_parameters must be", id="parameters dict"),
+        pytest.param({"use_rslora": "false"}, TypeError, "use_rslora must be a bool.*'false'", id="rslora str"),
         pytest.param({"r": 0}, ValueError, "r is 0", id="rank 0"),
         pytest.param({"r": "8"}, TypeError, "r must be an int.*'8'", id="rank str"),
         pytest.param({"r": True}, TypeError, "r must be an int.*True", id="rank bool"),
@@ -117,7 +162,13 @@ def test_empty_features_are_legal():
     PEFTHelper.from_dict({**BASE, **off}).validate_legal(LoRAConfig(max_lora_rank=8))
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda"])
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
+@pytest.mark.filterwarnings("error")
+def test_other_initialisations_do_not_warn(init):
+    PEFTHelper.from_dict({**BASE, "init_lora_weights": init}).validate_legal(LoRAConfig())
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga"])
 def test_initialisations_that_change_the_base_model_warn(init):
     with pytest.warns(UserWarning, match=init):
         PEFTHelper.from_dict({**BASE, "init_lora_weights": init}).validate_legal(LoRAConfig())
@@ -155,8 +206,14 @@ def test_paths_are_resolved(tmp_path, monkeypatch):
         ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", "model.layers.0.mlp.up_proj", True),
         ("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight", "model.layers.0.mlp.up_proj", False),
         ("base_model.model.m.q_proj.lora_A.default.weight", "m.q_proj", True),
+        ("base_model.model.m.q_proj.lora_B.my tenant.weight", "m.q_proj", False),
         ("m.q_proj.lora_B.weight", "m.q_proj", False),
+        ("m.q_proj.lora_B.default.weight", "m.q_proj", False),
         ("q_proj.lora_A.weight", "q_proj", True),
+        ("base_model.model.lm_head.lora_A.weight", "lm_head", True),
+        ("base_model.model.lm_head.lora_B.weight", "lm_head", False),
+        ("model.embed_tokens.lora_embedding_A", "model.embed_tokens", True),
+        ("base_model.model.model.embed_tokens.lora_embedding_B.default", "model.embed_tokens", False),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "model.embed_tokens", True),
         ("base_model.model.model.embed_tokens.lora_embedding_B", "model.embed_tokens", False),
     ],
@@ -169,6 +226,12 @@ def test_tensor_names(name, module, is_a):
     ("name", "message"),
     [
         ("base_model.model.m.q_proj.lora_magnitude_vector", "DoRA"),
+        ("base_model.model.m.q_proj.lora_magnitude_vector.default.weight", "DoRA"),
+        ("base_model.model.model.embed_tokens.weight", "unsupported LoRA weight"),
+        ("base_model.model.m.q_proj.base_layer.weight", "unsupported LoRA weight"),
+        ("base_model.model.m.q_proj.lora_B.bias", "unsupported LoRA weight"),
+        ("base_model.model.m.q_proj.lora_C.weight", "unsupported LoRA weight"),
+        ("base_model.model.m.q_proj.lora_diag", "unsupported LoRA weight"),
         ("base_model.model.m.q_proj.weight", "unsupported LoRA weight"),
         ("lora_A.weight", "unsupported LoRA weight"),
         ("m.q_proj.lora_A.bias", "unsupported LoRA weight"),

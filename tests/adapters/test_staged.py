@@ -2,35 +2,15 @@
 
 import pytest
 import torch
-from adapter_world import HEAD, HEADS, HIDDEN, INTER, KV_HEADS, Q, adapter, tree
+from adapter_world import adapter, one_layer
 
 from punica.adapters import LoRAModel, LoRAModelManager
 from punica.adapters.slot_writer import LayerSlotWriter
 from punica.adapters.staged import StagedAdapter, slot_parts, stage
 from punica.config import LoRAConfig
 from punica.ops.slot_image import write_slot
-from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
 SLOT = 1
-
-
-def one_layer(tp_size: int, tp_rank: int) -> torch.nn.Module:
-    """The first layer of the tiny model as one rank of `tp_size` holds it; nothing is ever computed."""
-    place = {"bias": False, "tp_size": tp_size, "tp_rank": tp_rank}
-    attn = tree(
-        qkv_proj=QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **place),
-        o_proj=RowParallelLinear(Q, HIDDEN, **place),
-    )
-    mlp = tree(
-        gate_up_proj=MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **place),
-        down_proj=RowParallelLinear(INTER, HIDDEN, **place),
-    )
-    model = tree(model=tree(layers=torch.nn.ModuleList([tree(self_attn=attn, mlp=mlp)])))
-    model.packed_modules_mapping = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
-    return model
 
 
 def merged(manager: LoRAModelManager, modules: tuple[str, ...] | None) -> LoRAModel:

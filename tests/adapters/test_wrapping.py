@@ -12,7 +12,7 @@ from punica.layers import (
     MergedQKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from punica.parallel import ReplicatedLinear, VocabParallelEmbedding
+from punica.parallel import QKVParallelLinear, ReplicatedLinear
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 QKV, Q, OUT = "m.layers.0.attn.qkv_proj", "m.layers.0.attn.q_proj", "m.layers.0.attn.o_proj"
@@ -114,9 +114,9 @@ def test_model_is_wrapped_by_one_manager(make_manager):
 
 
 def test_layer_without_lora_class_leaves_the_model_alone():
-    model = linear_model(proj=ReplicatedLinear(6, 8), strange=VocabParallelEmbedding(8, 4))
-    model.embedding_modules = {"strange": "input_embeddings"}
-    with pytest.raises(ValueError, match=r"'strange' of class VocabParallelEmbedding.*max_loras=1"):
+    model = linear_model(proj=ReplicatedLinear(6, 8), strange=QKVParallelLinear(6, 2, 2))
+    model.packed_modules_mapping = {"strange": ["q", "kv"]}
+    with pytest.raises(ValueError, match=r"'strange' of class QKVParallelLinear \(packed parts.*max_loras=1"):
         manage(model)
     assert type(model.proj) is ReplicatedLinear
 

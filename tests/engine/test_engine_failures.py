@@ -116,6 +116,56 @@ def test_a_damaged_reload_is_not_served_with_the_old_weights(backbone, tmp_path)
     assert engine.generate([[1, 2]], [adapter], 4) == [expected]  # what was registered still is
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_an_adapter_removed_under_a_running_request_is_loaded_again(backbone, rule) -> None:
+    engine = backbone.engine(rule, max_loras=2)
+    requests = [Request(str(i), [i, 3], 7, backbone.adapters[i]) for i in (1, 2)]
+    for request in requests:
+        engine.add_request(request)
+    for i in range(12):
+        engine.step()
+        engine.manager.remove_adapter(1 + i % 2)
+    finish(engine)
+    assert [r.output_token_ids for r in requests] == [backbone.generate_merged((i, 3), i, 7) for i in (1, 2)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_adapter_that_is_gone_for_good_costs_only_its_own_requests(backbone, tmp_path, rule) -> None:
+    """Removed from the manager and damaged on disk: its requests leave, finished members of a batch as well."""
+    gone = copied_adapter(backbone, tmp_path / "gone", 9)
+    engine = backbone.engine(rule, max_loras=2)
+    wishes = [(gone, 2), (gone, 8), (backbone.adapters[1], 8)]
+    requests = [Request(str(i), [i + 1, 3], new, adapter) for i, (adapter, new) in enumerate(wishes)]
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    engine.manager.remove_adapter(9)
+    damage(gone)
+    with pytest.raises(ValueError, match=r"'copy 9'.*not a valid safetensors file"):
+        engine.step()
+    finish(engine)
+    assert requests[0].output_token_ids == backbone.generate_merged((1, 3), 2, 2)
+    assert requests[1].output_token_ids == backbone.generate_merged((2, 3), 2, 8)[: len(requests[1].output_token_ids)]
+    assert len(requests[1].output_token_ids) < 8
+    assert requests[2].output_token_ids == backbone.generate_merged((3, 3), 1, 8)
+
+
+def test_a_damaged_reload_takes_no_running_request_along(backbone, tmp_path) -> None:
+    """What runs goes on with the weights that are registered; only the request that wanted new ones leaves."""
+    adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
+    engine = backbone.engine()
+    running = Request("running", [1, 2], 6, adapter)
+    engine.add_request(running)
+    engine.step()
+    damage(adapter)
+    engine.add_request(Request("reload", [1], 4, LoRARequest("copy 9", 9, adapter.lora_path, load_inplace=True)))
+    with pytest.raises(ValueError, match="not a valid safetensors file"):
+        engine.step()
+    finish(engine)
+    assert running.output_token_ids == backbone.generate_merged((1, 2), 2, 6)
+
+
 def test_the_id_of_an_adapter_that_failed_is_free_for_another_folder(backbone, tmp_path) -> None:
     broken = copied_adapter(backbone, tmp_path / "broken", 9)
     damage(broken)

@@ -9,8 +9,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from punica.adapters import LoRAModelManager
+from punica.config import LoRAConfig
+from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.models import LlamaForCausalLM
 from punica.models.rotary import inverse_frequencies
+from punica.parallel import ParallelLMHead
+from punica.segments import LoRAMapping
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -84,6 +89,24 @@ def test_logits_equal_hugging_face(tmp_path, changes) -> None:
         expected = reference(ids[None]).logits[0]
     assert expected.std() > 0.5  # the comparison below is between numbers of this size
     torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
+def test_every_layer_can_carry_adapters_and_the_wrapped_model_still_loads(tmp_path, tied) -> None:
+    reference = hugging_face_model(make_config(tie_word_embeddings=tied))
+    reference.save_pretrained(tmp_path)
+    model = LlamaForCausalLM(tmp_path)
+    manager = LoRAModelManager(model, 1, 20, 128, LoRAConfig(), "cpu")
+    assert isinstance(model.model.embed_tokens, VocabParallelEmbeddingWithLoRA)
+    assert isinstance(model.logits_processor, LogitsProcessorWithLoRA)
+    assert type(model.lm_head) is ParallelLMHead
+    suffixes = {name.rpartition(".")[2] for name in manager.modules}
+    assert suffixes == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head"}
+    model.load_weights(tmp_path)
+    manager.set_active_adapters([], LoRAMapping((0,) * 20, (0,) * 20, is_prefill=True))
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        torch.testing.assert_close(our_logits(model, ids), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
 def test_llama3_frequencies_differ_from_default() -> None:

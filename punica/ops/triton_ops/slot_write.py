@@ -6,8 +6,8 @@
 Which buffers there are never changes, so their addresses, strides and shapes lie in a table on the device
 (:class:`SlotTable`), beside a list of tiles: program p fills tile ``tiles[p] = (m, k)``, the k-th piece of ``BLOCK``
 elements of matrix m. What the adapter brings (offset, rows, columns, rank) is read from the image's own header, so the
-host passes three pointers and one number, whatever the model. The kernel moves each byte once through device memory:
-a tenth of the time that the link took to bring it.
+host passes three pointers and one number, whatever the model. The kernel moves each byte once through device memory,
+which takes a small part of the time that the link took to bring it.
 
 The buffers are reached through raw addresses, so this is a plain function and no torch custom op: no schema could say
 what it writes.
@@ -46,6 +46,9 @@ class SlotTable:
             elements, width = stacked[0].numel(), stacked.shape[-1]
             rows.append((stacked.data_ptr(), elements, elements // width, width, live.data_ptr()))
             tiles += [(m, k) for k in range(cdiv(elements, BLOCK))]
+        self.aligned = all(
+            live[0] % ALIGNMENT == 0 and live[1] * self.dtype.itemsize % ALIGNMENT == 0 for live in rows
+        )
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
         self.tiles = torch.tensor(tiles, dtype=torch.int32).to(self.device)
 
@@ -82,23 +85,29 @@ def _slot_write_kernel(
     HEADER: tl.constexpr,
     COLUMNS: tl.constexpr,
     PER_UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     matrix = tl.load(tiles_ptr + 2 * pid).to(tl.int64)
     tile = tl.load(tiles_ptr + 2 * pid + 1)
     row = table_ptr + matrix * COLUMNS
     slot_size = tl.load(row + 1)
+    if ALIGNED:
+        slot_size = tl.multiple_of(slot_size, PER_UNIT)
     cols = tl.load(row + 3).to(tl.int32)
     head = image_ptr + matrix * HEADER
     part_ptr = data_ptr + tl.load(head) * PER_UNIT
     part_rows = tl.load(head + 1).to(tl.int32)
     part_cols = tl.load(head + 2).to(tl.int32)
     target_ptr = tl.load(row).to(tl.pointer_type(data_ptr.dtype.element_ty)) + index * slot_size
+    if ALIGNED:
+        target_ptr = tl.multiple_of(target_ptr, 16)
 
     offs = tile * BLOCK + tl.arange(0, BLOCK)
     inside = offs < slot_size
-    if part_cols == cols:  # rows of equal length: both sides are one run of elements
-        values = tl.load(part_ptr + offs, mask=inside & (offs < part_rows * part_cols), other=0.0)
+    if part_cols == cols:  # rows of equal length: both sides are one run of elements, filled up to 16 bytes with zeros
+        run = tl.cdiv(part_rows * part_cols, PER_UNIT) * PER_UNIT
+        values = tl.load(part_ptr + offs, mask=inside & (offs < run), other=0.0)
     else:
         i = offs // cols
         j = offs % cols
@@ -131,4 +140,5 @@ def write_slot(image: Tensor, table: SlotTable, index: int) -> None:
             HEADER=HEADER,
             COLUMNS=_COLUMNS,
             PER_UNIT=ALIGNMENT // table.dtype.itemsize,
+            ALIGNED=table.aligned,
         )

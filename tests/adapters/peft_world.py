@@ -1,0 +1,173 @@
+"""A tiny Llama in a Hugging Face folder, eight tenants trained (so to speak) and saved by the PEFT library."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from punica.adapters import LoRAModelManager, LoRARequest
+from punica.config import LoRAConfig
+from punica.models import LlamaForCausalLM
+from punica.segments import LoRAMapping
+
+VOCAB, MAX_RANK, LAYERS = 67, 8, 2
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.2,
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "q and v": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "all seven": {"r": 3, "lora_alpha": 6, "target_modules": SEVEN, "use_rslora": True},
+    "all-linear": {"r": 8, "lora_alpha": 4, "target_modules": "all-linear"},
+    "regex": {"r": 5, "lora_alpha": 7.5, "target_modules": r".*\.layers\.1\.(self_attn\.[ko]_proj|mlp\.up_proj)"},
+    "only mlp": {  # PEFT would mix up an adapter called mlp with the modules of that name
+        "r": 1,
+        "lora_alpha": 2,
+        "target_modules": ["gate_proj", "up_proj", "down_proj"],
+        "exclude_modules": r".*\.0\.mlp\.down_proj",
+    },
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "k_proj", "up_proj", "down_proj"],
+        # two keys match layer 1's k_proj: the first counts; sorted, because PEFT sorts them when it saves
+        "rank_pattern": {r"^model\.layers\.1\.self_attn\..*": 6, "k_proj": 1, "layers.0.mlp.up_proj": 8},
+        "alpha_pattern": {r"1\.mlp\..*": 12, "^q_proj": 99, "q_proj|k_proj": 2.5},
+    },
+    "one layer": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["o_proj", "down_proj"],
+        "layers_to_transform": [1],
+        "layers_pattern": "layers",
+        "use_rslora": True,
+        "rank_pattern": {"o_proj": 7},
+    },
+    "vocabulary": {"r": 6, "lora_alpha": 9, "target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+}
+
+
+def hugging_face_model(**changes: Any) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+
+
+def lora_config(**fields: Any) -> peft.LoraConfig:
+    defaults = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**{**defaults, **fields})
+
+
+def peft_model(base: torch.nn.Module, configs: dict[str, peft.PeftConfig]) -> Any:
+    """One PEFT model around `base` with all the adapters, all their matrices random."""
+    (name, config), *others = configs.items()
+    model: Any = peft.get_peft_model(base, config, adapter_name=name)
+    for name, config in others:
+        model.add_adapter(name, config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+    return model.eval()
+
+
+def round_to_bfloat16(model: Any, name: str, folder: Path) -> None:
+    """Save one adapter's tensors in bfloat16, as after training in it; the model keeps the same numbers in float32."""
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if f".{name}." in key:
+                parameter.copy_(parameter.bfloat16())
+    file = folder / "adapter_model.safetensors"
+    save_file({key: t.bfloat16() for key, t in load_file(file).items()}, file, metadata={"format": "pt", "by": "us"})
+
+
+def merged(base: transformers.LlamaForCausalLM, folder: Path) -> transformers.LlamaForCausalLM:
+    """The dense model that PEFT makes of a copy of `base` and the adapter in `folder`."""
+    return peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).merge_and_unload()
+
+
+def reference_logits(model: Any, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[torch.Tensor]:
+    """Hugging Face's logits `[len(prompt), VOCAB]` of each prompt, computed as one batch padded on the right."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    mask = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, attention_mask=mask, **kwargs).logits
+    return [rows[: len(prompt)] for rows, prompt in zip(logits, prompts, strict=True)]
+
+
+class GrowingAttention:
+    """Causal attention of several sequences side by side; `lengths` are their tokens in the next forward pass."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self._cache: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        outputs, start = [], 0
+        for sequence, length in enumerate(self.lengths):
+            rows = slice(start, start + length)
+            key, value = k[rows], v[rows]
+            if (layer_index, sequence) in self._cache:
+                old_key, old_value = self._cache[layer_index, sequence]
+                key, value = torch.cat([old_key, key]), torch.cat([old_value, value])
+            self._cache[layer_index, sequence] = key, value
+            queries, keys, values = (t.transpose(0, 1) for t in (q[rows], key, value))
+            visible = torch.ones(length, len(key), dtype=torch.bool).tril(len(key) - length)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, enable_gqa=True)
+            outputs.append(attended.transpose(0, 1))
+            start += length
+        return torch.cat(outputs)
+
+
+class Ours:
+    """This library's model of a Hugging Face folder, managed, and the requests for adapter folders beside it."""
+
+    def __init__(self, base_folder: Path, adapters: dict[str, Path], **config: Any) -> None:
+        self.root = base_folder
+        self.model = LlamaForCausalLM(base_folder, dtype=torch.float32)
+        self.model.load_weights(base_folder)
+        limits = LoRAConfig(**{"max_lora_rank": MAX_RANK, "max_loras": max(1, len(adapters)), **config})
+        self.manager = LoRAModelManager(self.model, 16, 256, VOCAB, limits, "cpu")
+        self.requests = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(adapters.items(), 1)}
+
+    def logits(self, prompts: Sequence[Sequence[int]], names: Sequence[str | None]) -> list[torch.Tensor]:
+        """As `reference_logits`: all tokens but the last in one prefill, then one step of single decode rows."""
+        attention = GrowingAttention()
+        first = self._step(attention, [prompt[:-1] for prompt in prompts], names, [0] * len(prompts))
+        last = self._step(attention, [prompt[-1:] for prompt in prompts], names, [len(p) - 1 for p in prompts])
+        return [torch.cat(both) for both in zip(first, last, strict=True)]
+
+    def _step(
+        self,
+        attention: GrowingAttention,
+        tokens: Sequence[Sequence[int]],
+        names: Sequence[str | None],
+        starts: Sequence[int],
+    ) -> tuple[torch.Tensor, ...]:
+        requests = [None if name is None else self.requests[name] for name in names]
+        ids = [
+            0 if request is None else request.lora_int_id
+            for request, row in zip(requests, tokens, strict=True)
+            for _ in row
+        ]
+        attention.lengths = [len(row) for row in tokens]
+        self.manager.set_active_adapters(requests, LoRAMapping(ids, ids, is_prefill=max(attention.lengths) > 1))
+        flat = torch.tensor([token for row in tokens for token in row])
+        positions = torch.cat([torch.arange(len(row)) + at for row, at in zip(tokens, starts, strict=True)])
+        with torch.inference_mode():
+            logits = self.model.compute_logits(self.model(flat, positions, attention))
+        return logits.split(attention.lengths)

@@ -1,0 +1,246 @@
+"""Embeddings and heads that carry LoRA: wrapped, loaded, served (acceptance A14 beside the linear layers)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adapter_world import Tenants, assert_unchanged, decode, snapshot, tree
+from torch import Tensor, nn
+
+from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, LoRARequest
+from punica.config import LoRAConfig
+from punica.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
+from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
+from punica.segments import LoRAMapping
+
+VOCAB, DIM = 21, 12
+ROLES = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
+SIZES = {"embed_tokens": (VOCAB, DIM), "proj": (DIM, DIM), "lm_head": (DIM, VOCAB)}  # in, out
+
+
+class TinyLM(nn.Module):
+    """Embedding, one linear layer, head: `forward` gives logits of every row."""
+
+    embedding_modules = ROLES
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(VOCAB, DIM, padding_size=8)
+        self.proj = ReplicatedLinear(DIM, DIM, bias=False, return_bias=False)
+        self.lm_head = ParallelLMHead(VOCAB, DIM, padding_size=8)
+        self.logits_processor = LogitsProcessor(VOCAB)
+        for module in (self.embed_tokens, self.proj, self.lm_head):
+            module.weight_loader(
+                module.weight, torch.randn(module.weight.shape[0], DIM)[: VOCAB if module is not self.proj else DIM]
+            )
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits_processor(self.lm_head, torch.tanh(self.proj(self.embed_tokens(ids))))
+
+
+def tensors(seed: int, rank: int, modules: tuple[str, ...] = tuple(SIZES)) -> dict[str, Tensor]:
+    """PEFT-named A and B; those of an embedding have names of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    named = {}
+    for name in modules:
+        width, height = SIZES[name]
+        kind = "lora_embedding_{}" if name == "embed_tokens" else "lora_{}.weight"
+        named[f"base_model.model.{name}.{kind.format('A')}"] = torch.randn(rank, width, generator=generator) / 4
+        named[f"base_model.model.{name}.{kind.format('B')}"] = torch.randn(height, rank, generator=generator)
+    return named
+
+
+def manage(model: nn.Module, **config: object) -> LoRAModelManager:
+    return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**{"max_lora_rank": 4, **config}), "cpu")
+
+
+def delta(named: dict[str, Tensor], module: str) -> Tensor:
+    """`2 B A` of a module, zero if the adapter has none; scaling 2 is that of `Tenants.write`."""
+    found = [t for name, t in named.items() if f".{module}." in name]
+    return 2 * found[1] @ found[0] if found else torch.zeros(SIZES[module][::-1])
+
+
+def merged_logits(model: TinyLM, named: dict[str, Tensor], ids: Tensor) -> Tensor:
+    weights = {name: getattr(model, name).weight.clone() for name in ("embed_tokens", "proj", "lm_head")}
+    table = weights["embed_tokens"][:VOCAB] + delta(named, "embed_tokens").T
+    hidden = torch.tanh(F.embedding(ids, table) @ (weights["proj"] + delta(named, "proj")).T)
+    return hidden @ (weights["lm_head"][:VOCAB] + delta(named, "lm_head")).T
+
+
+ADAPTERS = {1: tensors(1, 4), 2: tensors(2, 1, ("embed_tokens",)), 3: tensors(3, 3, ("lm_head", "proj"))}
+
+
+@pytest.fixture
+def folders(tenants: Tenants) -> Tenants:
+    for i, named in ADAPTERS.items():
+        tenants.write(i, named, rank=next(iter(named.values())).shape[0])
+    return tenants
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_mixed_batch_equals_the_merged_models(folders, tied):
+    torch.manual_seed(0)
+    model = TinyLM(tied)
+    ids = torch.tensor([0, 20, 5, 5, 7, 13, 5])
+    expected = {i: merged_logits(model, named, ids) for i, named in (ADAPTERS | {0: {}}).items()}
+    manager = manage(model, max_loras=3)
+    rows = [3, 1, 0, 2, 1, 3, 2]
+    manager.set_active_adapters([folders.request(i) for i in ADAPTERS], decode(*rows))
+    logits = model(ids)
+    for row, i in enumerate(rows):
+        torch.testing.assert_close(logits[row], expected[i][row], rtol=1e-4, atol=1e-4)
+        if i:
+            assert (logits[row] - expected[0][row]).abs().max() > 0.05
+
+
+def test_what_is_wrapped_and_what_stays():
+    model = TinyLM(tied=True)
+    head, processor, table = model.lm_head, model.logits_processor, model.embed_tokens
+    manager = manage(model)
+    assert {name: type(layer) for name, layer in manager.modules.items()} == {
+        "embed_tokens": VocabParallelEmbeddingWithLoRA,
+        "proj": ReplicatedLinearWithLoRA,
+        "lm_head": LogitsProcessorWithLoRA,
+    }
+    assert model.lm_head is head
+    assert model.logits_processor is manager.modules["lm_head"]
+    assert model.logits_processor.base_layer is processor
+    assert model.embed_tokens is manager.modules["embed_tokens"]
+    assert model.embed_tokens.base_layer is table
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert all(layer.punica_wrapper is manager.punica_wrapper for layer in manager.modules.values())
+    with pytest.raises(RuntimeError, match="already a LoRA layer"):
+        manage(model)
+
+
+@pytest.mark.parametrize("targets", [["proj"], ["embed_tokens"], ["lm_head", "proj"], ["embed_tokens", "lm_head"]])
+def test_target_filter(targets):
+    model = TinyLM()
+    processor = model.logits_processor
+    assert set(manage(model, target_modules=targets).modules) == set(targets)
+    assert (model.logits_processor is processor) is ("lm_head" not in targets)
+
+
+def test_a_model_that_names_none_has_none(folders):
+    model = TinyLM()
+    model.embedding_modules = {}
+    manager = manage(model)
+    assert set(manager.modules) == {"proj"}
+    with pytest.raises(ValueError, match=r"\['embed_tokens', 'lm_head'\] are not supported"):
+        manager.add_adapter(folders.request(1))
+
+
+def test_names_below_a_prefix_and_aliases():
+    inner = TinyLM()
+    model = tree(language_model=inner, embedding=inner.embed_tokens, processor=inner.logits_processor)
+    model.embedding_modules = ROLES
+    manager = manage(model)
+    assert set(manager.modules) == {f"language_model.{name}" for name in SIZES}
+    assert model.processor is inner.logits_processor is manager.modules["language_model.lm_head"]
+    assert model.embedding is inner.embed_tokens is manager.modules["language_model.embed_tokens"]
+
+
+def untouched(model: nn.Module, message: str, **config: object) -> None:
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message):
+        manage(model, **config)
+    assert dict(model.named_modules()) == before
+
+
+def test_models_that_cannot_be_wrapped():
+    without = TinyLM()
+    del without.logits_processor
+    untouched(without, "head 'lm_head' needs a logits_processor beside it.*'the model' has none")
+    assert set(manage(without, target_modules=["proj", "embed_tokens"]).modules) == {"proj", "embed_tokens"}
+
+    strange = TinyLM()
+    strange.embed_tokens = nn.Embedding(VOCAB, DIM)
+    untouched(strange, r"'embed_tokens' of class Embedding.*max_loras=3", max_loras=3)
+
+    twins = tree(
+        lm_head=ParallelLMHead(VOCAB, DIM), second=ParallelLMHead(VOCAB, DIM), logits_processor=LogitsProcessor(VOCAB)
+    )
+    twins.embedding_modules = {"lm_head": "output_embeddings", "second": "output_embeddings"}
+    untouched(twins, "head 'second' shares its logits_processor")
+
+    larger = TinyLM()
+    larger.embed_tokens = VocabParallelEmbedding(VOCAB + 1, DIM)
+    untouched(larger, "embedding 'embed_tokens' has 22 ids, but vocab_size is 21")
+
+
+A_NAME, B_NAME = "base_model.model.embed_tokens.lora_embedding_A", "base_model.model.embed_tokens.lora_embedding_B"
+HEAD_B = "base_model.model.lm_head.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({A_NAME: torch.ones(4, VOCAB + 1)}, "vocabulary of 22 ids, the model has 21"),
+        ({B_NAME: torch.ones(DIM + 1, 4)}, "'embed_tokens'.*12 rows, got 13"),
+        ({B_NAME: None}, "A without B"),
+        ({HEAD_B: torch.ones(VOCAB - 1, 4)}, "'lm_head'.*21 rows, got 20"),
+        ({A_NAME: torch.full((4, VOCAB), float("inf"))}, "'embed_tokens': A contains NaN or inf"),
+    ],
+    ids=["vocabulary", "dimension", "incomplete", "head rows", "infinite"],
+)
+def test_bad_adapters_change_nothing(folders, changes, message):
+    manager = manage(TinyLM(), max_loras=1)
+    manager.set_active_adapters([folders.request(1)], decode(1, 0))
+    named = {name: t for name, t in {**ADAPTERS[1], **changes}.items() if t is not None}
+    folders.write(4, named)
+    before = snapshot(manager)
+    with pytest.raises(ValueError, match=message):
+        manager.add_adapter(folders.request(4))
+    assert_unchanged(manager, before)
+
+
+def test_a_wrong_vocabulary_in_memory_is_refused():
+    manager = manage(TinyLM())
+    weights = LoRALayerWeights("embed_tokens", 2, 2, torch.ones(2, VOCAB - 1), torch.ones(DIM, 2))
+    with pytest.raises(ValueError, match=r"'embed_tokens'.*21 columns, got 20"):
+        manager.add_adapter(LoRAModel(1, 2, {"embed_tokens": weights}))
+    assert len(manager) == 0
+
+
+def test_slots_are_reused_without_a_trace(folders):
+    """An adapter of the embedding only, then one of the head only, in the same slot."""
+    model = TinyLM()
+    manager = manage(model, max_loras=1)
+    ids = torch.tensor([3, 4])
+    expected = merged_logits(model, ADAPTERS[3], ids)
+    for i in (1, 2, 3):
+        manager.set_active_adapters([folders.request(i)], decode(i, i))
+    torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=1e-4)
+    assert not manager.modules["embed_tokens"].lora_a_stacked.any()
+
+
+def test_logits_of_sampled_rows_only(folders):
+    """A prefill samples one row per request; the head uses the slots of those rows, not of the tokens."""
+    model = TinyLM()
+    ids = torch.tensor([1, 2, 3, 4, 5])
+    expected = {i: merged_logits(model, ADAPTERS[i], ids) for i in (1, 3)}
+    manager = manage(model, max_loras=2)
+    manager.set_active_adapters(
+        [folders.request(1), folders.request(3)], LoRAMapping([1, 1, 3, 3, 3], [1, 3], is_prefill=True)
+    )
+    hidden = torch.tanh(model.proj(model.embed_tokens(ids)))
+    logits = model.logits_processor(model.lm_head, hidden[[1, 4]])
+    torch.testing.assert_close(logits[0], expected[1][1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[1], expected[3][4], rtol=1e-4, atol=1e-4)
+
+
+def test_dummies_cover_the_embedding_modules_that_are_asked_for():
+    manager = manage(TinyLM(), max_loras=2, max_cpu_loras=4)
+    assert set(manager.create_dummy_lora(1, 4).loras) == set(SIZES)
+    assert set(manager.create_dummy_lora(1, 4, ["lm_head"]).loras) == {"lm_head", "proj"}
+    assert set(manager.create_dummy_lora(1, 4, embedding_modules=[]).loras) == {"proj"}
+    with pytest.raises(ValueError, match=r"embedding_modules \['proj'\] are none of the model's"):
+        manager.create_dummy_lora(1, 4, ["proj"])
+    dummy = manager.create_dummy_lora(1, 3)
+    shapes = {name: (w.lora_a.shape, w.lora_b.shape) for name, w in dummy.loras.items()}
+    assert shapes == {name: ((3, width), (height, 3)) for name, (width, height) in SIZES.items()}
+    assert manager.add_dummy_lora(LoRARequest("warm-up", 2, "nowhere"), 4)
+    manager.set_adapter_mapping(decode(2, 2))
+    ids = torch.tensor([3, 4])
+    torch.testing.assert_close(manager.model(ids), merged_logits(manager.model, {}, ids))

@@ -1,0 +1,169 @@
+"""The least recently used cache with pins, by itself."""
+
+import random
+
+import pytest
+
+from punica.adapters import LRUCache
+
+
+def filled(*keys: str, capacity: int = 3) -> LRUCache[str, int]:
+    cache: LRUCache[str, int] = LRUCache(capacity)
+    for i, key in enumerate(keys):
+        cache.put(key, i)
+    return cache
+
+
+def order(cache: LRUCache) -> str:
+    return "".join(key for key, _ in cache.items())
+
+
+def test_put_evicts_the_least_recently_used():
+    cache = filled("a", "b", "c")
+    assert cache.get("a") == 0
+    cache.put("d", 9)
+    assert order(cache) == "cad"
+    assert "b" not in cache
+    assert len(cache) == cache.capacity == 3
+
+
+def test_what_counts_as_use():
+    cache = filled("a", "b", "c")
+    assert cache.peek("a") == 0
+    assert "a" in cache
+    assert order(cache) == "abc"  # looking is no use
+    cache.touch("a")
+    assert order(cache) == "bca"
+    cache.put("b", 7)
+    assert order(cache) == "cab"
+    assert cache.get("b") == 7
+    assert (cache.get("x"), cache.get("x", 5), cache.peek("x")) == (None, 5, None)
+
+
+def test_items_are_a_copy():
+    cache = filled("a", "b")
+    cache.items().clear()
+    assert order(cache) == "ab"
+
+
+def test_pinned_entries_are_skipped_and_still_move():
+    cache = filled("a", "b", "c")
+    cache.pin("a")
+    cache.pin("a")
+    assert cache.remove_oldest() == ("b", 1)
+    assert cache.pinned == {"a"}
+    cache.touch("a")
+    assert order(cache) == "ca"
+    assert cache.unpin("a") is True
+    assert cache.unpin("a") is False
+    assert cache.remove_oldest() == ("c", 2)
+    assert cache.remove_oldest() == ("a", 0)
+
+
+def test_all_pinned_changes_nothing():
+    cache = filled("a", "b", capacity=2)
+    cache.pin("b")
+    cache.pin("a")
+    for call in (cache.remove_oldest, cache.check_room, lambda: cache.put("c", 1)):
+        with pytest.raises(RuntimeError, match=r"all 2 entries are pinned: \['a', 'b'\]"):
+            call()
+    assert order(cache) == "ab"
+    cache.put("a", 5)  # a present key needs no room
+    assert (cache.peek("a"), cache.pinned) == (5, {"a", "b"})
+
+
+def test_room_for_a_new_key():
+    cache = filled("a", capacity=2)
+    cache.pin("a")
+    cache.check_room()
+    cache.put("b", 1)
+    cache.check_room()  # b may go
+    assert order(cache) == "ab"
+
+
+def test_pop_takes_pinned_entries_and_their_pins():
+    cache = filled("a", "b")
+    cache.pin("a")
+    assert cache.pop("a") == 0
+    assert (cache.pop("a"), cache.pop("a", 4)) == (None, 4)
+    assert cache.pinned == frozenset()
+    cache.put("a", 3)
+    assert cache.remove_oldest() == ("b", 1)
+    assert cache.remove_oldest() == ("a", 3)
+
+
+def test_callback_sees_every_entry_that_left():
+    left: list[tuple[str, int, bool]] = []
+    cache: LRUCache[str, int] = LRUCache(2, lambda key, value: left.append((key, value, key in cache)))
+    for i, key in enumerate("abc"):
+        cache.put(key, i)
+    cache.put("c", 7)  # replaced: the key stays, the value leaves
+    cache.pop("b")
+    cache.pop("b")
+    cache.remove_oldest()
+    assert left == [("a", 0, False), ("c", 2, True), ("b", 1, False), ("c", 7, False)]
+
+
+def test_absent_keys_and_an_empty_cache():
+    cache = filled("a")
+    with pytest.raises(KeyError):
+        cache.touch("x")
+    with pytest.raises(ValueError, match=r"cannot pin 'x'.*\['a'\]"):
+        cache.pin("x")
+    assert cache.unpin("x") is False
+    cache.pop("a")
+    with pytest.raises(KeyError, match="empty"):
+        cache.remove_oldest()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)]
+)
+def test_capacity_is_checked(capacity, error):
+    with pytest.raises(error, match="capacity"):
+        LRUCache(capacity)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_random_operations_against_a_list(capacity, seed):
+    """The model: a list of [key, value] in order of use, a set of pins."""
+    choose = random.Random(100 * capacity + seed)
+    cache: LRUCache[int, int] = LRUCache(capacity)
+    entries: list[list[int]] = []
+    pins: set[int] = set()
+    for step in range(400):
+        key = choose.randint(1, capacity + 2)
+        operation = choose.choice(["put", "put", "get", "pop", "pin", "unpin", "evict"])
+        known = next((entry for entry in entries if entry[0] == key), None)
+        free = [entry for entry in entries if entry[0] not in pins]
+        if operation == "put":
+            if known is None and len(entries) == capacity and not free:
+                with pytest.raises(RuntimeError, match="pinned"):
+                    cache.put(key, step)
+            else:
+                cache.put(key, step)
+                if known is not None:
+                    entries.remove(known)
+                elif len(entries) == capacity:
+                    entries.remove(free[0])
+                entries.append([key, step])
+        elif operation == "get":
+            assert cache.get(key) == (None if known is None else known[1])
+            if known is not None:
+                entries.append(entries.pop(entries.index(known)))
+        elif operation == "pop":
+            assert cache.pop(key) == (None if known is None else known[1])
+            pins.discard(key)
+            entries = [entry for entry in entries if entry is not known]
+        elif operation == "pin" and known is not None:
+            cache.pin(key)
+            pins.add(key)
+        elif operation == "unpin":
+            assert cache.unpin(key) is (key in pins)
+            pins.discard(key)
+        elif operation == "evict" and free:
+            assert cache.remove_oldest() == tuple(free[0])
+            entries.remove(free[0])
+        assert cache.items() == [tuple(entry) for entry in entries]
+        assert cache.pinned == pins

@@ -1,0 +1,186 @@
+"""Bytes of a slot and of an adapter, written out from shapes and ranks; and no growth over many activations."""
+
+import gc
+import tracemalloc
+
+import pytest
+import torch
+from adapter_world import (
+    HEAD,
+    HEADS,
+    HIDDEN,
+    INTER,
+    KV_HEADS,
+    LAYERS,
+    MODULES,
+    VOCAB,
+    Q,
+    adapter,
+    adapter_tensors,
+    decode,
+    one_layer,
+    tree,
+)
+
+from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager
+from punica.config import LoRAConfig
+from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
+
+R = 8
+BYTES = {torch.float32: 4, torch.bfloat16: 2}
+
+
+def elements_of_a_layer(tp: int, sharded: bool) -> int:
+    """One slot of one decoder layer on one of `tp` ranks: A and B of every slice at full width R."""
+    kv_heads = max(1, KV_HEADS // tp)  # fewer heads than ranks: replicated
+    rows = [HEADS // tp * HEAD, kv_heads * HEAD, kv_heads * HEAD, INTER // tp, INTER // tp]  # q, k, v, gate, up
+    rank_of_a = R // tp if sharded else R
+    column = sum(rank_of_a * HIDDEN + height * R for height in rows)
+    height = HIDDEN // tp if sharded else HIDDEN
+    row = sum(R * width // tp + height * R for width in (Q, INTER))  # o, down
+    return column + row
+
+
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_bytes_of_a_slot(make_manager, dtype):
+    manager = make_manager(max_lora_rank=R, max_loras=3, lora_dtype=dtype)
+    assert manager.slot_bytes == LAYERS * elements_of_a_layer(1, sharded=False) * BYTES[dtype]
+    for i in (1, 2):
+        manager.add_adapter(adapter(i, rank=i))
+        manager.activate_adapter(i)
+    assert manager.slot_bytes == LAYERS * elements_of_a_layer(1, sharded=False) * BYTES[dtype]  # whatever fills it
+    allocated = sum(
+        buffer.untyped_storage().nbytes()
+        for layer in manager.modules.values()
+        for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked)
+    )
+    assert allocated == 3 * manager.slot_bytes
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_bytes_of_a_slot_on_one_of_several_ranks(tp_size, sharded):
+    config = LoRAConfig(max_lora_rank=R, max_loras=2, fully_sharded_loras=sharded)
+    for tp_rank in range(tp_size):
+        manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, VOCAB, config, "cpu")
+        assert manager.slot_bytes == elements_of_a_layer(tp_size, sharded) * 4
+
+
+def test_bytes_of_a_slot_of_embedding_and_head():
+    vocab, dim = 50, 12
+    model = tree(embed=VocabParallelEmbedding(vocab, dim), head=ParallelLMHead(vocab, dim))
+    model.logits_processor = LogitsProcessor(vocab)
+    model.embedding_modules = {"embed": "input_embeddings", "head": "output_embeddings"}
+    manager = LoRAModelManager(model, 4, 16, vocab, LoRAConfig(max_lora_rank=R, max_loras=2), "cpu")
+    assert manager.slot_bytes == (vocab * R + dim * R + R * dim + vocab * R) * 4
+    manager.add_adapter(manager.create_dummy_lora(1, 3))
+    assert manager.adapter_bytes(1) == 3 * ((vocab + dim) + (dim + vocab)) * 4
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8])
+@pytest.mark.parametrize("modules", [None, ("q_proj", "v_proj"), ("down_proj",)], ids=["all", "q and v", "down"])
+def test_bytes_of_an_adapter(make_manager, tenants, rank, modules):
+    """What it has, at its own rank: `r * (in + out)` elements per module, from memory or from a folder."""
+    sizes = [size for name, size in MODULES.items() if modules is None or name.endswith(modules)]
+    expected = sum(rank * (width + height) for width, height in sizes) * 4
+    manager = make_manager(max_loras=2)
+    manager.add_adapter(adapter(1, rank, modules))
+    tenants.write(2, adapter_tensors(2, rank, modules), rank)
+    manager.add_adapter(tenants.request(2))
+    assert manager.adapter_bytes(1) == manager.adapter_bytes(2) == expected
+    with pytest.raises(ValueError, match="adapter 3 is not registered"):
+        manager.adapter_bytes(3)
+
+
+def test_ranks_that_differ_within_an_adapter(make_manager, tenants):
+    wide, narrow = adapter_tensors(1, 8, ("q_proj",)), adapter_tensors(1, 2, ("down_proj",))
+    tenants.write(1, {**wide, **narrow}, 8, rank_pattern={"down_proj": 2})
+    manager = make_manager()
+    manager.add_adapter(tenants.request(1))
+    assert manager.adapter_bytes(1) == LAYERS * (8 * (HIDDEN + Q) + 2 * (INTER + HIDDEN)) * 4
+
+
+def test_shared_storage_counts_once(make_manager):
+    a, b = torch.ones(4, 24), torch.ones(24, 4)
+    names = [f"model.layers.{i}.self_attn.o_proj" for i in range(LAYERS)]
+    loras = {name: LoRALayerWeights(name, 4, 4, a, b) for name in names}  # scaling 1: B is taken as it is
+    manager = make_manager()
+    manager.add_adapter(LoRAModel(1, 4, loras))
+    assert manager.adapter_bytes(1) == 2 * 4 * 24 * 4
+
+
+def small_manager(max_loras: int, max_cpu_loras: int) -> tuple[LoRAModelManager, list[LoRAModel]]:
+    """One layer, so that ten thousand activations are quick, and six adapters for it."""
+    model = tree(proj=ReplicatedLinear(8, 8, bias=False, return_bias=False))
+    config = LoRAConfig(max_lora_rank=4, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+    adapters = []
+    for i in range(1, 7):
+        weights = LoRALayerWeights("proj", 4, 8, torch.randn(4, 8), torch.randn(8, 4))
+        adapters.append(LoRAModel(i, 4, {"proj": weights}))
+    return LoRAModelManager(model, 4, 16, VOCAB, config, "cpu"), adapters
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def table_sizes(manager: LoRAModelManager) -> dict[str, int]:
+    """Every table that could grow."""
+    return {
+        "registered": len(manager),
+        "requests": len(manager._registered._requests),
+        "active": len(manager._active.ids()),
+        "slots": len(manager.lora_index_to_id),
+        "pins": len(manager.pinned_adapters) + len(manager._registered._adapters.pinned),
+    }
+
+
+def test_ten_thousand_activations_leave_nothing_behind():
+    """Registering, evicting, activating, pinning and mapping on and on: memory, tensors and tables stay as they are."""
+    manager, adapters = small_manager(max_loras=2, max_cpu_loras=3)
+
+    def churn(activations: int) -> None:
+        for i in range(activations):
+            lora = adapters[i * 5 % 6]
+            manager.add_adapter(lora)
+            assert manager.activate_adapter(lora.id)  # gone from its slot since its last turn
+            if i % 7 == 0:
+                manager.pin_adapter(lora.id)
+                manager.unpin_adapter(lora.id)
+            manager.set_adapter_mapping(decode(lora.id, 0, lora.id))
+
+    churn(600)
+    pointers = [buffer.data_ptr() for layer in manager.modules.values() for buffer in layer.lora_a_stacked]
+    tensors, tables = live_tensors(), table_sizes(manager)
+    tracemalloc.start()
+    try:
+        churn(600)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        churn(1200)
+        gc.collect()
+        growth = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert growth < 10_000  # bytes; one object kept per activation would be more
+    churn(7600)
+    assert live_tensors() == tensors
+    assert table_sizes(manager) == tables == {"registered": 3, "requests": 0, "active": 2, "slots": 2, "pins": 0}
+    assert [b.data_ptr() for layer in manager.modules.values() for b in layer.lora_a_stacked] == pointers
+
+
+def test_folders_that_come_and_go_leave_nothing_behind(make_manager, tenants):
+    manager = make_manager(max_loras=2, max_cpu_loras=3)
+    for i in range(1, 7):
+        tenants.write(i)
+
+    def churn(loads: int) -> None:
+        for i in range(loads):
+            manager.set_active_adapters([tenants.request(i % 6 + 1)], decode(i % 6 + 1))
+
+    churn(12)
+    tensors, tables = live_tensors(), table_sizes(manager)
+    churn(120)
+    assert live_tensors() == tensors
+    assert table_sizes(manager) == tables

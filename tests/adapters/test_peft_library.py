@@ -1,0 +1,188 @@
+"""The PEFT library as the oracle: eight of its adapters, its own mixed batch, its merged models (A1-A3)."""
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft_world import (
+    ADAPTERS,
+    MAX_RANK,
+    SEVEN,
+    VOCAB,
+    Ours,
+    hugging_face_model,
+    lora_config,
+    merged,
+    peft_model,
+    reference_logits,
+    round_to_bfloat16,
+)
+from safetensors.torch import load_file
+
+from punica.adapters import LoRAModel, PEFTHelper, parse_fine_tuned_lora_name
+from punica.config import LoRAConfig
+from punica.engine import Engine, EngineConfig
+from punica.models import LlamaForCausalLM
+
+pytestmark = [  # said by PEFT and Transformers
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*alpha_pattern keys did not match.*:RuntimeWarning"),
+]
+
+NAMES: list[str | None] = [*ADAPTERS, None, "vocabulary", "q and v", None]
+PROMPTS = [[(7 * row + 5 * i * i + 3) % VOCAB for i in range(2 + (5 * row) % 7)] for row in range(len(NAMES))]
+
+
+@dataclass
+class Library:
+    """What PEFT built and saved: the base model, one PEFT model with all adapters, and the folders of both."""
+
+    root: Path
+    base: transformers.LlamaForCausalLM
+    model: Any
+    adapters: dict[str, Path]
+    _merged: dict[str | None, transformers.LlamaForCausalLM] = field(default_factory=dict)
+
+    def ours(self, **config: Any) -> Ours:
+        return Ours(self.root, self.adapters, **config)
+
+    def merged(self, name: str | None) -> transformers.LlamaForCausalLM:
+        if name not in self._merged:
+            self._merged[name] = self.base if name is None else merged(self.base, self.adapters[name])
+        return self._merged[name]
+
+
+def save(root: Path, base: transformers.LlamaForCausalLM, configs: dict[str, dict[str, Any]]) -> Library:
+    base.save_pretrained(root)
+    model = peft_model(copy.deepcopy(base), {name: lora_config(**fields) for name, fields in configs.items()})
+    model.save_pretrained(root / "adapters")
+    return Library(root, base, model, {name: root / "adapters" / name for name in configs})
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Library:
+    library = save(tmp_path_factory.mktemp("library"), hugging_face_model(), ADAPTERS)
+    round_to_bfloat16(library.model, "all-linear", library.adapters["all-linear"])
+    return library
+
+
+def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    assert [a.shape for a in ours] == [b.shape for b in theirs]
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_mixed_batch_equals_the_mixed_batch_of_peft(library):
+    """Logits of every prompt token (a prefill) and of the last ones (decode rows), all adapters and none together."""
+    theirs = reference_logits(library.model, PROMPTS, adapter_names=[name or "__base__" for name in NAMES])
+    assert largest_difference(library.ours().logits(PROMPTS, NAMES), theirs) < 1e-4
+    plain = reference_logits(library.base, PROMPTS)
+    for name, a, b in zip(NAMES, theirs, plain, strict=True):
+        assert (float((a - b).abs().max()) > 0.5) is (name is not None), name  # every adapter has a large effect
+
+
+def test_every_row_equals_its_merged_dense_model(library):
+    theirs = [
+        logits
+        for name, prompt in zip(NAMES, PROMPTS, strict=True)
+        for logits in reference_logits(library.merged(name), [prompt])
+    ]
+    assert largest_difference(library.ours().logits(PROMPTS, NAMES), theirs) < 1e-4
+
+
+def test_slots_that_are_used_again_give_the_same_logits(library):
+    """Two slots for eight adapters: each pair evicts the one before it."""
+    ours = library.ours(max_loras=2)
+    names = list(ADAPTERS)
+    for pair in zip(names, names[1:] + names[:1], strict=True):
+        theirs = reference_logits(library.model, PROMPTS[:2], adapter_names=list(pair))
+        assert largest_difference(ours.logits(PROMPTS[:2], pair), theirs) < 1e-4, pair
+
+
+def test_the_engine_generates_what_the_merged_models_generate(library):
+    config = EngineConfig(max_batch_size=len(NAMES), max_model_len=32)
+    model = LlamaForCausalLM(library.root)
+    model.load_weights(library.root)
+    engine = Engine(model, config.lora_config(MAX_RANK), config)
+    requests = library.ours().requests
+    generated = engine.generate(PROMPTS, [None if name is None else requests[name] for name in NAMES], 6)
+    for name, prompt, tokens in zip(NAMES, PROMPTS, generated, strict=True):
+        # of the full pass over the result, the row before each new token chooses it
+        [logits] = reference_logits(library.merged(name), [[*prompt, *tokens[:-1]]])
+        assert tokens == logits[len(prompt) - 1 :].argmax(-1).tolist(), name
+    assert len({tuple(tokens) for tokens in generated}) > len(ADAPTERS)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]], ids="+".join)
+def test_tied_embeddings_have_separate_adapters(tmp_path, targets):
+    """One table, two uses: PEFT adapts each on its own (merging would mix them up, so its forward is the oracle)."""
+    base = hugging_face_model(tie_word_embeddings=True)
+    library = save(tmp_path, base, {"one": {"target_modules": targets}, "two": {"r": 3, "target_modules": ["lm_head"]}})
+    names = ["one", None, "two"]
+    theirs = reference_logits(library.model, PROMPTS[:3], adapter_names=["one", "__base__", "two"])
+    ours = library.ours()
+    assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
+    assert largest_difference(ours.logits(PROMPTS[:3], names), theirs) < 1e-4
+    plain = reference_logits(base, PROMPTS[:3])
+    assert all(float((theirs[row] - plain[row]).abs().max()) > 0.5 for row in (0, 2))
+
+
+def lora_layers(library: Library, name: str) -> dict[str, Any]:
+    return {
+        module.removeprefix("base_model.model."): layer
+        for module, layer in library.model.named_modules()
+        if isinstance(layer, peft.tuners.lora.LoraLayer) and name in layer.r
+    }
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_tensors_ranks_and_scalings_as_peft_has_them(library, name):
+    helper = PEFTHelper.from_local_dir(library.adapters[name])
+    helper.validate_legal(LoRAConfig(max_lora_rank=MAX_RANK))
+    expected = [*SEVEN, "embed_tokens", "lm_head"]
+    model = LoRAModel.from_local_checkpoint(library.adapters[name], expected, helper, model_vocab_size=VOCAB)
+    layers = lora_layers(library, name)
+    assert set(model.loras) == set(layers)
+    for module, layer in layers.items():
+        weights = model.get_lora(module)
+        embedding = name in layer.lora_embedding_A
+        a = layer.lora_embedding_A[name] if embedding else layer.lora_A[name].weight
+        b = layer.lora_embedding_B[name] if embedding else layer.lora_B[name].weight
+        assert weights.lora_a.dtype == (torch.bfloat16 if name == "all-linear" else torch.float32)
+        assert torch.equal(weights.lora_a.float(), a)
+        assert torch.equal(weights.lora_b.float(), b)
+        assert (weights.rank, weights.lora_alpha) == (layer.r[name], layer.lora_alpha[name])
+        assert weights.scaling == pytest.approx(layer.scaling[name], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_config_from_disk_is_the_config_in_memory(library, name):
+    """`LoraConfig.to_dict()` holds sets, enums and None where the file holds lists, strings and null."""
+    on_disk = PEFTHelper.from_local_dir(library.adapters[name])
+    in_memory = PEFTHelper.from_dict(library.model.peft_config[name].to_dict())
+    modules = list(lora_layers(library, name))
+    for helper in (on_disk, in_memory):
+        helper.validate_legal(LoRAConfig(max_lora_rank=MAX_RANK))
+        assert (helper.use_rslora, helper.bias) == (ADAPTERS[name].get("use_rslora", False), "none")
+    assert [on_disk.rank_of(m) for m in modules] == [in_memory.rank_of(m) for m in modules]
+    assert [on_disk.scaling_of(m) for m in modules] == [in_memory.scaling_of(m) for m in modules]
+    assert json.loads((library.adapters[name] / "adapter_config.json").read_text())["inference_mode"] is True
+
+
+def test_names_in_memory_and_on_disk_are_the_same_modules(library):
+    """PEFT drops the adapter's name when it saves; both spellings are understood."""
+    in_memory: dict[str, set[tuple[str, bool]]] = {name: set() for name in ADAPTERS}
+    for key in library.model.state_dict():
+        if "lora_" in key:
+            [name] = [name for name in ADAPTERS if f".{name}" in key]
+            in_memory[name].add(parse_fine_tuned_lora_name(key))
+    for name, folder in library.adapters.items():
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert in_memory[name] == {parse_fine_tuned_lora_name(key) for key in saved if "base_layer" not in key}

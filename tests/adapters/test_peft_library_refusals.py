@@ -1,0 +1,164 @@
+"""Folders written by the PEFT library that must be refused, with the words that say why; nothing may change (A4)."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapter_world import assert_unchanged, snapshot
+from peft_world import LAYERS, MAX_RANK, VOCAB, Ours, hugging_face_model, lora_config, peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from punica.adapters import LoRARequest
+from punica.segments import LoRAMapping
+
+pytestmark = [  # said by PEFT and Transformers
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*lora_bias=True.*|.*have invalid shape.*:UserWarning"),
+]
+
+
+def plain() -> nn.Module:
+    return hugging_face_model()
+
+
+def deeper() -> nn.Module:
+    return hugging_face_model(num_hidden_layers=LAYERS + 1)
+
+
+def larger_vocabulary() -> nn.Module:
+    return hugging_face_model(vocab_size=VOCAB + 3)
+
+
+def wider() -> nn.Module:
+    return hugging_face_model(intermediate_size=48)
+
+
+def routed() -> nn.Module:
+    model = hugging_face_model()
+    model.model.layers[0].router = nn.Linear(32, 8)
+    return model
+
+
+def transposed() -> nn.Module:
+    """GPT-2 stores its matrices as `[in, out]`, for which PEFT sets `fan_in_fan_out`."""
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=VOCAB, n_positions=16))
+
+
+REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
+    "DoRA": (plain, lora_config(use_dora=True), "use_dora is set.*not supported"),
+    "bias all": (plain, lora_config(bias="all"), "bias is 'all', only 'none'"),
+    "bias lora_only": (plain, lora_config(bias="lora_only"), "bias is 'lora_only', only 'none'"),
+    "lora_bias": (plain, lora_config(lora_bias=True), "lora_bias is set.*not supported"),
+    "modules_to_save": (plain, lora_config(modules_to_save=["lm_head"]), r"modules_to_save is set \(\['lm_head'\]\)"),
+    "new tokens": (plain, lora_config(trainable_token_indices=[1, 2]), r"trainable_token_indices is set \(\[1, 2\]\)"),
+    "layer_replication": (plain, lora_config(layer_replication=[(0, 2), (1, 2)]), "layer_replication is set"),
+    "activated LoRA": (plain, lora_config(alora_invocation_tokens=[5]), r"alora_invocation_tokens is set \(\[5\]\)"),
+    "block-diagonal": (
+        plain,
+        lora_config(use_bdlora=peft.BdLoraConfig(nblocks=2, target_modules_bd_a=["q_proj"])),
+        "use_bdlora is set",
+    ),
+    "transposed": (transposed, lora_config(target_modules=["c_attn"], fan_in_fan_out=True), "fan_in_fan_out is set"),
+    "IA3": (
+        plain,
+        peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+        "peft_type is 'IA3', only 'LORA'.*lacks the required keys",
+    ),
+    "prompt tuning": (
+        plain,
+        peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "peft_type is 'PROMPT_TUNING', only 'LORA'.*lacks the required keys",
+    ),
+    "LoHa": (plain, peft.LoHaConfig(r=4, target_modules=["q_proj"]), "peft_type is 'LOHA', only 'LORA'"),
+    "rank": (plain, lora_config(r=MAX_RANK + 1), f"r: rank {MAX_RANK + 1} exceeds max_lora_rank {MAX_RANK}"),
+    "rank of one module": (
+        plain,
+        lora_config(rank_pattern={"q_proj": 12}),
+        rf"rank_pattern\['q_proj'\]: rank 12 exceeds max_lora_rank {MAX_RANK}",
+    ),
+    "many things": (
+        plain,
+        lora_config(r=10, use_dora=True, modules_to_save=["lm_head"]),
+        "use_dora.*modules_to_save.*rank 10 exceeds",
+    ),
+    "a layer too many": (deeper, lora_config(), r"\['model\.layers\.2\.self_attn\.q_proj'\]"),
+    "unknown module": (
+        routed,
+        lora_config(target_modules=["router"]),
+        r"\['model\.layers\.0\.router'\].*expected names",
+    ),
+    "another width": (wider, lora_config(target_modules=["down_proj"]), "down_proj.*40 columns, got 48"),
+    "another vocabulary": (
+        larger_vocabulary,
+        lora_config(target_modules=["embed_tokens"]),
+        f"vocabulary of {VOCAB + 3} ids, the model has {VOCAB}",
+    ),
+    "another head": (
+        larger_vocabulary,
+        lora_config(target_modules=["lm_head"]),
+        f"lm_head.*{VOCAB} rows, got {VOCAB + 3}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory) -> Ours:
+    """Both caches full and a mapping set, so that any refusal has something to destroy; every test leaves it as is."""
+    root = tmp_path_factory.mktemp("serving")
+    base = hugging_face_model()
+    base.save_pretrained(root)
+    names = ["tenant one", "tenant two"]
+    peft_model(base, {name: lora_config() for name in names}).save_pretrained(root)
+    ours = Ours(root, {name: root / name for name in names}, max_cpu_loras=2)
+    ours.manager.set_active_adapters(ours.requests.values(), LoRAMapping((1, 0, 2), (1, 0, 2)))
+    return ours
+
+
+def check_refused(serving: Ours, folder: Path, message: str) -> None:
+    manager = serving.manager
+    before = snapshot(manager)
+    request = LoRARequest("stranger", 3, str(folder))
+    with pytest.raises(ValueError, match=message) as caught:
+        manager.add_adapter(request)
+    assert str(caught.value).startswith(f"cannot load adapter 'stranger' from {str(folder)!r}")
+    with pytest.raises(ValueError, match=message):
+        manager.set_active_adapters([serving.requests["tenant two"], request], LoRAMapping((2, 3), (2, 3)))
+    assert_unchanged(manager, before)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_of_peft_is_refused(serving, tmp_path, case):
+    base, config, message = REFUSED[case]
+    peft_model(base(), {"default": copy.deepcopy(config)}).save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    check_refused(serving, tmp_path, message)
+
+
+def test_whole_embeddings_saved_along_are_refused(serving, tmp_path):
+    """After a change of the vocabulary PEFT saves the new tables as they are, not as LoRA."""
+    model = peft_model(hugging_face_model(), {"default": lora_config()})
+    model.resize_token_embeddings(VOCAB + 3)
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    check_refused(serving, tmp_path, r"unsupported LoRA weight 'base_model\.model\.\S*(embed_tokens|lm_head)\.weight'")
+
+
+def test_a_pickled_folder_is_refused_without_being_read(serving, tmp_path):
+    """As PEFT wrote it before safetensors became its format."""
+    peft_model(hugging_face_model(), {"default": lora_config()}).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    torch.save(load_file(file), tmp_path / "adapter_model.bin")
+    file.unlink()
+    check_refused(serving, tmp_path, r"adapter_model\.bin' is a pickle and is not read; convert the adapter to")
+
+
+def test_an_initialisation_that_changed_the_base_model_is_served_with_a_warning(serving, tmp_path):
+    peft_model(hugging_face_model(), {"default": lora_config(init_lora_weights="pissa")}).save_pretrained(tmp_path)
+    ours = Ours(serving.root, {"pissa": tmp_path})
+    with pytest.warns(UserWarning, match="init_lora_weights='pissa' may have altered the base model"):
+        assert ours.manager.add_adapter(ours.requests["pissa"])

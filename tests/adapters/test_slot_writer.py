@@ -1,0 +1,235 @@
+"""Who fills the slots: the CPU writer, and what the manager asks of any writer (acceptance A11, A12 without a GPU)."""
+
+from collections.abc import Collection, Mapping
+
+import pytest
+import torch
+from adapter_world import QKV, adapter, assert_unchanged, buffers, decode, full_manager, snapshot
+
+from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel, SlotWriter
+from punica.layers import SlottedLayer
+from punica.segments import LoRAMapping
+
+O_PROJ = "model.layers.0.self_attn.o_proj"
+
+
+def slots_of(modules: Mapping[str, SlottedLayer]) -> list[torch.Tensor]:
+    return [tensor.clone() for layer in modules.values() for tensor in buffers(layer)]
+
+
+def test_writing_and_clearing_a_slot(make_manager):
+    manager = make_manager(max_loras=2)
+    writer: SlotWriter = LayerSlotWriter(manager.modules)
+    empty = slots_of(manager.modules)
+    manager.add_adapter(adapter(1))
+    lora = manager.get_adapter(1)
+    assert writer.stage(lora) is lora
+    handle: CopyHandle = writer.write(1, lora)
+    assert handle.is_ready() is True
+    handle.wait()
+    layer = manager.modules[O_PROJ]
+    assert torch.equal(layer.lora_a_stacked[0][1, 0, :4], lora.get_lora(O_PROJ).lora_a)
+    assert layer.lora_ranks.tolist() == [[0, 4]]
+    writer.begin_step({1})
+    assert writer.write(1, None).is_ready()
+    assert all(torch.equal(a, b) for a, b in zip(slots_of(manager.modules), empty, strict=True))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_layer_that_fails_leaves_no_half_of_an_adapter(make_manager, monkeypatch, error):
+    manager = make_manager(max_loras=2)
+    manager.add_adapter(adapter(1))
+    writer = LayerSlotWriter(manager.modules)
+    writer.write(0, manager.get_adapter(1))
+    empty = [buffer[:, 1] if buffer.ndim == 2 else buffer[1] for buffer in slots_of(manager.modules)]
+
+    def fail(*_args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(list(manager.modules.values())[-1], "set_lora", fail)
+    with pytest.raises(type(error)):
+        writer.write(1, manager.get_adapter(1))
+    after = [buffer[:, 1] if buffer.ndim == 2 else buffer[1] for buffer in slots_of(manager.modules)]
+    assert all(torch.equal(a, b) for a, b in zip(after, empty, strict=True))
+    assert manager.modules[QKV].lora_ranks.tolist() == [[4, 0]] * 3  # the other slot is untouched
+
+
+class DeferredCopy:
+    def __init__(self, writer: "DeferredWriter", slot: int) -> None:
+        self._writer, self._slot = writer, slot
+
+    def is_ready(self) -> bool:
+        return self._writer.pending.get(self._slot, (None, None))[0] is not self
+
+    def wait(self) -> None:
+        self._writer.finish(self._slot)
+
+
+class DeferredWriter(LayerSlotWriter):
+    """As asynchronous as can be: a slot is written only when a step that reads it begins, or someone waits."""
+
+    def __init__(self, modules: Mapping[str, SlottedLayer]) -> None:
+        super().__init__(modules)
+        self.pending: dict[int, tuple[DeferredCopy, LoRAModel | None]] = {}
+        self.log: list[tuple[str, object]] = []
+
+    def write(self, slot: int, lora: LoRAModel | None) -> CopyHandle:
+        self.log.append(("write", slot))
+        copy = DeferredCopy(self, slot)
+        self.pending[slot] = (copy, lora)
+        return copy
+
+    def begin_step(self, slots: Collection[int]) -> None:
+        self.log.append(("begin_step", set(slots)))
+        for slot in slots:
+            self.finish(slot)
+
+    def finish(self, slot: int) -> None:
+        if slot in self.pending:
+            super().write(slot, self.pending.pop(slot)[1])
+
+
+@pytest.fixture
+def deferred(make_manager, monkeypatch):
+    """`deferred(...)`: a manager with a :class:`DeferredWriter`, which is `manager._writer`."""
+
+    def build(**config: object):
+        monkeypatch.setattr("punica.adapters.manager.make_slot_writer", DeferredWriter)
+        return make_manager(**config)
+
+    return build
+
+
+def test_a_step_waits_for_exactly_the_slots_it_reads(deferred):
+    manager = deferred(max_loras=3)
+    for i in (1, 2, 3):
+        manager.add_adapter(adapter(i))
+        manager.activate_adapter(i)
+    writer = manager._writer
+    manager.set_adapter_mapping(LoRAMapping([3, 0, 3], [1], is_prefill=True))
+    assert writer.log[-1] == ("begin_step", {0, 2})  # of the tokens and of the sampled rows
+    assert set(writer.pending) == {1}
+    manager.set_adapter_mapping(decode(0, 0))
+    assert writer.log[-1] == ("begin_step", set())
+
+
+def test_a_step_begins_even_if_its_metadata_are_the_same(deferred, tenants, monkeypatch):
+    """A slot may have been rewritten in place: same mapping, same slot table, new weights."""
+    manager = full_manager(deferred, tenants)
+    updates: list[object] = []
+    original = manager.punica_wrapper.update_metadata
+    monkeypatch.setattr(manager.punica_wrapper, "update_metadata", lambda *a: (updates.append(a), original(*a)))
+    manager.set_adapter_mapping(decode(1, 0, 2))
+    assert manager._writer.log[-1] == ("begin_step", {0, 1})
+    manager.add_adapter(tenants.request(1, load_inplace=True))
+    assert not manager._active.copy_of(1).is_ready()
+    manager.set_adapter_mapping(decode(1, 0, 2))
+    assert manager._active.copy_of(1).is_ready()
+    assert updates == []
+
+
+def test_a_refused_mapping_begins_no_step(deferred, tenants):
+    manager = full_manager(deferred, tenants)
+    before, log = snapshot(manager), list(manager._writer.log)
+    for mapping in (decode(1, 99), decode(*[1] * 65)):
+        with pytest.raises(ValueError, match=r"99|65 rows"):
+            manager.set_adapter_mapping(mapping)
+    with pytest.raises(TypeError, match="LoRAMapping"):
+        manager.set_adapter_mapping([1])
+    assert manager._writer.log == log
+    assert_unchanged(manager, before)
+
+
+def test_prefetch_gives_the_handle_of_the_latest_copy(deferred):
+    manager = deferred(max_loras=2, max_cpu_loras=3)
+    for i in (1, 2, 3):
+        manager.add_adapter(adapter(i))
+    handle = manager.prefetch_adapter(1)
+    assert not handle.is_ready()
+    assert manager.prefetch_adapter(1) is handle  # active already: no second copy
+    assert manager._writer.log == [("write", 0)]
+    manager.activate_adapter(2)
+    manager.set_adapter_mapping(decode(1, 1))  # implies the wait
+    assert handle.is_ready()
+    handle.wait()
+    manager.activate_adapter(1)
+    other = manager.prefetch_adapter(3)  # evicts 2, whose copy is still pending
+    assert manager.lora_index_to_id == [1, 3]
+    assert not other.is_ready()
+    other.wait()
+    assert other.is_ready()
+    weights = manager.get_adapter(3).get_lora(O_PROJ)
+    assert torch.equal(manager.modules[O_PROJ].lora_a_stacked[0][1, 0, :4], weights.lora_a)
+    with pytest.raises(ValueError, match="adapter 9 is not registered"):
+        manager.prefetch_adapter(9)
+
+
+def test_prefetching_counts_as_use(deferred):
+    manager = deferred(max_loras=2, max_cpu_loras=3)
+    for i in (1, 2, 3):
+        manager.add_adapter(adapter(i))
+        if i < 3:
+            manager.activate_adapter(i)
+    manager.prefetch_adapter(1)
+    manager.activate_adapter(3)
+    assert manager.lora_index_to_id == [1, 3]
+    assert list(manager.list_adapters()) == [2, 1, 3]
+
+
+@pytest.mark.parametrize("leave", ["remove_adapter", "deactivate_adapter"])
+def test_an_adapter_that_leaves_before_its_copy_has_ended(deferred, leave):
+    """The copy keeps its source; whoever gets the slot next is written after it."""
+    manager = deferred(max_loras=1, max_cpu_loras=2)
+    manager.add_adapter(adapter(1))
+    manager.add_adapter(adapter(2))
+    weights = manager.get_adapter(1).get_lora(O_PROJ)
+    handle = manager.prefetch_adapter(1)
+    assert getattr(manager, leave)(1)
+    assert manager.lora_index_to_id == [None]
+    handle.wait()
+    assert torch.equal(manager.modules[O_PROJ].lora_a_stacked[0][0, 0, :4], weights.lora_a)
+    manager.activate_adapter(2)
+    manager.set_adapter_mapping(decode(2))
+    new = manager.get_adapter(2).get_lora(O_PROJ)
+    assert torch.equal(manager.modules[O_PROJ].lora_a_stacked[0][0, 0, :4], new.lora_a)
+
+
+def test_outputs_do_not_depend_on_when_slots_are_written(make_manager, deferred, tenants):
+    """Twelve steps over two slots with prefetching ahead, against a manager that writes on the spot."""
+    for i in range(1, 7):
+        tenants.write(i)
+    sizes = {"max_loras": 2, "max_cpu_loras": 4}
+    on_the_spot, later = make_manager(**sizes), deferred(**sizes)
+    assert isinstance(later._writer, DeferredWriter)
+    x = torch.randn(5, 24)
+    for step in range(12):
+        now, following = step % 6 + 1, (step + 1) % 6 + 1
+        mapping = decode(now, 0, now, 0, now)
+        outputs = []
+        for manager in (on_the_spot, later):
+            manager.set_active_adapters([tenants.request(now)], mapping)
+            if following in manager.list_adapters():
+                manager.prefetch_adapter(following)
+            outputs.append(manager.model(x))
+        assert torch.equal(*outputs)
+
+
+def test_staging_failure_changes_nothing(make_manager, tenants, monkeypatch):
+    """Page-locked memory can run out: what was staged before is dropped, nothing is evicted."""
+    manager = full_manager(make_manager, tenants)
+    for i in (3, 4):
+        tenants.write(i)
+    staged: list[int] = []
+
+    def stage(lora: LoRAModel) -> LoRAModel:
+        if staged:
+            raise RuntimeError("out of page-locked memory")
+        staged.append(lora.id)
+        return lora
+
+    monkeypatch.setattr(manager._writer, "stage", stage)
+    before = snapshot(manager)
+    with pytest.raises(RuntimeError, match="page-locked"):
+        manager.set_active_adapters([tenants.request(3), tenants.request(4)], decode(3, 4))
+    assert staged == [3]
+    assert_unchanged(manager, before)

@@ -1,0 +1,224 @@
+"""Slots filled beside running steps (A11, A12): ordered by events, never by the host, and never read half-written."""
+
+import gc
+
+import pytest
+import torch
+from adapter_world import VOCAB, DenseModel, PackedModel, adapter, adapter_tensors, decode, tree
+
+from punica.adapters import LoRAModelManager
+from punica.adapters.slot_writer import LayerSlotWriter
+from punica.adapters.staged import slot_parts
+from punica.config import LoRAConfig
+from punica.parallel import ReplicatedLinear
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 2048
+LONG = 200_000_000  # clock cycles: about 0.1 s, far longer than any copy here
+
+
+@pytest.fixture
+def gpu_manager(dense: DenseModel):
+    def build(**config: object) -> LoRAModelManager:
+        with torch.device("cuda"):
+            model = PackedModel(dense.to("cuda"))
+        return LoRAModelManager(model, 8, 64, VOCAB, LoRAConfig(**{"max_lora_rank": 8, **config}), "cuda")
+
+    return build
+
+
+def wide_manager(max_loras: int, max_cpu_loras: int) -> LoRAModelManager:
+    """One large layer, so that a copy takes a while."""
+    with torch.device("cuda"):
+        base = ReplicatedLinear(WIDTH, WIDTH, bias=False, return_bias=False, params_dtype=torch.float16)
+        base.weight.data.zero_()
+        model = tree(proj=base)
+    config = LoRAConfig(max_lora_rank=64, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+    return LoRAModelManager(model, 8, 64, VOCAB, config, "cuda")
+
+
+def constant(adapter_id: int, value: float, rank: int = 64):
+    """`B A x` for x = 1 is `value * WIDTH / WIDTH * rank / rank = value` in every output."""
+    from punica.adapters import LoRALayerWeights, LoRAModel
+
+    a = torch.full((rank, WIDTH), 1 / WIDTH, dtype=torch.float16)
+    b = torch.full((WIDTH, rank), value / rank, dtype=torch.float16)
+    return LoRAModel(adapter_id, rank, {"proj": LoRALayerWeights("proj", rank, rank, a, b)})
+
+
+def buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
+    return [buffer for parts in slot_parts(manager.modules, None).values() for part in parts for buffer in part[::2]]
+
+
+@pytest.mark.parametrize("modules", [None, ("q_proj", "down_proj")], ids=["all modules", "two modules"])
+def test_a_slot_holds_the_same_bits_as_layer_by_layer(gpu_manager, modules):
+    manager = gpu_manager(max_loras=3, max_cpu_loras=3)
+    lora = adapter(1, rank=5, modules=modules)
+    manager.add_adapter(lora)
+    manager.activate_adapter(1)
+    torch.cuda.synchronize()
+    found = [buffer[0].clone() for buffer in buffers(manager)]
+    LayerSlotWriter(manager.modules).write(0, manager._merger.merge(lora))
+    for one, other in zip(found, buffers(manager), strict=True):
+        assert torch.equal(one, other[0])
+
+
+def test_outputs_equal_merged_models(gpu_manager, dense):
+    manager = gpu_manager(max_loras=2, max_cpu_loras=4)
+    x = torch.randn(6, 24, device="cuda")
+    for i in (1, 2, 3):
+        manager.add_adapter(adapter(i))
+    for one, two in ((1, 2), (3, 1), (2, 3)):  # every second adapter has to move in
+        for i in (one, two):
+            manager.activate_adapter(i)
+        ids = [one, two, 0, one, two, 0]
+        manager.set_adapter_mapping(decode(*ids))
+        found = manager.model(x)
+        for i in set(ids):
+            rows = [t for t, owner in enumerate(ids) if owner == i]
+            model = dense.cpu() if i == 0 else dense.cpu().merged(adapter_tensors(i), 2.0)
+            torch.testing.assert_close(found[rows].cpu(), model(x[rows].cpu()), rtol=1e-3, atol=1e-3)
+
+
+def test_a_slot_is_overwritten_only_after_the_step_that_reads_it():
+    """The step of adapter 1 is still waiting in its stream when adapter 2 takes the slot: it must read 1's weights."""
+    manager = wide_manager(max_loras=1, max_cpu_loras=2)
+    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
+    for i, value in ((1, 1.0), (2, 3.0)):
+        manager.add_adapter(constant(i, value))
+    manager.activate_adapter(1)
+    manager.set_adapter_mapping(decode(1, 1, 1, 1))
+    manager.model.proj(x)  # compiles
+    torch.cuda.synchronize()
+
+    torch.cuda._sleep(LONG)
+    old = manager.model.proj(x)
+    handle = manager.prefetch_adapter(2)
+    assert not handle.is_ready(), "the copy must wait for the step that reads the slot"
+    manager.set_adapter_mapping(decode(2, 2, 2, 2))
+    new = manager.model.proj(x)
+    assert not handle.is_ready(), "nothing here may have waited on the host"
+    torch.cuda.synchronize()
+    assert handle.is_ready()
+    torch.testing.assert_close(old, torch.ones_like(old), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(new, torch.full_like(new, 3.0), rtol=1e-2, atol=1e-2)
+
+
+def test_a_free_slot_is_filled_while_a_step_runs():
+    """Loading hides behind decoding: the copy ends while the step, which uses another slot, has not even begun."""
+    manager = wide_manager(max_loras=2, max_cpu_loras=3)
+    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
+    for i in (1, 2, 3):
+        manager.add_adapter(constant(i, float(i)))
+    manager.activate_adapter(1)
+    manager.activate_adapter(2)
+    for i in (2, 1):  # slot of 2 was read by a step long ago, slot of 1 is read by the next one
+        manager.set_adapter_mapping(decode(i, i, i, i))
+        manager.model.proj(x)
+    manager.set_adapter_mapping(decode(1, 0, 1, 0))
+    torch.cuda.synchronize()
+
+    torch.cuda._sleep(10 * LONG)
+    ended = torch.cuda.Event()
+    old = manager.model.proj(x)
+    ended.record()
+    manager.activate_adapter(1)  # in use: adapter 2 is now the one that makes room
+    handle = manager.prefetch_adapter(3)
+    while not handle.is_ready():
+        assert not ended.query(), "the copy waited for a step that does not read its slot"
+    torch.cuda.synchronize()
+    assert old[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_step_waits_for_the_copy_of_its_adapter():
+    """The copy is held up by the old step; the new step must not start on a half-written slot."""
+    manager = wide_manager(max_loras=1, max_cpu_loras=8)
+    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
+    for i in range(1, 9):
+        manager.add_adapter(constant(i, float(i)))
+    outputs = []
+    for i in range(1, 9):
+        torch.cuda._sleep(LONG // 20)
+        manager.activate_adapter(i)
+        manager.set_adapter_mapping(decode(i, i, i, i))
+        outputs.append(manager.model.proj(x))
+    torch.cuda.synchronize()
+    for i, output in enumerate(outputs, start=1):
+        torch.testing.assert_close(output, torch.full_like(output, float(i)), rtol=1e-2, atol=1e-2)
+
+
+def test_nothing_makes_the_host_wait():
+    manager = wide_manager(max_loras=2, max_cpu_loras=3)
+    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
+    for i in (1, 2, 3):
+        manager.add_adapter(constant(i, float(i)))
+        manager.activate_adapter(i)
+    manager.set_adapter_mapping(decode(3, 3, 2, 2))
+    manager.model.proj(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in (1, 2, 3, 1):
+            manager.activate_adapter(i)
+            manager.set_adapter_mapping(decode(i, 0, i, 0))
+            manager.model.proj(x)
+            manager.prefetch_adapter(i % 3 + 1).wait()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_source_outlives_its_adapter():
+    """Removed right after activation: the copy, still waiting, must find its page-locked source untouched (A12)."""
+    manager = wide_manager(max_loras=1, max_cpu_loras=2)
+    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
+    manager.add_adapter(constant(1, 1.0))
+    manager.activate_adapter(1)
+    manager.set_adapter_mapping(decode(1, 1, 1, 1))
+    manager.model.proj(x)
+    manager.add_adapter(constant(2, 2.0))
+    torch.cuda.synchronize()
+
+    torch.cuda._sleep(LONG)
+    manager.model.proj(x)
+    handle = manager.prefetch_adapter(2)
+    slot, size = manager.lora_index_to_id.index(2), manager.adapter_bytes(2)
+    manager.remove_adapter(2)
+    gc.collect()
+    assert not handle.is_ready(), "the copy was to wait for the step"
+    junk = [torch.full((size,), 255, dtype=torch.uint8, pin_memory=True) for _ in range(8)]  # takes memory given back
+    torch.cuda.synchronize()
+    layer = manager.modules["proj"]
+    assert (layer.lora_b_stacked[0][slot] == 2.0 / 64).all()
+    assert len(junk) == 8
+
+
+def test_registered_adapters_are_page_locked_and_counted(gpu_manager):
+    manager = gpu_manager(max_loras=2)
+    manager.add_adapter(adapter(1))
+    weights = manager.get_adapter(1).get_lora("model.layers.0.self_attn.o_proj")
+    assert weights.lora_a.is_pinned()
+    assert weights.lora_b.is_pinned()
+    parts = [part for of_layer in slot_parts(manager.modules, manager.get_adapter(1)).values() for part in of_layer]
+    expected = 4 * 8 * len(parts) + sum(-(-part.part.nbytes // 16) * 16 for part in parts if part.part is not None)
+    assert manager.adapter_bytes(1) == expected
+
+
+@pytest.mark.parametrize("activations", [10_000])
+def test_memory_does_not_grow(gpu_manager, activations):
+    manager = gpu_manager(max_loras=2, max_cpu_loras=5)
+    for i in range(1, 6):
+        manager.add_adapter(adapter(i))
+
+    def run(count: int) -> tuple[int, int]:
+        for step in range(count):
+            manager.activate_adapter(step % 5 + 1)
+            manager.set_adapter_mapping(decode(step % 5 + 1))
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_reserved(), len(gc.get_objects())
+
+    run(200)
+    before = run(100)
+    after = run(activations)
+    assert after[0] == before[0]
+    assert after[1] - before[1] < 200
