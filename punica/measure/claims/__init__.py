@@ -5,11 +5,11 @@
 >>> verdicts[0].verdict                          # doctest: +SKIP
 'reproduced'
 
-To add a claim's function, write it in the module of its figure with `@claim("C42")` and add its bounds to
+To add a claim's function, write it in the module of its figure with `@claim("C45")` and add its bounds to
 ``paper_results/claim_bounds.csv``.
 """
 
-from punica.measure.claims import fig01, fig07, fig08, fig09, fig10, fig11, scheduling  # they fill CLAIMS
+from punica.measure.claims import fig01, fig07, fig08, fig09, fig10, fig11, scheduling, sec52  # they fill CLAIMS
 from punica.measure.claims.finding import CLAIMS, Finding, NotTestable, claim
 from punica.measure.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
 
@@ -31,4 +31,5 @@ __all__ = [
     "fig11",
     "judge",
     "scheduling",
+    "sec52",
 ]  # fmt: skip

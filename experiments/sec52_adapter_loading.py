@@ -1,0 +1,169 @@
+"""Section 5.2: loading an adapter from host memory, alone and behind decode steps.
+
+Claim: one layer's LoRA loads in about 50 us and one model's in 2 ms over PCIe Gen4 x16, so a decode step of 30 ms hides
+the load of a whole model. Arithmetic disagrees (D03): at rank 16 Llama-2 7B has 2.50 MB per layer and 80.0 MB in all,
+which at 25 GB/s, a good rate for that link, take 0.10 and 3.2 ms. Expected shape: time in proportion to the rank once
+a fixed cost is paid, `punica` close to `link`, copies of single tensors above it by their number, pageable memory far
+above; a decode step does not notice a load on a stream of its own.
+
+Timed: from the call on the host until the adapter lies in its slot of every layer. Panel `layer` is a model of one
+layer, `model` the whole model, both with nothing else running; `overlap` starts a load and at once a decode step of
+other adapters, and compares that step with the same step alone. Systems:
+
+    punica      `LoRAModelManager.prefetch_adapter`: on a GPU one copy of a page-locked image and one kernel that
+                scatters it, on a stream of their own; on a CPU `set_lora` layer by layer
+    per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only)
+    pageable    the same from ordinary memory (GPU only)
+    link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline
+
+Loads take turns over adapters that together exceed the caches. Clock: the host's, which waits for the device at the
+end of each call; on a GPU also events (`device_time`, and `load_time` beside a step). `host_time` is how long the call
+keeps the host. Before timing, a slot full of NaN must hold the adapter, its scaling in B, after one load; beside a step
+too, and the step must come out as it does alone.
+
+Cost at scale=laptop: about 25 s on two cores, 2 GB.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import MISSING
+
+from experiments.harness import (
+    Config,
+    ConfigError,
+    Experiment,
+    FigureConf,
+    Point,
+    Reading,
+    by_cell,
+    main,
+    model_settings,
+    sampled,
+)
+from experiments.schema import at_least
+from punica.measure import environment
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from experiments.adapter_loading import Measured
+
+ALONE = ("layer", "model")
+OVERLAP = "overlap"
+UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
+"""Panel -> unit of its times, and how many there are in a second."""
+
+
+@dataclass
+class LoadingConf(FigureConf):
+    """Which systems need a GPU, and the decode steps of panel `overlap`."""
+
+    gpu_systems: list[str] = MISSING
+    overlap_rank: int = MISSING
+    batch_size: int | None = None
+    seq_len: int = MISSING
+
+    def __post_init__(self) -> None:
+        at_least(1, figure__overlap_rank=self.overlap_rank, figure__batch_size=self.batch_size)
+        at_least(1, figure__seq_len=self.seq_len)
+
+
+class AdapterLoading(Experiment):
+    """Load time per rank of a layer and of a model, and what a load and a decode step do to each other."""
+
+    name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
+    paper_file = "text_other_numbers.csv"
+    defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        figure = cast(LoadingConf, cfg.figure)
+        return [name for name in figure.systems if cfg.hardware.device != "cpu" or name not in figure.gpu_systems]
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(LoadingConf, cfg.figure)
+        if cfg.timer.name != "host_clock":
+            raise ConfigError(
+                f"timer={cfg.timer.name!r} cannot time a load from host memory: leave timer= out, or "
+                "choose timer=host_clock (a GPU's events are read beside it)"
+            )
+        systems = [name for name in cfg.system.names if name in self.known_systems(cfg)]
+        settings = {"model": model_settings(cfg.model), "seed": cfg.adapters.seed}
+        alone = [
+            Point(panel, system, model=cfg.model.name, rank=rank, settings=settings)
+            for panel in ALONE
+            for rank in cfg.adapters.ranks
+            for system in systems
+        ]
+        rows = figure.batch_size or max(cfg.scale.model_batch_sizes)
+        return alone + [
+            Point(OVERLAP, system, workload, cfg.model.name, rows, figure.seq_len, figure.overlap_rank, settings)
+            for workload in cfg.workload.names
+            for system in systems
+        ]
+
+    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
+        return by_cell(points)
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        return self.measure_together(cfg, [point])[0]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        from experiments.adapter_loading import measured
+        from experiments.loading_bench import Bench, Decode
+        from experiments.operators import flush_bytes, protocol
+
+        gc.collect()  # a manager refers to itself: without this, the model of the group before would stay
+        first, decode = points[0], None
+        if first.panel == OVERLAP:
+            decode = Decode(first.workload, cast(int, first.batch_size), cast(int, first.seq_len))
+        bench = Bench(
+            cfg.model,
+            cast(int, first.rank),
+            cfg.hardware.device,
+            layers=1 if first.panel == "layer" else None,
+            rotate_bytes=flush_bytes(cfg),
+            seed=cfg.adapters.seed,
+            decode=decode,
+        )
+        found = measured(bench, [point.system for point in points], protocol(cfg))
+        return [_readings(point, found[point.system], bench.bytes) for point in points]
+
+    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+        from experiments.plots.adapter_loading import draw_loading
+
+        return draw_loading(rows)
+
+
+def _readings(point: Point, found: Measured, size: int) -> list[Reading]:
+    unit, per_second = UNITS[point.panel]
+
+    def times(metric: str, seconds: Sequence[float]) -> list[Reading]:
+        return sampled(metric, [per_second * value for value in seconds], unit) if seconds else []
+
+    readings = [*times("load_time", found.load), *times("host_time", found.host), Reading("bytes", size, "byte")]
+    if point.panel == OVERLAP:
+        pairs = zip(found.step, found.step_alone, strict=True)  # neighbours in time: what drifts hits both
+        readings += [*times("step_latency", found.step), *times("step_latency_alone", found.step_alone)]
+        return readings + times("stall", [beside - alone for beside, alone in pairs])
+    readings += times("device_time", found.device)
+    readings += sampled("bandwidth", [size / seconds / 1e9 for seconds in found.load], "GB/s")
+    return readings + (_pcie() if point.system == "link" and found.device else [])
+
+
+def _pcie() -> list[Reading]:
+    """Generation and width of the first visible GPU's link, where nvidia-smi knows them."""
+    fields = {"pcie.link.gen.max": ("pcie_gen", "generation"), "pcie.link.width.max": ("pcie_width", "lanes")}
+    known = next(iter(environment.gpu_query(*fields)), {})
+    return [Reading(fields[name][0], int(text), fields[name][1]) for name, text in known.items() if text.isdigit()]
+
+
+EXPERIMENT = AdapterLoading()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

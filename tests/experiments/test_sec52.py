@@ -1,0 +1,341 @@
+"""Loading adapters: bytes as the paper's arithmetic, wrong loads refused, a step undisturbed, both figures drawn."""
+
+import csv
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from fakes import composed
+from omegaconf import OmegaConf
+
+from experiments import adapter_loading, loading_bench, sec52_adapter_loading
+from experiments.adapter_loading import LOADERS, Loader, Measured, check_loader, measured
+from experiments.catalogue import experiments
+from experiments.experiment import CheckFailed, Point
+from experiments.harness import run
+from experiments.loading_bench import Bench, Decode, lora_bytes
+from experiments.operators import protocol
+from experiments.plots.adapter_loading import draw_loading, text_numbers
+from experiments.schema import CONF, REPOSITORY, ConfigError, DType, ModelConf
+from experiments.settings import settle
+from punica.measure.records import read_rows
+
+(SEC52,) = experiments(["sec52"])
+GPU_SYSTEMS = ["punica", "per_tensor", "pageable", "link"]
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
+STEPS = Decode("Distinct", 3, 16)
+
+
+def settled(tmp_path, *overrides):
+    return settle(composed(tmp_path, *overrides, name=SEC52.name), SEC52)
+
+
+@pytest.fixture
+def bench():
+    return Bench(TINY, 8, "cpu", rotate_bytes=300_000)
+
+
+@pytest.fixture
+def serving():
+    return Bench(TINY, 8, "cpu", decode=STEPS)
+
+
+# bytes
+
+
+def paper_bytes():
+    with (REPOSITORY / "paper_results" / "text_other_numbers.csv").open(newline="") as stream:
+        lines = [line for line in csv.DictReader(stream) if line["metric"].startswith("lora_bytes")]
+    return [(line["model"], line["metric"], int(line["value"])) for line in lines]
+
+
+@pytest.mark.parametrize(("model", "metric", "expected"), paper_bytes(), ids=str)
+def test_bytes_are_those_of_the_paper(model, metric, expected):
+    """D03: 2.50 MB per layer and 80.0 MB in all for 7B at rank 16."""
+    text = OmegaConf.load(CONF / "model" / f"llama2-{model.lower()}.yaml")
+    conf = ModelConf(**{**text, "dtype": DType[text.dtype]})
+    assert lora_bytes(conf, 16, 1 if "layer" in metric else None) == expected
+
+
+def test_adapters_and_slots_have_these_bytes_or_nothing_is_timed(bench, monkeypatch):
+    tensors = [tensor for weights in bench.adapters[0].loras.values() for tensor in weights.pair()]
+    assert sum(tensor.nbytes for tensor in tensors) == bench.bytes == bench.manager.slot_bytes == 73_984
+    monkeypatch.setattr(loading_bench, "lora_bytes", lambda *_: 70_000)
+    with pytest.raises(CheckFailed, match="73984 bytes in an adapter, 73984 in a slot, 70000 by arithmetic"):
+        Bench(TINY, 8, "cpu")
+
+
+@pytest.mark.parametrize(("rotate", "count"), [(0, 2), (73_984 * 3, 3), (73_984 * 3 + 1, 4), (1 << 30, 256)])
+def test_loads_take_turns_over_more_bytes_than_the_caches_hold(rotate, count):
+    adapters = Bench(TINY, 8, "cpu", rotate_bytes=rotate).adapters
+    assert len(adapters) == count
+    places = {tensor.data_ptr() for one in adapters for weights in one.loras.values() for tensor in weights.pair()}
+    assert len(places) == count * 2 * 14
+
+
+# the grid
+
+
+def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all_four(tmp_path):
+    cpu = SEC52.points(settled(tmp_path, "scale=laptop"))
+    gpu = SEC52.points(settled(tmp_path, "scale=paper", "hardware=h200"))
+    assert {point.system for point in cpu} == {"punica", "link"}
+    assert [point.system for point in gpu if point.panel == "overlap"] == GPU_SYSTEMS
+    assert {point.rank for point in gpu if point.panel != "overlap"} == {8, 16, 32, 64, 128}
+    for points, systems in ((cpu, 2), (gpu, 4)):
+        assert len(points) == systems * (2 * 5 + 1)
+        assert {(p.batch_size, p.seq_len, p.rank) for p in points if p.panel == "overlap"} == {(32, 512, 16)}
+        assert [len(group) for group in SEC52.together(points)] == [systems] * 11
+
+
+@pytest.mark.parametrize("override", ["system=per_tensor", "system=pageable"])
+def test_a_system_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path, override):
+    with pytest.raises(ConfigError, match="it has punica, link"):
+        settled(tmp_path, override)
+
+
+@pytest.mark.parametrize("timer", ["cuda_graph", "events"])
+def test_a_timer_that_cannot_time_a_load_is_refused(tmp_path, timer):
+    with pytest.raises(ConfigError, match=f"timer='{timer}' cannot time a load.*timer=host_clock"):
+        SEC52.points(settled(tmp_path, "hardware=h200", f"timer={timer}"))
+
+
+def test_it_comes_between_the_layer_and_text_generation():
+    orders = {experiment.name: experiment.order for experiment in experiments()}
+    assert orders["fig10_layer"] < orders["sec52_adapter_loading"] < orders["fig11_textgen"]
+
+
+# loads are right, or not timed
+
+
+@pytest.mark.parametrize("name", ["punica", "pageable", "link"])
+def test_every_loader_fills_a_poisoned_slot_and_leaves_the_step_alone(name, bench, serving):
+    for one in (bench, serving):
+        check_loader(one, name, LOADERS.get(name)(one))
+
+
+def test_a_load_fills_only_the_spare_slot(serving):
+    loader = LOADERS.get("punica")(serving)
+    before = serving.step().clone()
+    for i in range(5):
+        loader.start(i)
+        assert serving.manager.lora_index_to_id == [1, 2, 3, serving.adapters[i % 2].id]
+        loader.check(i)
+        with pytest.raises(CheckFailed, match="does not hold adapter"):
+            loader.check(i + 1)
+    assert torch.equal(serving.step(), before)
+
+
+def spoilt_by(bench, spoil):
+    right = LOADERS.get("pageable")(bench)
+
+    def start(i):
+        handle = right.start(i)
+        spoil()
+        return handle
+
+    return replace(right, start=start)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda layer, slot: layer.lora_b_stacked[1][slot].mul_(0.5), "k_proj does not hold adapter 2"),
+        (lambda layer, slot: layer.lora_a_stacked[0][slot, 0, 7, 63].add_(1e-3), "q_proj does not hold adapter 2"),
+        (lambda layer, slot: layer.lora_b_stacked[2][slot, 0, -1].fill_(torch.nan), "v_proj does not hold adapter 2"),
+        (lambda layer, slot: layer.lora_ranks[2, slot].fill_(7), "rank of slot 0 of .*v_proj is not 8"),
+    ],
+    ids=["unscaled-b", "one-element-of-a", "last-row-missing", "rank"],
+)
+def test_a_wrong_load_is_not_timed(bench, spoil, words):
+    layer = bench.manager.modules["model.layers.1.self_attn.qkv_proj"]
+    wrong = spoilt_by(bench, lambda: spoil(layer, bench.slot))
+    with pytest.raises(CheckFailed, match=words):
+        check_loader(bench, "pageable", wrong)
+
+
+def test_a_load_that_does_nothing_is_not_timed(bench):
+    bench.manager.activate_adapter(2)  # the right content is there, and must not pass for a load
+    bench.check_slot(1)
+    with pytest.raises(CheckFailed, match="does not hold adapter 2"):
+        check_loader(bench, "idle", Loader(lambda i: adapter_loading.Loaded(), bench.check_slot))
+
+
+def test_an_adapter_that_misses_a_module_is_seen(bench):
+    bench.adapters[1].loras.popitem()
+    with pytest.raises(CheckFailed, match=r"adapter 2 has no model\.layers\.1\.mlp\.down_proj"):
+        check_loader(bench, "punica", LOADERS.get("punica")(bench))
+
+
+def test_a_load_that_disturbs_the_step_is_not_timed(serving):
+    neighbour = serving.manager.modules["model.layers.0.mlp.down_proj"].lora_b_stacked[0]
+    wrong = spoilt_by(serving, lambda: neighbour[1].mul_(10))
+    with pytest.raises(CheckFailed, match="a step beside a load differs by"):
+        check_loader(serving, "pageable", wrong)
+
+
+def test_steps_without_effect_of_their_adapters_are_refused(monkeypatch):
+    monkeypatch.setattr(loading_bench, "difference", lambda *_: 0.0)
+    with pytest.raises(CheckFailed, match="as if its rows had no adapters"):
+        Bench(TINY, 8, "cpu", decode=STEPS)
+
+
+def test_other_bytes_over_the_link_are_seen(bench):
+    loader = LOADERS.get("link")(bench)
+    loader.start(0)
+    with pytest.raises(CheckFailed, match="not those of its source"):
+        loader.check(1)
+
+
+# the clock
+
+
+def test_samples_of_loads_and_steps_belong_together(tmp_path, serving):
+    clock = protocol(settled(tmp_path))
+    found = measured(serving, ["punica", "pageable", "link"], clock)
+    for one in found.values():
+        assert {len(one.load), len(one.host), len(one.step), len(one.step_alone)} == {clock.repeats}
+        assert one.load == one.host  # a CPU loads before the call returns
+        assert all(beside > load > 0 for beside, load in zip(one.step, one.load, strict=True))
+        assert one.device == []
+    assert found["punica"].step_alone == found["link"].step_alone
+    assert found["punica"].load != found["link"].load
+
+
+def test_a_slow_load_is_seen_in_every_number_that_it_should_be_in(tmp_path, bench, serving, monkeypatch):
+    def slow(one):
+        right = LOADERS.get("pageable")(one)
+
+        def start(i):
+            torch.zeros(1).item()
+            adapter_loading.time.sleep(0.05)
+            return right.start(i)
+
+        return replace(right, start=start)
+
+    monkeypatch.setitem(LOADERS._entries, "punica", slow)
+    clock = protocol(settled(tmp_path))
+    alone, beside = (measured(one, ["punica"], clock)["punica"] for one in (bench, serving))
+    assert min(alone.load + alone.host + beside.load + beside.step) >= 0.05
+    assert min(beside.step_alone) < 0.05
+
+
+def test_the_stall_is_the_difference_of_neighbouring_steps():
+    point = Point("overlap", "punica", "Distinct", "llama-tiny", 3, 16, 8)
+    found = Measured([0.002] * 3, [0.001] * 3, [], step=[0.011, 0.031, 0.052], step_alone=[0.010, 0.030, 0.050])
+    readings = {(r.metric, r.statistic): r for r in sec52_adapter_loading._readings(point, found, 100)}
+    assert readings["stall", "median"].value == pytest.approx(1.0)
+    assert readings["step_latency", "median"].value == pytest.approx(31.0)
+    assert readings["step_latency_alone", "median"].value == pytest.approx(30.0)
+    assert {r.unit for r in readings.values()} == {"ms", "samples", "byte"}
+
+
+@pytest.mark.parametrize(("panel", "time", "unit"), [("layer", 50.0, "us"), ("model", 0.05, "ms")])
+def test_bandwidth_is_bytes_over_the_time_until_the_adapter_is_there(panel, time, unit):
+    found = Measured([5e-5] * 2, [1e-5] * 2, [4e-5] * 2)
+    readings = sec52_adapter_loading._readings(Point(panel, "punica", rank=16), found, 2_498_560)
+    values = {r.metric: (r.value, r.unit) for r in readings if r.statistic in ("median", "value")}
+    assert values["load_time"] == (pytest.approx(time), unit)
+    assert values["device_time"] == (pytest.approx(0.8 * time), unit)
+    assert values["bandwidth"] == (pytest.approx(49.9712), "GB/s")
+    assert values["bytes"] == (2_498_560, "byte")
+
+
+def test_the_link_of_a_gpu_says_its_generation_where_it_is_known(monkeypatch):
+    answer = {"pcie.link.gen.max": "5", "pcie.link.width.max": "[N/A]"}
+    monkeypatch.setattr(sec52_adapter_loading.environment, "gpu_query", lambda *_: [answer])
+
+    def facts(system, device):
+        point = Point("model", system, rank=16)
+        readings = sec52_adapter_loading._readings(point, Measured([1.0], [1.0], device), 1)
+        return [(r.metric, r.value, r.unit) for r in readings if r.metric.startswith("pcie")]
+
+    assert facts("link", [1.0]) == [("pcie_gen", 5, "generation")]
+    assert facts("punica", [1.0]) == facts("link", []) == []
+
+
+# the whole
+
+
+def test_it_measures_draws_and_does_not_measure_again(tmp_path):
+    words = ("adapters.ranks=[8,16]", "figure.overlap_rank=16")
+    outcome = run(composed(tmp_path, *words, "draw=true", name=SEC52.name), SEC52)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 2 * (2 * 2 + 1), 3)
+    rows = read_rows(outcome.rows_file)
+    assert {row.figure for row in rows} == {"text 5.2"}
+    assert {row.timer for row in rows} == {"host_clock"}
+    metrics = {(row.panel, row.metric, row.unit) for row in rows if row.statistic in ("median", "value")}
+    alone = {("bandwidth", "GB/s"), ("bytes", "byte")}
+    assert metrics == {
+        *(("layer", metric, unit) for metric, unit in {*alone, ("load_time", "us"), ("host_time", "us")}),
+        *(("model", metric, unit) for metric, unit in {*alone, ("load_time", "ms"), ("host_time", "ms")}),
+        *(("overlap", metric, "ms") for metric in ("load_time", "host_time", "step_latency", "step_latency_alone")),
+        ("overlap", "stall", "ms"),
+        ("overlap", "bytes", "byte"),
+    }
+    sizes = {(row.panel, row.rank): row.value for row in rows if row.metric == "bytes"}
+    assert sizes["model", 16] == sizes["overlap", 16] == 2 * sizes["layer", 16] == 4 * sizes["layer", 8]
+    assert run(composed(tmp_path, *words, name=SEC52.name), SEC52).measured == 0
+
+
+def fake_rows(systems, panels=("layer", "model", "overlap")):
+    """Rows as a GPU would give them: a fixed cost and a bandwidth per system."""
+    lines = []
+    fixed = {"model": "llama2-7b", "device": "d", "timer": "host_clock", "scale": "paper", "workload": ""}
+    for system in systems:
+        for panel in panels:
+            for rank in (8, 16, 128) if panel != "overlap" else (16,):
+                ms = (1 + systems.index(system)) * rank / 16
+                metrics = {"load_time": ms, "bandwidth": 80 / ms, "bytes": 79_953_920.0}
+                if panel == "overlap":
+                    metrics = {"load_time": ms, "stall": 0.3, "step_latency_alone": 20.0, "step_latency": 20.3}
+                for metric, value in metrics.items():
+                    for statistic, factor in (("median", 1.0), ("p10", 0.9), ("p90", 1.2)):
+                        lines.append(
+                            {**fixed, "system": system, "panel": panel, "rank": rank, "batch_size": 32, "seq_len": 512,
+                             "metric": metric, "value": value * factor, "statistic": statistic}
+                        )  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def test_the_figure_shows_every_system_and_the_paper():
+    import matplotlib.pyplot as plt
+
+    said = text_numbers()
+    assert (said["load_one_layer"], said["load_one_model"], said["decode_step"]) == (50, 2, 30)
+    assert said["lora_bytes_model_fp16"] == 79_953_920
+    figure = draw_loading(fake_rows(GPU_SYSTEMS))
+    try:
+        layer, model, beside, layer_speed, model_speed, delay = figure.axes
+        assert [len(axis.lines) for axis in (layer, model, layer_speed, model_speed)] == [4 + 2] * 4
+        assert [line.get_ydata()[0] for line in layer.lines[4:]] == [50, pytest.approx(100, rel=2e-3)]
+        assert [line.get_ydata()[0] for line in model.lines[4:]] == [2, pytest.approx(3.2)]
+        assert [line.get_ydata()[0] for line in layer_speed.lines[4:]] == pytest.approx([49.97, 24.985], rel=1e-4)
+        assert [line.get_ydata()[0] for line in model_speed.lines[4:]] == pytest.approx([39.98, 24.985], rel=1e-4)
+        assert [bar.get_height() for bar in beside.patches] == [1, 1, 2, 2, 3, 3, 4, 4, 2]  # the last is the paper's
+        assert [bar.get_height() for bar in delay.patches] == [pytest.approx(1.5)] * 4
+    finally:
+        plt.close(figure)
+
+
+def test_the_figure_does_without_the_overlap():
+    import matplotlib.pyplot as plt
+
+    figure = draw_loading(fake_rows(["punica"], ("layer", "model")))
+    assert not figure.axes[2].patches
+    plt.close(figure)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode", [None, STEPS], ids=["alone", "beside-decode"])
+def test_every_system_loads_on_a_gpu(tmp_path, decode):
+    bench = Bench(replace(TINY, dtype=DType.float16), 16, "cuda", decode=decode)
+    found = measured(bench, GPU_SYSTEMS, replace(protocol(settled(tmp_path)), device="cuda"))
+    for one in found.values():
+        assert len(one.device) == len(one.load) == len(one.host) == 3
+        assert min(one.device) > 0
+        assert len(one.step) == len(one.step_alone) == (3 if decode else 0)
