@@ -152,20 +152,36 @@ def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Decode) -> Callable[[], torch.Tensor]:
-    """One decode step as a server runs it: who uses which slot, then the model. Checked to depend on the adapters."""
+    """One decode step as a server runs it: who uses which slot, then the model, on a GPU as a CUDA graph. Checked to
+    depend on the adapters.
+    """
     invocation = Invocation(llama, step_tokens(decode.rows, decode.seq_len))
     tokens, positions = invocation.begin(spans(decode.rows, 1, decode.seq_len))
     ids = [int(slot) + 1 for slot in popularity(decode.workload).slots(decode.rows)]
 
     @torch.inference_mode()
+    def run() -> torch.Tensor:
+        return llama(tokens, positions, invocation.attention)
+
     def step(mapping: LoRAMapping) -> torch.Tensor:
         manager.set_adapter_mapping(mapping)
-        return llama(tokens, positions, invocation.attention)
+        return run()
 
     own, none = LoRAMapping(ids, ids), LoRAMapping([0] * decode.rows, [0] * decode.rows)
     if difference(step(none), step(own)) <= TOLERANCE[invocation.cache.keys[0].dtype]:
         raise CheckFailed("a decode step comes out as if its rows had no adapters")
-    return lambda: step(own)
+    if invocation.device.type != "cuda":
+        return lambda: step(own)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+
+    def replay() -> torch.Tensor:
+        manager.set_adapter_mapping(own)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

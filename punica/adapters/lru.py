@@ -102,23 +102,15 @@ class LRUCache(Generic[K, V]):
 
         KeyError if the cache is empty, RuntimeError if all entries are pinned.
         """
-        key = self._oldest()
+        if not self._entries:
+            raise KeyError("the cache is empty, there is no oldest entry")
+        unpinned = [key for key in self._entries if key not in self._pinned]
+        if not unpinned:
+            raise RuntimeError(f"all {len(self)} entries are pinned: {list(self._entries)}; unpin one of them")
+        key = unpinned[0]
         value = self._entries.pop(key)
         self._removed(key, value)
         return key, value
-
-    def check_room(self) -> None:
-        """RuntimeError if a new key would find no place: the cache is full and all entries are pinned."""
-        if len(self._entries) >= self.capacity:
-            self._oldest()
-
-    def _oldest(self) -> K:
-        if not self._entries:
-            raise KeyError("the cache is empty, there is no oldest entry")
-        for key in self._entries:
-            if key not in self._pinned:
-                return key
-        raise RuntimeError(f"all {len(self)} entries are pinned: {sorted(self._pinned, key=str)}; unpin one of them")
 
     def _removed(self, key: K, value: V) -> None:
         if self._on_remove is not None:

@@ -175,7 +175,7 @@ class LoRAModelManager:
             self._registered.touch(adapter.id)
             return False
         merged = self._merger.merge(adapter)
-        self._registered.check_room()
+        self._registered.check_room(merged.id)
         self._registered.enter([merged])
         return True
 
@@ -279,15 +279,12 @@ class LoRAModelManager:
                 metadata stay.
         """
         state = (mapping, tuple(self.lora_index_to_id))
-        # one more than the slots, so that "no adapter" encodes as one past the last slot
-        arguments = (mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
         if state != self._last_mapping:
-            self.punica_wrapper.check_metadata(*arguments)
+            # one more than the slots, so that "no adapter" encodes as one past the last slot
+            self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
+            self._last_mapping = state
         # even for the same slots: one of them may have been written again
         self._writer.begin_step(self._active.slots_of((*mapping.index_mapping, *mapping.prompt_mapping)))
-        if state != self._last_mapping:
-            self.punica_wrapper.update_metadata(*arguments)
-            self._last_mapping = state
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
 

@@ -66,9 +66,14 @@ class RegisteredAdapters:
                     "use another id, or load_inplace=True to replace it"
                 )
 
-    def check_room(self) -> None:
+    def check_room(self, adapter_id: int) -> None:
         """RuntimeError if there is no place for another adapter: all are taken, by pinned ones."""
-        self._adapters.check_room()
+        pinned = self._adapters.pinned
+        if len(pinned) >= self._adapters.capacity:
+            raise RuntimeError(
+                f"no place for adapter {adapter_id}: all {len(pinned)} registered ones are pinned ({sorted(pinned)}); "
+                "unpin_adapter one of them or raise LoRAConfig.max_cpu_loras"
+            )
 
     def enter(
         self, merged: Iterable[LoRAModel], requests: Mapping[int, LoRARequest] | None = None, keep: Iterable[int] = ()

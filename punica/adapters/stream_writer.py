@@ -53,6 +53,7 @@ class StreamSlotWriter:
         from punica.ops.triton_ops.slot_write import SlotTable, write_slot  # importing punica must not need Triton
 
         self._modules = modules
+        self._marked = {name: layer for name, layer in modules.items() if layer.skips_when_empty}
         self._device = device
         self._write_slot = write_slot
         empty = [part for parts in slot_parts(modules, None).values() for part in parts]
@@ -91,7 +92,7 @@ class StreamSlotWriter:
             copy = CopyEvent(self._stream.record_event(), self._device)
         self._written[slot] = copy
         self._in_flight.append((copy, image))
-        for name, layer in self._modules.items():
+        for name, layer in self._marked.items():
             layer.mark_slot(slot, lora is not None and lora.check_lora_name(name))
         return copy
 

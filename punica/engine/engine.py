@@ -165,7 +165,7 @@ class Engine:
                 {}, (), StepStatistics(0, 0, 0, 0, len(plan.preempted), time.perf_counter() - start, 0.0, 0.0)
             )
         try:
-            slots = {} if self._residency is None else self._activate(self._residency, plan)
+            slots = {} if self._residency is None else self._activate(self._residency, plan, pinned)
             batch = lay_out(plan, self.pages, slots, self.config.adapter_index_rule)
             scheduled = time.perf_counter()
             tokens, metadata_s, model_s = self.runner.run(batch)
@@ -225,9 +225,10 @@ class Engine:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
+    def _activate(self, residency: AdapterResidency, plan: StepPlan, pinned: Collection[int]) -> dict[int, int]:
         """Make the adapters of the step active, those of running requests first, so that no other makes room for one
-        that joins; the slot of each. Requests whose adapter cannot be loaded leave.
+        that joins; the slot of each. Requests whose adapter cannot be loaded leave. If there is a slot to spare, the
+        adapter of the head of the queue then begins to load: its copy hides behind this step (section 5.2).
         """
         requests = [*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills]
         for position, request in enumerate(requests):
@@ -239,6 +240,9 @@ class Engine:
                     if _same_adapter(other.adapter, request.adapter):
                         self._take_out(other)
                 raise
+        waiting = self.scheduler.waiting
+        if waiting and self.scheduler.has_slot(waiting[0], pinned):
+            residency.prefetch(waiting[0])
         return residency.slots()
 
     def _take_out(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from punica.adapters import LoRAModelManager, LoRARequest, PEFTHelper, resolve_adapter_path
 from punica.adapters.loader import in_context, source
@@ -12,7 +13,8 @@ from punica.engine.request import Request
 class AdapterResidency:
     """Between the engine and the manager: checks adapters when a request arrives, activates them when it is admitted.
 
-    An adapter is loaded at admission, not at arrival, since thousands may be queued while few are registered. An
+    An adapter is loaded at admission, or beside the step before if there is a slot to spare, not at arrival, since
+    thousands may be queued while few are registered. An
     adapter that was registered in memory (``manager.add_adapter(LoRAModel)``) is used as it is; its request's path is
     never read while it stays registered, so give ``max_cpu_loras`` room for all of those.
     """
@@ -20,6 +22,7 @@ class AdapterResidency:
     def __init__(self, manager: LoRAModelManager) -> None:
         self.manager = manager
         self._sources: dict[int, tuple[str, str]] = {}
+        self._prefetched: str | None = None  # the waiting request that was last tried
 
     def check(self, adapter: LoRARequest) -> None:
         """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads its config, not its tensors.
@@ -87,6 +90,19 @@ class AdapterResidency:
         except Exception:
             self._sources.pop(request.adapter_id, None)
             raise
+
+    def prefetch(self, request: Request) -> None:
+        """Begin to make the adapter of a waiting request active, beside the step that is about to run.
+
+        For a request whose adapter can have a slot now; tried once for each. One that cannot be loaded stays as it is:
+        the error belongs to the step in which the request joins.
+        """
+        adapter, tried = request.adapter, self._prefetched == request.request_id
+        if adapter is None or adapter.load_inplace or tried:  # in place: it would be loaded again when it joins
+            return
+        self._prefetched = request.request_id
+        with suppress(Exception):
+            self.manager.add_adapter(adapter)
 
     def slots(self) -> dict[int, int]:
         """Slot of every active adapter id."""

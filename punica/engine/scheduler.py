@@ -193,11 +193,12 @@ class Scheduler:
     def _yield_slots(self, pinned: Collection[int]) -> list[Request]:
         """Take running requests out until their adapters and the pinned ones fit; whose adapter joined last goes first.
 
-        They wait again in their old order; a finished member of an inseparable batch just leaves.
+        They wait again in their old order. Finished members of an inseparable batch go before all others, for good.
         """
         if self.max_adapters is None:
             return []
-        in_use = dict.fromkeys(request.adapter_id for request in self.running)  # in order of joining
+        by_worth = sorted(self.running, key=lambda request: request.status is RequestStatus.FINISHED)
+        in_use = dict.fromkeys(request.adapter_id for request in by_worth)
         unpinned = [adapter_id for adapter_id in in_use if adapter_id not in {0, *pinned}]
         leaving = set(unpinned[max(0, self.max_adapters - len(set(pinned))) :])
         preempted: list[Request] = []

@@ -43,6 +43,7 @@ class LogitsProcessorWithLoRA(SlottedLayer):
     the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
     """
 
+    skips_when_empty = True
     lora_a_stacked: Tensor
     lora_b_stacked: Tensor
 

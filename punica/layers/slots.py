@@ -64,11 +64,14 @@ class SlottedLayer(BaseLayerWithLoRA):
         a_transposed: whether A lies in its slot as ``[in, r]``.
         max_loras, lora_config: what ``create_lora_weights`` was given; 0 and ``None`` before.
         lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
+        skips_when_empty: whether a forward leaves the LoRA work out while ``filled_slots`` is empty: few adapters touch
+            embeddings and logits, and those that do not should not pay for them.
         filled_slots: indices of the slots that hold an adapter, known to the host.
     """
 
     base_layer: Any
     a_transposed = False
+    skips_when_empty = False
     full_input_size: int
     full_output_sizes: tuple[int, ...]
 
@@ -133,9 +136,8 @@ class SlottedLayer(BaseLayerWithLoRA):
         self.mark_slot(index, any(part.part is not None for part in parts))
 
     def mark_slot(self, index: int, filled: bool) -> None:
-        """Note on the host whether slot ``index`` holds an adapter. Whoever writes slots without ``set_lora`` calls it.
-
-        Few adapters touch embeddings and logits: those layers skip their LoRA work while ``filled_slots`` is empty.
+        """Note on the host whether slot ``index`` holds an adapter. Whoever writes slots without ``set_lora`` calls it,
+        at least on layers that skip when they are empty.
         """
         if filled:
             self.filled_slots.add(index)

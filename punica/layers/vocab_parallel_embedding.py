@@ -36,6 +36,7 @@ class VocabParallelEmbeddingWithLoRA(SlottedLayer):
     """
 
     a_transposed = True
+    skips_when_empty = True
     lora_a_stacked: Tensor
     lora_a_stacked_2d: Tensor
     lora_b_stacked: Tensor

@@ -64,21 +64,12 @@ def test_all_pinned_changes_nothing():
     cache = filled("a", "b", capacity=2)
     cache.pin("b")
     cache.pin("a")
-    for call in (cache.remove_oldest, cache.check_room, lambda: cache.put("c", 1)):
+    for call in (cache.remove_oldest, lambda: cache.put("c", 1)):
         with pytest.raises(RuntimeError, match=r"all 2 entries are pinned: \['a', 'b'\]"):
             call()
     assert order(cache) == "ab"
     cache.put("a", 5)  # a present key needs no room
     assert (cache.peek("a"), cache.pinned) == (5, {"a", "b"})
-
-
-def test_room_for_a_new_key():
-    cache = filled("a", capacity=2)
-    cache.pin("a")
-    cache.check_room()
-    cache.put("b", 1)
-    cache.check_room()  # b may go
-    assert order(cache) == "ab"
 
 
 def test_pop_takes_pinned_entries_and_their_pins():

@@ -15,7 +15,7 @@ from punica.parallel import ReplicatedLinear
 pytestmark = pytest.mark.gpu
 
 WIDTH = 2048
-LONG = 200_000_000  # clock cycles: about 0.1 s, far longer than any copy here
+LONG = 400_000_000  # clock cycles: about 0.2 s, far longer than any copy here
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_free_slot_is_filled_while_a_step_runs():
     manager.set_adapter_mapping(decode(1, 0, 1, 0))
     torch.cuda.synchronize()
 
-    torch.cuda._sleep(10 * LONG)
+    torch.cuda._sleep(5 * LONG)
     ended = torch.cuda.Event()
     old = manager.model.proj(x)
     ended.record()
@@ -139,7 +139,7 @@ def test_a_step_waits_for_the_copy_of_its_adapter():
         manager.add_adapter(constant(i, float(i)))
     outputs = []
     for i in range(1, 9):
-        torch.cuda._sleep(LONG // 20)
+        torch.cuda._sleep(LONG // 40)
         manager.activate_adapter(i)
         manager.set_adapter_mapping(decode(i, i, i, i))
         outputs.append(manager.model.proj(x))
@@ -178,7 +178,7 @@ def test_the_source_outlives_its_adapter():
     manager.add_adapter(constant(2, 2.0))
     torch.cuda.synchronize()
 
-    torch.cuda._sleep(LONG)
+    torch.cuda._sleep(5 * LONG)
     manager.model.proj(x)
     handle = manager.prefetch_adapter(2)
     slot, size = manager.lora_index_to_id.index(2), manager.adapter_bytes(2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from punica.adapters import LoRARequest
+from punica.adapters import LoRARequest, random_adapter
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request
 from punica.models import LlamaForCausalLM
@@ -129,6 +129,23 @@ def test_an_adapter_removed_under_a_running_request_is_loaded_again(backbone, ru
     assert [r.output_token_ids for r in requests] == [backbone.generate_merged((i, 3), i, 7) for i in (1, 2)]
 
 
+def test_an_adapter_that_is_loaded_again_takes_the_place_of_no_running_one(backbone) -> None:
+    """An adapter that only lives in memory would be lost for good."""
+    engine = backbone.engine(max_loras=2)
+    engine.manager.add_adapter(random_adapter(77, backbone.config, 8, seed=2))
+    reloaded = Request("reloaded", [1, 3], 6, backbone.adapters[1])
+    in_memory = Request("in memory", [2, 3], 6, LoRARequest("in-memory", 77, "no folder"))
+    for request in (reloaded, in_memory):
+        engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    engine.manager.remove_adapter(1)
+    engine.manager.add_adapter(random_adapter(78, backbone.config, 8, seed=3))  # takes the free place, as the newest
+    finish(engine)
+    assert reloaded.output_token_ids == backbone.generate_merged((1, 3), 1, 6)
+    assert in_memory.output_token_ids == backbone.generate_merged((2, 3), 2, 6)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_an_adapter_that_is_gone_for_good_costs_only_its_own_requests(backbone, tmp_path, rule) -> None:
     """Removed from the manager and damaged on disk: its requests leave, finished members of a batch as well."""
@@ -164,6 +181,24 @@ def test_a_damaged_reload_takes_no_running_request_along(backbone, tmp_path) -> 
         engine.step()
     finish(engine)
     assert running.output_token_ids == backbone.generate_merged((1, 2), 2, 6)
+
+
+@pytest.mark.parametrize("num_pages", [100, 6], ids=["never preempted", "preempted"])
+def test_a_request_keeps_the_weights_it_began_with(backbone, tmp_path, monkeypatch, num_pages) -> None:
+    """`load_inplace` loads when a request joins, not in the steps that follow nor when it returns."""
+    adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
+    reload = LoRARequest(adapter.lora_name, 9, adapter.lora_path, load_inplace=True)
+    engine = backbone.engine(page_size=8, num_pages=num_pages)
+    loads: list[int] = []
+    original = engine.manager._loader.load
+    monkeypatch.setattr(engine.manager._loader, "load", lambda r: (loads.append(r.lora_int_id), original(r))[1])
+    first, second = Request("first", [1, 2], 25), Request("second", [3, 4], 25, reload)
+    engine.add_request(first)
+    engine.add_request(second)
+    finish(engine)
+    assert loads == [9]
+    assert (second.preemptions > 0) is (num_pages == 6)
+    assert second.output_token_ids == backbone.generate_merged((3, 4), 2, 25)
 
 
 def test_the_id_of_an_adapter_that_failed_is_free_for_another_folder(backbone, tmp_path) -> None:

@@ -63,17 +63,28 @@ def test_all_requests_of_an_adapter_leave_and_return_in_their_order() -> None:
     assert "".join(names(plan.prefills) for plan in drain(scheduler)) == "bce"
 
 
-@pytest.mark.parametrize("rule", ["static", "static_mixed"])
-def test_what_is_left_of_a_batch_that_loses_its_running_members_is_retired(rule) -> None:
+@pytest.mark.parametrize(("rule", "finished"), [("static", 1), ("static_mixed", 1), ("static_mixed", 0)])
+def test_what_is_left_of_a_batch_that_loses_its_running_members_is_retired(rule, finished) -> None:
+    """The finished member leaves, even if it needs no slot: nothing would ever run beside it."""
     scheduler = make_scheduler(rule, max_adapters=1)
-    for name, new in (("a", 1), ("b", 5)):
-        scheduler.add(make(name, new=new, adapter_id=1))
+    for name, new, adapter_id in (("a", 1, finished), ("b", 5, 1)):
+        scheduler.add(make(name, new=new, adapter_id=adapter_id))
     advance(scheduler)
     plan = scheduler.schedule(pinned={9})
     assert (names(plan.preempted), names(plan.idle), plan.is_empty) == ("b", "", True)
     assert scheduler.running == []
     assert scheduler.pages.num_free == scheduler.pages.num_pages
     assert [names(plan.prefills) for plan in drain(scheduler)] == ["b", "", "", ""]
+
+
+def test_finished_members_of_a_batch_yield_before_unfinished_ones() -> None:
+    scheduler = make_scheduler("static_mixed", max_adapters=2)
+    for name, new, adapter_id in (("a", 1, 1), ("b", 5, 2)):
+        scheduler.add(make(name, new=new, adapter_id=adapter_id))
+    advance(scheduler)
+    plan = scheduler.schedule(pinned={9})
+    assert (names(plan.preempted), names(plan.idle), names(plan.decodes)) == ("", "", "b")
+    check_invariants(scheduler)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.slot_image import ALIGNMENT, HEADER
-from punica.ops.triton_ops.launch import cdiv, on_device
+from punica.ops.triton_ops.launch import Launch, all_aligned, cdiv, on_device
 
 __all__ = ["SlotTable", "write_slot"]
 
 BLOCK = 4096
-_COLUMNS = 5  # of the table: address, elements between slots, rows, columns, address of the ranks
+_COLUMNS = 4  # of the table: address, elements of a slot, columns, address of the ranks
 
 
 class SlotTable:
@@ -44,13 +44,13 @@ class SlotTable:
         tiles: list[tuple[int, int]] = []
         for m, (stacked, live) in enumerate(zip(slots, ranks, strict=True)):
             elements, width = stacked[0].numel(), stacked.shape[-1]
-            rows.append((stacked.data_ptr(), elements, elements // width, width, live.data_ptr()))
+            rows.append((stacked.data_ptr(), elements, width, live.data_ptr()))
             tiles += [(m, k) for k in range(cdiv(elements, BLOCK))]
-        self.aligned = all(
-            live[0] % ALIGNMENT == 0 and live[1] * self.dtype.itemsize % ALIGNMENT == 0 for live in rows
-        )
+        aligned = all(row[0] % ALIGNMENT == 0 and row[1] * self.dtype.itemsize % ALIGNMENT == 0 for row in rows)
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
         self.tiles = torch.tensor(tiles, dtype=torch.int32).to(self.device)
+        constants = (BLOCK, HEADER, _COLUMNS, ALIGNMENT // self.dtype.itemsize, aligned)
+        self.launch = Launch(_slot_write_kernel, (len(tiles), 1, 1), (), constants, num_warps=4, pdl=False)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -94,7 +94,7 @@ def _slot_write_kernel(
     slot_size = tl.load(row + 1)
     if ALIGNED:
         slot_size = tl.multiple_of(slot_size, PER_UNIT)
-    cols = tl.load(row + 3).to(tl.int32)
+    cols = tl.load(row + 2).to(tl.int32)
     head = image_ptr + matrix * HEADER
     part_ptr = data_ptr + tl.load(head) * PER_UNIT
     part_rows = tl.load(head + 1).to(tl.int32)
@@ -115,7 +115,7 @@ def _slot_write_kernel(
         values = tl.load(part_ptr + i * part_cols + j, mask=live, other=0.0)
     tl.store(target_ptr + offs, values, mask=inside)
     if tile == 0:
-        ranks_ptr = tl.load(row + 4).to(tl.pointer_type(tl.int32))
+        ranks_ptr = tl.load(row + 3).to(tl.pointer_type(tl.int32))
         tl.store(ranks_ptr + index, tl.load(head + 3).to(tl.int32))
 
 
@@ -130,15 +130,5 @@ def write_slot(image: Tensor, table: SlotTable, index: int) -> None:
     if image.device != table.device:
         raise ValueError(f"image is on {image.device}, the slots are on {table.device}; copy it there first")
     with on_device(image.get_device()):
-        _slot_write_kernel[(len(table.tiles),)](
-            image.view(torch.int64),
-            image.view(table.dtype),
-            table.table,
-            table.tiles,
-            index,
-            BLOCK=BLOCK,
-            HEADER=HEADER,
-            COLUMNS=_COLUMNS,
-            PER_UNIT=ALIGNMENT // table.dtype.itemsize,
-            ALIGNED=table.aligned,
-        )
+        tensors = (image.view(torch.int64), image.view(table.dtype), table.table, table.tiles)
+        table.launch(tensors, (index,), all_aligned(image))
