@@ -172,16 +172,27 @@ def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Dec
         raise CheckFailed("a decode step comes out as if its rows had no adapters")
     if invocation.device.type != "cuda":
         return lambda: step(own)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
+    captured = CapturedRun(run)
 
     def replay() -> torch.Tensor:
         manager.set_adapter_mapping(own)
-        graph.replay()
-        return output
+        return captured()
 
     return replay
+
+
+class CapturedRun:
+    """A function as a CUDA graph; `function` is kept because it holds what the graph reads by address."""
+
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
+        self.function, self.graph = function, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = function()
+
+    def __call__(self) -> torch.Tensor:
+        """Run it again; the result is overwritten by the next call."""
+        self.graph.replay()
+        return self.output
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -8,10 +8,10 @@ above; a decode step does not notice a load on a stream of its own.
 
 Timed: from the call on the host until the adapter lies in its slot of every layer. Panel `layer` is a model of one
 layer, `model` the whole model, both with nothing else running; `overlap` starts a load and at once a decode step of
-other adapters, and compares that step with the same step alone. Systems:
+other adapters (on a GPU a CUDA graph), and compares that step with the same step alone. Systems:
 
-    punica      `LoRAModelManager.prefetch_adapter`: on a GPU one copy of a page-locked image and one kernel that
-                scatters it, on a stream of their own; on a CPU `set_lora` layer by layer
+    punica      `LoRAModelManager.prefetch_adapter`: on a GPU one kernel on a stream of its own, which reads a
+                page-locked image of the adapter through the link; on a CPU `set_lora` layer by layer
     per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only)
     pageable    the same from ordinary memory (GPU only)
     link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline

@@ -1,6 +1,6 @@
 """Adapters into slots on a GPU, beside the running model: section 5.2 of the paper, on a stream of its own.
 
-    host image --one copy--> device image --one kernel--> slots of all layers            (both on the copy stream)
+    image in page-locked host memory --one kernel on the copy stream, through the link--> slots of all layers
 
 Nothing here makes the host wait. What orders the two streams are events:
 
@@ -88,7 +88,7 @@ class StreamSlotWriter:
         elif slot in self._last_read:
             self._stream.wait_event(self._last_read.pop(slot))
         with torch.cuda.stream(self._stream):
-            self._write_slot(image.to(self._device, non_blocking=True), self._table, slot)
+            self._write_slot(image, self._table, slot)
             copy = CopyEvent(self._stream.record_event(), self._device)
         self._written[slot] = copy
         self._in_flight.append((copy, image))

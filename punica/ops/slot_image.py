@@ -2,8 +2,8 @@
 
 Copying an adapter matrix by matrix costs a host call each, some 450 for a Llama-2 7B: milliseconds of host time, and a
 link that idles between small copies (section 5.2 of the paper loads 80 MB). Packed once, when the adapter is
-registered, it moves in a single copy, and one kernel (:mod:`punica.ops.triton_ops.slot_write`) spreads it over the
-stacked buffers of all layers. Layout, for M matrices (A and B of every slice of every layer):
+registered, it moves in a single launch: one kernel (:mod:`punica.ops.triton_ops.slot_write`) reads it and spreads it
+over the stacked buffers of all layers. Layout, for M matrices (A and B of every slice of every layer):
 
     header  int64 [M, 4]       offset of the matrix in units of 16 bytes, its rows, its columns, its rank; zeros if none
     data    the matrices, row by row, each beginning at a multiple of 16 bytes

@@ -5,7 +5,9 @@ import torch
 
 from punica.ops import slot_image
 from punica.ops.slot_image import SlotMatrix, pack_image
-from punica.ops.triton_ops.slot_write import BLOCK, SlotTable, write_slot
+from punica.ops.triton_ops.slot_write import BLOCK_BYTES, PROGRAMS, SlotTable, write_slot
+
+BLOCK = BLOCK_BYTES // 4  # elements of float32; half a tile of the narrower types
 
 # rows and columns of each matrix of a slot, and of the adapter's part (None: it has none)
 CASES = {
@@ -14,7 +16,9 @@ CASES = {
     "odd": [((7, 33), (3, 33)), ((65, 7), (65, 3)), ((1, 1), (1, 1))],
     "absent": [((8, 40), None), ((24, 8), (24, 8)), ((8, 40), (8, 40))],
     "empty part": [((4, 40), (0, 40)), ((24, 8), (24, 1))],
+    "unit wide": [((16, 64), (8, 64)), ((96, 16), (96, 8)), ((96, 16), (40, 8))],
     "several tiles": [((3, BLOCK), (2, BLOCK)), ((2 * BLOCK + 5, 3), (2 * BLOCK + 5, 2)), ((BLOCK + 1, 1), None)],
+    "more tiles than programs": [((3, 64), (3, 64))] * (PROGRAMS + 3),
 }
 GUARD = 64
 
@@ -42,7 +46,7 @@ def test_equals_plain_torch_and_touches_nothing_else(case, dtype, index, device)
     ]
     expected_ranks = ranks.cpu().clone()
     slot_image.write_slot(image, expected_slots, list(expected_ranks), index)
-    write_slot(image.to(device), SlotTable(slots, list(ranks)), index)
+    write_slot(image.pin_memory() if device == "cuda" else image, SlotTable(slots, list(ranks)), index)
     for found, wanted in zip(whole, expected, strict=True):
         assert torch.equal(found.cpu(), wanted)
     assert torch.equal(ranks.cpu(), expected_ranks)
