@@ -94,10 +94,10 @@ class ActiveAdapters:
             raise ValueError(f"adapter {adapter_id!r} is not active; active: {sorted(self.ids())}")
         return placement.copy
 
-    def slots_of(self, adapter_ids: Iterable[int]) -> frozenset[int]:
-        """The slots of active adapters; ids without a slot (0 is no adapter) have none."""
-        placements = (self._placements.peek(adapter_id) for adapter_id in set(adapter_ids))
-        return frozenset(placement.slot for placement in placements if placement is not None)
+    def slots_of(self, adapter_ids: Iterable[int]) -> dict[int, int]:
+        """The slot of each active adapter among `adapter_ids`; ids without a slot (0 is no adapter) are left out."""
+        placements = {adapter_id: self._placements.peek(adapter_id) for adapter_id in adapter_ids}
+        return {adapter_id: placement.slot for adapter_id, placement in placements.items() if placement is not None}
 
     def _free(self, adapter_id: int, placement: Placement) -> None:
         self.index_to_id[placement.slot] = None

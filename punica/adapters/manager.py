@@ -98,7 +98,7 @@ class LoRAModelManager:
         self._writer = make_slot_writer(self.modules)
         self._active = ActiveAdapters(self.lora_slots, self._writer)
         self._registered = RegisteredAdapters(self.capacity, self._active, self._writer)
-        self._last_mapping: tuple[LoRAMapping, tuple[int | None, ...]] | None = None
+        self._last_mapping: tuple[LoRAMapping, dict[int, int]] | None = None  # and the slots of its adapters
 
     # --- capacity and look-ups ---------------------------------------------------------------------------------------
 
@@ -272,19 +272,19 @@ class LoRAModelManager:
 
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
         """Announce the next step: its rows wait for the copies of the adapters they use, and its metadata are refilled
-        (skipped if neither the mapping nor the slot table changed since the last call).
+        (skipped if neither the mapping nor the slot of any adapter in it changed since the last call).
 
         Raises:
             ValueError: the mapping names an id that is not active, or has more rows than the buffers; the previous
                 metadata stay.
         """
-        state = (mapping, tuple(self.lora_index_to_id))
-        if state != self._last_mapping:
+        placed = self._active.slots_of(_ids_of(mapping))
+        if (mapping, placed) != self._last_mapping:
             # one more than the slots, so that "no adapter" encodes as one past the last slot
             self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
-            self._last_mapping = state
+            self._last_mapping = (mapping, placed)
         # even for the same slots: one of them may have been written again
-        self._writer.begin_step(self._active.slots_of((*mapping.index_mapping, *mapping.prompt_mapping)))
+        self._writer.begin_step(placed.values())
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
 
@@ -343,12 +343,17 @@ class LoRAModelManager:
 
     def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
         """What `set_adapter_mapping` would object to after the adapters have been made active."""
-        if not isinstance(mapping, LoRAMapping):
-            raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
-        unknown = sorted({*mapping.index_mapping, *mapping.prompt_mapping} - {0, *wanted})
+        unknown = sorted(_ids_of(mapping) - {0, *wanted})
         if unknown:
             raise ValueError(
                 f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"
             )
         # which slots they get does not matter here: other ids, other slots
         self.punica_wrapper.check_metadata(mapping, list(wanted), self.lora_slots + 1, self.vocab_size)
+
+
+def _ids_of(mapping: LoRAMapping) -> set[int]:
+    """The adapters in a mapping, 0 for none among them. TypeError for anything else."""
+    if not isinstance(mapping, LoRAMapping):
+        raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
+    return {*mapping.index_mapping, *mapping.prompt_mapping}

@@ -19,6 +19,7 @@ from punica.parallel.group import (
     tensor_model_parallel_gather,
     tensor_parallel,
 )
+from punica.parallel.launch import init_tensor_parallel, spawn_tensor_parallel
 from punica.parallel.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -48,7 +49,9 @@ __all__ = [
     "divide",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
+    "init_tensor_parallel",
     "set_tensor_parallel_group",
+    "spawn_tensor_parallel",
     "split_tensor_along_last_dim",
     "tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce",

@@ -13,6 +13,8 @@ they return their input untouched, so a single-GPU forward pays nothing for the 
 from __future__ import annotations
 
 import threading
+import weakref
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -67,71 +69,102 @@ class SingleProcessGroup:
         return tensor
 
 
+# torch 2.13 renamed the collective and warns about the old name
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class TorchDistGroup:
     """A ``torch.distributed`` process group as a tensor-parallel group.
 
     Args:
         process_group: the group to use; ``None`` is the default (world) group.
 
-    The object may be built before ``torch.distributed.init_process_group``; using it before is a ``RuntimeError``.
-    Collectives are issued on the current CUDA stream and can be captured in a CUDA graph with NCCL. All ranks must
-    hold tensors of one shape; on CPU, where looking costs little, a disagreement is a ``ValueError`` on every rank.
+    The object may be built before ``torch.distributed.init_process_group``; using it before that, after
+    ``destroy_process_group`` or after :meth:`close` is a ``RuntimeError``. Collectives are issued on the current CUDA
+    stream and can be captured in a CUDA graph with NCCL. All ranks must hold tensors of one shape and dtype; on CPU,
+    where looking costs little, a disagreement is a ``ValueError`` on every rank.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._process_group = process_group
+        self._closed = False
+        self._place: tuple[int, int] = (0, 1)
+        self._world: weakref.ref[dist.ProcessGroup] | None = None  # the world in which _place was looked up
 
-    def _require_initialized(self) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+    def close(self) -> None:
+        """Let go of the process group, which must not outlive ``torch.distributed``; no collective afterwards."""
+        self._process_group, self._closed = None, True
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        """This rank's place, asked of ``torch.distributed`` once per world: every layer of every step wants it."""
+        world = dist.group.WORLD if dist.is_available() and not self._closed else None
+        if world is None:
             raise RuntimeError(
-                "TorchDistGroup used before torch.distributed is initialised; call torch.distributed.init_process_group"
+                "TorchDistGroup used before torch.distributed is initialised or after it ended; call "
+                "torch.distributed.init_process_group, or work inside punica.parallel.init_tensor_parallel"
             )
+        if self._world is None or self._world() is not world:
+            self._place = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
+            self._world = weakref.ref(world)
+        return self._place
 
     @property
     def rank(self) -> int:
         """Rank within the group (not the global rank)."""
-        self._require_initialized()
-        return dist.get_rank(self._process_group)
+        return self._rank_and_size()[0]
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        self._require_initialized()
-        return dist.get_world_size(self._process_group)
+        return self._rank_and_size()[1]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place where ``tensor`` is contiguous; returns the result."""
-        self._require_initialized()
+        self._rank_and_size()
         tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self._process_group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Every rank's tensor, concatenated along ``dim`` in rank order, on every rank."""
-        self._require_initialized()
+        _, size = self._rank_and_size()
         self._check_same_shape(tensor)
-        tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor, group=self._process_group)
-        return torch.cat(parts, dim=dim)
+        parts = tensor.new_empty(size, *tensor.shape)
+        _all_gather_flat(parts.view(-1), tensor.contiguous().view(-1), group=self._process_group)
+        return _concatenate(parts, dim)
 
     def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
         """As :meth:`all_gather`, but only rank ``dst`` of the group receives the result."""
-        self._require_initialized()
+        rank, size = self._rank_and_size()
         self._check_same_shape(tensor)
-        tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == dst else None
-        dist.gather(tensor, parts, group=self._process_group, group_dst=dst)
-        return None if parts is None else torch.cat(parts, dim=dim)
+        parts = tensor.new_empty(size, *tensor.shape) if rank == dst else None
+        views = None if parts is None else list(parts.unbind(0))
+        dist.gather(tensor.contiguous(), views, group=self._process_group, group_dst=dst)
+        return None if parts is None else _concatenate(parts, dim)
 
     def _check_same_shape(self, tensor: Tensor) -> None:
-        """Compare shapes over ranks on CPU; on CUDA a read-back would stall the stream, so the caller sees to it."""
+        """Compare shapes and dtypes over ranks on CPU; on CUDA a read-back would stall the stream, so the caller does.
+
+        Eight bytes per rank are compared. A rank cannot skip this for a shape that it has sent before, as another rank
+        may hold a new one and would wait for it. The shapes themselves travel only for the message.
+        """
         if tensor.device.type != "cpu":
             return
-        shapes: list[object] = [None] * self.world_size
-        dist.all_gather_object(shapes, tuple(tensor.shape), group=self._process_group)
-        if any(shape != shapes[0] for shape in shapes):
-            raise ValueError(f"tensors to gather must have one shape on all ranks, got {shapes} in rank order")
+        own = (tuple(tensor.shape), str(tensor.dtype))
+        mine = torch.tensor([zlib.crc32(repr(own).encode())])
+        theirs = mine.new_empty(self.world_size)
+        _all_gather_flat(theirs, mine, group=self._process_group)
+        if bool((theirs == mine).all()):
+            return
+        found: list[object] = [None] * self.world_size
+        dist.all_gather_object(found, own, group=self._process_group)
+        raise ValueError(f"tensors to gather must have one shape and dtype on all ranks, got {found} in rank order")
+
+
+def _concatenate(parts: Tensor, dim: int) -> Tensor:
+    """``parts [ranks, *shape]`` joined along ``dim`` of ``shape``: a view for the first dimension, else one copy."""
+    dim %= parts.ndim - 1
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 _SINGLE = SingleProcessGroup()
@@ -142,6 +175,11 @@ _this_thread = threading.local()
 def _current_group() -> TensorParallelGroup:
     group = getattr(_this_thread, "group", None)
     return _process_wide if group is None else group
+
+
+def process_wide_group() -> TensorParallelGroup:
+    """What :func:`set_tensor_parallel_group` installed last, or the single rank."""
+    return _process_wide
 
 
 def set_tensor_parallel_group(group: TensorParallelGroup | None) -> None:

@@ -200,7 +200,7 @@ def check_invariants(manager: LoRAModelManager) -> None:
     assert len(in_slots) == len(set(in_slots))
     assert set(in_slots) <= set(registered)
     assert set(in_slots) == set(manager._active.ids())
-    assert all(manager._active.slots_of([i]) == {manager.lora_index_to_id.index(i)} for i in in_slots)
+    assert manager._active.slots_of(in_slots) == {i: manager.lora_index_to_id.index(i) for i in in_slots}
     assert len(manager) == len(registered) <= manager.capacity
     assert len(manager.lora_index_to_id) == manager.lora_slots
     assert manager.pinned_adapters == manager._registered._adapters.pinned <= set(in_slots)

@@ -5,9 +5,8 @@
 
 The image (:mod:`punica.ops.slot_image`) stays in page-locked host memory and the kernel reads it through the link, so
 an adapter needs no copy on the device and moves once. A few programs suffice to keep the link busy, and they leave the
-other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 55 GB/s for one large copy) 16 programs read 80 MB at
-50 GB/s and make a decode step of 17 ms 0.3 % longer, where a copy to the device followed by a kernel of full width took
-as long and made it 3 % longer.
+other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read the 80 MB of
+a Llama-2 7B at rank 16 with 50 GB/s. Where the slot is wider than the adapter its zeros cost about as much again.
 
 Which buffers there are never changes, so their addresses, sizes and widths lie in a table on the device
 (:class:`SlotTable`), beside a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its
@@ -31,7 +30,7 @@ from punica.ops.triton_ops.launch import Launch, all_aligned, cdiv, on_device
 __all__ = ["SlotTable", "write_slot"]
 
 BLOCK_BYTES = 32768
-PROGRAMS = 16
+PROGRAMS = 32
 NUM_WARPS = 8
 _COLUMNS = 4  # of the table: address, elements of a slot, columns, address of the ranks
 
@@ -84,13 +83,29 @@ def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
 
 
 @triton.jit
-def _zero_rest(target_ptr, tile, slot_size, cols, part_rows, part_cols, BLOCK: tl.constexpr, UNIT: tl.constexpr):
-    """Zero what lies outside the part in one tile of a slot, ``UNIT`` neighbours at a time: all in or all out."""
-    first = tile * BLOCK + tl.arange(0, BLOCK // UNIT) * UNIT
+def _write_tile(
+    part_ptr,
+    target_ptr,
+    tile,
+    slot_size,
+    cols,
+    part_rows,
+    part_cols,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """One tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all zero."""
+    UNITS: tl.constexpr = BLOCK // UNIT
+    first = tile * BLOCK + tl.arange(0, UNITS) * UNIT
+    lanes = tl.arange(0, UNIT)[None, :]
+    width = tl.maximum(part_cols, 1)
+    live = tl.broadcast_to((first < part_rows * part_cols)[:, None], (UNITS, UNIT))
+    values = tl.load(part_ptr + first[:, None] + lanes, mask=live, other=0.0)
+    there = first // width * cols + first % width
+    tl.store(target_ptr + there[:, None] + lanes, values, mask=live)
     outside = (first < slot_size) & ((first // cols >= part_rows) | (first % cols >= part_cols))
-    offs = first[:, None] + tl.arange(0, UNIT)[None, :]
-    zeros = tl.zeros((BLOCK // UNIT, UNIT), target_ptr.dtype.element_ty)
-    tl.store(target_ptr + offs, zeros, mask=tl.broadcast_to(outside[:, None], (BLOCK // UNIT, UNIT)))
+    zeros = tl.zeros((UNITS, UNIT), target_ptr.dtype.element_ty)
+    tl.store(target_ptr + first[:, None] + lanes, zeros, mask=tl.broadcast_to(outside[:, None], (UNITS, UNIT)))
 
 
 @triton.jit(do_not_specialize=["index", "num_tiles"])
@@ -123,19 +138,18 @@ def _slot_write_kernel(
         if ALIGNED:
             target_ptr = tl.multiple_of(target_ptr, 16)
 
-        offs = tile * BLOCK + tl.arange(0, BLOCK)
-        count = part_rows * part_cols
-        run = tl.cdiv(count, UNIT) * UNIT  # the image fills parts up to whole units, with zeros
-        values = tl.load(part_ptr + offs, mask=(offs < slot_size) & (offs < run), other=0.0)
-        if part_cols == cols:  # both sides are one run of elements
+        if part_cols == cols:  # both sides are one run of elements; the image fills it up to whole units, with zeros
+            offs = tile * BLOCK + tl.arange(0, BLOCK)
+            run = tl.cdiv(part_rows * part_cols, UNIT) * UNIT
+            values = tl.load(part_ptr + offs, mask=(offs < slot_size) & (offs < run), other=0.0)
             tl.store(target_ptr + offs, values, mask=offs < slot_size)
+        elif ALIGNED and (cols % UNIT == 0) and (part_cols % UNIT == 0):
+            # products, as the compiler then knows what divides them; tl.multiple_of would promise it on every path
+            cols_in_units = cols // UNIT * UNIT
+            part_in_units = part_cols // UNIT * UNIT
+            _write_tile(part_ptr, target_ptr, tile, slot_size, cols_in_units, part_rows, part_in_units, BLOCK, UNIT)
         else:
-            width = tl.maximum(part_cols, 1)
-            tl.store(target_ptr + offs // width * cols + offs % width, values, mask=offs < count)
-            if ALIGNED and (cols % UNIT == 0) and (part_cols % UNIT == 0):
-                _zero_rest(target_ptr, tile, slot_size, cols, part_rows, part_cols, BLOCK, UNIT)
-            else:
-                _zero_rest(target_ptr, tile, slot_size, cols, part_rows, part_cols, BLOCK, 1)
+            _write_tile(part_ptr, target_ptr, tile, slot_size, cols, part_rows, part_cols, BLOCK, 1)
         if tile == 0:
             ranks_ptr = tl.load(row + 3).to(tl.pointer_type(tl.int32))
             tl.store(ranks_ptr + index, tl.load(head + 3).to(tl.int32))

@@ -1,0 +1,280 @@
+"""Starting tensor parallelism: one process per rank, and the group that the layers find.
+
+Tensor parallelism cuts every layer over ``tp_size`` processes that all run *the same program* on *the same requests*.
+Inside :func:`init_tensor_parallel` a layer reads its place from the group when it is built, keeps its part of the
+weight when it is loaded, and meets the other ranks in one collective per pair of layers when it runs; model and engine
+code does not change. The processes come from one of
+
+* **torchrun**, one command per machine::
+
+      torchrun --nproc-per-node 2 serve.py
+
+      # serve.py
+      with init_tensor_parallel():
+          model = LlamaForCausalLM(folder)      # builds this rank's shards
+          model.load_weights(folder)            # reads this rank's part of the full checkpoint
+          ...                                   # every rank now computes the same logits
+
+* :func:`spawn_tensor_parallel`, from within a Python program on one machine, as a test or a notebook does.
+
+With more processes than ``tp_size`` the world is cut into groups of consecutive ranks that do not talk to each other:
+``world_size / tp_size`` replicas of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from punica.checks import check_count
+from punica.parallel.group import TorchDistGroup, process_wide_group, set_tensor_parallel_group
+
+TORCHRUN_HINT = "start the program with torchrun --nproc-per-node N, or use punica.parallel.spawn_tensor_parallel"
+FIRST_FAILURE = "first-failure"  # file with the traceback of the rank that failed first
+
+
+@contextmanager
+def init_tensor_parallel(
+    tp_size: int | None = None,
+    *,
+    backend: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Iterator[TorchDistGroup]:
+    """Make this process one rank of a tensor-parallel group for the ``with`` block; the group is yielded.
+
+    Args:
+        tp_size: ranks that share one model; must divide the world size. ``None``: the whole world.
+        backend: of ``torch.distributed``. ``None``: NCCL for CUDA tensors (and gloo for CPU tensors) where there is a
+            GPU, else gloo.
+        init_method: rendezvous, e.g. ``"tcp://10.0.0.1:29500"`` or ``"file:///shared/file"``. ``None``: the
+            environment's ``MASTER_ADDR`` and ``MASTER_PORT``.
+        rank, world_size: this process's place in the world. ``None``: the environment's ``RANK`` and ``WORLD_SIZE``,
+            which torchrun sets.
+
+    With NCCL the current CUDA device becomes ``LOCAL_RANK`` (``rank`` where that is not set) and stays so. All ranks of
+    the world must come here. A world that is initialised already is used as found: leave the keyword arguments out.
+    On exit the previous group is installed again, and what was initialised here is destroyed. Without a ``with`` block:
+    ``stack = contextlib.ExitStack()``, ``stack.enter_context(init_tensor_parallel())``, and later ``stack.close()``.
+
+    Raises, before anything changes: TypeError or ValueError for an argument or environment variable out of range or a
+    ``tp_size`` that does not divide the world size, RuntimeError for a missing environment or too few GPUs.
+    """
+    given = {"backend": backend, "init_method": init_method, "rank": rank, "world_size": world_size}
+    found = dist.is_available() and dist.is_initialized()
+    world = _world_as_found(given) if found else _planned_world(backend, init_method, rank, world_size)
+    size = world.size if tp_size is None else _checked_tp_size(tp_size, world.size)
+    with ExitStack() as undo:
+        if not found:
+            _start(world)
+            undo.callback(dist.destroy_process_group)
+        group = _own_group(world, size, undo)
+        undo.callback(set_tensor_parallel_group, process_wide_group())
+        set_tensor_parallel_group(group)
+        yield group
+
+
+@dataclass(frozen=True)
+class _World:
+    """All processes: this one's rank, how many there are, and, unless they have met already, how they meet."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    backend: str = ""
+    init_method: str | None = None
+
+    @property
+    def starts_nccl(self) -> bool:
+        return "nccl" in self.backend
+
+
+def _world_as_found(given: dict[str, Any]) -> _World:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise ValueError(
+            f"torch.distributed is already initialised (rank {dist.get_rank()} of {dist.get_world_size()}); "
+            f"leave out {', '.join(named)}, or call torch.distributed.destroy_process_group first"
+        )
+    return _World(dist.get_rank(), dist.get_world_size())
+
+
+def _planned_world(backend: str | None, init_method: str | None, rank: int | None, world_size: int | None) -> _World:
+    """The world that arguments and environment describe, checked."""
+    needed = [name for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is None]
+    if init_method in (None, "env://"):
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
+        raise RuntimeError(
+            f"environment variable(s) {', '.join(missing)} not set; {TORCHRUN_HINT}, or pass init_method, rank and "
+            "world_size"
+        )
+    size = check_count("world_size", _environment_int("WORLD_SIZE") if world_size is None else world_size)
+    place = check_count("rank", _environment_int("RANK") if rank is None else rank, lowest=0)
+    if place >= size:
+        raise ValueError(f"rank is {place}, must be below world_size {size}; ranks count from 0")
+    local = _environment_int("LOCAL_RANK") if os.environ.get("LOCAL_RANK") else place
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    world = _World(place, size, local, backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), init_method)
+    if world.starts_nccl:
+        local_size = _environment_int("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else local + 1
+        _check_gpus(max(local + 1, local_size))
+    return world
+
+
+def _environment_int(name: str) -> int:
+    value = os.environ[name]
+    if not value.isdecimal():
+        raise ValueError(f"environment variable {name} must be an integer >= 0, got {value!r}; {TORCHRUN_HINT}")
+    return int(value)
+
+
+def _check_gpus(local_ranks: int) -> None:
+    gpus = torch.cuda.device_count()
+    if local_ranks > gpus:
+        raise RuntimeError(
+            f"{local_ranks} ranks on this machine need a GPU each with NCCL, there are {gpus}; start at most {gpus} "
+            "ranks here, or pass backend='gloo' to compute on the CPU"
+        )
+
+
+def _checked_tp_size(tp_size: int, world_size: int) -> int:
+    check_count("tp_size", tp_size)
+    if world_size % tp_size:
+        raise ValueError(
+            f"tp_size is {tp_size}, must divide the world size {world_size}; choose a divisor or start a multiple of "
+            f"{tp_size} ranks"
+        )
+    return tp_size
+
+
+def _start(world: _World) -> None:
+    if world.starts_nccl:
+        torch.cuda.set_device(world.local_rank)
+    # torch.distributed.nn makes the world of its import time a default argument. Other libraries import it lazily; were
+    # that to happen in this block, it would keep the world alive, and gloo's threads abort a process that ends with it.
+    importlib.import_module("torch.distributed.nn")
+    dist.init_process_group(world.backend, world.init_method, rank=world.rank, world_size=world.size)
+
+
+def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
+    """The group of this rank: ranks ``[k * tp_size, (k + 1) * tp_size)`` of the world."""
+    process_group = None
+    if tp_size < world.size:
+        for first in range(0, world.size, tp_size):  # every rank takes part in making every group
+            made = dist.new_group(list(range(first, first + tp_size)))
+            if first <= world.rank < first + tp_size:
+                process_group = made
+        undo.callback(dist.destroy_process_group, process_group)
+    if world.starts_nccl:  # the first collective connects the ranks, which it must not do while a graph is captured
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
+    group = TorchDistGroup(process_group)
+    undo.callback(group.close)
+    return group
+
+
+def spawn_tensor_parallel(
+    function: Callable[..., Any], tp_size: int, *args: Any, backend: str | None = None
+) -> list[Any]:
+    """Run ``function(rank, *args)`` on ``tp_size`` ranks, a new process each; the results in rank order.
+
+    Every process is inside :func:`init_tensor_parallel`, so ``function`` builds and runs sharded layers without
+    further ado::
+
+        def logits(rank, folder):                      # at the top level of a module
+            model = LlamaForCausalLM(folder)
+            ...
+
+        if __name__ == "__main__":                     # the new processes import this module too
+            per_rank = spawn_tensor_parallel(logits, 2, "llama-7b")
+
+    ``function``, ``args`` and results travel by pickle: every rank has its own copy of a tensor in ``args``. On CPUs
+    the ranks share this process's torch threads evenly. ``backend`` is that of :func:`init_tensor_parallel`; pass
+    ``"gloo"`` to compute on the CPU of a machine with fewer GPUs than ranks.
+
+    Raises TypeError or ValueError for arguments that cannot be used, before a process starts. When a rank fails the
+    others are ended, and a RuntimeError carries the traceback of the rank that failed first.
+    """
+    check_count("tp_size", tp_size)
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
+    try:
+        call = pickle.dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"function and args must be picklable to reach another process: {error}; define the function at the top "
+            "level of a module"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="punica-tp-") as folder:
+        home = Path(folder)
+        (home / "call").write_bytes(call)
+        _run_ranks(home, tp_size, backend)
+        return [_result_of(home, rank, tp_size) for rank in range(tp_size)]
+
+
+def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
+    """Start all ranks and wait; the first failure ends them all."""
+    threads = max(1, torch.get_num_threads() // tp_size)
+    job = (tp_size, backend, threads, home)
+    processes = mp.start_processes(_rank_main, job, nprocs=tp_size, join=False, start_method="spawn")
+    failure = home / FIRST_FAILURE
+    try:
+        while not (processes.join(timeout=5) or failure.exists()):
+            pass
+    except mp.ProcessExitedException as error:
+        if not failure.exists():  # killed, or failed to import what it should run
+            raise RuntimeError(f"spawn_tensor_parallel: rank {error.error_index} of {tp_size}: {error}") from None
+    finally:
+        for process in processes.processes:
+            if process.is_alive():  # an interrupt of this process, or a rank that failed and cannot leave its group
+                process.kill()
+                process.join()
+    if failure.exists():
+        raise RuntimeError(f"spawn_tensor_parallel: {failure.read_text()}")
+
+
+def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home: Path) -> None:
+    """What a spawned process runs; results and failures go to files in ``home``."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(tp_size))
+    torch.set_num_threads(threads)
+    place: dict[str, Any] = {"rank": rank, "world_size": tp_size, "init_method": (home / "rendezvous").as_uri()}
+    # noted inside as well: leaving the group makes the other ranks fail too, and theirs is not the failure to report
+    noting = functools.partial(_noting_failure, home, rank, tp_size)
+    with noting(), init_tensor_parallel(backend=backend, **place), noting():
+        function, args = pickle.loads((home / "call").read_bytes())
+        (home / f"result-{rank}").write_bytes(pickle.dumps(function(rank, *args)))
+
+
+@contextmanager
+def _noting_failure(home: Path, rank: int, tp_size: int) -> Iterator[None]:
+    """Write the traceback of an exception to ``FIRST_FAILURE``, unless a failure is there already, and exit."""
+    try:
+        yield
+    except Exception:
+        note = home / f"failure-{rank}"
+        note.write_text(f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}")
+        with suppress(FileExistsError):
+            os.link(note, home / FIRST_FAILURE)  # complete at once, and only for the first
+        raise SystemExit(1) from None  # the traceback is told; torch would leave it in a file of its own as well
+
+
+def _result_of(home: Path, rank: int, tp_size: int) -> Any:
+    result = home / f"result-{rank}"
+    if not result.exists():
+        raise RuntimeError(f"spawn_tensor_parallel: rank {rank} of {tp_size} ended without a result (sys.exit?)")
+    return pickle.loads(result.read_bytes())

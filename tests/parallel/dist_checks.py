@@ -1,0 +1,205 @@
+"""Checks that the ranks of one spawned world make, many in a process start; the tests read their verdicts."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from dist_world import run_cases
+from torch import Tensor, nn
+
+from punica.parallel import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    TorchDistGroup,
+    VocabParallelEmbedding,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    init_tensor_parallel,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+    tensor_model_parallel_gather,
+)
+
+# shape, dim, dtype
+GATHERS = [
+    ((2, 3), 0, torch.float32),
+    ((2, 3), 1, torch.float32),
+    ((2, 3), -1, torch.bfloat16),
+    ((2, 3), -2, torch.float64),
+    ((2, 3, 4), 0, torch.int32),
+    ((2, 3, 4), 1, torch.float32),
+    ((2, 3, 4), -1, torch.float16),
+    ((2, 3, 4), -3, torch.bfloat16),
+    ((5,), 0, torch.int64),
+    ((0, 3), 0, torch.float32),
+    ((0, 3), -1, torch.bfloat16),
+    ((3, 0), 1, torch.float32),
+    ((1, 1, 2, 1, 3, 1, 1, 1, 2), 4, torch.float32),
+]
+REDUCTIONS = [((2, 3), torch.float32), ((2, 3), torch.bfloat16), ((7,), torch.int64), ((0, 3), torch.float32)]
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """One world's outputs of all layers, and its verdicts on collectives, loaders and places."""
+    size = get_tensor_model_parallel_world_size()
+    answers = {
+        "cases": run_cases(),
+        "gathers": [gathers(*gather) for gather in GATHERS],
+        "reductions": [reduces(*reduction) for reduction in REDUCTIONS],
+        "loaders": [name for name, layer in layers().items() if not refuses_wrong_checkpoints(layer)],
+        "places": places(),
+    }
+    if size > 1:
+        answers |= {"disagreement": disagreement(), "group": use_of_a_group()}
+    return answers | ({"halves": halves()} if size == 4 else {})
+
+
+def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Elements that tell their rank and their place, exact in every dtype; not contiguous."""
+    place = torch.arange(torch.Size(shape).numel()).view(shape)
+    return (place + 50 * rank).to(dtype).repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def gathers(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> dict[str, bool]:
+    """Whether a tensor arrives on all ranks, on each chosen rank alone, and by the group's own methods."""
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    expected = torch.cat([of_rank(p, shape, dtype) for p in range(size)], dim)
+    mine, before = of_rank(rank, shape, dtype), of_rank(rank, shape, dtype)
+
+    def right(found: Tensor | None, receives: bool) -> bool:
+        if not receives:
+            return found is None
+        return found is not None and found.dtype == dtype and torch.equal(found, expected)
+
+    verdicts = {"all": right(tensor_model_parallel_all_gather(mine, dim), True)}
+    for dst in range(size):
+        verdicts[f"to {dst}"] = right(tensor_model_parallel_gather(mine, dst, dim), rank == dst)
+    if size > 1:
+        group = TorchDistGroup()
+        verdicts["group, all"] = right(group.all_gather(mine, dim), True)
+        verdicts["group, last"] = right(group.gather(mine, size - 1, dim), rank == size - 1)
+    verdicts["input unchanged"] = torch.equal(mine, before)
+    return verdicts
+
+
+def reduces(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    expected = torch.stack([of_rank(p, shape, dtype).long() for p in range(size)]).sum(0).to(dtype)
+    return torch.equal(tensor_model_parallel_all_reduce(of_rank(rank, shape, dtype)), expected)
+
+
+def disagreement() -> list[str]:
+    """What every rank says when one holds another shape or dtype; the ranks must be in step again afterwards."""
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    odd = rank == size - 1
+    wrong = [
+        torch.ones(2, 4 if odd else 3),
+        torch.ones(6 if odd else (2, 3)),
+        torch.ones(2, 3, dtype=torch.float64 if odd else torch.float32),
+    ]
+    said = []
+    for tensor in wrong:
+        for collective in (tensor_model_parallel_all_gather, tensor_model_parallel_gather):
+            try:
+                collective(tensor)
+            except ValueError as error:
+                said.append(str(error))
+    assert tensor_model_parallel_all_reduce(torch.ones(1)).item() == size
+    return said
+
+
+def use_of_a_group() -> dict[str, Any]:
+    """Its place is cached; after ``close`` it refuses."""
+    group = TorchDistGroup()
+    place = [(group.rank, group.world_size) for _ in range(2)]
+    group.close()
+    try:
+        group.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return {"place": place, "closed": str(error)}
+    return {"place": place, "closed": ""}
+
+
+def layers() -> dict[str, nn.Module]:
+    """Every base layer with its parameters, for the current group."""
+    return {
+        "replicated": ReplicatedLinear(8, 4),
+        "column": ColumnParallelLinear(8, 12),
+        "merged": MergedColumnParallelLinear(8, [4, 8]),
+        "qkv": QKVParallelLinear(8, 2, 4, 2),
+        "row": RowParallelLinear(8, 12),
+        "embedding": VocabParallelEmbedding(10, 3, org_num_embeddings=8, padding_size=4),
+        "head": ParallelLMHead(10, 3, bias=True, org_num_embeddings=8, padding_size=4),
+    }
+
+
+def whole_shape(layer: nn.Module, parameter: nn.Parameter) -> list[int]:
+    """Shape of the checkpoint tensor that holds all ranks' parts of a parameter."""
+    if isinstance(layer, VocabParallelEmbedding):
+        rows = layer.num_embeddings
+    elif isinstance(layer, QKVParallelLinear):  # output_size counts replicated heads, a checkpoint does not
+        rows = (layer.total_num_heads + 2 * layer.total_num_kv_heads) * layer.head_size
+    else:
+        rows = layer.output_size
+    return [rows, *([getattr(layer, "input_size", 3)] if parameter.ndim == 2 else [])]
+
+
+def wrong_tensors(layer: nn.Module, parameter: nn.Parameter) -> Iterator[Tensor]:
+    """One rank's part instead of the whole, a row more, a dimension more, no dimension, a column more."""
+    whole = whole_shape(layer, parameter)
+    if list(parameter.shape) != whole:
+        yield torch.ones(parameter.shape)
+    yield torch.ones(whole[0] + 1, *whole[1:])
+    yield torch.ones(*whole, 2)
+    yield torch.tensor(1.0)
+    if parameter.ndim == 2:
+        yield torch.ones(whole[0], whole[1] + 1)
+
+
+def refuses_wrong_checkpoints(layer: nn.Module) -> bool:
+    """ValueError for every wrong tensor and for an unknown shard id, and the parameter keeps its values."""
+    refused = unchanged = True
+    for parameter in layer.parameters():
+        parameter.data.fill_(3.0)
+        attempts = [(tensor, None) for tensor in wrong_tensors(layer, parameter)]
+        for tensor, shard_id in [*attempts, (torch.ones(parameter.shape), "no such part")]:
+            with suppress(ValueError):
+                layer.weight_loader(parameter, tensor, shard_id)
+                refused = False
+            unchanged = unchanged and bool((parameter == 3.0).all())
+    return refused and unchanged
+
+
+def places() -> dict[str, Any]:
+    """What layers built inside a group say of their place (acceptance B2, B3)."""
+    size = get_tensor_model_parallel_world_size()
+    heads, kv_heads = (32, 8) if size == 4 else (4, 4)
+    qkv = QKVParallelLinear(16, 2, heads, kv_heads)
+    example = VocabParallelEmbedding(6, 3, org_num_embeddings=4, padding_size=4)
+    return {
+        "rank": (qkv.tp_rank, example.tp_rank),
+        "qkv": (qkv.num_heads, qkv.num_kv_heads, qkv.num_kv_head_replicas, qkv.output_sizes),
+        "vocabulary": example.get_sharded_to_full_mapping(),
+    }
+
+
+def halves() -> dict[str, Any]:
+    """The world of four as two groups of two: places, and sums that stay within a group; then the four again."""
+    rank = get_tensor_model_parallel_rank()
+    with init_tensor_parallel(2) as group:
+        inside = (group.rank, group.world_size, ColumnParallelLinear(8, 12).weight.shape[0])
+        total = tensor_model_parallel_all_reduce(torch.tensor([10.0**rank])).item()
+        gathered = tensor_model_parallel_all_gather(torch.tensor([rank])).tolist()
+        root = tensor_model_parallel_gather(torch.tensor([rank]), dst=1)
+    return {
+        "inside": inside,
+        "total": total,
+        "gathered": gathered,
+        "root": None if root is None else root.tolist(),
+        "after": tensor_model_parallel_all_reduce(torch.tensor([10.0**rank])).item(),
+    }

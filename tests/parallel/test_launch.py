@@ -1,0 +1,256 @@
+"""Entering and leaving tensor parallelism: places, errors before any change, and processes that fail."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from punica.parallel import (
+    SingleProcessGroup,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    init_tensor_parallel,
+    set_tensor_parallel_group,
+    spawn_tensor_parallel,
+    tensor_model_parallel_all_reduce,
+)
+from punica.parallel.group import process_wide_group
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> dict:
+    """Arguments for a world of one over gloo."""
+    return {"backend": "gloo", "init_method": (tmp_path / "store").as_uri(), "rank": 0, "world_size": 1}
+
+
+def assert_untouched() -> None:
+    assert not dist.is_initialized()
+    assert isinstance(process_wide_group(), SingleProcessGroup)
+
+
+def test_with_block_initialises_and_destroys(alone) -> None:
+    with init_tensor_parallel(**alone) as group:
+        assert dist.is_initialized()
+        assert process_wide_group() is group
+        assert (group.rank, group.world_size) == (0, 1)
+        world = weakref.ref(dist.group.WORLD)
+    assert_untouched()
+    assert world() is None  # gloo aborts a process that ends while its world lives
+    with pytest.raises(RuntimeError, match="after it ended"):
+        _ = group.rank
+
+
+LATE_IMPORT = """
+import sys, weakref
+import torch.distributed as dist
+from punica.parallel import init_tensor_parallel
+with init_tensor_parallel(backend="gloo", init_method=sys.argv[1], rank=0, world_size=1):
+    import torch.distributed.nn  # as transformers does: the world of import time is a default argument in there
+    world = weakref.ref(dist.group.WORLD)
+print(world())
+"""
+
+
+def test_a_late_import_does_not_keep_the_world(alone) -> None:
+    command = [sys.executable, "-c", LATE_IMPORT, alone["init_method"]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.strip() == "None", done.stderr
+
+
+def test_enter_and_exit_without_a_with_block(alone) -> None:
+    stack = contextlib.ExitStack()
+    group = stack.enter_context(init_tensor_parallel(**alone))
+    assert process_wide_group() is group
+    stack.close()
+    assert_untouched()
+
+
+def test_an_error_inside_leaves_nothing_behind(alone) -> None:
+    with pytest.raises(ZeroDivisionError), init_tensor_parallel(**alone):
+        _ = 1 / 0
+    assert_untouched()
+
+
+def test_world_comes_from_the_environment(alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with init_tensor_parallel(1, backend="gloo", init_method=alone["init_method"]) as group:
+        assert (group.rank, group.world_size) == (0, 1)
+    assert_untouched()
+
+
+def test_what_was_found_initialised_stays(alone) -> None:
+    outer = SingleProcessGroup()
+    set_tensor_parallel_group(outer)
+    dist.init_process_group("gloo", alone["init_method"], rank=0, world_size=1)
+    try:
+        with init_tensor_parallel() as group:
+            assert process_wide_group() is group
+        assert dist.is_initialized()
+        assert process_wide_group() is outer
+        with pytest.raises(RuntimeError, match="after it ended"):  # a kept group cannot keep the world alive
+            group.all_reduce(torch.ones(1))
+        with (
+            pytest.raises(ValueError, match=r"already initialised \(rank 0 of 1\); leave out backend, rank"),
+            init_tensor_parallel(backend="gloo", rank=0),
+        ):
+            pass
+        with pytest.raises(ValueError, match="tp_size is 2, must divide the world size 1"), init_tensor_parallel(2):
+            pass
+    finally:
+        dist.destroy_process_group()
+        set_tensor_parallel_group(None)
+
+
+FOUR = {"init_method": "file:///nobody/waits/here", "world_size": 4, "rank": 0, "backend": "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "error", "message"),
+    [
+        pytest.param(
+            {}, {}, RuntimeError, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; start .* torchrun", id="no-env"
+        ),
+        pytest.param({"rank": 0}, {"MASTER_ADDR": "a"}, RuntimeError, r"\) WORLD_SIZE, MASTER_PORT not", id="part-env"),
+        pytest.param({"init_method": "tcp://a:1"}, {}, RuntimeError, r"\) RANK, WORLD_SIZE not set", id="tcp-no-rank"),
+        pytest.param({**FOUR, "tp_size": 0}, {}, ValueError, "tp_size is 0, must be >= 1", id="zero"),
+        pytest.param({**FOUR, "tp_size": -2}, {}, ValueError, "tp_size is -2", id="negative"),
+        pytest.param({**FOUR, "tp_size": 2.0}, {}, TypeError, "tp_size must be an int, got float", id="float"),
+        pytest.param({**FOUR, "tp_size": 3}, {}, ValueError, "tp_size is 3, must divide the world size 4", id="three"),
+        pytest.param({**FOUR, "tp_size": 8}, {}, ValueError, "tp_size is 8, .* start a multiple of 8", id="too-many"),
+        pytest.param({**FOUR, "rank": 4}, {}, ValueError, "rank is 4, must be below world_size 4", id="rank-high"),
+        pytest.param({**FOUR, "rank": -1}, {}, ValueError, "rank is -1", id="rank-negative"),
+        pytest.param({**FOUR, "world_size": 0}, {}, ValueError, "world_size is 0", id="no-world"),
+        pytest.param({**FOUR, "rank": None}, {"RANK": "one"}, ValueError, "RANK must .* got 'one'", id="rank-text"),
+        pytest.param(FOUR, {"LOCAL_RANK": "-1"}, ValueError, "LOCAL_RANK must .* got '-1'", id="local-rank"),
+        pytest.param(
+            {**FOUR, "backend": "nccl"}, {"LOCAL_WORLD_SIZE": "1000"}, RuntimeError, "1000 ranks .* at most", id="gpus"
+        ),
+        pytest.param(
+            {**FOUR, "backend": "nccl", "world_size": 1000, "rank": 998}, {}, RuntimeError, "^999 ranks", id="gpu-rank"
+        ),
+    ],
+)
+def test_errors_come_before_any_change(arguments, environment, error, message, monkeypatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=message), init_tensor_parallel(**arguments):
+        pass
+    assert_untouched()
+
+
+@pytest.mark.parametrize(
+    ("function", "tp_size", "error", "message"),
+    [
+        pytest.param(print, 0, ValueError, "tp_size is 0", id="no-ranks"),
+        pytest.param(print, True, TypeError, "tp_size must be an int", id="bool"),
+        pytest.param("print", 2, TypeError, "function must be callable, got str", id="not-callable"),
+        pytest.param(lambda rank: rank, 2, TypeError, "picklable.*top level of a module", id="lambda"),
+    ],
+)
+def test_spawn_refuses_before_starting(function, tp_size, error, message) -> None:
+    with pytest.raises(error, match=message):
+        spawn_tensor_parallel(function, tp_size)
+
+
+def describe(rank: int, tensor: torch.Tensor, word: str) -> dict:
+    tensor += rank  # its own copy: the other rank must not see this
+    return {
+        "argument": tensor.tolist(),
+        "word": word,
+        "place": (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
+        "sum": tensor_model_parallel_all_reduce(torch.tensor([rank + 1.0])),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def test_spawn_returns_results_in_rank_order(temporary_home: Path) -> None:
+    tensor = torch.zeros(3)
+    ranks = spawn_tensor_parallel(describe, 2, tensor, "hello", backend="gloo")
+    assert [rank["argument"] for rank in ranks] == [[0.0] * 3, [1.0] * 3]
+    assert tensor.tolist() == [0.0] * 3
+    assert [(rank["place"], rank["sum"].item(), rank["word"]) for rank in ranks] == [
+        ((0, 2), 3.0, "hello"),
+        ((1, 2), 3.0, "hello"),
+    ]
+    assert {rank["threads"] for rank in ranks} == {max(1, torch.get_num_threads() // 2)}
+    assert len({os.getpid(), *(rank["pid"] for rank in ranks)}) == 3
+    assert_untouched()
+    assert list(temporary_home.iterdir()) == []
+
+
+@pytest.fixture
+def temporary_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders go, to see that they are removed."""
+    home = tmp_path / "tmp"
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    return home
+
+
+def fail_on_one(rank: int, pids: str) -> None:
+    (Path(pids) / str(rank)).write_text(str(os.getpid()))
+    tensor_model_parallel_all_reduce(torch.ones(1))
+    if rank == 1:
+        raise KeyError("no such adapter")
+    tensor_model_parallel_all_reduce(torch.ones(1))  # fails too, because rank 1 has left
+    time.sleep(300)
+
+
+def be_killed(rank: int, pids: str) -> None:
+    (Path(pids) / str(rank)).write_text(str(os.getpid()))
+    tensor_model_parallel_all_reduce(torch.ones(1))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+
+
+def leave_early(rank: int, pids: str) -> None:
+    sys.exit(0)
+
+
+def return_the_unpicklable(rank: int, pids: str) -> object:
+    return lambda: rank
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        pytest.param(fail_on_one, r"rank 1 of 2 failed\n(.|\n)*in fail_on_one\n(.|\n)*no such adapter", id="raises"),
+        pytest.param(be_killed, "rank 0 of 2: .*SIGKILL", id="killed", marks=pytest.mark.slow),
+        pytest.param(leave_early, "rank 0 of 2 ended without a result", id="sys.exit", marks=pytest.mark.slow),
+        pytest.param(
+            return_the_unpicklable, "rank [01] of 2 failed\n(.|\n)*pickle", id="unpicklable", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_failing_rank_ends_them_all(function, message, temporary_home: Path, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        spawn_tensor_parallel(function, 2, str(pids), backend="gloo")
+    assert time.monotonic() - started < 120  # nobody slept to the end
+    for file in pids.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+    assert list(temporary_home.iterdir()) == []
