@@ -85,10 +85,11 @@ def _line(verdict: Verdict, figures: Path, target: Path) -> str:
 
 
 def _links(figure: str, figures: Path, target: Path) -> str:
-    """Links to the pictures of a claim's figures, e.g. of ``8, README``; a dash when there is none."""
+    """Links to the pictures of a claim's figures, e.g. of ``8, README`` or ``text 5.2``; a dash when there is none."""
     found = []
     for name in figure.split(", "):
-        prefix = f"fig{int(name):02d}_" if name.isdigit() else name.lower()
+        section = name.removeprefix("text ").replace(".", "")
+        prefix = f"fig{int(name):02d}_" if name.isdigit() else f"sec{section}_" if section != name else name.lower()
         found += [(name, path) for path in sorted(figures.glob("*.png")) if path.name.startswith(prefix)]
     links = [f"[{name}]({Path(os.path.relpath(path, target)).as_posix()})" for name, path in found]
     return ", ".join(links) or "-"
