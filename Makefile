@@ -61,8 +61,8 @@ test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
 test-slow: $(VENV)/.dev ## Run the tests that `make test` leaves out on a machine without a GPU
 	@$(RUN) -m pytest -m "slow and not gpu and not multi_gpu" $(ARGS)
 
-test-gpu: $(VENV)/.dev ## Run every GPU test (NVIDIA, compute capability 8.0 or newer)
-	@$(RUN) -m pytest -m "gpu" $(ARGS)
+test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDIA, compute capability 8.0 or newer)
+	@$(RUN) -m pytest -m "gpu or multi_gpu" $(ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy
 	@$(BIN)/ruff check .
