@@ -44,7 +44,7 @@ class AdapterLoader:
             FileNotFoundError, ValueError, TypeError: as raised inside, with the adapter's name and path in front.
         """
         try:
-            folder = resolve_adapter_path(request.lora_path)
+            folder = resolve_adapter_path(request.absolute_path)
             helper = PEFTHelper.from_local_dir(folder)
             helper.validate_legal(self._lora_config)
             lora = LoRAModel.from_local_checkpoint(
@@ -79,12 +79,12 @@ def in_context(request: LoRARequest, error: Exception) -> str:
 
 
 def source(request: LoRARequest) -> tuple[str, str]:
-    """What makes two requests with one id the same adapter: name and path."""
-    return request.lora_name, request.lora_path
+    """What makes two requests with one id the same adapter: name and absolute path."""
+    return request.lora_name, request.absolute_path
 
 
 def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRARequest]:
-    """`{id: request}` in order of first appearance, without `None`.
+    """`{id: request}` in order of first appearance, without `None`; one with `load_inplace` counts before one without.
 
     Raises:
         TypeError: an entry is neither a request nor `None`. ValueError: one id stands for two names or paths.
@@ -100,4 +100,6 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
             raise ValueError(
                 f"adapter id {request.lora_int_id} is requested as {source(first)} and as {source(request)}"
             )
+        if request.load_inplace and not first.load_inplace:
+            wanted[request.lora_int_id] = request
     return wanted

@@ -104,8 +104,8 @@ class LoRAModelManager:
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """Adapter id of each slot, `None` = free."""
-        return self._active.index_to_id
+        """Adapter id of each slot, `None` = free; a copy."""
+        return list(self._active.index_to_id)
 
     @property
     def capacity(self) -> int:
@@ -157,6 +157,7 @@ class LoRAModelManager:
         """Register an adapter; when `max_cpu_loras` are registered, the least recently used unpinned one is removed.
 
         A `LoRAModel` is merged, checked and registered; a registered id is only marked as just used and gives `False`.
+        On a CPU it shares the tensors that need no scaling or casting: do not change them afterwards.
 
         A `LoRARequest` is what serving passes: its folder is loaded unless the id is registered (or `load_inplace` asks
         to load it again; a pin stays), registered, and activated. Always `True`: afterwards it is loaded.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -49,9 +50,11 @@ class LoRARequest:
     Args:
         lora_name: non-empty label; equality and hash use it alone.
         lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library).
-        lora_path: PEFT folder; `~` and relative paths are resolved when the adapter is loaded.
+        lora_path: PEFT folder; `~` and relative paths are resolved here, and looked up when the adapter is loaded.
         base_model_name: informational.
         load_inplace: read the folder again even if the id is registered.
+
+    `absolute_path` is the folder whatever the working directory becomes.
 
     Raises:
         TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1.
@@ -62,6 +65,7 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+    absolute_path: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for key in ("lora_name", "lora_path"):
@@ -71,6 +75,7 @@ class LoRARequest:
             if not value:
                 raise ValueError(f"LoRARequest {key} must not be empty (lora_name={self.lora_name!r})")
         check_adapter_id("LoRARequest lora_int_id", self.lora_int_id)
+        object.__setattr__(self, "absolute_path", os.path.abspath(os.path.expanduser(self.lora_path)))
 
     @property
     def adapter_id(self) -> int:

@@ -36,12 +36,12 @@ class SlotWriter(Protocol):
         """Prepare a merged adapter, once, when it is registered; returns what the manager keeps and later writes."""
         ...
 
-    def write(self, slot: int, lora: LoRAModel | None) -> CopyHandle:
-        """Replace the slot's content on all layers by a staged adapter, or by nothing (``None``).
+    def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
+        """Replace the slot's content on all layers by a staged adapter.
 
         Asynchronous on CUDA: behind every step that may still read the slot, before every step that
-        :meth:`begin_step` announces from now on; the adapter may be forgotten meanwhile. If it raises, no layer keeps
-        a part of the adapter in the slot.
+        :meth:`begin_step` announces from now on; the adapter may be forgotten meanwhile. If it raises, the slot
+        counts as free, whatever it holds.
         """
         ...
 
@@ -84,11 +84,11 @@ class LayerSlotWriter:
         """The adapter as it is: its tensors already are where slots are filled from."""
         return lora
 
-    def write(self, slot: int, lora: LoRAModel | None) -> CopyHandle:
+    def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
         """Fill the slot of every layer; if one of them raises, the slot is cleared on all."""
         try:
             for name, layer in self._modules.items():
-                weights = None if lora is None else lora.get_lora(name)
+                weights = lora.get_lora(name)
                 if weights is None:
                     layer.reset_lora(slot)
                 else:

@@ -1,7 +1,7 @@
 """A registered adapter in the form in which it travels: one block of page-locked host memory.
 
-Only page-locked ("pinned") memory can be copied to a GPU without the host waiting, and only a large copy uses the whole
-link. So an adapter that is registered for a GPU is packed once into a slot image (:mod:`punica.ops.slot_image`): this
+A GPU can read only page-locked ("pinned") memory of the host by itself, and only a long read uses the whole link. So an
+adapter that is registered for a GPU is packed once into a slot image (:mod:`punica.ops.slot_image`): this
 rank's part of every matrix, in the order of the model's layers. The adapter's tensors then are views of that image, so
 nothing is held twice.
 """

@@ -165,10 +165,10 @@ class Engine:
                 {}, (), StepStatistics(0, 0, 0, 0, len(plan.preempted), time.perf_counter() - start, 0.0, 0.0)
             )
         try:
-            slots = {} if self._residency is None else self._activate(self._residency, plan, pinned)
+            slots = {} if self._residency is None else self._activate(self._residency, plan)
             batch = lay_out(plan, self.pages, slots, self.config.adapter_index_rule)
             scheduled = time.perf_counter()
-            tokens, metadata_s, model_s = self.runner.run(batch)
+            tokens, metadata_s, model_s = self.runner.run(batch, lambda: self._prefetch(pinned))
         except BaseException:
             for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
                 if request.request_id in self._requests:
@@ -225,10 +225,9 @@ class Engine:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _activate(self, residency: AdapterResidency, plan: StepPlan, pinned: Collection[int]) -> dict[int, int]:
+    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
         """Make the adapters of the step active, those of running requests first, so that no other makes room for one
-        that joins; the slot of each. Requests whose adapter cannot be loaded leave. If there is a slot to spare, the
-        adapter of the head of the queue then begins to load: its copy hides behind this step (section 5.2).
+        that joins; the slot of each. Requests whose adapter cannot be loaded leave.
         """
         requests = [*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills]
         for position, request in enumerate(requests):
@@ -240,10 +239,15 @@ class Engine:
                     if _same_adapter(other.adapter, request.adapter):
                         self._take_out(other)
                 raise
-        waiting = self.scheduler.waiting
-        if waiting and self.scheduler.has_slot(waiting[0], pinned):
-            residency.prefetch(waiting[0])
         return residency.slots()
+
+    def _prefetch(self, pinned: Collection[int]) -> None:
+        """Load the adapter of the head of the queue if there is a slot to spare. On a GPU this happens while the device
+        computes the step: reading, checking and copying hide behind it (section 5.2).
+        """
+        waiting = self.scheduler.waiting
+        if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
+            self._residency.prefetch(waiting[0])
 
     def _take_out(self, request: Request) -> None:
         """Remove a request of the batch, finished (an idle member) or not."""

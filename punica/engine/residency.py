@@ -14,9 +14,9 @@ class AdapterResidency:
     """Between the engine and the manager: checks adapters when a request arrives, activates them when it is admitted.
 
     An adapter is loaded at admission, or beside the step before if there is a slot to spare, not at arrival, since
-    thousands may be queued while few are registered. An
-    adapter that was registered in memory (``manager.add_adapter(LoRAModel)``) is used as it is; its request's path is
-    never read while it stays registered, so give ``max_cpu_loras`` room for all of those.
+    thousands may be queued while few are registered. An adapter that was registered in memory
+    (``manager.add_adapter(LoRAModel)``) is used as it is; its request's path is never read while it stays registered,
+    so give ``max_cpu_loras`` room for all of those.
     """
 
     def __init__(self, manager: LoRAModelManager) -> None:
@@ -41,7 +41,7 @@ class AdapterResidency:
             )
         if adapter.load_inplace or self.manager.get_adapter(adapter.lora_int_id) is None:
             try:
-                helper = PEFTHelper.from_local_dir(resolve_adapter_path(adapter.lora_path))
+                helper = PEFTHelper.from_local_dir(resolve_adapter_path(adapter.absolute_path))
                 helper.validate_legal(self.manager.lora_config)
             except FileNotFoundError as error:
                 registered = sorted(self.manager.list_adapters())
@@ -92,7 +92,7 @@ class AdapterResidency:
             raise
 
     def prefetch(self, request: Request) -> None:
-        """Begin to make the adapter of a waiting request active, beside the step that is about to run.
+        """Make the adapter of a waiting request active, beside the step that is running.
 
         For a request whose adapter can have a slot now; tried once for each. One that cannot be loaded stays as it is:
         the error belongs to the step in which the request joins.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -23,10 +24,11 @@ class ModelRunner:
         self.device = attention.cache.keys[0].device
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> tuple[list[int], float, float]:
+    def run(self, batch: StepBatch, meanwhile: Callable[[], None]) -> tuple[list[int], float, float]:
         """Next token of each of the S requests, and the seconds spent on metadata and on the model (host clock).
 
-        ``argmax`` over the logits; of equal maxima the lowest id. Reading the tokens waits for the device.
+        ``argmax`` over the logits; of equal maxima the lowest id. ``meanwhile`` is called when everything has been
+        given to the device and before the tokens are read, which waits for it.
         """
         start = time.perf_counter()
         rows = torch.tensor([batch.token_ids, batch.positions, batch.kv_rows]).to(self.device)
@@ -39,5 +41,6 @@ class ModelRunner:
         hidden = self.model(token_ids, positions, self.attention)
         if batch.num_prefill_rows:
             hidden = hidden[torch.tensor(batch.sampled_rows, device=self.device)]
-        tokens = self.model.compute_logits(hidden).argmax(dim=-1).tolist()
-        return tokens, ready - start, time.perf_counter() - ready
+        tokens = self.model.compute_logits(hidden).argmax(dim=-1)
+        meanwhile()
+        return tokens.tolist(), ready - start, time.perf_counter() - ready

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "HEADER", "SlotMatrix", "image_bytes", "image_matrices", "pack_image", "write_slot"]
+__all__ = ["ALIGNMENT", "HEADER", "SlotMatrix", "image_matrices", "pack_image", "write_slot"]
 
 ALIGNMENT = 16
 HEADER = 4
@@ -28,11 +28,6 @@ class SlotMatrix(NamedTuple):
 
     part: Tensor | None
     rank: int
-
-
-def image_bytes(matrices: Sequence[SlotMatrix], dtype: torch.dtype) -> int:
-    """Size of the image of ``matrices`` in ``dtype``, in bytes."""
-    return _offsets(matrices, dtype)[-1] * ALIGNMENT
 
 
 def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:

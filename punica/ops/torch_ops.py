@@ -42,9 +42,7 @@ def _check_plan(plan: SegmentPlan, rows: int, num_slots: int) -> None:
         raise ValueError(f"plan uses slot {plan.max_slot}; the weights have slots 0 to {num_slots - 1}")
 
 
-def _check_operands(
-    inputs: Tensor, weights: Sequence[Tensor], output: Tensor, name: str, float32_inputs: bool
-) -> None:
+def _check_operands(inputs: Tensor, weights: Sequence[Tensor], output: Tensor, name: str, float32_inputs: bool) -> None:
     """Slice 0 fits inputs and output in dtype and device, the other slices fit slice 0 (L, inner size, dtype,
     device)."""
     first = weights[0]

@@ -7,8 +7,10 @@ from adapter_world import Tenants, assert_unchanged, decode, snapshot, tree
 from torch import Tensor, nn
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, LoRARequest
+from punica.adapters.staged import slot_parts, stage
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
+from punica.ops.slot_image import write_slot
 from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
 from punica.segments import LoRAMapping
 
@@ -51,8 +53,8 @@ def tensors(seed: int, rank: int, modules: tuple[str, ...] = tuple(SIZES)) -> di
     return named
 
 
-def manage(model: nn.Module, **config: object) -> LoRAModelManager:
-    return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**{"max_lora_rank": 4, **config}), "cpu")
+def manage(model: nn.Module, device: str = "cpu", **config: object) -> LoRAModelManager:
+    return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**{"max_lora_rank": 4, **config}), device)
 
 
 def delta(named: dict[str, Tensor], module: str) -> Tensor:
@@ -213,6 +215,39 @@ def test_slots_are_reused_without_a_trace(folders):
         manager.set_active_adapters([folders.request(i)], decode(i, i))
     torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=1e-4)
     assert not manager.modules["embed_tokens"].lora_a_stacked.any()
+
+
+@pytest.mark.gpu
+def test_slots_filled_beside_steps_are_reused_without_a_trace(folders):
+    """The same on a GPU, where slots are written past `set_lora`: the embedding's adapter works, then leaves."""
+    with torch.device("cuda"):
+        model = TinyLM()
+        ids = torch.tensor([3, 4, 20])
+        expected = {i: merged_logits(model, {n: t.cuda() for n, t in ADAPTERS[i].items()}, ids) for i in ADAPTERS}
+    manager = manage(model, "cuda", max_loras=1)
+    for i in (3, 1, 2, 3):
+        manager.set_active_adapters([folders.request(i)], decode(i, i, i))
+        torch.testing.assert_close(model(ids), expected[i], rtol=1e-3, atol=1e-3)
+    assert not manager.modules["embed_tokens"].lora_a_stacked.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_image_holds_embedding_and_head(folders, dtype):
+    """Packed, they fill a slot with the bits of `set_lora`; and unpacked again they are the adapter that was loaded."""
+    manager = manage(TinyLM(), max_loras=2, lora_dtype=dtype)
+    for i in ADAPTERS:
+        manager.remove_all_adapters()
+        manager.add_adapter(folders.request(i))
+        lora = manager.get_adapter(i)
+        staged = stage(manager.modules, lora, dtype, pin_memory=False)
+        parts = [part for of_layer in slot_parts(manager.modules, None).values() for part in of_layer]
+        write_slot(staged.image, [part.slots for part in parts], [part.ranks for part in parts], 1)
+        for part in parts:
+            assert torch.equal(part.slots[1], part.slots[0])
+            assert part.ranks[1] == part.ranks[0]
+        for name, weights in lora.loras.items():
+            assert torch.equal(staged.get_lora(name).lora_a, weights.lora_a)
+            assert torch.equal(staged.get_lora(name).lora_b, weights.lora_b)
 
 
 def test_logits_of_sampled_rows_only(folders):

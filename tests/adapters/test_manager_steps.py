@@ -157,3 +157,29 @@ def test_equal_mapping_is_skipped_only_with_an_equal_slot_table(make_manager, mo
     manager.set_adapter_mapping(decode(1, 1))
     assert len(calls) == 2
     assert manager.punica_wrapper.token_lora_indices.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["plain first", "in place first"])
+def test_a_reload_counts_wherever_it_stands_in_the_step(make_manager, tenants, order):
+    tenants.write(1)
+    manager = make_manager(max_loras=1)
+    manager.add_adapter(tenants.request(1))
+    tenants.write(1, adapter_tensors(77))
+    both = (tenants.request(1), tenants.request(1, load_inplace=True))
+    manager.set_active_adapters([both[i] for i in order], decode(1, 1))
+    wanted = adapter_tensors(77)["base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"]
+    assert torch.equal(manager.modules["model.layers.0.self_attn.o_proj"].lora_a_stacked[0][0, 0, :4], wanted)
+
+
+def test_an_adapter_is_where_its_request_said_it_was(make_manager, tenants, monkeypatch, tmp_path):
+    """Relative and absolute spelling are one folder; the working directory may change between request and load."""
+    tenants.write(1)
+    monkeypatch.chdir(tenants.root)
+    relative = tenants.request(1, lora_path="adapter1")
+    (tmp_path / "elsewhere" / "adapter1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    manager = make_manager()
+    manager.add_adapter(relative)
+    assert manager.add_adapter(tenants.request(1)) is True
+    with pytest.raises(ValueError, match="is registered as"):
+        manager.add_adapter(tenants.request(1, lora_path="adapter1"))

@@ -17,10 +17,9 @@ def slots_of(modules: Mapping[str, SlottedLayer]) -> list[torch.Tensor]:
     return [tensor.clone() for layer in modules.values() for tensor in buffers(layer)]
 
 
-def test_writing_and_clearing_a_slot(make_manager):
+def test_writing_a_slot(make_manager):
     manager = make_manager(max_loras=2)
     writer: SlotWriter = LayerSlotWriter(manager.modules)
-    empty = slots_of(manager.modules)
     manager.add_adapter(adapter(1))
     lora = manager.get_adapter(1)
     assert writer.stage(lora) is lora
@@ -31,8 +30,6 @@ def test_writing_and_clearing_a_slot(make_manager):
     assert torch.equal(layer.lora_a_stacked[0][1, 0, :4], lora.get_lora(O_PROJ).lora_a)
     assert layer.lora_ranks.tolist() == [[0, 4]]
     writer.begin_step({1})
-    assert writer.write(1, None).is_ready()
-    assert all(torch.equal(a, b) for a, b in zip(slots_of(manager.modules), empty, strict=True))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=["error", "interrupt"])
@@ -70,10 +67,10 @@ class DeferredWriter(LayerSlotWriter):
 
     def __init__(self, modules: Mapping[str, SlottedLayer]) -> None:
         super().__init__(modules)
-        self.pending: dict[int, tuple[DeferredCopy, LoRAModel | None]] = {}
+        self.pending: dict[int, tuple[DeferredCopy, LoRAModel]] = {}
         self.log: list[tuple[str, object]] = []
 
-    def write(self, slot: int, lora: LoRAModel | None) -> CopyHandle:
+    def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
         self.log.append(("write", slot))
         copy = DeferredCopy(self, slot)
         self.pending[slot] = (copy, lora)

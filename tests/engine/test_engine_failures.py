@@ -59,12 +59,12 @@ def test_a_failed_model_invocation_changes_no_token(backbone, monkeypatch, rule,
         engine.add_request(request)
     real, calls = engine.runner.run, 0
 
-    def every_third_fails(batch):
+    def every_third_fails(batch, meanwhile):
         nonlocal calls
         calls += 1
         if calls % 3 == 2:
             raise error
-        return real(batch)
+        return real(batch, meanwhile)
 
     monkeypatch.setattr(engine.runner, "run", every_third_fails)
     failures = 0

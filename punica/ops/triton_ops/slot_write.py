@@ -5,13 +5,14 @@
 
 The image (:mod:`punica.ops.slot_image`) stays in page-locked host memory and the kernel reads it through the link, so
 an adapter needs no copy on the device and moves once. A few programs suffice to keep the link busy, and they leave the
-other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read the 80 MB of
-a Llama-2 7B at rank 16 with 50 GB/s. Where the slot is wider than the adapter its zeros cost about as much again.
+other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read
+40 to 640 MB with 44 to 50 GB/s (results/h200/sec52_adapter_loading.csv). The zeros of a slot that is wider than the
+adapter cost the device's bandwidth, not the link's.
 
 Which buffers there are never changes, so their addresses, sizes and widths lie in a table on the device
 (:class:`SlotTable`), beside a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its
 slot, and the k-th piece of what the adapter brings for it. What the adapter brings (offset, rows, columns, rank) is in
-the image's own header, so the host passes three pointers and two numbers, whatever the model.
+the image's own header, so the host passes a few pointers and two numbers, whatever the model.
 
 The buffers are reached through raw addresses, so this is a plain function and no torch custom op: no schema could say
 what it writes.
@@ -75,7 +76,8 @@ def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
                 f"{stacked.device} with {stacked.shape[0]} slots"
             )
         if not stacked.is_contiguous() or not live.is_contiguous():
-            raise ValueError(f"slots[{m}] and ranks[{m}] must be contiguous, got strides {stacked.stride()}")
+            strides = f"{stacked.stride()} and {live.stride()}"
+            raise ValueError(f"slots[{m}] and ranks[{m}] must be contiguous, got strides {strides}")
         if live.dtype != torch.int32:
             raise TypeError(f"ranks[{m}] must be int32, got {live.dtype}")
         if live.shape != (first[2],) or live.device != first[1]:
