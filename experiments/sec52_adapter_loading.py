@@ -3,8 +3,8 @@
 Claim: one layer's LoRA loads in about 50 us and one model's in 2 ms over PCIe Gen4 x16, so a decode step of 30 ms hides
 the load of a whole model. Arithmetic disagrees (D03): at rank 16 Llama-2 7B has 2.50 MB per layer and 80.0 MB in all,
 which at 25 GB/s, a good rate for that link, take 0.10 and 3.2 ms. Expected shape: time in proportion to the rank once
-a fixed cost is paid, `punica` close to `link`, copies of single tensors above it by their number, pageable memory far
-above; a decode step does not notice a load on a stream of its own.
+a fixed cost is paid, `punica` close to `link`, `set_lora` above it by what the host does per tensor (checks, slices, a
+copy call), pageable memory far above; a decode step hardly notices a load on a stream of its own.
 
 Timed: from the call on the host until the adapter lies in its slot of every layer. Panel `layer` is a model of one
 layer, `model` the whole model, both with nothing else running; `overlap` starts a load and at once a decode step of
