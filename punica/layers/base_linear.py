@@ -13,6 +13,8 @@ kernels not to read it.
 Tensor parallelism: the base layer knows its place (``tp_rank``, ``tp_size``); ``set_lora`` takes full matrices and
 keeps this rank's part. A column layer splits B by rows, a row layer splits A by columns; the other factor is
 replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up by themselves.
+
+Inference only: where activations require gradients, run the model under ``torch.inference_mode`` or ``no_grad``.
 """
 
 from __future__ import annotations
@@ -70,8 +72,9 @@ class BaseLinearLayerWithLoRA(SlottedLayer):
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
         """See :meth:`SlottedLayer.create_lora_weights`; also sets up the second stream where the config asks for it."""
+        streams = dual_stream_for(self, lora_config)
         super().create_lora_weights(max_loras, lora_config, model_config)
-        self._streams = dual_stream_for(self.base_layer, self.device, lora_config)
+        self._streams = streams
 
     def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
         a_shapes, b_shapes = self._slot_shapes(max_rank)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 Here = TypeVar("Here")
 Beside = TypeVar("Beside")
 
-_claimed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_claimed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""Base layer -> the LoRA layer whose second stream it has."""
 
 
 class DualStream:
@@ -61,17 +62,20 @@ class DualStream:
         return on_current, on_auxiliary
 
 
-def dual_stream_for(base_layer: nn.Module, device: torch.device, lora_config: LoRAConfig) -> DualStream | None:
-    """The second stream of a LoRA layer over ``base_layer``, ``None`` where everything stays on the current stream.
+def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | None:
+    """The second stream of a LoRA layer, ``None`` where everything stays on the current stream.
 
     That is: without ``dual_stream``, on a CPU, with fully sharded adapters (the collective between shrink and expand
     must keep its place among the others), and for a second LoRA layer over the same base layer.
     """
-    wanted = lora_config.dual_stream and not lora_config.fully_sharded_loras
-    if not wanted or device.type != "cuda" or base_layer in _claimed:
+    wanted = getattr(lora_config, "dual_stream", False) and not lora_config.fully_sharded_loras
+    if not wanted or lora_layer.device.type != "cuda":
         return None
-    _claimed.add(base_layer)
-    return DualStream(device)
+    owner = _claimed.get(lora_layer.base_layer)
+    if owner is not None and owner() is not None:
+        return None
+    _claimed[lora_layer.base_layer] = weakref.ref(lora_layer)
+    return DualStream(lora_layer.device)
 
 
 @functools.cache

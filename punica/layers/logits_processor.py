@@ -19,6 +19,7 @@ from torch import Tensor
 from punica.layers.packing import LoRAFactor
 from punica.layers.slots import SlotPart, SlottedLayer
 from punica.layers.utils import is_being_captured
+from punica.parallel.linear import check_last_dim
 from punica.parallel.logits import head_product
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ class LogitsProcessorWithLoRA(SlottedLayer):
             unless the head itself says otherwise (``columns_in_id_order``, for added ids).
 
     Attributes: ``lora_a_stacked [L, 1, R, hidden]``, ``lora_b_stacked [L, 1, vocab, R]``: tensors, as there is one
-    slice. ``sharded_to_full_mapping_gpu``: the mapping as int64 on ``device`` (``None`` without one). The settings of
-    the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
+    slice, for all ``vocab_size`` ids, so the logits have that width even where the base layer cuts to
+    ``org_vocab_size``. ``sharded_to_full_mapping_gpu``: the mapping as int64 on ``device`` (``None`` without one). The
+    settings of the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
     """
 
     skips_when_empty = True
@@ -123,7 +125,7 @@ class LogitsProcessorWithLoRA(SlottedLayer):
         self.lora_a_stacked = self._zeros((max_loras, 1, max_rank, self.hidden_size), dtype)
         self.lora_b_stacked = self._zeros((max_loras, 1, self.vocab_size, max_rank), dtype)
         if self.sharded_to_full_mapping is not None:
-            mapping = torch.tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)
+            mapping = torch.as_tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)
             self.sharded_to_full_mapping_gpu = mapping
 
     def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
@@ -143,6 +145,7 @@ class LogitsProcessorWithLoRA(SlottedLayer):
         """
         ranks = self._require_slots("forward")
         wrapper = self._require_wrapper()
+        check_last_dim(hidden_states, self.hidden_size, type(self).__name__)
         head = getattr(lm_head, "base_layer", lm_head)
         logits = self.base_layer._gather_logits(head_product(head, hidden_states, embedding_bias))
         if logits is None:

@@ -49,7 +49,8 @@ class SlotPart(NamedTuple):
         if self.part is None or self.part.shape != target.shape:
             target.zero_()
         if self.part is not None:
-            target[: self.part.shape[0], : self.part.shape[1]].copy_(self.part, non_blocking=True)
+            # detached: a slot filled from a parameter in training must not become part of its graph
+            target[: self.part.shape[0], : self.part.shape[1]].copy_(self.part.detach(), non_blocking=True)
         self.ranks[index].fill_(self.rank)
 
 

@@ -101,8 +101,8 @@ def check_count(name: str, value: object) -> None:
 def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> None:
     """Check one pair A ``[r, in]``, B ``[out, r]`` by itself (sizes in and out are the layer's to check).
 
-    ``TypeError``: not tensors, or a dtype other than fp16, bf16, fp32, fp64. ``ValueError``: only one of them is
-    ``None``, not 2-D, ranks differ, rank above ``max_rank``.
+    ``TypeError``: not dense tensors with data, or a dtype other than fp16, bf16, fp32, fp64. ``ValueError``: only one
+    of them is ``None``, not 2-D, ranks differ, rank above ``max_rank``.
     """
     if lora_a is None and lora_b is None:
         return
@@ -117,6 +117,9 @@ def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> N
                 f"slice {position}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; "
                 "dequantise it first"
             )
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "a meta tensor without data" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise TypeError(f"slice {position}: {name} must be a dense tensor, it is {kind}; load or densify it first")
         if tensor.ndim != 2:
             raise ValueError(f"slice {position}: {name} must be 2-D, got shape {tuple(tensor.shape)}")
     rank = lora_a.shape[0]

@@ -42,7 +42,7 @@ def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory
         _header(image, len(matrices)).copy_(torch.tensor(header))
     for target, matrix in zip(image_matrices(image, len(matrices), dtype), matrices, strict=True):
         if target is not None and matrix.part is not None:
-            target.copy_(matrix.part)
+            target.copy_(matrix.part.detach())
     return image
 
 

@@ -12,6 +12,7 @@ they return their input untouched, so a single-GPU forward pays nothing for the 
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 import zlib
@@ -205,10 +206,12 @@ def tensor_parallel(group: TensorParallelGroup) -> Iterator[TensorParallelGroup]
 
 def _checked(group: TensorParallelGroup) -> TensorParallelGroup:
     missing = [name for name in ("all_reduce", "all_gather", "gather") if not callable(getattr(group, name, None))]
+    # looked up without calling: the place of a TorchDistGroup is known only once torch.distributed is
+    missing += [name for name in ("rank", "world_size") if inspect.getattr_static(group, name, None) is None]
     if missing:
         raise TypeError(
-            f"group must offer all_reduce, all_gather and gather, {type(group).__name__} lacks {', '.join(missing)}; "
-            "pass a SingleProcessGroup, a TorchDistGroup or an object with the same methods"
+            f"group must offer rank, world_size, all_reduce, all_gather and gather, {type(group).__name__} lacks "
+            f"{', '.join(missing)}; pass a SingleProcessGroup, a TorchDistGroup or an object like them"
         )
     return group
 

@@ -15,7 +15,7 @@ code does not change. The processes come from one of
           model.load_weights(folder)            # reads this rank's part of the full checkpoint
           ...                                   # every rank now computes the same logits
 
-* :func:`spawn_tensor_parallel`, from within a Python program on one machine, as a test or a notebook does.
+* :func:`spawn_tensor_parallel`, from within a Python program on one machine, as tests do.
 
 With more processes than ``tp_size`` the world is cut into groups of consecutive ranks that do not talk to each other:
 ``world_size / tp_size`` replicas of the model.
@@ -27,6 +27,7 @@ import functools
 import importlib
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -110,7 +112,7 @@ def _world_as_found(given: dict[str, Any]) -> _World:
             f"torch.distributed is already initialised (rank {dist.get_rank()} of {dist.get_world_size()}); "
             f"leave out {', '.join(named)}, or call torch.distributed.destroy_process_group first"
         )
-    return _World(dist.get_rank(), dist.get_world_size())
+    return _World(dist.get_rank(), dist.get_world_size(), backend=dist.get_backend_config())
 
 
 def _planned_world(backend: str | None, init_method: str | None, rank: int | None, world_size: int | None) -> _World:
@@ -129,12 +131,23 @@ def _planned_world(backend: str | None, init_method: str | None, rank: int | Non
     if place >= size:
         raise ValueError(f"rank is {place}, must be below world_size {size}; ranks count from 0")
     local = _environment_int("LOCAL_RANK") if os.environ.get("LOCAL_RANK") else place
+    _check_backend(backend)
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     world = _World(place, size, local, backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), init_method)
     if world.starts_nccl:
         local_size = _environment_int("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else local + 1
         _check_gpus(max(local + 1, local_size))
     return world
+
+
+def _check_backend(backend: str | None) -> None:
+    """ValueError unless it is e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``, of backends that torch knows."""
+    for part in (backend or "").split(","):
+        name = part.rpartition(":")[2].lower()
+        if backend is not None and name not in dist.Backend.backend_list:
+            raise ValueError(
+                f"backend is {backend!r}, must be of {dist.Backend.backend_list}; leave it out for the usual"
+            )
 
 
 def _environment_int(name: str) -> int:
@@ -169,7 +182,13 @@ def _start(world: _World) -> None:
     # torch.distributed.nn makes the world of its import time a default argument. Other libraries import it lazily; were
     # that to happen in this block, it would keep the world alive, and gloo's threads abort a process that ends with it.
     importlib.import_module("torch.distributed.nn")
-    dist.init_process_group(world.backend, world.init_method, rank=world.rank, world_size=world.size)
+    place: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+    method = urlsplit(world.init_method or "")
+    if method.scheme == "file":  # torch would take the path as it is quoted and wait for a file that nobody writes
+        place["store"] = dist.FileStore(unquote(method.path), world.size)
+    else:
+        place["init_method"] = world.init_method
+    dist.init_process_group(world.backend, **place)
 
 
 def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
@@ -211,11 +230,17 @@ def spawn_tensor_parallel(
     others are ended, and a RuntimeError carries the traceback of the rank that failed first.
     """
     check_count("tp_size", tp_size)
+    _check_backend(backend)
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
+    if getattr(function, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise TypeError(
+            f"function {function!r} lives in an interactive session, which other processes cannot import; write it "
+            "into a module and import it from there"
+        )
     try:
         call = pickle.dumps((function, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise TypeError(
             f"function and args must be picklable to reach another process: {error}; define the function at the top "
             "level of a module"
@@ -238,14 +263,18 @@ def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
             pass
     except mp.ProcessExitedException as error:
         if not failure.exists():  # killed, or failed to import what it should run
-            raise RuntimeError(f"spawn_tensor_parallel: rank {error.error_index} of {tp_size}: {error}") from None
+            raise RuntimeError(
+                f"spawn_tensor_parallel: rank {error.error_index} of {tp_size}: {error}; if it says nothing above, the "
+                "new processes could not import the module of the function, or the program's own start stands outside "
+                "if __name__ == '__main__'"
+            ) from None
     finally:
         for process in processes.processes:
             if process.is_alive():  # an interrupt of this process, or a rank that failed and cannot leave its group
                 process.kill()
                 process.join()
     if failure.exists():
-        raise RuntimeError(f"spawn_tensor_parallel: {failure.read_text()}")
+        raise RuntimeError(f"spawn_tensor_parallel: {failure.read_text(encoding='utf-8')}")
 
 
 def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home: Path) -> None:
@@ -267,7 +296,8 @@ def _noting_failure(home: Path, rank: int, tp_size: int) -> Iterator[None]:
         yield
     except Exception:
         note = home / f"failure-{rank}"
-        note.write_text(f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}")
+        text = f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}"
+        note.write_text(text, encoding="utf-8", errors="backslashreplace")
         with suppress(FileExistsError):
             os.link(note, home / FIRST_FAILURE)  # complete at once, and only for the first
         raise SystemExit(1) from None  # the traceback is told; torch would leave it in a file of its own as well

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from punica.parallel.embedding import ParallelLMHead
+from punica.parallel.embedding import VocabParallelEmbedding
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_gather
 
 
-def head_product(lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
+def head_product(
+    lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None
+) -> Tensor:
     """This rank's logits: hidden times its shard of the head, plus ``embedding_bias`` or else the head's own bias."""
-    bias = lm_head.bias if embedding_bias is None else embedding_bias
+    bias = getattr(lm_head, "bias", None) if embedding_bias is None else embedding_bias  # a tied embedding has none
     return lm_head.quant_method.apply(lm_head, hidden_states, bias)
 
 
@@ -48,7 +50,7 @@ class LogitsProcessor(nn.Module):
         self.should_modify_greedy_probs_inplace = False
 
     def forward(
-        self, lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None
+        self, lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None
     ) -> Tensor | None:
         """``hidden_states [S, hidden]`` to logits ``[S, org_vocab_size]``, or ``None`` on ranks that do not get them.
 
@@ -64,14 +66,15 @@ class LogitsProcessor(nn.Module):
         return logits if self.scale == 1.0 else logits * self.scale
 
     def _get_logits(
-        self, hidden_states: Tensor, lm_head: ParallelLMHead, embedding_bias: Tensor | None = None
+        self, hidden_states: Tensor, lm_head: VocabParallelEmbedding, embedding_bias: Tensor | None = None
     ) -> Tensor | None:
         """:func:`head_product`, gathered, in the order of the ids, cut to ``org_vocab_size``."""
         logits = self._gather_logits(head_product(lm_head, hidden_states, embedding_bias))
         if logits is None:
             return None
-        if lm_head.columns_in_id_order is not None:
-            logits = logits.index_select(-1, lm_head.columns_in_id_order)
+        order = getattr(lm_head, "columns_in_id_order", None)
+        if order is not None:
+            logits = logits.index_select(-1, order)
         return logits[..., : self.org_vocab_size]
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:

@@ -38,7 +38,8 @@ class LinearCase(NamedTuple):
     """``build``: the base layer. ``packed``: its adapter-visible modules. ``sizes``: full widths, one per slice.
 
     ``pieces``: what lies in the output of a rank: full width, and on how many ranks each part of it is repeated; None:
-    the ranks' outputs are equal; "sum": they are partial sums. ``cut_input``: ranks get their part of x.
+    the ranks' outputs are equal; ("gathered", pieces): each has those of all, rank by rank; "sum": they are partial
+    sums. ``cut_input``: ranks get their part of x.
     """
 
     class_name: str
@@ -62,6 +63,13 @@ LINEAR = {
     ),
     "merged-as-one": LinearCase("ColumnParallelLinear", TWO, 1, (24,), [(8, once), (16, once)]),
     "merged": LinearCase("MergedColumnParallelLinear", TWO, 2, (8, 16), [(8, once), (16, once)]),
+    "merged-gathered": LinearCase(
+        "MergedColumnParallelLinear",
+        lambda **kw: TWO(gather_output=True, **kw),
+        2,
+        (8, 16),
+        ("gathered", [(8, once), (16, once)]),
+    ),
     "variable": LinearCase(
         "MergedColumnParallelLinearVariableSlice",
         lambda **kw: MergedColumnParallelLinear(IN, [8, 4, 12], **kw),
@@ -151,6 +159,8 @@ def joined(outputs: list[Tensor], pieces: Any) -> Tensor:
     if pieces is None:
         assert all(torch.equal(output, outputs[0]) for output in outputs)
         return outputs[0]
+    if isinstance(pieces, tuple):
+        return joined(list(joined(outputs, None).chunk(len(outputs), dim=-1)), pieces[1])
     if pieces == "sum":
         return torch.stack(outputs).sum(0)
     tp_size = len(outputs)

@@ -11,6 +11,13 @@ from punica.layers.dual_stream import dual_stream_for
 from punica.parallel import ReplicatedLinear
 
 
+class Over:
+    """As much of a LoRA layer over a base layer as the question needs."""
+
+    def __init__(self, base: ReplicatedLinear, device: str) -> None:
+        self.base_layer, self.device = base, torch.device(device)
+
+
 @pytest.mark.parametrize(
     ("device", "options", "expected"),
     [
@@ -25,20 +32,23 @@ from punica.parallel import ReplicatedLinear
 def test_who_gets_a_second_stream(device, options, expected, monkeypatch) -> None:
     monkeypatch.setattr(module, "DualStream", lambda device: SimpleNamespace(device=device))
     base, config = ReplicatedLinear(4, 4), config_for(torch.float32, **options)
-    streams = dual_stream_for(base, torch.device(device), config)
+    first = Over(base, device)
+    streams = dual_stream_for(first, config)
     assert (streams is not None) == expected
     if expected:
         assert streams.device == torch.device(device)
-        assert dual_stream_for(base, torch.device(device), config) is None, "a second layer over the same base layer"
-        assert dual_stream_for(ReplicatedLinear(4, 4), torch.device(device), config) is not None
+        assert dual_stream_for(Over(base, device), config) is None, "a second layer over the same base layer"
+        assert dual_stream_for(Over(ReplicatedLinear(4, 4), device), config) is not None
+        del first
+        assert dual_stream_for(Over(base, device), config) is not None, "the first layer is gone"
 
 
 def test_a_refused_layer_leaves_the_base_layer_to_the_next(monkeypatch) -> None:
     monkeypatch.setattr(module, "DualStream", SimpleNamespace)
     base = ReplicatedLinear(4, 4)
-    assert dual_stream_for(base, torch.device("cpu"), config_for(torch.float32, dual_stream=True)) is None
+    assert dual_stream_for(Over(base, "cpu"), config_for(torch.float32, dual_stream=True)) is None
     monkeypatch.setattr(module, "DualStream", lambda device: device)
-    assert dual_stream_for(base, torch.device("cuda"), config_for(torch.float32, dual_stream=True)) is not None
+    assert dual_stream_for(Over(base, "cuda"), config_for(torch.float32, dual_stream=True)) is not None
 
 
 class InTurn:
@@ -63,7 +73,7 @@ def test_the_sum_is_that_of_one_stream(name, dtype) -> None:
     expected = layer(x)
     layer._streams = streams = InTurn()
     assert torch.equal(layer(x), expected), "the term is kept in float32, so even the rounding is the same"
-    assert torch.equal(layer(x.view(1, len(MIXED), IN))[0], expected)
+    torch.testing.assert_close(layer(x.view(1, len(MIXED), IN))[0], expected)  # 3-D: another base product
     assert streams.runs == 2
     use(wrapper, [-1] * len(MIXED))
     layer(x)

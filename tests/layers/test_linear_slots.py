@@ -253,3 +253,36 @@ def test_device_and_weight_of_a_quantised_base(name):
 def test_base_class_is_abstract(call):
     with pytest.raises(NotImplementedError, match="BaseLayerWithLoRA"):
         call(BaseLayerWithLoRA())
+
+
+def test_parameters_in_training_fill_a_slot_like_any_tensor(lora_config, wrapper_for, random_pair):
+    """As they come out of a PEFT model that is still being trained: the slot must not become part of its graph."""
+    layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 7, return_bias=False))
+    layer.create_lora_weights(4, lora_config())
+    layer.set_mapping(wrapper_for([1, -1]))
+    a, b = random_pair(4, 6, 7)
+    layer.set_lora(1, torch.nn.Parameter(a), torch.nn.Parameter(b))
+    assert not layer.lora_a_stacked[0].requires_grad
+    assert torch.equal(layer.lora_b_stacked[0][1, 0, :, :4], b)
+    assert layer(torch.randn(2, 6)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.to("meta"), "lora_b must be a dense tensor, it is a meta tensor"),
+        (lambda t: t.to_sparse(), r"lora_b must be a dense tensor, it is of layout torch\.sparse_coo"),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_tensors_without_dense_data_are_refused_before_anything_is_written(lora_config, random_pair, change, message):
+    layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 7))
+    layer.create_lora_weights(4, lora_config())
+    layer.set_lora(1, *random_pair(4, 6, 7))
+    before = [stacked[0].clone() for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)]
+    a, b = random_pair(2, 6, 7)
+    with pytest.raises(TypeError, match=message):
+        layer.set_lora(1, a, change(b))
+    assert torch.equal(layer.lora_a_stacked[0], before[0])
+    assert torch.equal(layer.lora_b_stacked[0], before[1])
+    assert layer.lora_ranks.tolist() == [[0, 4, 0, 0]]

@@ -104,6 +104,7 @@ def test_logits_equal_hugging_face(folders: list[Path], tp_size: int, heads: tup
 def torchrun(ranks: int, program: Path, *arguments: str) -> str:
     """Standard output of ranks that are started the way a user does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--log-dir", str(program.parent / "logs")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, str(program), *arguments], capture_output=True, text=True, env=environment, timeout=240, check=False

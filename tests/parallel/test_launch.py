@@ -207,6 +207,67 @@ def temporary_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+def place_of(rank: int) -> int:
+    return rank
+
+
+@pytest.mark.slow
+def test_spawn_from_a_folder_with_an_awkward_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous is a file below the temporary folder, whatever that is called."""
+    home = tmp_path / "a b#é%20"
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    assert spawn_tensor_parallel(place_of, 2, backend="gloo") == [0, 1]
+
+
+INTERRUPTED = """
+import sys
+from test_launch import sleep_long
+from punica.parallel import spawn_tensor_parallel
+if __name__ == "__main__":
+    spawn_tensor_parallel(sleep_long, 2, sys.argv[1], backend="gloo")
+"""
+
+
+def sleep_long(rank: int, pids: str) -> None:
+    (Path(pids) / str(rank)).write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
+    program, pids = tmp_path / "program.py", tmp_path / "pids"
+    program.write_text(INTERRUPTED)
+    pids.mkdir()
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, str(program), str(pids)], env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len([file for file in pids.iterdir() if file.read_text()]) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+    ranks = [int(file.read_text()) for file in pids.iterdir()]
+    assert len(ranks) == 2
+    for pid in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_unknown_backends_are_refused_before_anything_starts(temporary_home: Path) -> None:
+    with pytest.raises(ValueError, match="backend is 'cpu:glo', must be of"):
+        spawn_tensor_parallel(place_of, 2, backend="cpu:glo")
+    place = {"rank": 0, "world_size": 1, "init_method": "file:///nowhere"}
+    with pytest.raises(ValueError, match="backend is 'glo', must be of"), init_tensor_parallel(backend="glo", **place):
+        pass
+    assert_untouched()
+    assert list(temporary_home.iterdir()) == []
+
+
 def fail_on_one(rank: int, pids: str) -> None:
     (Path(pids) / str(rank)).write_text(str(os.getpid()))
     tensor_model_parallel_all_reduce(torch.ones(1))
