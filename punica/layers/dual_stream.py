@@ -6,8 +6,9 @@
 
 The two products read one ``x`` and are independent until the sum. In decode each of them is too small to fill a large
 GPU by itself; in prefill they only compete. The term needs a buffer of its own, zeroed, because rows without adapter
-are never written by the LoRA kernels; the sum is one more kernel. So this pays where the LoRA kernels can hide behind
-the base product, and it is off by default.
+are never written by the LoRA kernels; the sum is one more kernel. So this pays only where the LoRA kernels are slow
+enough to be worth hiding. On an H200 they are not: a decoder layer of Llama-2 7B in a CUDA graph takes the same or
+longer with two streams than with one, at every batch size from 1 to 512. It is off by default.
 
 Memory: whatever both streams touch (``x``, the buffer) is allocated on the current stream before the fork, so the
 auxiliary stream starts after any earlier use of that memory, and given back after the join, so any later use on the
