@@ -32,7 +32,7 @@ def test_a_wider_grid_measures_only_what_is_new(tmp_path):
 
 @pytest.mark.parametrize(
     "override",
-    ["figure.h1=97", "scale.repeats=4", "scale.warmup=0", "hardware.flush_mib=1", "hardware.threads=1"],
+    ["figure.h1=97", "scale.repeats=4", "scale.warmup=0", "hardware.flush_mib=1", "hardware.threads=3"],
 )
 def test_a_changed_setting_makes_its_rows_stale_and_replaces_them(tmp_path, override):
     run(composed(tmp_path, *GRID), Fake())
