@@ -9,24 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from experiments.experiment import CheckFailed
 from experiments.loading_bench import Bench, difference
 from experiments.model_steps import TOLERANCE
+from punica.adapters import CopyHandle
 from punica.adapters.merging import slot_arguments
+from punica.adapters.slot_writer import ReadyCopy
+from punica.adapters.stream_writer import CopyEvent
 from punica.measure import timing
 from punica.registry import Registry
-
-
-class Handle(Protocol):
-    """A load under way."""
-
-    def wait(self) -> None:
-        """What the current stream does next comes after the load."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Loader:
     that is what lies at the destination once the device is idle.
     """
 
-    start: Callable[[int], Handle]
+    start: Callable[[int], CopyHandle]
     check: Callable[[int], None]
 
 
@@ -43,29 +38,16 @@ LOADERS: Registry[Callable[[Bench], Loader]] = Registry("adapter loader")
 """Name in rows and plots -> how to load on a bench."""
 
 
-class Loaded:
-    """The handle of a load that is over, as every load on a CPU is."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-class Recorded:
-    """The handle of a load that ends where `stream` is now."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = stream.record_event()
-
-    def wait(self) -> None:
-        """Let the current stream wait."""
-        torch.cuda.current_stream().wait_event(self._event)
+def _ending(stream: torch.cuda.Stream | None) -> CopyHandle:
+    """The handle of a load that ends where `stream` is now; without a stream (on a CPU) it is over."""
+    return ReadyCopy() if stream is None else CopyEvent(stream.record_event(), stream.device)
 
 
 @LOADERS.register("punica")
 def _punica(bench: Bench) -> Loader:
     manager = bench.manager
 
-    def start(i: int) -> Handle:
+    def start(i: int) -> CopyHandle:
         loaded = manager.lora_index_to_id[bench.slot]
         if loaded is not None:
             manager.deactivate_adapter(loaded)  # else the least recently used of all slots would make room
@@ -97,10 +79,10 @@ def _layer_by_layer(bench: Bench, pinned: bool) -> Loader:
         arguments = {name: slot_arguments(weights) for name, weights in registered[adapter.id].loras.items()}
         copies.append([(modules[name], *map(in_host_memory, pair)) for name, pair in arguments.items()])
 
-    def start(i: int) -> Handle:
+    def start(i: int) -> CopyHandle:
         for layer, lora_a, lora_b in copies[i % len(copies)]:
             layer.set_lora(bench.slot, lora_a, lora_b)
-        return Recorded(torch.cuda.current_stream()) if bench.device.type == "cuda" else Loaded()
+        return _ending(torch.cuda.current_stream() if bench.device.type == "cuda" else None)
 
     return Loader(start, bench.check_slot)
 
@@ -112,10 +94,10 @@ def _link(bench: Bench) -> Loader:
     target = torch.full_like(sources[0], 255, device=bench.device)
     stream = torch.cuda.Stream(bench.device) if cuda else None
 
-    def start(i: int) -> Handle:
+    def start(i: int) -> CopyHandle:
         with torch.cuda.stream(stream):  # None: nothing happens
             target.copy_(sources[i % count], non_blocking=True)
-        return Recorded(stream) if stream is not None else Loaded()
+        return _ending(stream)
 
     def check(i: int) -> None:
         if not torch.equal(target.cpu(), sources[i % count]):
@@ -160,7 +142,7 @@ class Measured:
 class Stopwatch:
     """A call to time that notes more than its own duration: a load, a step, or a load and at once a step."""
 
-    def __init__(self, bench: Bench, start: Callable[[int], Handle] | None) -> None:
+    def __init__(self, bench: Bench, start: Callable[[int], CopyHandle] | None) -> None:
         self._bench, self._start, self._calls = bench, start, 0
         self._stream = torch.cuda.Stream(bench.device) if bench.device.type == "cuda" else None
         self.host: list[float] = []
@@ -186,7 +168,7 @@ class Stopwatch:
     def _now(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream().record_event(_timed()) if self._stream is not None else None
 
-    def _note_end(self, before: torch.cuda.Event | None, handle: Handle) -> None:
+    def _note_end(self, before: torch.cuda.Event | None, handle: CopyHandle) -> None:
         """An event at the end of the load, on a stream where nothing else waits for it."""
         if self._stream is not None and before is not None:
             with torch.cuda.stream(self._stream):

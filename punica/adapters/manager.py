@@ -125,7 +125,7 @@ class LoRAModelManager:
     @property
     def slot_bytes(self) -> int:
         """Device memory of one slot over all layers, in bytes: allocated at construction, whatever adapter fills it."""
-        return self._writer.slot_bytes
+        return sum(layer.slot_bytes for layer in self.modules.values())
 
     @property
     def pinned_adapters(self) -> frozenset[int]:

@@ -53,11 +53,6 @@ class SlotWriter(Protocol):
         """Host memory that a staged adapter occupies, in bytes."""
         ...
 
-    @property
-    def slot_bytes(self) -> int:
-        """Device memory of one slot over all layers, in bytes."""
-        ...
-
 
 class ReadyCopy:
     """The handle of a write that is done when it returns."""
@@ -106,11 +101,6 @@ class LayerSlotWriter:
         """Bytes of the distinct storages behind the adapter's tensors: what two modules share counts once."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(lora)}
         return sum(storage.nbytes() for storage in storages.values())
-
-    @property
-    def slot_bytes(self) -> int:
-        """Sum over the layers; see :attr:`punica.layers.SlottedLayer.slot_bytes`."""
-        return sum(layer.slot_bytes for layer in self._modules.values())
 
 
 def make_slot_writer(modules: Mapping[str, SlottedLayer]) -> SlotWriter:

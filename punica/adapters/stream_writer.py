@@ -73,11 +73,6 @@ class StreamSlotWriter:
         with suppress(AttributeError, RuntimeError):  # not built to the end; or CUDA has ended before this object
             self._stream.synchronize()
 
-    @property
-    def slot_bytes(self) -> int:
-        """Device memory of one slot over all layers, in bytes."""
-        return sum(layer.slot_bytes for layer in self._modules.values())
-
     def stage(self, lora: LoRAModel) -> LoRAModel:
         """Pack a merged adapter into page-locked memory; the result replaces it."""
         return stage(self._modules, lora, self._table.dtype, pin_memory=True)

@@ -10,14 +10,12 @@ Soft cap and scale act on the sum, so they are left to the base class. Ranks tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from punica.layers.packing import LoRAFactor
-from punica.layers.slots import SlotPart, SlottedLayer
+from punica.layers.slots import UnsplitLayer
 from punica.layers.utils import is_being_captured
 from punica.parallel.linear import check_last_dim
 from punica.parallel.logits import head_product
@@ -29,7 +27,7 @@ MAX_VOCAB_SIZE = 258048
 """Widest vocabulary with LoRA on the head: the limit of vLLM's kernels, kept so that configurations carry over."""
 
 
-class LogitsProcessorWithLoRA(SlottedLayer):
+class LogitsProcessorWithLoRA(UnsplitLayer):
     """``LogitsProcessor`` plus LoRA; A is given as ``[r, hidden]``, B as ``[vocab, r]``. Built by
     :func:`punica.layers.from_layer_logits_processor`, never by ``from_layer``.
 
@@ -44,10 +42,6 @@ class LogitsProcessorWithLoRA(SlottedLayer):
     ``org_vocab_size``. ``sharded_to_full_mapping_gpu``: the mapping as int64 on ``device`` (``None`` without one). The
     settings of the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
     """
-
-    skips_when_empty = True
-    lora_a_stacked: Tensor
-    lora_b_stacked: Tensor
 
     def __init__(
         self,
@@ -104,14 +98,6 @@ class LogitsProcessorWithLoRA(SlottedLayer):
         """The base layer's flag for the sampler."""
         return self.base_layer.should_modify_greedy_probs_inplace
 
-    def slice_lora_a(self, lora_a: Any) -> Any:
-        """A as it is: whole on every rank."""
-        return lora_a
-
-    def slice_lora_b(self, lora_b: Any) -> Any:
-        """B as it is: whole on every rank."""
-        return lora_b
-
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
         """See :meth:`SlottedLayer.create_lora_weights`; ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE``."""
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -127,12 +113,6 @@ class LogitsProcessorWithLoRA(SlottedLayer):
         if self.sharded_to_full_mapping is not None:
             mapping = torch.as_tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)
             self.sharded_to_full_mapping_gpu = mapping
-
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        (live,), (a,), (b,) = self._require_slots("set_lora"), full_a, full_b
-        rank = 0 if a is None else a.shape[0]
-        pairs = ((self.lora_a_stacked, a), (self.lora_b_stacked, b))
-        return [SlotPart(slots, matrix if rank else None, live, rank) for slots, matrix in pairs]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """As the base layer's forward (``lm_head, hidden_states [S, hidden], embedding_bias=None``), with LoRA."""

@@ -200,3 +200,30 @@ class SlottedLayer(BaseLayerWithLoRA):
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
         return self.punica_wrapper
+
+
+class UnsplitLayer(SlottedLayer):
+    """One slice whose A and B are whole on every rank: what embeddings and logits have in common.
+
+    Attributes: ``lora_a_stacked``, ``lora_b_stacked``: tensors ``[L, ..., rows, cols]``, as there is one slice.
+    """
+
+    skips_when_empty = True
+    lora_a_stacked: Tensor
+    lora_b_stacked: Tensor
+
+    def slice_lora_a(self, lora_a: Any) -> Any:
+        """A as it is: whole on every rank."""
+        return lora_a
+
+    def slice_lora_b(self, lora_b: Any) -> Any:
+        """B as it is: whole on every rank."""
+        return lora_b
+
+    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
+        (live,), (a,), (b,) = self._require_slots("set_lora"), full_a, full_b
+        rank = 0 if a is None else a.shape[0]
+        if a is not None and self.a_transposed:
+            a = a.T
+        pairs = ((self.lora_a_stacked, a), (self.lora_b_stacked, b))
+        return [SlotPart(slots, matrix if rank else None, live, rank) for slots, matrix in pairs]

@@ -12,15 +12,13 @@ split over ranks by ids and reduced; A and B are whole on every rank, and the te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.layers.packing import LoRAFactor
-from punica.layers.slots import SlotPart, SlottedLayer
+from punica.layers.slots import UnsplitLayer
 from punica.layers.utils import has_no_lora, is_being_captured, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from punica.wrapper import PunicaWrapperBase
 
 
-class VocabParallelEmbeddingWithLoRA(SlottedLayer):
+class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
     """``VocabParallelEmbedding`` plus LoRA; A is given as ``[r, org_vocab]``, B as ``[embedding_dim, r]``.
 
     Attributes: ``lora_a_stacked [L, org_vocab, R]`` and its view ``lora_a_stacked_2d [L * org_vocab, R]``,
@@ -36,10 +34,7 @@ class VocabParallelEmbeddingWithLoRA(SlottedLayer):
     """
 
     a_transposed = True
-    skips_when_empty = True
-    lora_a_stacked: Tensor
     lora_a_stacked_2d: Tensor
-    lora_b_stacked: Tensor
 
     def __init__(self, base_layer: Any) -> None:
         super().__init__(base_layer)
@@ -51,25 +46,10 @@ class VocabParallelEmbeddingWithLoRA(SlottedLayer):
         """The base layer's table."""
         return self.base_layer.weight
 
-    def slice_lora_a(self, lora_a: Any) -> Any:
-        """A as it is: whole on every rank."""
-        return lora_a
-
-    def slice_lora_b(self, lora_b: Any) -> Any:
-        """B as it is: whole on every rank."""
-        return lora_b
-
     def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
         self.lora_a_stacked = self._zeros((max_loras, self.full_input_size, max_rank), dtype)
         self.lora_a_stacked_2d = self.lora_a_stacked.view(-1, max_rank)
         self.lora_b_stacked = self._zeros((max_loras, 1, self.full_output_sizes[0], max_rank), dtype)
-
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        (live,), (a,), (b,) = self._require_slots("set_lora"), full_a, full_b
-        if a is None or a.shape[0] == 0:
-            return [SlotPart(slots, None, live, 0) for slots in (self.lora_a_stacked, self.lora_b_stacked)]
-        rank = a.shape[0]
-        return [SlotPart(self.lora_a_stacked, a.T, live, rank), SlotPart(self.lora_b_stacked, b, live, rank)]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids of any shape ``[...]`` to ``[..., embedding_dim]``. The first T ids, flattened, are the step's tokens.

@@ -158,24 +158,22 @@ def _native_applies(out_dtype: torch.dtype, w: Tensor) -> bool:
     )
 
 
-def _multiply_one(out: Tensor, x: Tensor, wt: Tensor, alpha: float, beta: float) -> None:
-    """``wt`` is ``[K, N]``."""
-    if beta == 0 and alpha == 1:
-        torch.mm(x, wt, out=out)
-    elif beta == alpha == 1:
-        out.addmm_(x, wt)
-    else:
-        out.addmm_(x, wt, beta=beta, alpha=alpha)
+def _multiplication(plain: Callable[..., Tensor], adding: Callable[..., Tensor]) -> Callable[..., None]:
+    """``out = beta * out + alpha * x @ wt`` in the cheapest of torch's forms: ``plain`` overwrites, ``adding`` adds."""
+
+    def multiply(out: Tensor, x: Tensor, wt: Tensor, alpha: float, beta: float) -> None:
+        if beta == 0 and alpha == 1:
+            plain(x, wt, out=out)
+        elif beta == alpha == 1:
+            adding(out, x, wt)
+        else:
+            adding(out, x, wt, beta=beta, alpha=alpha)
+
+    return multiply
 
 
-def _multiply_many(out: Tensor, x: Tensor, wt: Tensor, alpha: float, beta: float) -> None:
-    """``wt`` is ``[count, K, N]``."""
-    if beta == 0 and alpha == 1:
-        torch.bmm(x, wt, out=out)
-    elif beta == alpha == 1:
-        out.baddbmm_(x, wt)
-    else:
-        out.baddbmm_(x, wt, beta=beta, alpha=alpha)
+_multiply_one = _multiplication(torch.mm, Tensor.addmm_)  # wt [K, N]
+_multiply_many = _multiplication(torch.bmm, Tensor.baddbmm_)  # wt [count, K, N]
 
 
 class _Convert:

@@ -142,9 +142,10 @@ def _planned_world(backend: str | None, init_method: str | None, rank: int | Non
 
 def _check_backend(backend: str | None) -> None:
     """ValueError unless it is e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``, of backends that torch knows."""
-    for part in (backend or "").split(","):
-        name = part.rpartition(":")[2].lower()
-        if backend is not None and name not in dist.Backend.backend_list:
+    if backend is None:
+        return
+    for part in backend.split(","):
+        if part.rpartition(":")[2].lower() not in dist.Backend.backend_list:
             raise ValueError(
                 f"backend is {backend!r}, must be of {dist.Backend.backend_list}; leave it out for the usual"
             )

@@ -163,8 +163,12 @@ class Tenants:
 
 
 def buffers(layer: SlottedLayer) -> list[torch.Tensor]:
-    """Everything that a layer's slots consist of."""
-    return [part.slots for part in layer.slot_parts(None, None)] + [layer.lora_ranks]
+    """Everything that a layer's slots consist of: `[L, ...]` each."""
+    return [buffer for part in layer.slot_parts(None, None) for buffer in (part.slots, part.ranks)]
+
+
+def all_buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
+    return [buffer for layer in manager.modules.values() for buffer in buffers(layer)]
 
 
 def snapshot(manager: LoRAModelManager) -> dict[str, object]:
@@ -177,7 +181,7 @@ def snapshot(manager: LoRAModelManager) -> dict[str, object]:
         "pinned": manager.pinned_adapters,
         "requests": dict(manager._registered._requests),
         "mapping": manager._last_mapping,
-        "buffers": [tensor.clone() for layer in manager.modules.values() for tensor in buffers(layer)],
+        "buffers": [tensor.clone() for tensor in all_buffers(manager)],
         "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone(), list(wrapper.indices_len)],
     }
 

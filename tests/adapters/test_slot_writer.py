@@ -4,17 +4,13 @@ from collections.abc import Collection, Mapping
 
 import pytest
 import torch
-from adapter_world import QKV, adapter, assert_unchanged, buffers, decode, full_manager, snapshot
+from adapter_world import QKV, adapter, all_buffers, assert_unchanged, decode, full_manager, snapshot
 
 from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel, SlotWriter
 from punica.layers import SlottedLayer
 from punica.segments import LoRAMapping
 
 O_PROJ = "model.layers.0.self_attn.o_proj"
-
-
-def slots_of(modules: Mapping[str, SlottedLayer]) -> list[torch.Tensor]:
-    return [tensor.clone() for layer in modules.values() for tensor in buffers(layer)]
 
 
 def test_writing_a_slot(make_manager):
@@ -38,7 +34,7 @@ def test_a_layer_that_fails_leaves_no_half_of_an_adapter(make_manager, monkeypat
     manager.add_adapter(adapter(1))
     writer = LayerSlotWriter(manager.modules)
     writer.write(0, manager.get_adapter(1))
-    empty = [buffer[:, 1] if buffer.ndim == 2 else buffer[1] for buffer in slots_of(manager.modules)]
+    empty = [buffer[1].clone() for buffer in all_buffers(manager)]
 
     def fail(*_args: object) -> None:
         raise error
@@ -46,7 +42,7 @@ def test_a_layer_that_fails_leaves_no_half_of_an_adapter(make_manager, monkeypat
     monkeypatch.setattr(list(manager.modules.values())[-1], "set_lora", fail)
     with pytest.raises(type(error)):
         writer.write(1, manager.get_adapter(1))
-    after = [buffer[:, 1] if buffer.ndim == 2 else buffer[1] for buffer in slots_of(manager.modules)]
+    after = [buffer[1].clone() for buffer in all_buffers(manager)]
     assert all(torch.equal(a, b) for a, b in zip(after, empty, strict=True))
     assert manager.modules[QKV].lora_ranks.tolist() == [[4, 0]] * 3  # the other slot is untouched
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapter_world import adapter, one_layer
+from adapter_world import adapter, all_buffers, one_layer
 
 from punica.adapters import LoRAModel, LoRAModelManager
 from punica.adapters.slot_writer import LayerSlotWriter
@@ -19,10 +19,6 @@ def merged(manager: LoRAModelManager, modules: tuple[str, ...] | None) -> LoRAMo
     return manager._merger.merge(first)
 
 
-def buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
-    return [buffer for parts in slot_parts(manager.modules, None).values() for part in parts for buffer in part[::2]]
-
-
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
 @pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
 @pytest.mark.parametrize("modules", [None, ("q_proj", "v_proj")], ids=["all modules", "q and v"])
@@ -32,14 +28,14 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, shard
     manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, 50, config, "cpu")
     lora = merged(manager, modules)
     LayerSlotWriter(manager.modules).write(SLOT, lora)
-    expected = [buffer.clone() for buffer in buffers(manager)]
+    expected = [buffer.clone() for buffer in all_buffers(manager)]
 
     staged = stage(manager.modules, lora, dtype, pin_memory=False)
-    for buffer in buffers(manager):
+    for buffer in all_buffers(manager):
         buffer[SLOT].fill_(3)
     empty = [part for parts in slot_parts(manager.modules, None).values() for part in parts]
     write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], SLOT)
-    for found, wanted in zip(buffers(manager), expected, strict=True):
+    for found, wanted in zip(all_buffers(manager), expected, strict=True):
         assert torch.equal(found, wanted)
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from adapter_world import VOCAB, DenseModel, PackedModel, adapter, adapter_tensors, decode, tree
+from adapter_world import VOCAB, DenseModel, PackedModel, adapter, adapter_tensors, all_buffers, decode, tree
 
 from punica.adapters import LoRAModelManager
 from punica.adapters.slot_writer import LayerSlotWriter
@@ -47,10 +47,6 @@ def constant(adapter_id: int, value: float, rank: int = 64):
     return LoRAModel(adapter_id, rank, {"proj": LoRALayerWeights("proj", rank, rank, a, b)})
 
 
-def buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
-    return [buffer for parts in slot_parts(manager.modules, None).values() for part in parts for buffer in part[::2]]
-
-
 @pytest.mark.parametrize("modules", [None, ("q_proj", "down_proj")], ids=["all modules", "two modules"])
 def test_a_slot_holds_the_same_bits_as_layer_by_layer(gpu_manager, modules):
     manager = gpu_manager(max_loras=3, max_cpu_loras=3)
@@ -58,9 +54,9 @@ def test_a_slot_holds_the_same_bits_as_layer_by_layer(gpu_manager, modules):
     manager.add_adapter(lora)
     manager.activate_adapter(1)
     torch.cuda.synchronize()
-    found = [buffer[0].clone() for buffer in buffers(manager)]
+    found = [buffer[0].clone() for buffer in all_buffers(manager)]
     LayerSlotWriter(manager.modules).write(0, manager._merger.merge(lora))
-    for one, other in zip(found, buffers(manager), strict=True):
+    for one, other in zip(found, all_buffers(manager), strict=True):
         assert torch.equal(one, other[0])
 
 

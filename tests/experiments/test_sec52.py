@@ -162,7 +162,7 @@ def test_a_load_that_does_nothing_is_not_timed(bench):
     bench.manager.activate_adapter(2)  # the right content is there, and must not pass for a load
     bench.check_slot(1)
     with pytest.raises(CheckFailed, match="does not hold adapter 2"):
-        check_loader(bench, "idle", Loader(lambda i: adapter_loading.Loaded(), bench.check_slot))
+        check_loader(bench, "idle", Loader(lambda i: adapter_loading.ReadyCopy(), bench.check_slot))
 
 
 def test_an_adapter_that_misses_a_module_is_seen(bench):
