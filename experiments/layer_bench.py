@@ -16,7 +16,7 @@ from experiments.schema import ModelConf
 from punica.adapters import LoRAModelManager
 from punica.adapters.random_adapter import random_adapter
 from punica.config import LoRAConfig
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 
 
 class LayerBench:

@@ -19,8 +19,8 @@ from punica.adapters.random_adapter import LLAMA_LORA_MODULES, random_adapter
 from punica.adapters.weights import LoRALayerWeights, LoRAModel
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
+from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
-from punica.segments import LoRAMapping
 from punica.workload.popularity import popularity
 
 MOST_ADAPTERS = 256

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from experiments.operator_shapes import Operator
-from punica.segments import LoRAKernelMeta
+from punica.metadata import LoRAKernelMeta
 
 ROTATING_BYTES = 256 << 20
 """Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""

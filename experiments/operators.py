@@ -21,8 +21,8 @@ import torch
 from experiments.experiment import CheckFailed
 from experiments.operator_figure import operator_conf
 from experiments.schema import Config, DType
-from punica.kernel_meta import LoRAKernelMeta, MetaArgs
 from punica.measure.timing import Call, Name, Protocol, time_side_by_side
+from punica.metadata import LoRAKernelMeta, MetaArgs
 from punica.ops import baselines, reference, torch_ops
 from punica.registry import Registry
 from punica.workload.popularity import popularity

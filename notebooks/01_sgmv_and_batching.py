@@ -40,8 +40,8 @@ from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
 from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, how_to_measure, of_the_roof, relative_to
 from punica.measure.paper import read_figure
 from punica.measure.roofline import sgmv_intensity, sgmv_io_bytes
+from punica.metadata import LoRAMapping, compute_meta
 from punica.ops import reference, torch_ops
-from punica.segments import LoRAMapping, compute_meta
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 from punica.wrapper import PunicaWrapperCPU
 

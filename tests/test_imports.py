@@ -12,9 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # imports point from a later row to an earlier one, or stay within one package; the members of a row are strangers
 ORDER = [
     {"checks", "registry"},
-    {"config", "staging"},
-    {"kernel_meta"},
-    {"segments"},
+    {"config", "metadata"},
     {"ops"},
     {"wrapper", "parallel"},
     {"layers"},
@@ -132,7 +130,7 @@ def import_all(package):
                 import_all(loaded)
 import_all(punica)
 import torch
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import get_punica_wrapper
 wrapper = get_punica_wrapper(4, 4, "cpu", max_loras=2)
 wrapper.update_metadata(LoRAMapping((7, 0, 9), (7, 0, 9)), [7, 9], 3, 100)

@@ -35,7 +35,7 @@ from punica.adapters.wrapping import (
     wrap_layers,
 )
 from punica.config import LoRAConfig
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import get_punica_wrapper
 
 

@@ -10,8 +10,8 @@ import torch
 from punica.adapters import LoRAModelManager
 from punica.engine.attention import PagedAttention
 from punica.engine.batch import StepBatch
+from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
-from punica.segments import LoRAMapping
 
 
 class ModelRunner:

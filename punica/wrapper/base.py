@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import operands as op
 from punica.wrapper.moe import MoEMethods
 from punica.wrapper.step import StepMetadata

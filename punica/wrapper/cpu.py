@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from punica.config import LoRAConfig
+from punica.metadata import HostIndices
 from punica.ops import torch_ops
-from punica.segments import HostIndices
 from punica.wrapper.base import PunicaWrapperBase
 from punica.wrapper.operands import Weights
 

@@ -3,8 +3,7 @@
 import torch
 
 from punica.config import LoRAConfig
-from punica.kernel_meta import LoRAKernelMeta, MetaArgs, get_captured_lora_counts
-from punica.segments import HostIndices, compute_meta
+from punica.metadata import HostIndices, LoRAKernelMeta, MetaArgs, compute_meta, get_captured_lora_counts
 from punica.wrapper.base import PunicaWrapperBase
 from punica.wrapper.operands import Slices, Weights
 

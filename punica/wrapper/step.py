@@ -8,8 +8,7 @@ import torch
 
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.segments import HostIndices, LoRAMapping, Segments, compute_meta, host_indices
-from punica.staging import StagedBuffer
+from punica.metadata import HostIndices, LoRAMapping, Segments, StagedBuffer, compute_meta, host_indices
 from punica.wrapper import operands as op
 
 
@@ -56,7 +55,7 @@ class StepMetadata:
         vocab_size: int,
         **kwargs: Any,
     ) -> None:
-        """Refill the buffers for the next step from adapter ids and the slot table (`punica.segments.convert_mapping`).
+        """Refill the buffers for the next step from adapter ids and the slot table (`punica.metadata.convert_mapping`).
 
         Runs on the host, without synchronising. TypeError: ``mapping`` is no LoRAMapping, or an unknown keyword.
         ValueError: an id in no slot, T or S above N, more slots than ``max_loras``, or (prefill) more runs of equal

@@ -10,8 +10,8 @@ from torch import nn
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, PEFTHelper
 from punica.layers import SlottedLayer
+from punica.metadata import LoRAMapping
 from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from punica.segments import LoRAMapping
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INTER, LAYERS, VOCAB = 24, 4, 2, 6, 40, 2, 50
 QKV = "model.layers.0.self_attn.qkv_proj"

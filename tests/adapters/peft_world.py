@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.config import LoRAConfig
+from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
-from punica.segments import LoRAMapping
 
 VOCAB, MAX_RANK, LAYERS = 67, 8, 2
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

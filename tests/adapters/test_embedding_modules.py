@@ -10,9 +10,9 @@ from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, LoRAR
 from punica.adapters.staged import slot_parts, stage
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
+from punica.metadata import LoRAMapping
 from punica.ops.slot_image import write_slot
 from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
-from punica.segments import LoRAMapping
 
 VOCAB, DIM = 21, 12
 ROLES = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}

@@ -19,7 +19,7 @@ from punica.adapters import (
     write_random_adapter,
 )
 from punica.config import LoRAConfig
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # inside transformers
 

@@ -15,7 +15,7 @@ from adapter_world import (
 )
 
 from punica.adapters import LoRAModelManager
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 
 
 def count_writes(manager: LoRAModelManager, monkeypatch) -> list[int]:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from punica.adapters import LoRARequest
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 
 pytestmark = [  # said by PEFT and Transformers
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),

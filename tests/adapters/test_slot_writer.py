@@ -8,7 +8,7 @@ from adapter_world import QKV, adapter, all_buffers, assert_unchanged, decode, f
 
 from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel, SlotWriter
 from punica.layers import SlottedLayer
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 
 O_PROJ = "model.layers.0.self_attn.o_proj"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU
 
 SLOTS = 4

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from punica import layers
 from punica.config import LoRAConfig
 from punica.layers import from_layer
+from punica.metadata import LoRAMapping
 from punica.parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -16,7 +17,6 @@ from punica.parallel import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from punica.segments import LoRAMapping
 from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
 
 IN, MAX_RANK, MAX_LORAS = 16, 8, 4

@@ -9,8 +9,8 @@ from torch import Tensor
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, from_layer_logits_processor
 from punica.layers import logits_processor as module
+from punica.metadata import LoRAMapping
 from punica.parallel import LogitsProcessor, ParallelLMHead
-from punica.segments import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU
 
 VOCAB, DIM = 10, 6

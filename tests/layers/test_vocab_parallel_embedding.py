@@ -7,8 +7,8 @@ from torch import Tensor
 from punica.config import LoRAConfig
 from punica.layers import VocabParallelEmbeddingWithLoRA, from_layer
 from punica.layers import vocab_parallel_embedding as module
+from punica.metadata import LoRAMapping
 from punica.parallel import VocabParallelEmbedding
-from punica.segments import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU
 
 ORG, VOCAB, DIM = 10, 13, 6

@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 from punica.adapters import LoRAModelManager
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
 from punica.models.rotary import inverse_frequencies
 from punica.parallel import ParallelLMHead
-from punica.segments import LoRAMapping
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

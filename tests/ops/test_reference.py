@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from punica.metadata import compute_meta
 from punica.ops import reference, torch_ops
-from punica.segments import compute_meta
 from tests.ops.helpers import assert_expanded, assert_shrunk, normal, products, random_slots
 
 BOTH = [pytest.param(reference, id="reference"), pytest.param(torch_ops, id="torch_ops")]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU
 
 L = 4

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from punica.config import LoRAConfig
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU, get_punica_wrapper
 
 L, N = 4, 48

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from punica.config import LoRAConfig
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import (
     PunicaWrapperABC,
     PunicaWrapperBase,
@@ -285,7 +285,7 @@ def test_exceptions_hold_under_python_optimize() -> None:
     """With ``python -O`` assert statements vanish; none of the checks may."""
     script = """
 import torch
-from punica.segments import LoRAMapping
+from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU
 wrapper = PunicaWrapperCPU(2, 2, "cpu", max_loras=1)
 mapping = LoRAMapping((5,), (5,))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from punica.segments import LoRAKernelMeta
+from punica.metadata import LoRAKernelMeta
 
 TOLERANCE = {torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float32: (1e-4, 1e-4)}
 SHRINK_ROWS = {

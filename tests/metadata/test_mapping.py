@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from punica.segments import LoRAMapping, compute_meta, convert_mapping
+from punica.metadata import LoRAMapping, compute_meta, convert_mapping
 
 # ---- LoRAMapping
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from punica.segments import LoRAKernelMeta, get_captured_lora_counts
+from punica.metadata import LoRAKernelMeta, get_captured_lora_counts
 
 DEVICE_FIELDS = (
     "token_lora_mapping",

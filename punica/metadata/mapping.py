@@ -14,18 +14,6 @@ import numpy as np
 import torch
 
 from punica.checks import check_count, check_slot_vector
-from punica.kernel_meta import LoRAKernelMeta, get_captured_lora_counts
-
-__all__ = [
-    "HostIndices",
-    "LoRAKernelMeta",
-    "LoRAMapping",
-    "Segments",
-    "compute_meta",
-    "convert_mapping",
-    "get_captured_lora_counts",
-    "host_indices",
-]
 
 
 @dataclass(frozen=True)

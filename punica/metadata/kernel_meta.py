@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from punica.checks import check_count, check_slot_vector
-from punica.staging import StagedBuffer, aligned_offsets
+from punica.metadata.staging import StagedBuffer, aligned_offsets
 
 MetaArgs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
