@@ -1,19 +1,35 @@
-"""Which row of a step uses which adapter: mappings, SGMV segments and the integers that the kernels read."""
+"""Which row of a step uses which adapter: the step as one object, and the forms in which callers describe it.
 
+`LoRABatch` is the step that wrapper and ops take. `LoRAMapping`, `convert_mapping`, `compute_meta` and `LoRAKernelMeta`
+are for callers who have adapter ids or tensors of slots.
+"""
+
+from punica.metadata.batch import LoRABatch
 from punica.metadata.kernel_meta import LoRAKernelMeta, MetaArgs, get_captured_lora_counts
-from punica.metadata.mapping import HostIndices, LoRAMapping, Segments, compute_meta, convert_mapping, host_indices
-from punica.metadata.staging import StagedBuffer, aligned_offsets
+from punica.metadata.mapping import (
+    LoRAMapping,
+    Segments,
+    compute_meta,
+    convert_mapping,
+    embedding_offsets,
+    mapped_rows,
+    padded_slots,
+)
+from punica.metadata.rows import RowGroups
+from punica.metadata.segment_plan import SegmentPlan
 
 __all__ = [
-    "HostIndices",
+    "LoRABatch",
     "LoRAKernelMeta",
     "LoRAMapping",
     "MetaArgs",
+    "RowGroups",
+    "SegmentPlan",
     "Segments",
-    "StagedBuffer",
-    "aligned_offsets",
     "compute_meta",
     "convert_mapping",
+    "embedding_offsets",
     "get_captured_lora_counts",
-    "host_indices",
+    "mapped_rows",
+    "padded_slots",
 ]

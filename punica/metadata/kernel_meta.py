@@ -6,14 +6,16 @@ largest size and refilled in place each step (paper, section 6: segment indices 
 once per operator), which is also what a captured CUDA graph needs.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from punica.checks import check_count, check_slot_vector
+from punica.checks import check_count
+from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
 from punica.metadata.staging import StagedBuffer, aligned_offsets
 
 MetaArgs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,7 +36,6 @@ def get_captured_lora_counts(max_loras: int, specialize: bool) -> list[int]:
     return sorted({*powers, largest})
 
 
-@dataclass(eq=False)
 class LoRAKernelMeta:
     """Kernel metadata for up to N = ``max_num_tokens`` rows and L = ``max_loras`` slots; build with `make`.
 
@@ -50,20 +51,22 @@ class LoRAKernelMeta:
     distinct slots present, rounded up to a captured count; 0 with the flag), ``default_num_active_loras_cpu`` (int32,
     always L+1). They are tensors so that graph tracers see data, not constants.
 
-    ``captured_lora_counts``: ascending counts to round up to; empty = no rounding.
+    ``captured_lora_counts``: ascending counts to round up to; empty = no rounding. ``num_active_loras``: the number in
+    ``num_active_loras_cpu``.
     """
 
-    token_lora_mapping: torch.Tensor
-    token_indices_sorted_by_lora_ids: torch.Tensor
-    active_lora_ids: torch.Tensor
-    num_tokens_per_lora: torch.Tensor
-    lora_token_start_loc: torch.Tensor
-    no_lora_flag_cpu: torch.Tensor
-    num_active_loras_cpu: torch.Tensor
-    default_num_active_loras_cpu: torch.Tensor
-    captured_lora_counts: list[int]
-    _staging: StagedBuffer = field(repr=False)
-    _offsets: list[int] = field(repr=False)
+    num_active_loras: int
+
+    def __init__(self, buffer: KernelMetaBuffer, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        self._buffer, self._offsets = buffer, offsets
+        views = [buffer.staging.tensor[start : start + length] for start, length in zip(offsets, lengths, strict=True)]
+        self.active_lora_ids, self.num_tokens_per_lora, self.lora_token_start_loc = views[:3]
+        self.token_lora_mapping, self.token_indices_sorted_by_lora_ids = views[3:]
+        self.captured_lora_counts = buffer.captured_lora_counts
+        self.no_lora_flag_cpu = torch.ones(1, dtype=torch.bool, device="cpu")
+        self.num_active_loras_cpu = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.default_num_active_loras_cpu = torch.full((1,), lengths[0], dtype=torch.int32, device="cpu")
+        self._flag, self._active = self.no_lora_flag_cpu.numpy(), self.num_active_loras_cpu.numpy()
 
     @staticmethod
     def make(
@@ -71,37 +74,12 @@ class LoRAKernelMeta:
         max_num_tokens: int,
         device: torch.device | str,
         captured_lora_counts: Sequence[int] | None = None,
-    ) -> "LoRAKernelMeta":
+    ) -> LoRAKernelMeta:
         """Allocate everything, in the state that follows an empty mapping.
 
         ValueError when ``max_loras`` or ``max_num_tokens`` is below 1 or a captured count is outside ``[1, L+1]``.
         """
-        slots, tokens = check_count("max_loras", max_loras), check_count("max_num_tokens", max_num_tokens)
-        captured = sorted({check_count("captured_lora_counts", count) for count in captured_lora_counts or ()})
-        if captured and captured[-1] > slots + 1:
-            raise ValueError(
-                f"captured_lora_counts has {captured[-1]}, more than max_loras + 1 = {slots + 1} (every slot and -1)"
-            )
-        lengths = [tokens, tokens, slots + 1, slots + 1, slots + 2]
-        offsets, total = aligned_offsets(lengths)
-        staging = StagedBuffer((total,), torch.int32, torch.device(device))
-        views = [staging.tensor[start : start + length] for start, length in zip(offsets, lengths, strict=True)]
-        mapping, indices, ids, counts, starts = views
-        meta = LoRAKernelMeta(
-            token_lora_mapping=mapping,
-            token_indices_sorted_by_lora_ids=indices,
-            active_lora_ids=ids,
-            num_tokens_per_lora=counts,
-            lora_token_start_loc=starts,
-            no_lora_flag_cpu=torch.ones(1, dtype=torch.bool),
-            num_active_loras_cpu=torch.zeros(1, dtype=torch.int32),
-            default_num_active_loras_cpu=torch.full((1,), slots + 1, dtype=torch.int32),
-            captured_lora_counts=captured,
-            _staging=staging,
-            _offsets=offsets,
-        )
-        meta.prepare_tensors(torch.empty(0, dtype=torch.int64))
-        return meta
+        return KernelMetaBuffer(1, max_loras, max_num_tokens, device, captured_lora_counts).metas[0]
 
     def prepare_tensors(self, token_lora_mapping: torch.Tensor) -> None:
         """Refill every field for the slots of one step, an integer tensor ``[T]`` with ``-1`` = no adapter.
@@ -113,38 +91,20 @@ class LoRAKernelMeta:
         TypeError: not an integer tensor. ValueError: not 1-D, T > N, or a slot outside ``[-1, L)``. Nothing is changed
         by a call that raises.
         """
-        slots = self._checked(token_lora_mapping)
-        total = slots.size
-        capacity, ids = self.token_lora_mapping.shape[0], self.active_lora_ids.shape[0]
-        # numpy sorts 16-bit integers by radix, which at 8192 tokens is several times faster than its merge sort
-        sort_keys = slots.astype(np.int16) if ids <= 2**15 else slots
-        per_slot = np.bincount(slots + 1, minlength=ids)
-        present = np.flatnonzero(per_slot)
-        used = present.size
-        counts = per_slot[present]
-
-        host = self._staging.begin()
-        mapping_at, sorted_at, ids_at, counts_at, starts_at = self._offsets
-        host[mapping_at : mapping_at + total] = slots
-        host[mapping_at + total : mapping_at + capacity] = -1
-        host[sorted_at : sorted_at + total] = sort_keys.argsort(kind="stable")
-        host[ids_at : ids_at + used] = present - 1
-        host[ids_at + used : ids_at + ids] = -1
-        host[counts_at : starts_at + ids + 1] = 0
-        host[counts_at : counts_at + used] = counts
-        host[starts_at + 1 : starts_at + 1 + used] = counts.cumsum()
-        self._staging.commit(host.size)
-
-        no_lora = bool(used == 0 or present[-1] == 0)
-        self.no_lora_flag_cpu.fill_(no_lora)
-        self.num_active_loras_cpu.fill_(0 if no_lora else self._rounded(used))
+        capacity, max_loras = self.token_lora_mapping.shape[0], self.active_lora_ids.shape[0] - 1
+        slots = check_slots("token_lora_mapping", token_lora_mapping, max_loras)
+        if slots.size > capacity:
+            raise ValueError(
+                f"token_lora_mapping has {slots.size} tokens, more than the capacity max_num_tokens={capacity}"
+            )
+        self._buffer.refill({self: RowGroups.of_rows(slots)})
 
     def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> MetaArgs:
-        """The seven metadata arguments of ``lora_shrink`` and ``lora_expand``, in their order; views, no copies.
+        """Seven metadata arguments of the flat ops: mapping, sorted indices, counts, starts, ids, flag, active count.
 
-        ``token_nums`` rows are addressed (may exceed the step's T: those rows have slot ``-1``). The last item, the
-        number of grid planes, is the active count with ``specialize_active_lora``, else L+1.
-        ValueError when ``token_nums`` is outside ``[0, N]``.
+        Views, no copies. ``token_nums`` rows are addressed (may exceed the step's T: those rows have slot ``-1``). The
+        last item, the number of grid planes, is the active count with ``specialize_active_lora``, else L+1; the ops
+        take it by keyword. ValueError when ``token_nums`` is outside ``[0, N]``.
         """
         capacity = self.token_lora_mapping.shape[0]
         if not 0 <= token_nums <= capacity:
@@ -159,23 +119,60 @@ class LoRAKernelMeta:
             self.num_active_loras_cpu if specialize_active_lora else self.default_num_active_loras_cpu,
         )
 
-    def _checked(self, token_lora_mapping: torch.Tensor) -> np.ndarray:
-        """The slots as a host int64 array, after every check of `prepare_tensors`."""
-        check_slot_vector("token_lora_mapping", token_lora_mapping)
-        capacity, max_loras = self.token_lora_mapping.shape[0], self.active_lora_ids.shape[0] - 1
-        total = token_lora_mapping.shape[0]
-        if total > capacity:
-            raise ValueError(f"token_lora_mapping has {total} tokens, more than the capacity max_num_tokens={capacity}")
-        slots = token_lora_mapping.cpu().numpy().astype(np.int64, copy=False)
-        if total and not (slots.min() >= -1 and slots.max() < max_loras):
-            first = int(np.flatnonzero((slots < -1) | (slots >= max_loras))[0])
-            raise ValueError(
-                f"token_lora_mapping[{first}] is {int(slots[first])}, must be in [-1, {max_loras}): "
-                f"-1 for no adapter, else a slot below max_loras={max_loras}"
-            )
-        return slots
+    def write(self, host: np.ndarray, rows: RowGroups) -> None:
+        """Fill this metadata's part of the buffer's host array, and the host tensors."""
+        (slots, counts), total = rows.present, rows.num_rows
+        used, ids = slots.size, self.active_lora_ids.shape[0]
+        ids_at, counts_at, starts_at, mapping_at, sorted_at = self._offsets
+        host[ids_at : ids_at + used] = slots
+        host[ids_at + used : ids_at + ids] = -1
+        host[counts_at : starts_at + ids + 1] = 0
+        host[counts_at : counts_at + used] = counts
+        host[starts_at + 1 : starts_at + 1 + used] = counts.cumsum()
+        host[mapping_at : mapping_at + total] = rows.row_slots
+        host[mapping_at + total : mapping_at + self.token_lora_mapping.shape[0]] = -1
+        host[sorted_at : sorted_at + total] = rows.order
+        self._flag[0] = rows.no_lora
+        self.num_active_loras = self._active[0] = 0 if rows.no_lora else self._rounded(used)
 
     def _rounded(self, active: int) -> int:
         """The smallest captured count >= ``active``; ``active`` itself when there is none."""
         position = bisect_left(self.captured_lora_counts, active)
         return self.captured_lora_counts[position] if position < len(self.captured_lora_counts) else active
+
+
+class KernelMetaBuffer:
+    """The one allocation behind ``number`` kernel metadata of equal size: a refill of all of them is a single copy."""
+
+    def __init__(
+        self,
+        number: int,
+        max_loras: int,
+        max_num_tokens: int,
+        device: torch.device | str,
+        captured_lora_counts: Sequence[int] | None = None,
+    ) -> None:
+        slots, tokens = check_count("max_loras", max_loras), check_count("max_num_tokens", max_num_tokens)
+        self.captured_lora_counts = sorted(
+            {check_count("captured_lora_counts", count) for count in captured_lora_counts or ()}
+        )
+        if self.captured_lora_counts and self.captured_lora_counts[-1] > slots + 1:
+            raise ValueError(
+                f"captured_lora_counts has {self.captured_lora_counts[-1]}, more than max_loras + 1 = {slots + 1} "
+                "(every slot and -1)"
+            )
+        lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens]
+        offsets, total = aligned_offsets(lengths * number)
+        self.staging = StagedBuffer((total,), torch.int32, torch.device(device))
+        starts = range(0, len(offsets), len(lengths))
+        self.metas = [LoRAKernelMeta(self, offsets[i : i + len(lengths)], lengths) for i in starts]
+        self._rows = dict.fromkeys(self.metas, NO_ROWS)
+        self.refill(self._rows)
+
+    def refill(self, rows: dict[LoRAKernelMeta, RowGroups]) -> None:
+        """New rows for some of the metadata, already checked; what the others hold is sent again."""
+        self._rows.update(rows)
+        host = self.staging.begin()
+        for meta, current in self._rows.items():
+            meta.write(host, current)
+        self.staging.commit(host.size)

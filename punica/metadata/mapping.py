@@ -1,4 +1,6 @@
-"""Which token uses which adapter: `LoRAMapping`, `convert_mapping`, `compute_meta`, and the kernels' `LoRAKernelMeta`.
+"""Steps described by adapter ids or by slots per token: `LoRAMapping`, `convert_mapping`, `compute_meta`.
+
+The front for callers who have those; a step itself is a `LoRABatch`.
 
 An *adapter id* is what the user knows (integer >= 1, 0 = none). A *slot* is where its weights lie on the device (index
 below ``max_loras``, ``-1`` = none). A *segment* is a maximal run of neighbouring tokens with one slot; SGMV computes
@@ -13,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from punica.checks import check_count, check_slot_vector
+from punica.checks import check_count
+from punica.metadata.rows import RowGroups, check_slots
 
 
 @dataclass(frozen=True)
@@ -67,31 +70,12 @@ def _as_int(name: str, position: int, value: Any) -> int:
     raise TypeError(f"{name}[{position}] is {value!r} ({type(value).__name__}); adapter ids are integers >= 0")
 
 
-class HostIndices(NamedTuple):
-    """The result of `host_indices`: int64 arrays ``[T]``, ``[S]``, ``[S]``, ``[2, T]`` as in `convert_mapping`."""
+def mapped_rows(
+    mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int
+) -> tuple[RowGroups, RowGroups]:
+    """The slots of the tokens and of the sampled rows of a step. Errors as in `convert_mapping`.
 
-    token_slots: np.ndarray
-    sampler_slots: np.ndarray
-    sampler_slots_padded: np.ndarray
-    embedding_offsets: np.ndarray
-
-    @property
-    def lengths(self) -> list[int]:
-        """``[T, S, S, T]``."""
-        tokens, sampled = len(self.token_slots), len(self.sampler_slots)
-        return [tokens, sampled, sampled, tokens]
-
-
-def host_indices(
-    mapping: LoRAMapping,
-    lora_index_to_id: Sequence[int | None],
-    max_loras: int,
-    vocab_size: int,
-    extra_vocab_size: int = 0,
-) -> HostIndices:
-    """`convert_mapping` without a device: what the wrapper refills its buffers from, and hands to the kernel metadata.
-
-    One dictionary from id to slot is built per call, so the work is O(T + S + slots). Errors as in `convert_mapping`.
+    One dictionary from id to slot is built per call, so the work is O(T + S + slots).
     """
     if not isinstance(mapping, LoRAMapping):
         raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
@@ -101,20 +85,22 @@ def host_indices(
         raise ValueError(
             f"max_loras is {max_loras}, must be >= {len(lora_index_to_id)}, the number of entries of lora_index_to_id"
         )
-    check_count("vocab_size", vocab_size)
-    check_count("extra_vocab_size", extra_vocab_size, lowest=0)
-    tokens = _slots("index_mapping", mapping.index_mapping, slot_of)
-    sampled = (
-        tokens
-        if mapping.prompt_mapping == mapping.index_mapping
-        else _slots("prompt_mapping", mapping.prompt_mapping, slot_of)
-    )
-    rows = len(sampled)
-    padded = np.arange(rows) + rows * np.where(sampled >= 0, sampled, max_loras - 1)
+    tokens = RowGroups.of_rows(_slots("index_mapping", mapping.index_mapping, slot_of))
+    if mapping.prompt_mapping == mapping.index_mapping:
+        return tokens, tokens
+    return tokens, RowGroups.of_rows(_slots("prompt_mapping", mapping.prompt_mapping, slot_of))
+
+
+def padded_slots(sampled: np.ndarray, max_loras: int) -> np.ndarray:
+    """``s + S * p`` for the slots ``[S]`` of the sampled rows, with p the slot, or ``max_loras - 1`` for none."""
+    return np.arange(sampled.size) + sampled.size * np.where(sampled >= 0, sampled, max_loras - 1)
+
+
+def embedding_offsets(tokens: np.ndarray, vocab_size: int, extra_vocab_size: int = 0) -> np.ndarray:
+    """``[2, T]``: where each token's tables begin in a flattened embedding A, see `convert_mapping`."""
     # rows without adapter point harmlessly into slot 0: the expand that follows skips them
     table = np.maximum(tokens, 0)
-    offsets = np.stack((table * extra_vocab_size, table * (vocab_size + extra_vocab_size)))
-    return HostIndices(tokens, sampled, padded, offsets)
+    return np.stack((table * extra_vocab_size, table * (vocab_size + extra_vocab_size)))
 
 
 def convert_mapping(
@@ -140,33 +126,49 @@ def convert_mapping(
     The four tensors are views of one allocation, filled by one copy. TypeError: a wrong type. ValueError: an id that is
     in no slot (all such ids and the loaded ones are listed), an id in two slots, a number out of range.
     """
-    host = host_indices(mapping, lora_index_to_id, max_loras, vocab_size, extra_vocab_size)
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in host]))
+    tokens, sampled = mapped_rows(mapping, lora_index_to_id, max_loras)
+    check_count("vocab_size", vocab_size)
+    check_count("extra_vocab_size", extra_vocab_size, lowest=0)
+    arrays = (
+        tokens.row_slots,
+        sampled.row_slots,
+        padded_slots(sampled.row_slots, max_loras),
+        embedding_offsets(tokens.row_slots, vocab_size, extra_vocab_size),
+    )
+    lengths = [tokens.num_rows, sampled.num_rows, sampled.num_rows, tokens.num_rows]
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     target = torch.device(device)
     if target.type == "cuda":
         packed = packed.pin_memory()
     packed = packed.to(target, non_blocking=True)
-    tokens, sampled = len(host.token_slots), len(host.sampler_slots)
-    base, sampler, padded, offsets = packed.split([tokens, sampled, sampled, 2 * tokens])
-    return base, sampler, padded, offsets.view(2, tokens), host.lengths
+    base, sampler, padded, offsets = packed.split([*lengths[:3], 2 * tokens.num_rows])
+    return base, sampler, padded, offsets.view(2, tokens.num_rows), lengths
 
 
 def _slot_table(lora_index_to_id: Sequence[int | None]) -> dict[int, int]:
     """Adapter id -> slot, with 0 -> -1."""
     if isinstance(lora_index_to_id, (str, bytes)) or not isinstance(lora_index_to_id, Sequence):
         raise TypeError(f"lora_index_to_id must be a list of ids and None, got {type(lora_index_to_id).__name__}")
-    slot_of = {0: -1}
+    slot_of = {adapter_id: slot for slot, adapter_id in enumerate(lora_index_to_id) if type(adapter_id) is int}
+    slot_of[0] = -1
+    if len(slot_of) + lora_index_to_id.count(None) != len(lora_index_to_id) + 1 or min(slot_of) < 0:
+        _explain_slot_table(lora_index_to_id)
+    return slot_of
+
+
+def _explain_slot_table(lora_index_to_id: Sequence[int | None]) -> None:
+    """Raise for the first entry that is neither None nor an adapter id of its own."""
+    seen: dict[int, int] = {}
     for slot, adapter_id in enumerate(lora_index_to_id):
         if adapter_id is None:
             continue
         check_count(f"lora_index_to_id[{slot}]", adapter_id)
-        if adapter_id in slot_of:
+        if adapter_id in seen:
             raise ValueError(
-                f"lora_index_to_id has adapter id {adapter_id} in slots {slot_of[adapter_id]} and {slot}; "
+                f"lora_index_to_id has adapter id {adapter_id} in slots {seen[adapter_id]} and {slot}; "
                 "an adapter lies in one slot"
             )
-        slot_of[adapter_id] = slot
-    return slot_of
+        seen[adapter_id] = slot
 
 
 def _slots(name: str, ids: Sequence[int], slot_of: dict[int, int]) -> np.ndarray:
@@ -203,16 +205,10 @@ def compute_meta(token_lora_tensor: torch.Tensor) -> Segments:
 
     TypeError: not an integer tensor. ValueError: not 1-D, or a value below -1.
     """
-    check_slot_vector("token_lora_tensor", token_lora_tensor)
-    slots, lengths = torch.unique_consecutive(token_lora_tensor, return_counts=True)
-    tokens, runs = token_lora_tensor.shape[0], slots.shape[0]
-    if runs == 0:
-        return Segments(lengths, lengths.clone(), slots, 0, 0, 0, True)
-    lowest, highest = slots.min().item(), slots.max().item()
-    if lowest < -1:
-        position = int((token_lora_tensor < -1).nonzero()[0])
-        raise ValueError(
-            f"token_lora_tensor[{position}] is {token_lora_tensor[position].item()}; slots are >= 0, and -1 means none"
-        )
-    starts = lengths.cumsum(0) - lengths
-    return Segments(starts, lengths, slots, runs, int(lengths.max()), tokens, highest < 0)
+    rows = RowGroups.of_rows(check_slots("token_lora_tensor", token_lora_tensor))
+    device = token_lora_tensor.device
+    starts, lengths = (torch.from_numpy(part).to(device) for part in (rows.starts, rows.lengths))
+    slots = torch.from_numpy(rows.slots).to(device, token_lora_tensor.dtype)
+    return Segments(
+        starts, lengths, slots, rows.slots.size, int(rows.lengths.max(initial=0)), rows.num_rows, rows.no_lora
+    )

@@ -22,7 +22,7 @@ class StagedBuffer:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, initial: tuple[int, ...] = (0,)
     ) -> None:
         """``initial`` is repeated along the first dimensions (one value per column, or one for all)."""
-        start = torch.tensor(initial, dtype=dtype).expand(shape).contiguous()
+        start = torch.tensor(initial, dtype=dtype, device="cpu").expand(shape).contiguous()
         self.tensor = start.to(device)
         self._asynchronous = device.type == "cuda"
         if device.type == "cpu":

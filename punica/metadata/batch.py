@@ -1,0 +1,145 @@
+"""`LoRABatch`: one model invocation, as far as LoRA is concerned. Built once per step, read by every layer.
+
+    slots and lengths of the runs of rows  (the engine's layout; or adapter ids, through `mapped_rows`)
+      -> `RowGroups`       which slot each row uses, on the host
+      -> `LoRAKernelMeta`  the same for the Triton kernels: grouped by slot, on the device, at fixed addresses
+      -> `SegmentPlan`     the same for the torch operators: runs of rows that one batched product serves
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from punica.checks import check_count
+from punica.metadata.kernel_meta import KernelMetaBuffer, LoRAKernelMeta, get_captured_lora_counts
+from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
+from punica.metadata.segment_plan import SegmentPlan
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class LoRABatch:
+    """Which slot every row of the current step uses; ``sampled`` is the same for the rows whose logits are wanted.
+
+    Args:
+        max_num_tokens: most rows, N; bounds the sampled rows too. ``None``: no bound (and no kernels).
+        max_loras: slots, L. ``None``: not known (and no kernels).
+        device: where the kernels' tensors lie.
+        specialize_active_lora: launch for the adapters that are there, rounded up to a count for which a graph may have
+            been captured, instead of for all L.
+
+    Attributes, of the current step:
+        rows: the rows and their runs on the host.
+        num_rows: T.
+        no_lora: whether no row has an adapter: nothing is to be done then.
+
+    The kernels' tensors are allocated when they are first asked for, at the largest size, and from then on refilled in
+    place: their addresses never change, as a captured CUDA graph needs.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int | None = None,
+        max_loras: int | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        specialize_active_lora: bool = False,
+        _tokens: LoRABatch | None = None,
+    ) -> None:
+        self.max_num_tokens, self.max_loras = max_num_tokens, max_loras
+        self.device, self._specialize = torch.device(device), specialize_active_lora
+        self._buffer: KernelMetaBuffer | None = None
+        self.what = "tokens" if _tokens is None else "sampled rows"
+        self._tokens = _tokens
+        self._hold(NO_ROWS)
+        if _tokens is None:
+            self.sampled = LoRABatch(
+                max_num_tokens, max_loras, device, specialize_active_lora=specialize_active_lora, _tokens=self
+            )
+
+    @classmethod
+    def of_slots(cls, slots: torch.Tensor) -> LoRABatch:
+        """One step for the torch operators from the slot of every row, an integer tensor ``[T]``, -1 = no adapter."""
+        batch = cls()
+        batch.fill(RowGroups.of_rows(check_slots("slots", slots)))
+        return batch
+
+    def fill(self, rows: RowGroups, sampled: RowGroups | None = None) -> None:
+        """Begin a step with these rows; ``sampled`` None: every row is sampled. Asynchronous on the current stream.
+
+        ValueError, and no change, when there are more rows than N or a slot is not below L.
+        """
+        sampled = rows if sampled is None else sampled
+        self._check(rows, self.what)
+        if sampled is not rows:
+            self._check(sampled, self.sampled.what)
+        self._hold(rows)
+        self.sampled._hold(sampled)
+        if self._buffer is not None:
+            self._stage(self._buffer)
+
+    def _check(self, rows: RowGroups, what: str) -> None:
+        if self.max_num_tokens is not None and rows.num_rows > self.max_num_tokens:
+            raise ValueError(f"the step has {rows.num_rows} {what}, more than max_num_tokens={self.max_num_tokens}")
+        highest = int(rows.slots.max(initial=-1))
+        if self.max_loras is not None and highest >= self.max_loras:
+            raise ValueError(f"the step's {what} use slot {highest}, must be below max_loras={self.max_loras}")
+
+    def _hold(self, rows: RowGroups) -> None:
+        self.rows, self.num_rows, self.no_lora = rows, rows.num_rows, rows.no_lora
+        self.__dict__.pop("plan", None)
+
+    def check_rows(self, rows: int) -> None:
+        """ValueError unless tensors of ``rows`` rows hold all rows of the step; those past them are padding."""
+        most = self.max_num_tokens
+        if rows < self.num_rows or (most is not None and rows > most):
+            limit = "" if most is None else f" and at most max_num_batched_tokens={most}"
+            raise ValueError(
+                f"got {rows} rows, expected at least the {self.num_rows} {self.what} of the mapping{limit}; "
+                "call update_metadata for this batch"
+            )
+
+    # --- for the torch operators -------------------------------------------------------------------------------------
+
+    @cached_property
+    def plan(self) -> SegmentPlan:
+        """The rows grouped for batched products; made once per step, shared with ``sampled`` if that is the same."""
+        if self._tokens is not None and self.rows is self._tokens.rows:
+            return self._tokens.plan
+        return SegmentPlan.of(self.rows)
+
+    # --- for the Triton kernels --------------------------------------------------------------------------------------
+
+    @cached_property
+    def kernel_meta(self) -> LoRAKernelMeta:
+        """The tensors that the kernels read, filled for the current step."""
+        tokens = self if self._tokens is None else self._tokens
+        if tokens._buffer is None:
+            slots, most = check_count("max_loras", self.max_loras), check_count("max_num_tokens", self.max_num_tokens)
+            counts = get_captured_lora_counts(slots, self._specialize)
+            tokens._buffer = KernelMetaBuffer(2, slots, most, self.device, counts)
+            tokens._stage(tokens._buffer)
+        return tokens._buffer.metas[0 if tokens is self else 1]
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """Mapping, sorted rows, counts, starts and ids of `kernel_meta`, at full length."""
+        meta = self.kernel_meta
+        return (
+            meta.token_lora_mapping,
+            meta.token_indices_sorted_by_lora_ids,
+            meta.num_tokens_per_lora,
+            meta.lora_token_start_loc,
+            meta.active_lora_ids,
+        )
+
+    @property
+    def max_segments(self) -> int:
+        """Most distinct slots (-1 counted) that a launch for this step, or for a replay of its graph, has to cover."""
+        meta = self.kernel_meta
+        return meta.num_active_loras if self._specialize else meta.active_lora_ids.shape[0]
+
+    def _stage(self, buffer: KernelMetaBuffer) -> None:
+        buffer.refill({buffer.metas[0]: self.rows, buffer.metas[1]: self.sampled.rows})

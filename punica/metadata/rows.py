@@ -1,0 +1,114 @@
+"""`RowGroups`: which slot every row of a step uses, as the host knows it. Everything else is derived from this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+
+class RowGroups:
+    """T rows as B runs of neighbours that share a slot (the segments of the paper's section 4); never changed.
+
+    Attributes:
+        slots, lengths: int64 ``[B]``, slot (``-1`` = no adapter) and number of rows of each run; neighbouring runs
+            differ in their slot and none is empty.
+        num_rows: T.
+        no_lora: whether no row has an adapter (T = 0 included).
+    """
+
+    def __init__(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        self.slots, self.lengths = slots, lengths
+        self.num_rows = int(lengths.sum())
+        self.no_lora = not slots.size or bool(slots.max() < 0)
+
+    @classmethod
+    def of_rows(cls, slots: np.ndarray) -> RowGroups:
+        """From the slot of every row, integers ``[T]``."""
+        if not slots.size:
+            return NO_ROWS
+        edges = np.flatnonzero(slots[1:] != slots[:-1]) + 1
+        first = np.concatenate(((0,), edges))
+        lengths = np.diff(first, append=slots.size)
+        groups = cls(slots[first].astype(np.int64, copy=False), lengths)
+        groups.row_slots = slots.astype(np.int64, copy=False)
+        return groups
+
+    @classmethod
+    def of_runs(cls, slots: Sequence[int], lengths: Sequence[int]) -> RowGroups:
+        """From runs in the order of their rows; empty ones are dropped and equal neighbours joined."""
+        runs, sizes = np.asarray(slots, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+        if not sizes.all():
+            runs, sizes = runs[sizes > 0], sizes[sizes > 0]
+        if not runs.size:
+            return NO_ROWS
+        starts_run = np.concatenate(((True,), runs[1:] != runs[:-1]))
+        if not starts_run.all():
+            first = np.flatnonzero(starts_run)
+            runs, sizes = runs[first], np.add.reduceat(sizes, first)
+        return cls(runs, sizes)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """First row of each run, int64 ``[B]``."""
+        return self.lengths.cumsum() - self.lengths
+
+    @cached_property
+    def row_slots(self) -> np.ndarray:
+        """Slot of each row, int64 ``[T]``."""
+        return self.slots.repeat(self.lengths)
+
+    @cached_property
+    def _by_slot(self) -> np.ndarray:
+        return self.slots.argsort(kind="stable")
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """The rows sorted stably by slot, int64 ``[T]``: position -> row."""
+        lengths = self.lengths[self._by_slot]
+        moved = self.starts[self._by_slot] - (lengths.cumsum() - lengths)
+        return np.arange(self.num_rows) + moved.repeat(lengths)
+
+    @cached_property
+    def present(self) -> tuple[np.ndarray, np.ndarray]:
+        """The distinct slots, ascending (``-1`` first if present), and how many rows each has."""
+        slots = self.slots[self._by_slot]
+        if not slots.size:
+            return slots, self.lengths
+        first = np.concatenate(((0,), np.flatnonzero(slots[1:] != slots[:-1]) + 1))
+        return slots[first], np.add.reduceat(self.lengths[self._by_slot], first)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the adapter that has most; 0 when none has any."""
+        slots, counts = self.present
+        return 0 if self.no_lora else int(counts[slots >= 0].max())
+
+
+NO_ROWS = RowGroups(np.empty(0, np.int64), np.empty(0, np.int64))
+"""A step of no rows."""
+
+
+def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) -> np.ndarray:
+    """``slots`` on the host; a tensor on a device is read back once.
+
+    TypeError unless it is an integer tensor; ValueError unless it is 1-D with values in ``[-1, max_loras)`` (None: no
+    upper limit).
+    """
+    if not isinstance(slots, torch.Tensor):
+        raise TypeError(f"{name} must be an integer tensor, got {type(slots).__name__}")
+    if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {slots.dtype}; expected an integer dtype (slots, -1 = no adapter)")
+    if slots.ndim != 1:
+        raise ValueError(f"{name} has shape {tuple(slots.shape)}; expected 1-D, one slot per row")
+    values = slots.cpu().numpy()
+    if values.size and (values.min() < -1 or (max_loras is not None and values.max() >= max_loras)):
+        bad = values < -1 if max_loras is None else (values < -1) | (values >= max_loras)
+        row = int(np.flatnonzero(bad)[0])
+        limit = "slots are >= 0, and -1 means no adapter" if max_loras is None else (
+            f"must be in [-1, {max_loras}): -1 for no adapter, else a slot below max_loras={max_loras}"
+        )
+        raise ValueError(f"{name}[{row}] is {int(values[row])}; {limit}")
+    return values

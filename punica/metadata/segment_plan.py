@@ -1,0 +1,93 @@
+"""Where the rows of each adapter lie, as the torch operators on a CPU want to know it.
+
+The paper builds its segment indices once per invocation and reuses them in all 7 L operator calls; a `SegmentPlan` is
+that for `punica.ops.torch_ops`. It holds *runs*: neighbouring segments of equal length whose slots are consecutive
+(``slot, slot + 1, ...``). A run multiplies a plain view of the rows ``[count, length, in]`` with a plain view of the
+stacked weights ``[count, out, in]``: one batched matmul, nothing gathered. A ragged batch decays into runs of one
+segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from punica.metadata.rows import RowGroups
+
+# Reordering rows pays when it saves more than one run for this many rows: moving a row costs less than starting a
+# matmul.
+_ROWS_MOVED_PER_RUN_SAVED = 4
+
+
+class Run(NamedTuple):
+    """``segments`` segments of ``length`` rows from row ``start`` on; segment i uses slot ``slot + i``.
+
+    ``rank`` is the true rank of all its adapters, ``None`` the full width of the weights (plans leave it ``None``).
+    """
+
+    slot: int
+    start: int
+    segments: int
+    length: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """The rows of a step grouped by adapter, for the operators of `punica.ops.torch_ops`.
+
+    Attributes:
+        num_tokens: rows the plan covers, T. Rows of a tensor beyond it are padding without adapter.
+        runs: the runs, in the order of their rows.
+        rows: ``None`` when the runs address the rows where they lie (views only); else int64 CPU row numbers ``[R]``,
+            and the runs address the R gathered rows.
+        all_active: true when every one of the ``num_tokens`` rows has an adapter.
+        max_slot: largest slot in use, -1 when none is.
+        shrinks, expands: prepared calls on this plan (`punica.ops.segment_calls`), filled by the operators. They
+            hold on to their weights as long as the plan lives: one step, or longer while the mapping stays.
+    """
+
+    num_tokens: int
+    runs: tuple[Run, ...]
+    rows: Tensor | None
+    all_active: bool
+    max_slot: int
+    shrinks: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    expands: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def of(groups: RowGroups) -> SegmentPlan:
+        """Group the rows by adapter.
+
+        They stay where they lie when that gives few runs (a batch laid out by adapter); otherwise the plan orders them
+        by slot, and the operators gather and scatter the rows (never the weights, which are larger).
+        """
+        slots, counts = groups.present
+        total, active = groups.num_rows, int(counts[slots >= 0].sum())
+        runs = _join(zip(groups.slots.tolist(), groups.starts.tolist(), groups.lengths.tolist(), strict=True))
+        starts = counts.cumsum() - counts - (total - active)
+        by_slot = _join(zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True))
+        rows = None
+        if (len(runs) - len(by_slot)) * _ROWS_MOVED_PER_RUN_SAVED > active:
+            runs, rows = by_slot, torch.from_numpy(groups.order[total - active :])
+        return SegmentPlan(total, runs, rows, active == total, int(slots[-1]) if slots.size else -1)
+
+
+def _join(segments: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """Join ``(slot, start, length)`` segments, given in row order, into runs; those without adapter are left out."""
+    runs: list[Run] = []
+    for slot, start, length in segments:
+        if slot < 0:
+            continue
+        if runs:
+            last = runs[-1]
+            follows = slot == last.slot + last.segments and start == last.start + last.segments * last.length
+            if follows and length == last.length:
+                runs[-1] = last._replace(segments=last.segments + 1)
+                continue
+        runs.append(Run(slot, start, 1, length))
+    return tuple(runs)
