@@ -1,20 +1,196 @@
-"""What the torch operators demand of their arguments, in one place.
+"""What the operators demand of their tensors, in one place and one wording for all of them.
 
-Every function here either returns silently (or returns a normalised view) or raises the one exception of the contract:
-``TypeError`` for a wrong type or dtype, ``ValueError`` for a wrong shape, size, range or device. None of them writes,
-so an operator that calls them first is left unchanged by bad input.
+Every function here either returns silently (or returns what it learnt) or raises the one exception of the contract:
+``TypeError`` for a wrong type or dtype, ``ValueError`` for a wrong shape, size, range or device. None of them writes or
+reads a device, so an operator that calls them first is left unchanged by bad input. They look at shapes, strides,
+dtypes and devices alone, so an operator calls them once per combination of those.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+WITH_DOUBLE = (*FLOATS, torch.float64)
+
+
+class Names(NamedTuple):
+    """What the caller calls his operands; messages use these names."""
+
+    input: str
+    output: str
+    a: str
+    b: str
+    scale: str
+
+
+STEP = Names("x", "y", "lora_a_stacked", "lora_b_stacked", "scale")
+"""Operators that take a `LoRABatch`."""
+FLAT = Names("inputs", "output_tensor", "lora_a_weights", "lora_b_weights", "scaling")
+"""Operators that take tensors of metadata."""
+
+
+class Weights(NamedTuple):
+    """Form of the weights of all n slices: A slices are ``[slots, rank, widths[i]]`` (all widths are K), B slices
+    ``[slots, widths[i], rank]``.
+    """
+
+    slots: int
+    rank: int
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def check_keywords(method: str, given: Mapping[str, Any], allowed: Sequence[str] = ()) -> None:
+    """TypeError listing the keywords that ``method`` does not know."""
+    unknown = sorted(set(given) - set(allowed))
+    if unknown:
+        known = ", ".join(allowed) or "none"
+        raise TypeError(f"{method} got unknown keyword arguments {unknown}; known: {known}")
+
+
+def check_scale(name: str, scale: Any) -> None:
+    """TypeError unless ``scale`` is a Python number, ValueError unless it is finite."""
+    if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"{name} must be a Python float, got {type(scale).__name__} {scale!r}")
+    if not math.isfinite(scale):
+        raise ValueError(f"{name} is {scale}, must be finite (lora_alpha / rank)")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
+
+
+def check_dtype(name: str, tensor: Any, allowed: Sequence[torch.dtype]) -> None:
+    """TypeError unless ``tensor`` is a tensor of an allowed dtype."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in allowed)}")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """ValueError unless ``tensor`` lies where the weights lie."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}; move one of them")
+
+
+# --- operands --------------------------------------------------------------------------------------------------------
+
+
+def describe_weights(
+    name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS
+) -> Weights:
+    """The form of checked ``weights``; ``rank_dim`` is the dimension of r: -2 for A ``[L, (1,) r, K]``, -1 for B ``[L,
+    (1,) N, r]``.
+    """
+    if not isinstance(weights, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of tensors, one per slice, got {type(weights).__name__}")
+    if not weights:
+        raise ValueError(f"{name} is empty: pass one weight tensor per slice, at least one")
+    first = weights[0]
+    for i, weight in enumerate(weights):
+        label = f"{name}[{i}]"
+        check_dtype(label, weight, allowed)
+        if weight.ndim not in (3, 4) or (weight.ndim == 4 and weight.shape[1] != 1):
+            raise ValueError(
+                f"{label} has shape {tuple(weight.shape)}; expected 3 or 4 dimensions, [L, out, in] or [L, 1, out, in] "
+                "with 1 as the second"
+            )
+        if weight.dtype != first.dtype:
+            raise TypeError(f"{label} has dtype {weight.dtype}, {name}[0] has {first.dtype}: slices share one dtype")
+        if weight.device != first.device:
+            raise ValueError(f"{label} is on {weight.device}, {name}[0] on {first.device}: slices share one device")
+        same = (weight.shape[0], weight.shape[rank_dim]) == (first.shape[0], first.shape[rank_dim])
+        if not same or (rank_dim == -2 and weight.shape[-1] != first.shape[-1]):
+            what = "slots, rank and hidden size" if rank_dim == -2 else "slots and rank"
+            raise ValueError(
+                f"{label} has shape {tuple(weight.shape)}, {name}[0] {tuple(first.shape)}: slices must have equal {what}"
+            )
+    widths = tuple([weight.shape[-3 - rank_dim] for weight in weights])
+    return Weights(first.shape[0], first.shape[rank_dim], widths, first.dtype, first.device)
+
+
+def check_pair(a: Weights, b: Weights, names: Names) -> None:
+    """ValueError unless A and B belong together: as many slices, one rank, one device, as many slots, one dtype."""
+    if len(a.widths) != len(b.widths):
+        raise ValueError(f"{names.a} has {len(a.widths)} slices, {names.b} {len(b.widths)} slices; must be equal")
+    if a.device != b.device:
+        raise ValueError(f"{names.a} is on {a.device}, {names.b} on {b.device}; move one of them")
+    if a.rank != b.rank:
+        raise ValueError(
+            f"{names.a} has rank {a.rank}, {names.b} rank {b.rank}; must be equal. Rank-sharded weights go through "
+            "add_shrink (lora_shrink), a collective and add_expand (lora_expand)"
+        )
+    if a.slots != b.slots:
+        raise ValueError(f"{names.a} has {a.slots} slots, {names.b} {b.slots} slots; must be equal")
+
+
+def check_input(name: str, x: Any, weights: Weights, hidden: str) -> None:
+    """x of a shrink: ``[T, K]`` with the dtype and device of A (``hidden`` names A)."""
+    check_dtype(name, x, (weights.dtype,))
+    check_device(name, x, weights.device)
+    if x.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected rows, [T, {weights.widths[0]}]")
+    if x.shape[1] != weights.widths[0]:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}: hidden size of {name} is {x.shape[1]}, {hidden} has {weights.widths[0]}"
+        )
+
+
+def check_low_rank(name: str, h: Any, weights: Weights, rows: int, allowed: Sequence[torch.dtype]) -> None:
+    """Output of a shrink or input of an expand: ``[n, T, r]`` on the device of the weights."""
+    check_dtype(name, h, allowed)
+    check_device(name, h, weights.device)
+    shape = (len(weights.widths), rows, weights.rank)
+    if tuple(h.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(h.shape)}, expected {shape} (slices, rows, rank)")
+
+
+def check_output(
+    name: str, y: Any, weights: Weights, offset_start: Any, allowed: Sequence[torch.dtype] = FLOATS
+) -> None:
+    """y of an expand: ``[T, W]`` on the device of B; all slices lie in its columns from ``offset_start`` on."""
+    check_dtype(name, y, allowed)
+    check_device(name, y, weights.device)
+    if isinstance(offset_start, bool) or not isinstance(offset_start, int):
+        raise TypeError(f"offset_start must be an int, got {type(offset_start).__name__} {offset_start!r}")
+    if y.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(y.shape)}; expected rows, [T, W]")
+    end = offset_start + sum(weights.widths)
+    if offset_start < 0 or end > y.shape[1]:
+        raise ValueError(
+            f"offset_start {offset_start} + slices {list(weights.widths)} end at column {end}, outside of {name} with "
+            f"{y.shape[1]} columns"
+        )
+
+
+def check_ranks(lora_ranks: Any, weights: Weights) -> None:
+    """True ranks: None (full width), or contiguous int32 ``[n, L]`` on the device of the weights."""
+    if lora_ranks is None:
+        return
+    check_dtype("lora_ranks", lora_ranks, (torch.int32,))
+    check_device("lora_ranks", lora_ranks, weights.device)
+    shape = (len(weights.widths), weights.slots)
+    if tuple(lora_ranks.shape) != shape or not lora_ranks.is_contiguous():
+        raise ValueError(
+            f"lora_ranks has shape {tuple(lora_ranks.shape)} and strides {lora_ranks.stride()}, expected contiguous "
+            f"{shape} (slices, slots)"
+        )
+
+
+# --- one slot or segment at a time: the operators named after the paper's --------------------------------------------
 
 
 def weights_3d(weights: Tensor, name: str) -> Tensor:
@@ -26,52 +202,9 @@ def weights_3d(weights: Tensor, name: str) -> Tensor:
     raise ValueError(f"{name} has shape {tuple(weights.shape)}; expected [slots, out, in] or [slots, 1, out, in]")
 
 
-def check_same_device(named: dict[str, Tensor]) -> None:
-    """``ValueError`` unless all tensors (name -> tensor) are on one device."""
-    devices = {name: tensor.device for name, tensor in named.items()}
-    if len(set(devices.values())) > 1:
-        listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"all tensors must be on one device, got {listing}; move them to the device of the weights")
-
-
-def check_dtypes(inputs: Tensor, weights: Tensor, output: Tensor, name: str, float32_inputs: bool) -> None:
-    """``TypeError`` unless the dtypes may be combined.
-
-    All are float16, bfloat16, float32 or float64. ``inputs`` has the dtype of the weights; beside that float64 may
-    stand anywhere (it selects float64 arithmetic), and the input of an expand (``float32_inputs``) may be float32.
-    """
-    x_dtype, w_dtype = inputs.dtype, weights.dtype
-    if x_dtype == w_dtype == output.dtype and w_dtype in FLOATING:
-        return
-    for label, dtype in (("inputs", x_dtype), (name, w_dtype), ("output_tensor", output.dtype)):
-        if dtype not in FLOATING:
-            raise TypeError(f"{label} has dtype {dtype}; expected one of float16, bfloat16, float32, float64")
-    if x_dtype == w_dtype or torch.float64 in (x_dtype, w_dtype):
-        return
-    if not (float32_inputs and x_dtype == torch.float32):
-        allowed = f"{w_dtype} or float32" if float32_inputs else f"{w_dtype}"
-        raise TypeError(f"inputs has dtype {x_dtype} but {name} has {w_dtype}; convert inputs to {allowed}")
-
-
-def check_scaling(scaling: float) -> None:
-    """``TypeError`` unless ``scaling`` is a number, ``ValueError`` unless it is finite."""
-    if type(scaling) is float and math.isfinite(scaling):
-        return
-    if isinstance(scaling, bool) or not isinstance(scaling, (int, float)):
-        raise TypeError(f"scaling is {scaling!r} of type {type(scaling).__name__}; expected a Python float")
-    if not math.isfinite(scaling):
-        raise ValueError(f"scaling is {scaling!r}; expected a finite number (lora_alpha / rank)")
-
-
-def check_inner_size(inputs: Tensor, weights: Tensor, name: str, what: str) -> None:
-    """``ValueError`` unless the last dimension of ``inputs`` is the inner dimension of the weights."""
-    if inputs.shape[-1] != weights.shape[-1]:
-        raise ValueError(f"{what} of inputs is {inputs.shape[-1]} but {name} expects {weights.shape[-1]}")
-
-
-def check_slots(slots: Tensor, name: str) -> None:
-    """``ValueError`` / ``TypeError`` unless ``slots`` is a vector of integers."""
-    if slots.dtype not in INTEGER:
+def check_slot_vector(slots: Tensor, name: str) -> None:
+    """``ValueError`` / ``TypeError`` unless ``slots`` is a vector of integers; on any device, values unread."""
+    if slots.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {slots.dtype}; expected an integer dtype (slot numbers, -1 = no adapter)")
     if slots.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(slots.shape)}; expected one slot per row, shape [rows]")
@@ -96,16 +229,22 @@ def check_bgmv(
     if inputs.dim() != 2 or output.dim() != 2 or inputs.shape[0] != output.shape[0]:
         shapes = f"{tuple(inputs.shape)} and {tuple(output.shape)}"
         raise ValueError(f"inputs and output_tensor have shapes {shapes}; expected [rows, in], [rows, out], equal rows")
-    check_dtypes(inputs, weights, output, name, float32_inputs=not shrink)
-    check_inner_size(inputs, weights, name, "hidden size" if shrink else "rank")
+    for label, tensor in (("inputs", inputs), (name, weights), ("output_tensor", output)):
+        check_dtype(label, tensor, WITH_DOUBLE)
+        check_device(label, tensor, weights.device)
+    # float64 anywhere selects float64 arithmetic; the input of an expand may be the float32 result of a shrink
+    if inputs.dtype != weights.dtype and torch.float64 not in (inputs.dtype, weights.dtype):
+        check_dtype("inputs", inputs, (weights.dtype,) if shrink else (weights.dtype, torch.float32))
+    if inputs.shape[1] != weights.shape[2]:
+        what = "hidden size" if shrink else "rank"
+        raise ValueError(f"{what} of inputs is {inputs.shape[1]} but {name} expects {weights.shape[2]}")
     if shrink and output.shape[1] < weights.shape[1]:
         raise ValueError(f"output_tensor has {output.shape[1]} columns; the rank of {name} is {weights.shape[1]}")
-    check_scaling(scaling)
-    check_slots(slots, "lora_indices_tensor")
+    check_scale("scaling", scaling)
+    check_slot_vector(slots, "lora_indices_tensor")
     rows, entries = inputs.shape[0], slots.shape[0]
     if entries > rows or (entries == 1 and rows > 1):
         raise ValueError(f"lora_indices_tensor has {entries} entries for {rows} rows; expected one slot per row")
-    check_same_device({"inputs": inputs, name: weights, "output_tensor": output})
     return weights
 
 
@@ -131,7 +270,7 @@ def segment_slots(
     ``token_nums`` rows, or ``token_nums`` exceeds the rows of ``inputs``.
     """
     for label, tensor in (("b_seq_start_loc", starts), ("seq_len_tensor", lengths), ("lora_indices_tensor", slots)):
-        check_slots(tensor, label)
+        check_slot_vector(tensor, label)
         if tensor.shape[0] < batches:
             raise ValueError(f"{label} has {tensor.shape[0]} entries for {batches} segments")
     rows = inputs.shape[0]

@@ -125,7 +125,7 @@ def sgmv_shrink(
     token_nums: int,
     scaling: float,
 ) -> None:
-    """:func:`bgmv_shrink` with slots given per segment (the outputs of ``punica.metadata.compute_meta``).
+    """:func:`bgmv_shrink` with slots given per segment (the outputs of `punica.metadata.compute_meta`).
 
     Segment b covers rows ``[b_seq_start_loc[b], b_seq_start_loc[b] + seq_len_tensor[b])`` and uses slot
     ``lora_indices_tensor[b]``. The ``batches`` segments cover the first ``token_nums`` rows; later rows have slot -1.

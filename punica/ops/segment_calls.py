@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from punica.metadata.segment_plan import Run, SegmentPlan
+from punica.ops.checks import weights_3d
 from punica.ops.segment_gemm import Multiply, choose
-from punica.ops.segment_plan import Run, SegmentPlan
 
 # Prepared shrinks and prepared expands per plan; the oldest is dropped first. Llama-70B has 80 layers of 4 packed
 # projections: 320 of each.
@@ -59,6 +60,7 @@ class PreparedCall:
         x_shape, x_dtype, out_shape, out_dtype, device: of the other operands.
         offset: first column written (0 for a shrink).
         ranks: ``lora_ranks`` as nested lists, or None.
+        rows: of the plan, see `SegmentPlan`.
         slices: the products of each slice, and their rows.
         covers: whether the products write all rows and all lanes of the output of a shrink.
         only: set when one product takes all of ``x``'s and ``out``'s rows and columns, in a call of one slice.
@@ -73,18 +75,22 @@ class PreparedCall:
     device: torch.device
     offset: int
     ranks: list[list[int]] | None
+    rows: Tensor | None
     slices: list[Slice]
     covers: bool
     only: Product | None
 
-    def repeats(self, inputs: Tensor, weights: Sequence[Tensor], output: Tensor, lora_ranks: Tensor | None) -> bool:
+    def repeats(
+        self, x: Tensor, weights: Sequence[Tensor], out: Tensor, offset: int, lora_ranks: Tensor | None
+    ) -> bool:
         """Whether a call with these operands needs neither checks nor cuts. Ranks are compared by value."""
         return (
-            inputs.shape == self.x_shape
-            and inputs.dtype is self.x_dtype
-            and output.shape == self.out_shape
-            and output.dtype is self.out_dtype
-            and inputs.device == output.device == self.device
+            x.shape == self.x_shape
+            and x.dtype is self.x_dtype
+            and out.shape == self.out_shape
+            and out.dtype is self.out_dtype
+            and offset == self.offset
+            and x.device == out.device == self.device
             and weights[0] is self.weights[0]
             and weights[0].data_ptr() == self.addresses[0]
             and (len(weights) == len(self.weights) == 1 or self._same_weights(weights))
@@ -103,11 +109,10 @@ class PreparedCall:
 
 def prepare(
     plan: SegmentPlan,
-    inputs: Tensor,
+    x: Tensor,
     weights: Sequence[Tensor],
-    stacks: Sequence[Tensor],
-    output: Tensor,
-    ranks: list[list[int]] | None,
+    out: Tensor,
+    lora_ranks: Tensor | None,
     *,
     rank_dim: int,
     offset: int = 0,
@@ -115,18 +120,22 @@ def prepare(
     """Cut the products of a call whose operands were checked, and keep them in the plan.
 
     Args:
-        weights: the weights as given; ``stacks`` are the same as ``[L, out, in]``.
-        ranks: true rank per slice and slot, None for the full width.
-        rank_dim: where the stacks have their rank: 1 in A (shrink), 2 in B (expand).
+        weights: one per slice, ``[L, (1,) out, in]``; ``rank_dim`` is where they have their rank: -2 in A (shrink), -1
+            in B (expand).
+        lora_ranks: true rank per slice and slot, int32 ``[n, L]``; None for the full width.
 
     Raises:
-        ValueError: a rank in use is negative or above the width of the weights. Nothing is kept then.
+        ValueError: a slot in use is beyond the weights, or a rank in use negative or above their width. Nothing is kept
+            then.
     """
-    rows, columns = output.shape[-2:]
+    if plan.max_slot >= weights[0].shape[0]:
+        raise ValueError(f"the step uses slot {plan.max_slot}; the weights have slots 0 to {weights[0].shape[0] - 1}")
+    rows, columns = out.shape[-2:]
     product_rows = rows if plan.rows is None else plan.rows.shape[0]
-    dtypes = output.dtype, inputs.dtype
+    stacks = [weights_3d(weight, "weights") for weight in weights]
+    ranks = None if lora_ranks is None else lora_ranks.tolist()
     slices = [
-        _cut_slice(plan, stack, None if ranks is None else ranks[i], rank_dim, product_rows, *dtypes)
+        _cut_slice(plan, stack, None if ranks is None else ranks[i], rank_dim, product_rows, out.dtype, x.dtype)
         for i, stack in enumerate(stacks)
     ]
     full_rank = all(product.rank is None for one in slices for product in one.products)
@@ -135,20 +144,21 @@ def prepare(
         (product,) = slices[0].products
         only = product if product.segments == 1 and stacks[0].shape[1] == columns else None
     call = PreparedCall(
-        tuple(weights),
-        tuple(weight.data_ptr() for weight in weights),
-        inputs.shape,
-        inputs.dtype,
-        output.shape,
-        output.dtype,
-        output.device,
-        offset,
-        ranks,
-        slices,
-        full_rank and plan.all_active and plan.num_tokens == rows,
-        only,
+        weights=tuple(weights),
+        addresses=tuple(weight.data_ptr() for weight in weights),
+        x_shape=x.shape,
+        x_dtype=x.dtype,
+        out_shape=out.shape,
+        out_dtype=out.dtype,
+        device=out.device,
+        offset=offset,
+        ranks=ranks,
+        rows=plan.rows,
+        slices=slices,
+        covers=full_rank and plan.all_active and plan.num_tokens == rows,
+        only=only,
     )
-    calls = plan.shrinks if rank_dim == 1 else plan.expands
+    calls = plan.shrinks if rank_dim == -2 else plan.expands
     key = id(weights[0])
     if key not in calls and len(calls) >= KEPT_CALLS:
         del calls[next(iter(calls))]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from punica.ops import expand, plan_segments, segment_gemm, shrink
-from punica.ops.segment_plan import Run
+from punica.metadata import LoRABatch
+from punica.ops import expand, segment_gemm, shrink
+from punica.metadata.segment_plan import Run
 from tests.ops.helpers import assert_expanded, assert_shrunk, normal, products, random_slots
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,10 +29,10 @@ LAYOUTS = {
 
 
 def run_lora(x, a, b, y, slots, scaling=0.5, offset=0, add_inputs=True, ranks=None):
-    plan = plan_segments(torch.as_tensor(slots, dtype=torch.int64))
+    step = LoRABatch.of_slots(torch.as_tensor(slots, dtype=torch.int64))
     buffer = torch.full((len(a), x.shape[0], a[0].shape[-2]), torch.nan)
-    shrink(x, a, buffer, plan, scaling, lora_ranks=ranks)
-    expand(buffer, b, y, plan, offset, add_inputs, lora_ranks=ranks)
+    shrink(x, a, buffer, step, scaling, lora_ranks=ranks)
+    expand(buffer, b, y, step, offset, add_inputs, lora_ranks=ranks)
     return buffer
 
 
@@ -101,7 +102,7 @@ def test_conversion_rounds_once(layout):
     h, b = normal(len(slots), 16), normal(7, 50, 16, dtype=torch.bfloat16, scale=0.25, seed=1)
     y = normal(len(slots), 50, dtype=torch.bfloat16, seed=2)
     expected = (products(h, b, slots) + y.double()).bfloat16()
-    expand(h[None], (b,), y, plan_segments(slots))
+    expand(h[None], (b,), y, LoRABatch.of_slots(slots))
     assert (y != expected).float().mean() < 0.002
 
 
@@ -120,7 +121,7 @@ def test_shrink_accumulates(layout):
     x, a = normal(len(slots), 40), tuple(normal(7, 6, 40, scale=0.1, seed=i) for i in range(2))
     out = normal(2, len(slots), 6, seed=9)
     before = out.clone()
-    shrink(x, a, out, plan_segments(slots), 0.5, accumulate=True)
+    shrink(x, a, out, LoRABatch.of_slots(slots), 0.5, accumulate=True)
     for i in range(2):
         assert_shrunk(out[i], before[i].double() + products(x, a[i], slots, 0.5))
     assert torch.equal(out[:, slots < 0], before[:, slots < 0])
@@ -145,20 +146,20 @@ def test_slices_and_offset(widths, offset, layout):
 @pytest.mark.parametrize("layout", ["distinct", "uniform", "identical", "shuffled"])
 def test_strided_inputs_and_outputs(dtype, layout):
     slots = LAYOUTS[layout]
-    rows, plan = len(slots), plan_segments(torch.tensor(slots))
+    rows, step = len(slots), LoRABatch.of_slots(torch.tensor(slots))
     a, b = (normal(7, 4, 30, dtype=dtype, seed=1),), (normal(7, 12, 4, dtype=dtype, seed=2),)
     x = normal(rows, 30, dtype=dtype)
     strided = normal(rows, 60, dtype=dtype, seed=4)[:, ::2]
     one_row = normal(1, 30, dtype=dtype, seed=6).expand(rows, 30)
     for inputs in (x.t().contiguous().t(), strided, one_row):
         out, same = torch.empty(1, rows, 4), torch.empty(1, rows, 4)
-        shrink(inputs, a, out, plan)
-        shrink(inputs.contiguous(), a, same, plan)
+        shrink(inputs, a, out, step)
+        shrink(inputs.contiguous(), a, same, step)
         assert_shrunk(out[0], same[0].double())
     y = normal(rows, 22, dtype=dtype, seed=5)
     before = y.clone()
     h = normal(1, 4, rows, seed=7).transpose(1, 2)
-    expand(h, b, y[:, 10:], plan)
+    expand(h, b, y[:, 10:], step)
     assert_expanded(y[:, 10:], expected_lora(h, b, before[:, 10:], slots))
     assert torch.equal(y[:, :10], before[:, :10])
 
@@ -182,7 +183,7 @@ def test_output_dtype_is_free_and_inputs_may_have_the_dtype_of_b(b_dtype, out_dt
     for h_dtype in (torch.float32, b_dtype):
         h, y = normal(1, len(slots), 8, dtype=h_dtype), normal(len(slots), 24, dtype=out_dtype, seed=2)
         before = y.clone()
-        expand(h, b, y, plan_segments(torch.tensor(slots)))
+        expand(h, b, y, LoRABatch.of_slots(torch.tensor(slots)))
         assert_expanded(y, expected_lora(h, b, before, slots))
 
 
@@ -190,7 +191,7 @@ def test_output_dtype_is_free_and_inputs_may_have_the_dtype_of_b(b_dtype, out_dt
 def test_shrink_into_16_bit_output(out_dtype):
     slots, x, a = torch.tensor([0, 1, -1]), normal(3, 64), normal(2, 4, 64, scale=0.125, seed=1)
     out = torch.full((1, 3, 4), torch.nan, dtype=out_dtype)
-    shrink(x, (a,), out, plan_segments(slots))
+    shrink(x, (a,), out, LoRABatch.of_slots(slots))
     assert_expanded(out[0], products(x, a, slots))
 
 
@@ -218,32 +219,32 @@ def test_true_ranks(dtype, layout):
 def test_rank_zero_overwrites_with_zero():
     y = torch.full((2, 3), 7.0)
     ranks = torch.zeros(1, 1, dtype=torch.int32)
-    plan = plan_segments(torch.tensor([0, -1]))
-    expand(torch.ones(1, 2, 4), (torch.ones(1, 3, 4),), y, plan, 0, False, lora_ranks=ranks)
+    step = LoRABatch.of_slots(torch.tensor([0, -1]))
+    expand(torch.ones(1, 2, 4), (torch.ones(1, 3, 4),), y, step, 0, False, lora_ranks=ranks)
     assert y.tolist() == [[0.0] * 3, [7.0] * 3]
 
 
 def test_float32_products_are_ieee():
     """TF32 or bfloat16 arithmetic would miss by 1e-3 here."""
     x, a, out = normal(4, 4096), normal(1, 8, 4096, scale=1 / 64, seed=1), torch.empty(1, 4, 8)
-    shrink(x, (a,), out, plan_segments(torch.tensor([0] * 4)))
+    shrink(x, (a,), out, LoRABatch.of_slots(torch.tensor([0] * 4)))
     assert (out[0] - products(x, a, torch.tensor([0] * 4))).abs().max() < 5e-6
 
 
 def test_rows_beyond_the_plan_are_padding():
-    plan = plan_segments(torch.tensor([0, 0]))
+    step = LoRABatch.of_slots(torch.tensor([0, 0]))
     h, y = torch.full((1, 4, 2), torch.nan), torch.full((4, 3), 7.0)
-    shrink(torch.ones(4, 5), (torch.ones(1, 2, 5),), h, plan)
+    shrink(torch.ones(4, 5), (torch.ones(1, 2, 5),), h, step)
     assert h[0].tolist() == [[5.0, 5.0]] * 2 + [[0.0, 0.0]] * 2
-    expand(h, (torch.ones(1, 3, 2),), y, plan)
+    expand(h, (torch.ones(1, 3, 2),), y, step)
     assert y.tolist() == [[17.0] * 3] * 2 + [[7.0] * 3] * 2
 
 
 def test_plan_keeps_grouped_rows_in_place_and_sorts_scattered_ones():
-    uniform = plan_segments(torch.tensor(LAYOUTS["uniform"]))
+    uniform = LoRABatch.of_slots(torch.tensor(LAYOUTS["uniform"])).plan
     assert uniform.rows is None
     assert uniform.runs == (Run(0, 0, 3, 3), Run(3, 9, 1, 2))
-    scattered = plan_segments(torch.tensor([1, -1, 0] * 8))
+    scattered = LoRABatch.of_slots(torch.tensor([1, -1, 0] * 8)).plan
     assert scattered.runs == (Run(0, 0, 2, 8),)
     assert scattered.rows is not None
     assert scattered.rows.tolist() == [*range(2, 24, 3), *range(0, 24, 3)]
@@ -255,13 +256,13 @@ def test_plan_keeps_grouped_rows_in_place_and_sorts_scattered_ones():
     [
         ([[0]], ValueError, r"\(1, 1\)"),
         ([0.5], TypeError, "float32"),
-        ([0, -2], ValueError, "-2 at row 1"),
+        ([0, -2], ValueError, r"\[1\] is -2"),
     ],
     ids=["2-D", "float", "negative"],
 )
 def test_bad_plans_raise(slots, error, match):
     with pytest.raises(error, match=match):
-        plan_segments(torch.tensor(slots))
+        LoRABatch.of_slots(torch.tensor(slots))
 
 
 GOOD = {"x": (3, 8), "a": [(2, 4, 8)], "h": (1, 3, 4), "b": [(2, 6, 4)], "y": (3, 6), "slots": [0, 1, -1]}
@@ -270,44 +271,44 @@ GOOD = {"x": (3, 8), "a": [(2, 4, 8)], "h": (1, 3, 4), "b": [(2, 6, 4)], "y": (3
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"a": [], "h": (0, 3, 4)}, "lora_a_weights is empty"),
-        ({"a": [(2, 4, 8), (2, 5, 8)], "h": (2, 3, 4)}, "ranks 4 and 5"),
+        ({"a": [], "h": (0, 3, 4)}, "lora_a_stacked is empty"),
+        ({"a": [(2, 4, 8), (2, 5, 8)], "h": (2, 3, 4)}, r"\(2, 5, 8\)"),
         ({"a": [(2, 4, 8), (3, 4, 8)], "h": (2, 3, 4)}, r"\(3, 4, 8\)"),
-        ({"x": (3, 9)}, "hidden size of inputs is 9"),
+        ({"x": (3, 9)}, "hidden size of x is 9"),
         ({"h": (1, 2, 4)}, r"\(1, 2, 4\)"),
-        ({"slots": [0] * 4}, "plan covers 4 rows"),
+        ({"slots": [0] * 4}, "at least the 4 tokens"),
         ({"slots": [0, 2]}, "slot 2"),
     ],
-    ids=["no-slices", "unequal-ranks", "unequal-slots", "hidden-size", "output-shape", "plan-too-long", "slot"],
+    ids=["no-slices", "unequal-ranks", "unequal-slots", "hidden-size", "output-shape", "step-too-long", "slot"],
 )
 def test_bad_shrinks_raise_and_write_nothing(changes, match):
     case = GOOD | changes
-    out, plan = torch.full(case["h"], 5.0), plan_segments(torch.tensor(case["slots"]))
+    out, step = torch.full(case["h"], 5.0), LoRABatch.of_slots(torch.tensor(case["slots"]))
     weights = tuple(torch.ones(shape) for shape in case["a"])
     with pytest.raises(ValueError, match=match):
-        shrink(torch.ones(case["x"]), weights, out, plan)
+        shrink(torch.ones(case["x"]), weights, out, step)
     assert (out == 5).all()
 
 
 @pytest.mark.parametrize(
     ("changes", "offset", "match"),
     [
-        ({"b": []}, 0, "lora_b_weights is empty"),
+        ({"b": []}, 0, "lora_b_stacked is empty"),
         ({"b": [(2, 6, 4), (3, 6, 4)], "h": (2, 3, 4)}, 0, r"\(3, 6, 4\)"),
-        ({"h": (1, 3, 5)}, 0, "rank of inputs is 5"),
+        ({"h": (1, 3, 5)}, 0, r"\(1, 3, 5\), expected \(1, 3, 4\)"),
         ({"h": (2, 3, 4)}, 0, r"\(2, 3, 4\)"),
         ({}, 1, "offset_start 1"),
         ({}, -1, "offset_start -1"),
-        ({"slots": [0] * 4}, 0, "plan covers 4 rows"),
+        ({"slots": [0] * 4}, 0, "at least the 4 tokens"),
     ],
-    ids=["no-slices", "unequal-slices", "rank", "slice-count", "too-wide", "negative-offset", "plan-too-long"],
+    ids=["no-slices", "unequal-slices", "rank", "slice-count", "too-wide", "negative-offset", "step-too-long"],
 )
 def test_bad_expands_raise_and_write_nothing(changes, offset, match):
     case = GOOD | changes
-    y, plan = torch.full(case["y"], 5.0), plan_segments(torch.tensor(case["slots"]))
+    y, step = torch.full(case["y"], 5.0), LoRABatch.of_slots(torch.tensor(case["slots"]))
     weights = tuple(torch.ones(shape) for shape in case["b"])
     with pytest.raises(ValueError, match=match):
-        expand(torch.ones(case["h"]), weights, y, plan, offset)
+        expand(torch.ones(case["h"]), weights, y, step, offset)
     assert (y == 5).all()
 
 
@@ -321,16 +322,16 @@ def test_bad_expands_raise_and_write_nothing(changes, offset, match):
     ids=["dtype", "shape", "too-large"],
 )
 def test_bad_ranks_raise_and_write_nothing(ranks, error, match):
-    y, plan = torch.full((3, 6), 5.0), plan_segments(torch.tensor([0, 1, -1]))
+    y, step = torch.full((3, 6), 5.0), LoRABatch.of_slots(torch.tensor([0, 1, -1]))
     with pytest.raises(error, match=match):
-        expand(torch.ones(1, 3, 4), (torch.ones(2, 6, 4),), y, plan, lora_ranks=ranks)
+        expand(torch.ones(1, 3, 4), (torch.ones(2, 6, 4),), y, step, lora_ranks=ranks)
     assert (y == 5).all()
 
 
 def test_slices_of_mixed_dtype_raise():
-    y, plan = torch.full((1, 4), 5.0), plan_segments(torch.tensor([0]))
-    with pytest.raises(TypeError, match=r"torch\.float32 and torch\.bfloat16"):
-        expand(torch.ones(2, 1, 3), (torch.ones(1, 2, 3), torch.ones(1, 2, 3).bfloat16()), y, plan)
+    y, step = torch.full((1, 4), 5.0), LoRABatch.of_slots(torch.tensor([0]))
+    with pytest.raises(TypeError, match=r"bfloat16.*torch\.float32"):
+        expand(torch.ones(2, 1, 3), (torch.ones(1, 2, 3), torch.ones(1, 2, 3).bfloat16()), y, step)
     assert (y == 5).all()
 
 
@@ -353,9 +354,9 @@ def test_every_way_to_tile_a_conversion(layout, dtype, tile, monkeypatch):
 def test_scratch_serves_in_and_outside_of_inference_mode(first, monkeypatch):
     monkeypatch.setattr(segment_gemm, "_scratch", segment_gemm._Scratch())
     slots, b = torch.tensor([0, 0, 1]), (normal(2, 9, 4, dtype=torch.bfloat16),)
-    plan, h = plan_segments(slots), normal(1, 3, 4, seed=1)
+    step, h = LoRABatch.of_slots(slots), normal(1, 3, 4, seed=1)
     for inference in (first, not first):
         with torch.inference_mode(inference):
             y = torch.zeros(3, 9, dtype=torch.bfloat16)
-            expand(h, b, y, plan)
+            expand(h, b, y, step)
             assert_expanded(y, products(h[0], b[0], slots))
