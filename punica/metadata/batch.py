@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from punica.checks import check_count
-from punica.metadata.kernel_meta import KernelMetaBuffer, LoRAKernelMeta, get_captured_lora_counts
+from punica.metadata.kernel_meta import KernelMetaBuffer, LoRAKernelMeta, MetaArgs, get_captured_lora_counts
 from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
 from punica.metadata.segment_plan import SegmentPlan
 
@@ -134,6 +134,20 @@ class LoRABatch:
             meta.lora_token_start_loc,
             meta.active_lora_ids,
         )
+
+    @cached_property
+    def form(self) -> tuple:
+        """What of the tensors decides how kernels are launched: the number of ids, and the device."""
+        return len(self.kernel_meta.active_lora_ids), self.device
+
+    def check_tensors(self, rows: int, device: torch.device) -> None:
+        """ValueError unless the tensors are on ``device``."""
+        if self.kernel_meta.active_lora_ids.device != device:
+            raise ValueError(f"the step is on {self.device}, the inputs on {device}: both must share one device")
+
+    def meta_args(self, rows: int) -> MetaArgs:
+        """The seven metadata arguments of the flat ops for ``rows`` rows, see `LoRAKernelMeta.meta_args`."""
+        return self.kernel_meta.meta_args(rows, self._specialize)
 
     @property
     def max_segments(self) -> int:

@@ -37,7 +37,7 @@ FLAT = Names("inputs", "output_tensor", "lora_a_weights", "lora_b_weights", "sca
 
 class Weights(NamedTuple):
     """Form of the weights of all n slices: A slices are ``[slots, rank, widths[i]]`` (all widths are K), B slices
-    ``[slots, widths[i], rank]``.
+    ``[slots, widths[i], rank]``. ``row_major``: stored in this order; else the last two dimensions are swapped.
     """
 
     slots: int
@@ -45,6 +45,7 @@ class Weights(NamedTuple):
     widths: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    row_major: bool = True
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -122,6 +123,21 @@ def describe_weights(
     return Weights(first.shape[0], first.shape[rank_dim], widths, first.dtype, first.device)
 
 
+def describe_stored(name: str, weights: Any, rank_dim: int) -> Weights:
+    """`describe_weights` for kernels, which address the memory: also how all slices are stored."""
+    form, orders = describe_weights(name, weights, rank_dim), set()
+    for i, weight in enumerate(weights):
+        if not (weight.is_contiguous() or weight.transpose(-1, -2).is_contiguous()):
+            raise ValueError(
+                f"{name}[{i}] (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither row-major "
+                "nor with its last two dimensions swapped: pass a contiguous tensor"
+            )
+        orders.add(weight.is_contiguous())
+    if len(orders) > 1:
+        raise ValueError(f"slices of {name} mix row-major and transposed storage: store all the same way")
+    return form._replace(row_major=orders.pop())
+
+
 def check_pair(a: Weights, b: Weights, names: Names) -> None:
     """ValueError unless A and B belong together: as many slices, one rank, one device, as many slots, one dtype."""
     if len(a.widths) != len(b.widths):
@@ -174,6 +190,13 @@ def check_output(
             f"offset_start {offset_start} + slices {list(weights.widths)} end at column {end}, outside of {name} with "
             f"{y.shape[1]} columns"
         )
+
+
+def check_stored_output(name: str, y: Any, weights: Weights, offset_start: Any) -> None:
+    """`check_output` for kernels, which want rows without gaps."""
+    check_output(name, y, weights, offset_start)
+    if y.stride(1) != 1 and y.shape[1] > 1:
+        raise ValueError(f"{name} needs stride 1 along its last dimension, got strides {y.stride()}")
 
 
 def check_ranks(lora_ranks: Any, weights: Weights) -> None:

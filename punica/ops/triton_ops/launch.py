@@ -1,28 +1,30 @@
-"""Launching kernels from the host in a few microseconds, and the operator library they are registered in.
+"""Launching kernels from the host in a few microseconds.
 
-A Triton launch spends most of its host time working out what every argument is specialised on, and an operator's own
-checks cost about as much. Both depend only on the *forms* of the arguments (shapes, strides, dtypes, devices). So an op
-makes a plan per combination of forms, once: arguments checked, configuration and grid chosen; a `Launch` then remembers
-its compiled kernel. Per call remain one look-up and the test that addresses are multiples of 16 (else Triton's own,
-slower way is taken).
+A Triton launch spends most of its host time working out what every argument is specialised on. A `Launch` has all of
+that fixed but the tensors and counts of a call, and remembers the compiled kernel; launches that differ in their grid
+alone (a prefill of another length) share it. Per call remain the addresses, which must be multiples of 16, else Triton's
+own, slower way is taken.
 """
 
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
-from torch.library import Library
+from triton.runtime.jit import JITFunction
 
 __all__ = [
     "INTERPRETED",
-    "LIBRARY",
     "Launch",
-    "Plans",
     "all_aligned",
     "block_at_least",
-    "cdiv",
-    "forms",
+    "launches_directly",
     "on_device",
     "stages_that_fit",
     "supports_pdl",
@@ -35,45 +37,25 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 _RUNTIME = triton.knobs.runtime
 _HERE = nullcontext()
 
-# The custom ops of this package, `torch.ops.punica.*`; `define` / `impl` cost a few microseconds per call.
-LIBRARY = Library("punica", "FRAGMENT")
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)
-
 
 def block_at_least(size: int, smallest: int = 16) -> int:
     """The power of two that holds `size` elements, at least `smallest` (16: what a tensor-core operand needs)."""
-    return max(smallest, 1 << (size - 1).bit_length())
+    return max(smallest, triton.next_power_of_2(max(1, size)))
 
 
-_PDL_DEVICES: dict[int, bool] = {}
-
-
+@functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether kernels on `device` may start before the kernel in front has ended (compute capability 9.0 and newer)."""
-    index = device.index
-    if device.type != "cuda" or INTERPRETED:
-        return False
-    if index not in _PDL_DEVICES:
-        _PDL_DEVICES[index] = torch.cuda.get_device_capability(device)[0] >= 9
-    return _PDL_DEVICES[index]
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-_SHARED_MEMORY: dict[int, int] = {}
-
-
+@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use on `device`; an H200's where there is no GPU to ask."""
     if device.type != "cuda":
         return 227 << 10
-    index = device.index
-    if index not in _SHARED_MEMORY:
-        properties: Any = torch.cuda.get_device_properties(device)  # CPU builds of torch declare fewer fields
-        _SHARED_MEMORY[index] = properties.shared_memory_per_block_optin
-    return _SHARED_MEMORY[index]
+    properties: Any = torch.cuda.get_device_properties(device)  # CPU builds of torch declare fewer fields
+    return properties.shared_memory_per_block_optin
 
 
 def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
@@ -81,61 +63,99 @@ def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
     return max(1, min(stages, (shared_memory(device) - (8 << 10)) // stage_bytes))
 
 
+# --- the direct launch -----------------------------------------------------------------------------------------------
+
+_DIRECT_CALL = (
+    "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
+    "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
+)
+"""How Triton's `JITFunction.run` (3.6 and 3.7) starts a compiled kernel, and so what `Launch` repeats."""
+
+
+@functools.cache
+def launches_directly() -> bool:
+    """Whether this Triton starts kernels as `Launch` does; if not, every launch takes Triton's public way."""
+    try:
+        source = textwrap.dedent(inspect.getsource(JITFunction.run))
+    except (OSError, TypeError):
+        return False
+    calls = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call for call in calls if call.startswith("kernel.run(")] == [_DIRECT_CALL]
+
+
+class _Binary:
+    """A compiled kernel, once some launch has compiled it."""
+
+    __slots__ = ("compiled",)
+
+    def __init__(self) -> None:
+        self.compiled: Any = None
+
+
+@functools.lru_cache(maxsize=4096)
+def _binary(kernel: Any, dtypes: tuple, strides: tuple, constants: tuple, options: tuple, device: int) -> _Binary:
+    """The binary that launches share whose arguments Triton specialises alike."""
+    return _Binary()
+
+
+def _specialised(stride: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles for in an integer: being 1, a multiple of 16, wider than 32 bits."""
+    return stride == 1, stride % 16 == 0, not -(1 << 31) <= stride < 1 << 31
+
+
 class Launch:
     """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``.
 
     The kernel's arguments are ``tensors`` (one may be a tuple of tensors, one per slice), ``counts`` (numbers it is not
     specialised on), ``strides`` and ``constants``, in this order. ``aligned``: every address is a multiple of 16.
+
+    ``dtypes``: whatever determines the types of the tensors; ``device``: where they lie.
     """
 
-    __slots__ = ("compiled", "constants", "grid", "kernel", "options", "strides")
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], strides: tuple, constants: tuple, num_warps: int, pdl: bool
-    ) -> None:
-        self.kernel, self.grid, self.strides, self.constants = kernel, grid, strides, constants
-        self.options = {} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": pdl}
-        self.compiled: Any = None
-
-    def __call__(self, tensors: tuple, counts: tuple, aligned: bool) -> None:
-        grid, compiled = self.grid, self.compiled
-        if compiled is not None and aligned and not _RUNTIME.launch_enter_hook.calls:
-            stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
-            compiled.run(
-                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *tensors, *counts, *self.strides, *self.constants,
-            )  # fmt: skip
-            return
-        arguments = (*tensors, *counts, *self.strides, *self.constants)
-        if Launch.compile_only:
-            self.kernel.warmup(*arguments, grid=grid, **self.options)
-            return
-        compiled = self.kernel[grid](*arguments, **self.options)
-        if aligned:
-            self.compiled = compiled
+    __slots__ = ("binary", "device", "grid", "kernel", "options", "tail")
 
     compile_only = False
-    """True: compile instead of launching (tensors may be on the meta device); worker processes fill Triton's cache
-    so.
+    """True: compile instead of launching (tensors may be on the meta device), so that worker processes can fill
+    Triton's cache.
     """
 
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        dtypes: tuple,
+        strides: tuple[int, ...],
+        constants: tuple,
+        *,
+        num_warps: int,
+        pdl: bool,
+        device: torch.device,
+    ) -> None:
+        self.kernel, self.grid, self.tail = kernel, grid, (*strides, *constants)
+        self.options = {} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": pdl}
+        self.device = -1 if device.index is None else device.index
+        kinds = tuple([_specialised(stride) for stride in strides])
+        self.binary = _binary(kernel, dtypes, kinds, constants, (num_warps, pdl), self.device)
 
-def forms(*tensors: torch.Tensor) -> tuple:
-    """What a plan may depend on: shape, strides, dtype and device of every tensor, never an address."""
-    return tuple([(t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
-
-
-class Plans(dict):
-    """Plans of one op by the forms of its arguments: checks and choices made once. Bounded: a full table starts
-    anew.
-    """
-
-    def keep(self, key: tuple, plan: Any) -> Any:
-        """Store and return `plan`."""
-        if len(self) >= 4096:
-            self.clear()
-        self[key] = plan
-        return plan
+    def __call__(self, tensors: tuple, counts: tuple, aligned: bool) -> None:
+        compiled = self.binary.compiled
+        if compiled is not None and aligned and not _RUNTIME.launch_enter_hook.calls:
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            addresses = [
+                tuple([part.data_ptr() for part in one]) if type(one) is tuple else one.data_ptr() for one in tensors
+            ]
+            compiled.run(
+                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *addresses, *counts, *self.tail,
+            )  # fmt: skip
+            return
+        arguments = (*tensors, *counts, *self.tail)
+        if Launch.compile_only:
+            self.kernel.warmup(*arguments, grid=self.grid, **self.options)
+            return
+        compiled = self.kernel[self.grid](*arguments, **self.options)
+        if aligned and not INTERPRETED and launches_directly():
+            self.binary.compiled = compiled
 
 
 def all_aligned(*tensors: torch.Tensor) -> bool:

@@ -23,36 +23,24 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from punica.ops.triton_ops.checks import (
+from punica.metadata import LoRABatch
+from punica.ops.checks import (
+    Names,
     Weights,
-    active_segments,
-    check_expand_input,
-    check_expand_output,
-    check_host_arguments,
-    check_meta,
+    check_low_rank,
     check_ranks,
-    check_runnable,
-    describe_weights,
-    flag_is_set,
-    split_count,
+    check_stored_output,
+    describe_stored,
 )
 from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    LIBRARY,
-    Launch,
-    Plans,
-    all_aligned,
-    block_at_least,
-    cdiv,
-    forms,
-    on_device,
-    stages_that_fit,
-)
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
+from punica.ops.triton_ops.op import DEFAULTS, Batch, Options, Plans, check_runnable, custom_op, is_traced
+from punica.ops.triton_ops.tensor_batch import TensorBatch
 
-__all__ = ["lora_expand", "plan_expand"]
+__all__ = ["expand", "lora_expand", "plan_expand"]
 
 
 @triton.jit
@@ -338,23 +326,24 @@ class ExpandPlan(NamedTuple):
 
     def run(
         self,
-        h: torch.Tensor,
-        lora_b_weights: Sequence[torch.Tensor],
-        y: torch.Tensor,
-        meta: Sequence[torch.Tensor],
-        lora_ranks: torch.Tensor | None,
+        h: Tensor,
+        lora_b: Sequence[Tensor],
+        y: Tensor,
+        tensors: Sequence[Tensor],
+        lora_ranks: Tensor | None,
         aligned: bool,
     ) -> None:
-        """Launch. ``meta``: mapping, sorted indices, counts, starts, ids."""
-        indices = meta[:1] if self.row_wise else meta
-        ranks = meta[0] if lora_ranks is None else lora_ranks
-        self.launch((h, tuple(lora_b_weights), y, *indices, ranks), self.counts, aligned)
+        """Launch. ``tensors``: mapping, sorted rows, counts, starts, ids."""
+        indices = tensors[:1] if self.row_wise else tensors
+        ranks = tensors[0] if lora_ranks is None else lora_ranks
+        self.launch((h, tuple(lora_b), y, *indices, ranks), self.counts, aligned)
 
 
 def plan_expand(
     h_shape: Sequence[int],
     h_strides: Sequence[int],
-    y: torch.Tensor,
+    h_dtype: torch.dtype,
+    y: Tensor,
     weights: Weights,
     segments: int,
     entries: int,
@@ -372,17 +361,19 @@ def plan_expand(
     row_wise, block_n = config["row_wise"], config["block_n"]
     if row_wise:
         lanes, steps, block_n = _lane_blocks(
-            rank, block_n, has_ranks, lambda n: tokens * sum([cdiv(width, n) for width in weights.widths])
+            rank, block_n, has_ranks, lambda n: tokens * sum([triton.cdiv(width, n) for width in weights.widths])
         )
     tiles_n = 1 if row_wise else config["tiles_n"]
-    blocks = sum([cdiv(width, block_n * tiles_n) for width in weights.widths])
+    blocks = sum([triton.cdiv(width, block_n * tiles_n) for width in weights.widths])
     columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
     vector = gcd(rank, 16 // weights.dtype.itemsize) if weights.row_major else 1
     problem = (rank, weights.widths, columns, slices, blocks, weights.row_major, vector)
     form_of = (planes, has_ranks, add_inputs, pdl)
+    shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": pdl, "device": weights.device}
+    dtypes = (h_dtype, weights.dtype, y.dtype)
     if row_wise:
         constants: tuple = (*problem, lanes, steps, block_n, *form_of)
-        launch = Launch(_lora_expand_rows_kernel, (tokens * blocks, 1, 1), strides, constants, config["num_warps"], pdl)
+        launch = Launch(_lora_expand_rows_kernel, (tokens * blocks, 1, 1), dtypes, strides, constants, **shared)
         return ExpandPlan(launch, True, (weights.slots,))
     # all ranks in one pass where that fits: more passes would read y-sized accumulators again
     block_m, block_r = config["block_m"], block_at_least(rank) if rank <= 128 else min(config["block_k"], 128)
@@ -392,141 +383,103 @@ def plan_expand(
     blocking = (block_at_least(entries), even, block_m, block_n, block_r, tiles_n, stages)
     grid = (max_tiles(tokens, segments, block_m) * blocks, 1, 1)
     constants = (*problem, *blocking, *form_of, INTERPRETED)
-    launch = Launch(_lora_expand_tiles_kernel, grid, strides, constants, config["num_warps"], pdl)
+    launch = Launch(_lora_expand_tiles_kernel, grid, dtypes, strides, constants, **shared)
     return ExpandPlan(launch, False, (segments, weights.slots))
 
 
-_PLANS = Plans()
+def _describe(names: Names, lora_b: Sequence[Tensor], lora_ranks: Tensor | None) -> Weights:
+    weights = describe_stored(names.b, lora_b, -1)
+    check_ranks(lora_ranks, weights)
+    check_runnable(weights.device)
+    return weights
 
 
-def _lora_expand(
-    inputs: torch.Tensor,
-    lora_b_weights: Sequence[torch.Tensor],
-    output_tensor: torch.Tensor,
-    token_lora_mapping: torch.Tensor,
-    token_indices_sorted_by_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_token_start_loc: torch.Tensor,
-    lora_ids: torch.Tensor,
-    no_lora_flag_cpu: torch.Tensor,
-    active_count: torch.Tensor | None,
-    count: int,
-    offset_start: int,
-    add_inputs: bool,
-    lora_ranks: torch.Tensor | None,
-    batch_invariant: bool,
-) -> None:
-    if flag_is_set(no_lora_flag_cpu):
-        return
-    meta = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
-    segments = active_segments(active_count, count, lora_ids.numel())
-    tensors = (inputs, output_tensor, *lora_b_weights, *meta)
-    ranks_form = None if lora_ranks is None else forms(lora_ranks)
-    key = (segments, offset_start, add_inputs, batch_invariant, ranks_form, *forms(*tensors))
-    plan = _PLANS.get(key, _PLANS)
-    if plan is _PLANS:
-        plan = _make_plan(
-            inputs, lora_b_weights, output_tensor, meta, segments, offset_start, add_inputs, lora_ranks, batch_invariant
-        )
-        _PLANS.keep(key, plan)
-    if plan is not None:
-        with on_device(inputs.get_device()):
-            plan.run(
-                inputs,
-                lora_b_weights,
-                output_tensor,
-                meta,
-                lora_ranks,
-                all_aligned(inputs, output_tensor, *lora_b_weights),
-            )
-
-
-def _make_plan(
-    inputs: torch.Tensor,
-    lora_b_weights: Sequence[torch.Tensor],
-    output_tensor: torch.Tensor,
-    meta: Sequence[torch.Tensor],
-    segments: int,
-    offset_start: int,
-    add_inputs: bool,
-    lora_ranks: torch.Tensor | None,
-    batch_invariant: bool,
-) -> ExpandPlan | None:
-    """Every check, then the plan; None when there is nothing to add."""
-    weights = describe_weights("lora_b_weights", lora_b_weights, -1)
-    check_expand_input(inputs, weights)
-    slices, tokens, rank = inputs.shape
-    check_expand_output(output_tensor, tokens, weights, offset_start)
-    check_meta(tokens, inputs.device, meta)
-    check_ranks(lora_ranks, slices, weights)
-    check_runnable(inputs.device)
-    width = max(weights.widths)
+def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, switches: tuple) -> ExpandPlan | None:
+    """The remaining checks, then the launch; None when there is nothing to add."""
+    offset_start, add_inputs, has_ranks, options = switches
+    check_stored_output(names.output, y, weights, offset_start)
+    tokens, rank, segments, width = y.shape[0], weights.rank, batch.max_segments, max(weights.widths)
+    check_low_rank(names.input, x, weights, tokens, (torch.float32, weights.dtype))
+    batch.check_tensors(tokens, x.device)
     if 0 in (tokens, rank, segments, width):
         return None
-    config = get_config("expand", segments, tokens, width, rank, slices, add_inputs, None, None, batch_invariant)
+    slices, (invariant, _, tuned_dir) = len(weights.widths), options
+    config = get_config("expand", segments, tokens, width, rank, slices, add_inputs, None, tuned_dir, invariant)
     return plan_expand(
-        (1, *inputs.shape), (0, *inputs.stride()), output_tensor, weights, segments, meta[4].numel(), config,
-        offset_start=offset_start, add_inputs=add_inputs, has_ranks=lora_ranks is not None,
+        (1, *x.shape), (0, *x.stride()), x.dtype, y, weights, segments, batch.tensors[4].numel(), config,
+        offset_start=offset_start, add_inputs=add_inputs, has_ranks=has_ranks,
     )  # fmt: skip
 
 
-def _lora_expand_fake(*arguments: Any) -> None:
-    """Shape function of the op: it only writes `output_tensor`."""
+_PLANS = Plans(_describe, _plan)
 
 
-LIBRARY.define(
-    "lora_expand(Tensor inputs, Tensor[] lora_b_weights, Tensor(a!) output_tensor, Tensor token_lora_mapping, "
-    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor "
-    "lora_token_start_loc, Tensor lora_ids, "
-    "Tensor no_lora_flag_cpu, Tensor? active_count, int count, int offset_start, bool add_inputs, Tensor? lora_ranks, "
-    "bool batch_invariant) -> ()"
-)
-LIBRARY.impl("lora_expand", _lora_expand, "CompositeExplicitAutograd")
-torch.library.register_fake("punica::lora_expand", _lora_expand_fake, lib=LIBRARY)
+def expand(
+    x: Tensor,
+    lora_b_stacked: Sequence[Tensor],
+    y: Tensor,
+    batch: Batch,
+    offset_start: int = 0,
+    add_inputs: bool = True,
+    *,
+    lora_ranks: Tensor | None = None,
+    options: Options = DEFAULTS,
+) -> None:
+    """`lora_expand` on a step: ``y[t, o_i : o_i + N_i] (+)= x[i, t] @ B_i[slot(t)]^T``, arguments as there."""
+    if batch.no_lora:
+        return
+    if isinstance(batch, LoRABatch) and is_traced():
+        *tensors, count = batch.meta_args(y.shape[0])
+        chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
+        given = {"num_active_loras": count, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **chosen}
+        lora_expand(x, lora_b_stacked, y, *tensors, offset_start=offset_start, **given)
+        return
+    switches = (offset_start, add_inputs, lora_ranks is not None, options)
+    plan, aligned = _PLANS.find(x, y, (lora_b_stacked,), lora_ranks, batch, switches)
+    batch.check_rows(y.shape[0])
+    if plan is not None:
+        with on_device(x.get_device()):
+            plan.run(x, lora_b_stacked, y, batch.tensors, lora_ranks, aligned)
 
 
+@custom_op(mutates="output_tensor")
 def lora_expand(
-    inputs: torch.Tensor,
-    lora_b_weights: Sequence[torch.Tensor],
-    output_tensor: torch.Tensor,
-    token_lora_mapping: torch.Tensor,
-    token_indices_sorted_by_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_token_start_loc: torch.Tensor,
-    lora_ids: torch.Tensor,
-    no_lora_flag_cpu: torch.Tensor,
-    num_active_loras: int | torch.Tensor | None = None,
+    inputs: Tensor,
+    lora_b_weights: Sequence[Tensor],
+    output_tensor: Tensor,
+    token_lora_mapping: Tensor,
+    token_indices_sorted_by_lora_ids: Tensor,
+    num_tokens_per_lora: Tensor,
+    lora_token_start_loc: Tensor,
+    lora_ids: Tensor,
+    no_lora_flag_cpu: Tensor,
+    *,
+    num_active_loras: int | Tensor | None = None,
     offset_start: int = 0,
     add_inputs: bool = False,
-    *,
-    lora_ranks: torch.Tensor | None = None,
+    lora_ranks: Tensor | None = None,
     batch_invariant: bool = False,
+    tuned_dir: str | None = None,
 ) -> None:
     """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
 
-    ``inputs`` [n, T, r] float32 or B's dtype (any strides), ``lora_b_weights`` n x [L, (1,) N_i, r], ``output_tensor``
-    [T, W] (last stride 1), then the seven of `LoRAKernelMeta.meta_args` (the last, the active count, may be left out),
-    with ``o_0 = offset_start`` and ``o_{i+1} = o_i + N_i``. ``add_inputs``: add, else overwrite. ``lora_ranks`` int32
-    [n, L]: true rank per slice and slot (None: r). Rows at slot -1 and all other columns are never written.
+    Args:
+        inputs: [n, T, r], float32 or the dtype of B, any strides.
+        lora_b_weights: n x [L, (1,) N_i, r], contiguous (or with the last two dimensions swapped).
+        output_tensor: [T, W] with last stride 1; ``o_0 = offset_start``, ``o_{i+1} = o_i + N_i``.
+        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
+        num_active_loras: the seventh, how many entries of ``lora_ids`` may be in use (None: all).
+        offset_start: first column written.
+        add_inputs: add to the columns, else overwrite them.
+        lora_ranks: int32 [n, L], true rank per slice and slot (None: r).
+        batch_invariant, tuned_dir: as in `punica.config.LoRAConfig`.
 
-    TypeError for dtypes, ValueError for shapes, ranges and devices, before any write.
+    Rows at slot -1 and all other columns are never written. TypeError for dtypes, ValueError for shapes, ranges and
+    devices, before any write.
     """
-    active_count, count = split_count(num_active_loras)
-    check_host_arguments(no_lora_flag_cpu, lora_b_weights=lora_b_weights)
-    torch.ops.punica.lora_expand.default(
-        inputs,
-        lora_b_weights,
-        output_tensor,
-        token_lora_mapping,
-        token_indices_sorted_by_lora_ids,
-        num_tokens_per_lora,
-        lora_token_start_loc,
-        lora_ids,
-        no_lora_flag_cpu,
-        active_count,
-        count,
-        offset_start,
-        add_inputs,
-        lora_ranks,
-        batch_invariant,
+    tensors = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
+    batch = TensorBatch.given(*tensors, flag=no_lora_flag_cpu, count=num_active_loras)
+    options = Options(batch_invariant, tuned_dir=tuned_dir)
+    expand(
+        inputs, lora_b_weights, output_tensor, batch, offset_start, add_inputs, lora_ranks=lora_ranks, options=options
     )

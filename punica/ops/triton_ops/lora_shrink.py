@@ -17,44 +17,32 @@ public op writes its result directly (one split); `lora_linear` uses planes.
 Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, and lanes beyond it are not read.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from punica.ops.triton_ops.checks import (
+from punica.metadata import LoRABatch
+from punica.ops.checks import (
+    FLOATS,
+    Names,
     Weights,
-    active_segments,
-    check_host_arguments,
-    check_meta,
+    check_input,
+    check_low_rank,
     check_ranks,
-    check_runnable,
-    check_scaling,
-    check_shrink,
-    check_shrink_output,
-    describe_weights,
-    flag_is_set,
-    split_count,
+    check_scale,
+    describe_stored,
 )
 from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    LIBRARY,
-    Launch,
-    Plans,
-    all_aligned,
-    block_at_least,
-    cdiv,
-    forms,
-    on_device,
-    stages_that_fit,
-)
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
+from punica.ops.triton_ops.op import DEFAULTS, Batch, Options, Plans, check_runnable, custom_op, is_traced, names_of
+from punica.ops.triton_ops.tensor_batch import TensorBatch
 
-__all__ = ["lora_shrink", "plan_shrink"]
+__all__ = ["lora_shrink", "plan_shrink", "shrink"]
 
 
 @triton.jit
@@ -243,7 +231,7 @@ def _lora_shrink_tiles_kernel(
 
 
 class ShrinkPlan(NamedTuple):
-    """A launch of one of the two kernels, and the counts it takes in front of ``scaling``."""
+    """A launch of one of the two kernels, and the counts it takes in front of ``scale``."""
 
     launch: Launch
     row_wise: bool
@@ -251,23 +239,24 @@ class ShrinkPlan(NamedTuple):
 
     def run(
         self,
-        x: torch.Tensor,
-        lora_a_weights: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        meta: Sequence[torch.Tensor],
-        lora_ranks: torch.Tensor | None,
-        scaling: float,
+        x: Tensor,
+        lora_a: Sequence[Tensor],
+        out: Tensor,
+        tensors: Sequence[Tensor],
+        lora_ranks: Tensor | None,
+        scale: float,
         aligned: bool,
     ) -> None:
-        """Launch. ``meta``: mapping, sorted indices, counts, starts, ids."""
-        indices = meta[:1] if self.row_wise else meta
-        ranks = meta[0] if lora_ranks is None else lora_ranks
-        self.launch((x, tuple(lora_a_weights), out, *indices, ranks), (*self.counts, scaling), aligned)
+        """Launch. ``tensors``: mapping, sorted rows, counts, starts, ids."""
+        indices = tensors[:1] if self.row_wise else tensors
+        ranks = tensors[0] if lora_ranks is None else lora_ranks
+        self.launch((x, tuple(lora_a), out, *indices, ranks), (*self.counts, scale), aligned)
 
 
 def plan_shrink(
-    x: torch.Tensor,
+    x: Tensor,
     weights: Weights,
+    out_dtype: torch.dtype,
     segments: int,
     entries: int,
     config: dict[str, Any],
@@ -278,7 +267,7 @@ def plan_shrink(
     overlap: bool = False,
     early: bool = False,
 ) -> ShrinkPlan:
-    """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of ``lora_ids`` may be
+    """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of the ids may be
     active.
 
     ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, r]. ``overlap``: it lets the
@@ -289,26 +278,28 @@ def plan_shrink(
     block_k = min(config["block_k"], block_at_least(k))
     problem = (k, rank, *((k, 1) if weights.row_major else (1, rank)), slices)
     form_of = (has_ranks, direct, accumulate, overlap)
+    shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
+    dtypes = (weights.dtype, out_dtype)
     if config["row_wise"]:
         block_r = min(config["block_r"], block_at_least(rank, 1))
-        programs_r = cdiv(rank, block_r)
+        programs_r = triton.cdiv(rank, block_r)
         if has_ranks and not direct:
             programs_r = _rank_programs(programs_r, block_r, tokens * slices * split_k)
         grid = (tokens * programs_r * split_k, slices, 1)
         constants: tuple = (*problem, block_r, programs_r, block_k, split_k, *form_of)
-        launch = Launch(_lora_shrink_rows_kernel, grid, x.stride(), constants, config["num_warps"], early)
+        launch = Launch(_lora_shrink_rows_kernel, grid, dtypes, x.stride(), constants, **shared)
         return ShrinkPlan(launch, True, (tokens, weights.slots))
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(rank))
     tiles = max_tiles(tokens, segments, block_m)
-    bare_tiles = cdiv(tokens, block_m) if direct and not accumulate else 0
-    grid = ((tiles + bare_tiles) * cdiv(rank, block_r) * split_k, slices, 1)
+    bare_tiles = triton.cdiv(tokens, block_m) if direct and not accumulate else 0
+    grid = ((tiles + bare_tiles) * triton.cdiv(rank, block_r) * split_k, slices, 1)
     bytes_of = (block_m + block_r) * weights.dtype.itemsize
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
     blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, stages)
     constants = (*problem, *blocks, *form_of, INTERPRETED)
-    launch = Launch(_lora_shrink_tiles_kernel, grid, x.stride(), constants, config["num_warps"], early)
+    launch = Launch(_lora_shrink_tiles_kernel, grid, dtypes, x.stride(), constants, **shared)
     return ShrinkPlan(launch, False, (tokens, segments, tiles, weights.slots))
 
 
@@ -321,154 +312,105 @@ def _rank_programs(blocks: int, block_r: int, others: int) -> int:
     return programs
 
 
-_PLANS = Plans()
+def _describe(names: Names, lora_a: Sequence[Tensor], lora_ranks: Tensor | None) -> Weights:
+    weights = describe_stored(names.a, lora_a, -2)
+    check_ranks(lora_ranks, weights)
+    check_runnable(weights.device)
+    return weights
 
 
-def _lora_shrink(
-    inputs: torch.Tensor,
-    lora_a_weights: Sequence[torch.Tensor],
-    output_tensor: torch.Tensor,
-    token_lora_mapping: torch.Tensor,
-    token_indices_sorted_by_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_token_start_loc: torch.Tensor,
-    lora_ids: torch.Tensor,
-    no_lora_flag_cpu: torch.Tensor,
-    active_count: torch.Tensor | None,
-    count: int,
-    scaling: float,
-    accumulate: bool,
-    lora_ranks: torch.Tensor | None,
-    batch_invariant: bool,
-) -> None:
-    if flag_is_set(no_lora_flag_cpu):
-        return
-    meta = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
-    segments = active_segments(active_count, count, lora_ids.numel())
-    tensors = (inputs, output_tensor, *lora_a_weights, *meta)
-    ranks_form = None if lora_ranks is None else forms(lora_ranks)
-    key = (segments, accumulate, batch_invariant, ranks_form, *forms(*tensors))
-    plan = _PLANS.get(key, _PLANS)
-    if plan is _PLANS:
-        plan = _PLANS.keep(
-            key,
-            _make_plan(inputs, lora_a_weights, output_tensor, meta, segments, accumulate, lora_ranks, batch_invariant),
-        )
-    check_scaling(scaling)
-    if plan is None:
-        if not accumulate:
-            output_tensor.zero_()
-        return
-    with on_device(inputs.get_device()):
-        plan.run(
-            inputs,
-            lora_a_weights,
-            output_tensor,
-            meta,
-            lora_ranks,
-            scaling,
-            all_aligned(inputs, output_tensor, *lora_a_weights),
-        )
-
-
-def _make_plan(
-    inputs: torch.Tensor,
-    lora_a_weights: Sequence[torch.Tensor],
-    output_tensor: torch.Tensor,
-    meta: Sequence[torch.Tensor],
-    segments: int,
-    accumulate: bool,
-    lora_ranks: torch.Tensor | None,
-    batch_invariant: bool,
-) -> ShrinkPlan | None:
-    """Every check, then the plan; None when there is nothing to multiply."""
-    weights = describe_weights("lora_a_weights", lora_a_weights, -2)
-    check_shrink(inputs, weights)
-    check_shrink_output(output_tensor, inputs, weights)
-    check_meta(inputs.shape[0], inputs.device, meta)
-    check_ranks(lora_ranks, len(lora_a_weights), weights)
-    check_runnable(inputs.device)
-    tokens, k = inputs.shape
+def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, switches: tuple) -> ShrinkPlan | None:
+    """The remaining checks, then the launch; None when there is nothing to multiply."""
+    accumulate, has_ranks, options = switches
+    check_input(names.input, x, weights, names.a)
+    (tokens, k), segments = x.shape, batch.max_segments
+    check_low_rank(names.output, y, weights, tokens, FLOATS)
+    if not y.is_contiguous():
+        raise ValueError(f"{names.output} must be contiguous, got shape {tuple(y.shape)} with strides {y.stride()}")
+    batch.check_tensors(tokens, x.device)
     if 0 in (tokens, k, weights.rank, segments):
         return None
-    slices, entries = len(lora_a_weights), meta[4].numel()
-    config = get_config("shrink", segments, tokens, k, weights.rank, slices, None, None, None, batch_invariant)
-    has_ranks = lora_ranks is not None
+    slices, (invariant, _, tuned_dir) = len(weights.widths), options
+    config = get_config("shrink", segments, tokens, k, weights.rank, slices, None, None, tuned_dir, invariant)
+    entries = batch.tensors[4].numel()
     return plan_shrink(
-        inputs, weights, segments, entries, config, has_ranks=has_ranks, direct=True, accumulate=accumulate
+        x, weights, y.dtype, segments, entries, config, has_ranks=has_ranks, direct=True, accumulate=accumulate
     )
 
 
-def _lora_shrink_fake(*arguments: Any) -> None:
-    """Shape function of the op: it only writes `output_tensor`."""
+_PLANS = Plans(_describe, _plan)
 
 
-LIBRARY.define(
-    "lora_shrink(Tensor inputs, Tensor[] lora_a_weights, Tensor(a!) output_tensor, Tensor token_lora_mapping, "
-    "Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor "
-    "lora_token_start_loc, Tensor lora_ids, "
-    "Tensor no_lora_flag_cpu, Tensor? active_count, int count, float scaling, bool accumulate, Tensor? lora_ranks, "
-    "bool batch_invariant) -> ()"
-)
-LIBRARY.impl("lora_shrink", _lora_shrink, "CompositeExplicitAutograd")
-torch.library.register_fake("punica::lora_shrink", _lora_shrink_fake, lib=LIBRARY)
-
-
-def _shrink(
-    inputs: torch.Tensor,
-    lora_a_weights: Sequence[torch.Tensor],
-    output_tensor: torch.Tensor,
-    token_lora_mapping: torch.Tensor,
-    token_indices_sorted_by_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_token_start_loc: torch.Tensor,
-    lora_ids: torch.Tensor,
-    no_lora_flag_cpu: torch.Tensor,
-    num_active_loras: int | torch.Tensor | None,
-    scaling: float,
-    accumulate: bool = False,
+def shrink(
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    y: Tensor,
+    batch: Batch,
+    scale: float = 1.0,
     *,
-    lora_ranks: torch.Tensor | None = None,
-    batch_invariant: bool = False,
+    accumulate: bool = False,
+    lora_ranks: Tensor | None = None,
+    options: Options = DEFAULTS,
 ) -> None:
-    active_count, count = split_count(num_active_loras)
-    check_host_arguments(no_lora_flag_cpu, lora_a_weights=lora_a_weights)
-    torch.ops.punica.lora_shrink.default(
-        inputs,
-        lora_a_weights,
-        output_tensor,
-        token_lora_mapping,
-        token_indices_sorted_by_lora_ids,
-        num_tokens_per_lora,
-        lora_token_start_loc,
-        lora_ids,
-        no_lora_flag_cpu,
-        active_count,
-        count,
-        scaling,
-        accumulate,
-        lora_ranks,
-        batch_invariant,
-    )
+    """`lora_shrink` on a step: ``y[i, t] (+)= scale * x[t] @ A_i[slot(t)]^T``, arguments as there."""
+    if batch.no_lora:
+        return
+    if isinstance(batch, LoRABatch) and is_traced():
+        *tensors, count = batch.meta_args(x.shape[0])
+        chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
+        given = {"num_active_loras": count, "accumulate": accumulate, "lora_ranks": lora_ranks, **chosen}
+        lora_shrink(x, lora_a_stacked, y, *tensors, scale, **given)
+        return
+    switches = (accumulate, lora_ranks is not None, options)
+    plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches)
+    batch.check_rows(x.shape[0])
+    check_scale(names_of(batch).scale, scale)
+    if plan is not None:
+        with on_device(x.get_device()):
+            plan.run(x, lora_a_stacked, y, batch.tensors, lora_ranks, scale, aligned)
+    elif not accumulate:
+        y.zero_()
 
 
-def lora_shrink(*args: Any, **kwargs: Any) -> None:
+@custom_op(mutates="output_tensor")
+def lora_shrink(
+    inputs: Tensor,
+    lora_a_weights: Sequence[Tensor],
+    output_tensor: Tensor,
+    token_lora_mapping: Tensor,
+    token_indices_sorted_by_lora_ids: Tensor,
+    num_tokens_per_lora: Tensor,
+    lora_token_start_loc: Tensor,
+    lora_ids: Tensor,
+    no_lora_flag_cpu: Tensor,
+    scaling: float,
+    *,
+    num_active_loras: int | Tensor | None = None,
+    accumulate: bool = False,
+    lora_ranks: Tensor | None = None,
+    batch_invariant: bool = False,
+    tuned_dir: str | None = None,
+) -> None:
     """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
 
-    Arguments, in order: ``inputs`` [T, K] (any strides), ``lora_a_weights`` n x [L, (1,) r, K], ``output_tensor`` [n,
-    T, r] contiguous, the seven of `LoRAKernelMeta.meta_args`, ``scaling``, ``accumulate=False``; by keyword
-    ``lora_ranks`` (int32 [n, L], true rank per slice and slot; None: r) and ``batch_invariant``. With ten positional
-    arguments the active count is left out and the tenth is ``scaling``.
+    Args:
+        inputs: [T, K], float16, bfloat16 or float32, any strides.
+        lora_a_weights: n x [L, (1,) r, K], dtype of the inputs, contiguous (or with the last two dimensions swapped).
+        output_tensor: [n, T, r] contiguous; float32 keeps the precision of the sums.
+        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
+        scaling: finite factor.
+        num_active_loras: the seventh, how many entries of ``lora_ids`` may be in use (None: all).
+        accumulate: add to the output instead of overwriting it.
+        lora_ranks: int32 [n, L], true rank per slice and slot (None: r).
+        batch_invariant, tuned_dir: as in `punica.config.LoRAConfig`.
 
-    Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. Errors as in
-    the table of the package's checks: TypeError for dtypes, ValueError for shapes, ranges and devices, before any
-    write.
+    Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. TypeError for
+    dtypes, ValueError for shapes, ranges and devices, before any write.
     """
-    if len(args) == 10 and "scaling" not in kwargs:
-        args = (*args[:9], None, args[9])
-    elif len(args) <= 9:
-        kwargs.setdefault("num_active_loras", None)
-    _shrink(*args, **kwargs)
-
-
-lora_shrink.__signature__ = inspect.signature(_shrink)  # type: ignore[attr-defined]
+    tensors = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
+    batch = TensorBatch.given(*tensors, flag=no_lora_flag_cpu, count=num_active_loras)
+    options = Options(batch_invariant, tuned_dir=tuned_dir)
+    shrink(
+        inputs, lora_a_weights, output_tensor, batch, scaling,
+        accumulate=accumulate, lora_ranks=lora_ranks, options=options,
+    )  # fmt: skip

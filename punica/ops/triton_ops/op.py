@@ -1,0 +1,224 @@
+"""The scaffold of a Triton op: what it registers with torch, where it finds what it has worked out before.
+
+An op is one file. It has two forms that share everything:
+
+* *on a step*, what the wrapper calls: ``shrink(x, lora_a_stacked, y, batch, ...)`` with a `LoRABatch`;
+* *flat*, for callers who hold the tensors of the metadata themselves: ``lora_shrink(inputs, ..., scaling)``, decorated
+  with `custom_op`. The function's own signature is the schema of ``torch.ops.punica.lora_shrink``.
+
+Checks and choices depend only on the forms of the operands (shapes, strides, dtypes, devices), so `Plans` keeps them:
+those of the weights once per set of weights, those of the activations once per shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from punica.metadata import LoRABatch
+from punica.ops.checks import FLAT, STEP, Names, check_dtype
+from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.tensor_batch import TensorBatch
+
+__all__ = ["DEFAULTS", "Batch", "Options", "Plans", "check_runnable", "custom_op", "is_traced", "names_of"]
+
+Batch = LoRABatch | TensorBatch
+
+# The custom ops of this package, `torch.ops.punica.*`
+LIBRARY = Library("punica", "FRAGMENT")
+
+
+class Options(NamedTuple):
+    """How kernels are chosen, whatever is computed; fields of `punica.config.LoRAConfig`."""
+
+    batch_invariant: bool = False
+    pdl: bool = True
+    tuned_dir: str | None = None
+
+
+DEFAULTS = Options()
+
+
+def check_runnable(device: torch.device) -> None:
+    """RuntimeError where no Triton kernel can run."""
+    if device.type != "cuda" and not INTERPRETED:
+        raise RuntimeError(
+            f"the Triton ops need CUDA tensors, got {device}; on the CPU use punica.ops.torch_ops, or set "
+            "TRITON_INTERPRET=1 before punica is imported to run the kernels in Triton's interpreter"
+        )
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+def is_traced() -> bool:
+    """Whether a graph tracer or a profiler watches, for whom an op must be a node of its own."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
+def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the decorated function as ``torch.ops.punica.<name>``, which writes its argument ``mutates``.
+
+    Called by its own name it runs as a plain function (torch's dispatcher costs as much as a launch), except where
+    `is_traced`. A parameter annotated ``int | Tensor | None`` becomes two in the schema, since no schema type is both:
+    a tensor stays data for graph tracers, a number goes into ``<parameter>_number``.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        name, either = function.__name__, _number_or_tensor(function)
+        LIBRARY.define(name + _schema(function, mutates, either))
+
+        def implementation(*args: Any, **kwargs: Any) -> None:
+            for parameter in either:
+                number = kwargs.pop(f"{parameter}_number", None)
+                if number is not None:
+                    kwargs[parameter] = number
+            function(*args, **kwargs)
+
+        LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"punica::{name}", _writes_in_place, lib=LIBRARY)
+        registered = getattr(torch.ops.punica, name).default
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            if not is_traced():
+                function(*args, **kwargs)
+                return
+            for parameter in either:
+                if isinstance(kwargs.get(parameter), int):
+                    kwargs[f"{parameter}_number"] = kwargs.pop(parameter)
+            registered(*args, **kwargs)
+
+        return call
+
+    return register
+
+
+def _writes_in_place(*args: Any, **kwargs: Any) -> None:
+    """Shape function of every op here: it only writes a tensor that it was given."""
+
+
+def _number_or_tensor(function: Callable) -> tuple[str, ...]:
+    hints = typing.get_type_hints(function)
+    return tuple(name for name, hint in hints.items() if {int, Tensor} <= set(typing.get_args(hint)))
+
+
+def _schema(function: Callable, mutates: str, either: Sequence[str]) -> str:
+    """The schema that torch infers from the function's signature."""
+    hints, parameters = typing.get_type_hints(function), []
+    for parameter in inspect.signature(function).parameters.values():
+        hint = typing.Optional[Tensor] if parameter.name in either else hints[parameter.name]  # noqa: UP045
+        parameters.append(parameter.replace(annotation=hint))
+    for name in either:
+        number = typing.Optional[int]  # noqa: UP045 (torch wants this spelling)
+        parameters.append(
+            inspect.Parameter(f"{name}_number", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=number)
+        )
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=(mutates,))
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+class WeightSet:
+    """The weights of one call site (and their table of ranks), known to be legal as long as they are these tensors.
+
+    Nothing here keeps them alive: a tensor is recognised by a weak reference and by where its memory lies, so neither
+    freed and reused memory nor ``w.data = ...`` can bring back a stale answer. ``w.t_()`` over the same memory can.
+    """
+
+    __slots__ = ("addresses", "aligned", "forms", "plans", "references")
+
+    def __init__(self, tensors: Sequence[Tensor], forms: Any) -> None:
+        self.references = [weakref.ref(tensor) for tensor in tensors]
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self.aligned = not any([address & 15 for address in self.addresses])
+        self.forms = forms
+        self.plans: dict[tuple, Any] = {}
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are still the weights that were checked."""
+        if len(tensors) != len(self.addresses):
+            return False
+        for tensor, reference, address in zip(tensors, self.references, self.addresses, strict=True):
+            if reference() is not tensor or tensor.data_ptr() != address:
+                return False
+        return True
+
+
+class Plans:
+    """What an op has checked and chosen, in a bounded table: a full one starts anew.
+
+    ``describe(names, *weights, lora_ranks)`` checks the weights and returns what it learnt; ``plan(names, forms, x, y,
+    batch, switches)`` checks the rest and chooses the launches. Both raise without leaving anything behind.
+    """
+
+    def __init__(self, describe: Callable[..., Any], plan: Callable[..., Any]) -> None:
+        self.describe, self.plan = describe, plan
+        self.sets: dict[tuple, WeightSet] = {}
+
+    def find(
+        self,
+        x: Tensor,
+        y: Tensor,
+        weights: Sequence[Sequence[Tensor]],
+        lora_ranks: Tensor | None,
+        batch: Batch,
+        switches: tuple,
+    ) -> tuple[Any, bool]:
+        """The plan of a call (None: there is nothing to do) and whether all addresses are multiples of 16."""
+        known = self._weights(weights, lora_ranks, batch)
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+            names = names_of(batch)
+            check_dtype(names.input, x, ())
+            check_dtype(names.output, y, ())
+        key = (
+            x.shape, x.stride(), x.dtype, x.get_device(), y.shape, y.stride(), y.dtype, y.get_device(),
+            batch.max_segments, batch.form, switches,
+        )  # fmt: skip
+        try:
+            plan = known.plans[key]
+        except KeyError:
+            if len(known.plans) >= 4096:
+                known.plans.clear()
+            plan = known.plans[key] = self.plan(names_of(batch), known.forms, x, y, batch, switches)
+        return plan, known.aligned and not (x.data_ptr() | y.data_ptr()) & 15
+
+    def _weights(
+        self, weights: Sequence[Sequence[Tensor]], lora_ranks: Tensor | None, batch: Batch
+    ) -> WeightSet:
+        tensors: list[Tensor] = []
+        for group in weights:
+            if not isinstance(group, (tuple, list)):
+                self.describe(names_of(batch), *weights, lora_ranks)
+            tensors += group
+        if lora_ranks is not None:
+            tensors.append(lora_ranks)
+        key = tuple(map(id, tensors))
+        known = self.sets.get(key)
+        if known is None or not known.holds(tensors):
+            forms = self.describe(names_of(batch), *weights, lora_ranks)
+            if len(self.sets) >= 4096:
+                self.sets.clear()
+            known = self.sets[key] = WeightSet(tensors, forms)
+        return known
+
+
+def _names(batch: Batch) -> Names:
+    return FLAT if isinstance(batch, TensorBatch) else STEP
