@@ -231,7 +231,8 @@ def tables(best: dict[Operator, tuple[float, Config, Config]]) -> dict[str, dict
             node = out[table]
             for key in (*keys, str(first)):
                 node = node.setdefault(key, {})
-            node[str(second)] = {name: value for name, value in leaf.items() if _says_something(name, leaf)}
+            optional = configs.OPTIONAL_KEYS[table]
+            node[str(second)] = {name: value for name, value in leaf.items() if optional.get(name) != value}
     return out
 
 
@@ -246,25 +247,50 @@ def _distance(op: Operator, segments: int, rows: int, rank: int, slices: int, k:
     return shape + batch + 1.5 * powers(op.rank, rank)
 
 
-def _says_something(name: str, leaf: Config) -> bool:
-    """False for an optional key that has its default value."""
-    return not (name == "row_wise" and not leaf[name]) and not (name in ("block_r", "tiles_n") and leaf[name] == 1)
+def sparse(node: dict[str, Any], level: int = 0) -> dict[str, Any]:
+    """The part of a table that every look-up of the whole is answered from: of neighbouring keys with the same below
+    them stay the first and the last, at an end of the axis only the one that faces the others. So all half-way points,
+    where a look-up changes from one key to the next, stay where they are.
+    """
+    if level == 5:
+        return node
+    below = {key: sparse(node[key], level + 1) for key in sorted(node, key=int)}
+    if level == 1:  # the number of slices must match
+        return below
+    alike = [list(keys) for _, keys in itertools.groupby(below, key=below.__getitem__)]
+    edges = [key for left, right in itertools.pairwise(alike) for key in (left[-1], right[0])]
+    return {key: below[key] for key in edges or alike[0][:1]}
 
 
 def write_tables(best: dict[Operator, tuple[float, Config, Config]], folder: Path, gpu_name: str) -> None:
-    """Write the tables that `configs` reads, one leaf a line; adding and overwriting share the expand table."""
+    """Write the tables that `configs` reads, as sparse as they can be; adding and overwriting share the expand table,
+    so that earlier tables of one of both, which would hide it, go.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    found = tables(best)
-    for op_type, add_inputs in (("shrink", None), ("expand", True), ("expand", False)):
-        path = folder / configs.tuned_file_name(op_type, add_inputs, gpu_name)
-        path.write_text(_text(found[op_type]) + "\n")
+    for op_type, table in tables(best).items():
+        (folder / configs.tuned_file_name(op_type, None, gpu_name)).write_text(table_text(sparse(table)))
+    for add_inputs in (True, False):
+        (folder / configs.tuned_file_name("expand", add_inputs, gpu_name)).unlink(missing_ok=True)
 
 
-def _text(node: dict[str, Any], depth: int = 0) -> str:
-    if depth == 5:
-        return json.dumps(node)
-    inner = [" " * (depth + 1) + json.dumps(key) + ": " + _text(below, depth + 1) for key, below in node.items()]
-    return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
+def table_text(table: dict[str, Any]) -> str:
+    """A table as a file: its configurations, one a line, then a line per number of rows with the names of these."""
+    names: dict[str, str] = {}
+
+    def named(node: dict[str, Any], level: int = 0) -> Any:
+        if level < 5:
+            return {key: named(below, level + 1) for key, below in node.items()}
+        form = "rows" if node.get("row_wise") else "tiles"
+        return names.setdefault(json.dumps(node), f"{form}_{len(names)}")
+
+    def text(node: dict[str, Any], level: int = 0) -> str:
+        if level == 3 or not isinstance(next(iter(node.values())), dict):
+            return json.dumps(node)
+        inner = [" " * (level + 1) + json.dumps(key) + ": " + text(below, level + 1) for key, below in node.items()]
+        return "{\n" + ",\n".join(inner) + "\n" + " " * level + "}"
+
+    cells = named(table)
+    return text({"configurations": {name: json.loads(leaf) for leaf, name in names.items()}} | cells) + "\n"
 
 
 def main() -> None:

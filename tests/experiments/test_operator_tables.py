@@ -1,7 +1,10 @@
 """The operator tables and the tuner, as far as they need no GPU: shapes, anchors, candidates, written tables."""
 
+import copy
 import csv
+import itertools
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -75,9 +78,8 @@ class TestTuner:
         for op in tune.operators(group):
             for op_type, found in (("shrink", tune.shrink_candidates(op)), ("expand", tune.expand_candidates(op))):
                 assert found, (op, op_type)
-                default = configs._default(op_type, 1, op.tokens, op.k, op.rank, 1, False)
                 for config in found:
-                    configs._complete(op_type, config, "candidate", default)
+                    configs._complete(op_type, config, "candidate")
 
     def test_written_tables_are_what_was_fastest(self, tune, tmp_path):
         from punica.ops.triton_ops import configs
@@ -88,15 +90,50 @@ class TestTuner:
             for us, (shrink, expand) in enumerate(pairs):
                 times[json.dumps([[op.k, op.widths, op.rank, op.sizes], shrink, expand])] = abs(us - 3.0)
         best = tune.best_pairs(times)
-        tune.write_tables(best, tmp_path, "cpu")
-        exact = Operator(4096, (11008,), 16, (1,) * 64)
-        _, shrink, expand = best[exact]
-        for op_type, add, config in (("shrink", None, shrink), ("expand", True, expand)):
-            table = json.loads((tmp_path / configs.tuned_file_name(op_type, add, "cpu")).read_text())
-            keys = ("64", "1", "64", "4096", "16") if op_type == "shrink" else ("64", "1", "64", "16", "11008")
-            for key in keys:
-                table = table[key]
-            assert {**config, **table} == config
+        earlier = tmp_path / configs.tuned_file_name("expand", True, configs._gpu_name())
+        earlier.write_text("{}")
+        tune.write_tables(best, tmp_path, configs._gpu_name())
+        assert not earlier.exists()
+        configs.clear_config_cache()
+        _, shrink, expand = best[Operator(4096, (11008,), 16, (1,) * 64)]
+        for add_inputs in (True, False):
+            query = (64, 64, 11008, 16, 1, add_inputs, None, str(tmp_path))
+            assert configs.get_lora_op_configs("expand", *query) == expand
+        assert configs.get_lora_op_configs("shrink", 64, 64, 4096, 16, 1, tuned_dir=str(tmp_path)) == shrink
+        configs.clear_config_cache()
+
+    def test_sparse_tables_answer_every_look_up_alike(self, tune):
+        def answer(node: dict, *wanted: int) -> int:
+            """The nearest key of every level, the smaller of two; the second level (slices) must match."""
+            for level, number in enumerate(wanted):
+                keys = [int(key) for key in node]
+                node = node[str(number if level == 1 else min(keys, key=lambda k, n=number: (abs(k - n), k)))]
+            return node["block_m"]
+
+        axes = ((1, 2, 4, 9, 16), (1, 3), (1, 4, 8), (5, 6, 8), (7,))
+        numbers = random.Random(0)
+        whole = {"block_m": 0}
+        for axis in reversed(axes):
+            whole = {str(key): copy.deepcopy(whole) for key in axis}
+        for cell in itertools.product(*axes):
+            node = whole
+            for key in cell:
+                node = node[str(key)]
+            # rows (and slices) decide, segments and sizes only now and then: long runs of equal neighbours
+            node["block_m"] = cell[1] * (cell[2] > 1) + (numbers.random() < 0.1)
+        sparse = tune.sparse(whole)
+        for wanted in itertools.product(range(1, 19), (1, 3), range(1, 10), range(4, 10), (1, 7, 9)):
+            assert answer(sparse, *wanted) == answer(whole, *wanted), wanted
+        assert len(json.dumps(sparse)) < len(json.dumps(whole)) / 2
+
+    def test_packaged_tables_hold_nothing_that_neighbours_answer(self, tune):
+        from punica.ops.triton_ops import configs
+
+        for path in configs.PACKAGED.glob("*.json"):
+            table = json.loads(path.read_text())
+            named = table.pop("configurations")
+            assert len({json.dumps(config) for config in named.values()}) == len(named)
+            assert tune.sparse(table) == table
 
     def test_unknown_options_are_refused(self, tune, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["tune", "minute=3"])

@@ -11,6 +11,7 @@ from triton_batches import Batch, assert_close
 from punica.ops.triton_ops import clear_config_cache, configs, get_lora_op_configs, load_lora_op_config, lora_linear
 
 LEAF = {"block_m": 16, "block_n": 16, "block_k": 64, "split_k": 2, "num_warps": 4, "num_stages": 2}
+EXPAND_LEAF = {key: value for key, value in LEAF.items() if key != "split_k"}
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,7 @@ def nested(*keys: str, leaf: object = None) -> dict:
         ("shrink", None, "NVIDIA_H200_SHRINK.json"),
         ("expand", True, "NVIDIA_H200_EXPAND_TRUE.json"),
         ("expand", False, "NVIDIA_H200_EXPAND_FALSE.json"),
+        ("expand", None, "NVIDIA_H200_EXPAND.json"),
         ("fused_moe_lora_w13_shrink", None, "NVIDIA_H200_FUSED_MOE_LORA_W13_SHRINK.json"),
     ],
 )
@@ -72,13 +74,42 @@ def test_look_up(query, block_k, tmp_path):
 
 
 def test_rank_comes_before_hidden_size_for_expand(tmp_path):
-    leaf = {key: value for key, value in LEAF.items() if key != "split_k"}
-    table = nested(
-        "1", "1", "1", leaf={"16": {"4096": {**leaf, "block_n": 32}}, "64": {"4096": {**leaf, "block_n": 64}}}
-    )
+    ranks = {"16": {"4096": {**EXPAND_LEAF, "block_n": 32}}, "64": {"4096": {**EXPAND_LEAF, "block_n": 64}}}
+    table = nested("1", "1", "1", leaf=ranks)
     write(tmp_path, "expand", table, True)
     found = get_lora_op_configs("expand", 1, 1, 4096, 60, 1, add_inputs=True, tuned_dir=str(tmp_path))
     assert found["block_n"] == 64
+
+
+def expand_block_n(folder: Path, add_inputs: bool | None) -> int:
+    return get_lora_op_configs("expand", 1, 1, 4096, 16, 1, add_inputs, tuned_dir=str(folder))["block_n"]
+
+
+def test_one_expand_table_serves_what_has_none_of_its_own(tmp_path):
+    keys = ("1", "1", "1", "16", "4096")
+    write(tmp_path, "expand", nested(*keys, leaf={**EXPAND_LEAF, "block_n": 32}))
+    write(tmp_path, "expand", nested(*keys, leaf={**EXPAND_LEAF, "block_n": 64}), True)
+    assert [expand_block_n(tmp_path, add_inputs) for add_inputs in (True, False, None)] == [64, 32, 32]
+
+
+def test_names_stand_for_configurations(tmp_path):
+    cells = {"8": {"4096": {"16": "few", "64": {**LEAF, "block_k": 256}}}, "64": {"4096": {"16": "many"}}}
+    table = {"configurations": {"few": LEAF, "many": {**LEAF, "block_k": 128}}, "4": {"1": cells}}
+    write(tmp_path, "shrink", table)
+    found = [
+        get_lora_op_configs("shrink", 4, rows, 4096, rank, 1, tuned_dir=str(tmp_path))["block_k"]
+        for rows, rank in ((8, 16), (64, 16), (8, 64))
+    ]
+    assert found == [64, 128, 256]
+    assert load_lora_op_config("shrink", None, str(tmp_path)) == table
+
+
+def test_moe_size_is_one_more_level(tmp_path):
+    sizes = {"1024": LEAF, "4096": {**LEAF, "block_k": 128}}
+    write(tmp_path, "fused_moe_lora_w13_shrink", nested("4", "1", "8", "16", "4096", leaf=sizes))
+    for size, block_k in ((2560, 64), (2561, 128)):
+        found = get_lora_op_configs("fused_moe_lora_w13_shrink", 4, 8, 4096, 16, 1, None, size, tuned_dir=str(tmp_path))
+        assert found == {**LEAF, "block_k": block_k}
 
 
 def test_missing_file_and_missing_slices_warn_once(tmp_path):
@@ -91,7 +122,10 @@ def test_missing_file_and_missing_slices_warn_once(tmp_path):
     clear_config_cache()
     write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
     with pytest.warns(UserWarning, match="3 slices"):
-        get_lora_op_configs("shrink", 2, 4, 128, 16, 3, tuned_dir=str(tmp_path))
+        assert get_lora_op_configs("shrink", 2, 4, 128, 16, 3, tuned_dir=str(tmp_path))["split_k"] == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_lora_op_configs("shrink", 3, 5, 128, 16, 3, tuned_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +140,10 @@ def test_missing_file_and_missing_slices_warn_once(tmp_path):
         (nested("2", "1", "4", "128", "16", leaf={**LEAF, "split_k": 0}), "split_k"),
         (nested("2", "1", "four", "128", "16"), "four"),
         (nested("2", "1", "4", "128", leaf=3), "'n'"),
+        (nested("2", "1", "4", "128", "16") | {"99": {"1": {"4": {}}}}, "[99][1][4]: no entries of level 'k'"),
+        ({"configurations": {"few": LEAF}, **nested("2", "1", "4", "128", "16", leaf="many")}, "[16]: a configuration"),
+        ({"configurations": [LEAF], **nested("2", "1", "4", "128", "16")}, "'configurations'"),
+        ([LEAF], "max_loras"),
     ],
     ids=[
         "broken",
@@ -117,6 +155,10 @@ def test_missing_file_and_missing_slices_warn_once(tmp_path):
         "split 0",
         "bad key",
         "no dict",
+        "not where it is looked up",
+        "unknown name",
+        "configurations without names",
+        "a list",
     ],
 )
 def test_broken_files_name_file_and_place(table, text, tmp_path):
@@ -177,18 +219,16 @@ def test_a_tuned_file_never_changes_the_result(block_m, block_n, tmp_path, devic
     assert_close(y, batch.y.cpu().double() + batch.expanded(batch.shrunk()), torch.float16)
 
 
-def test_packaged_tables_are_legal():
-    for path in sorted(configs.PACKAGED.glob("*.json")):
-        op_type = "shrink" if path.stem.endswith("SHRINK") else "expand"
-        default = configs._default(op_type, 1, 1, 4096, 16, 1, False)
-
-        def walk(node: dict, depth: int, where: str, op_type: str = op_type, default: dict = default) -> None:
-            if depth == 5:
-                configs._complete(op_type, node, where, default)
-                return
-            assert node, where
-            for key, below in node.items():
-                int(key)
-                walk(below, depth + 1, f"{where}[{key}]")
-
-        walk(json.loads(path.read_text()), 0, path.name)
+@pytest.mark.parametrize(("op_type", "add_inputs"), [("shrink", None), ("expand", True), ("expand", False)])
+def test_packaged_tables_are_legal_and_used(op_type, add_inputs, monkeypatch):
+    """A look-up checks every key and configuration of the table it reads."""
+    names = {configs.tuned_file_name(op, None, "NVIDIA H200") for op in ("shrink", "expand")}
+    assert names == {path.name for path in configs.PACKAGED.glob("*.json")}
+    sizes = (64, 64, 4096, 16, 3)
+    default = configs._default(op_type, *sizes, False)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        tuned = get_lora_op_configs(op_type, *sizes, add_inputs)
+    assert tuned != default
+    assert set(tuned) == set(default)
