@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.checks import describe_weights
+from punica.ops.checks import FLAT, describe_stored
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, cdiv
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least
 from punica.ops.triton_ops.lora_expand import plan_expand
 
 __all__ = ["prepare_lora_atomics"]
@@ -128,29 +128,30 @@ def prepare_lora_atomics(
     `LoRAKernelMeta`, ``shrink`` and ``expand`` configurations of `punica.ops.triton_ops.configs`. ``overlap``: expand
     starts before shrink has ended. The result's last bits differ from run to run.
     """
-    a = describe_weights("lora_a_weights", lora_a_weights, -2)
-    b = describe_weights("lora_b_weights", lora_b_weights, -1)
+    a = describe_stored(FLAT.a, lora_a_weights, -2)
+    b = describe_stored(FLAT.b, lora_b_weights, -1)
     *meta, _, count = meta_args
     segments, entries, slices = int(count), meta[4].numel(), len(lora_a_weights)
     tokens, k = x.shape
     split_k, block_k = shrink["split_k"], min(shrink["block_k"], block_at_least(k))
     h = torch.empty(1, slices, tokens, a.rank, dtype=torch.float32, device=x.device)
     indices: tuple[torch.Tensor, ...]
+    shared: dict[str, Any] = {"num_warps": shrink["num_warps"], "pdl": False, "device": a.device}
     if shrink["row_wise"]:
         block_r = min(shrink["block_r"], block_at_least(a.rank, 1))
-        grid = (tokens * cdiv(a.rank, block_r) * split_k, slices, 1)
+        grid = (tokens * triton.cdiv(a.rank, block_r) * split_k, slices, 1)
         constants: tuple = (k, a.rank, slices, block_r, block_k, split_k, overlap)
-        first = Launch(_atomic_shrink_rows_kernel, grid, (), constants, shrink["num_warps"], False)
+        first = Launch(_atomic_shrink_rows_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = (meta[0],), (tokens,)
     else:
         block_m, block_r = shrink["block_m"], min(shrink["block_n"], block_at_least(a.rank))
-        grid = (max_tiles(tokens, segments, block_m) * cdiv(a.rank, block_r) * split_k, slices, 1)
+        grid = (max_tiles(tokens, segments, block_m) * triton.cdiv(a.rank, block_r) * split_k, slices, 1)
         blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, shrink["num_stages"])
         constants = (k, a.rank, slices, *blocks, overlap, INTERPRETED)
-        first = Launch(_atomic_shrink_tiles_kernel, grid, (), constants, shrink["num_warps"], False)
+        first = Launch(_atomic_shrink_tiles_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = tuple(meta), (tokens, segments)  # type: ignore[assignment]
     second = plan_expand(
-        h.shape, h.stride(), y, b, segments, entries, expand,
+        h.shape, h.stride(), h.dtype, y, b, segments, entries, expand,
         offset_start=0, add_inputs=True, has_ranks=False, pdl=overlap,
     )  # fmt: skip
 

@@ -220,5 +220,6 @@ class Plans:
         return known
 
 
-def _names(batch: Batch) -> Names:
+def names_of(batch: Batch) -> Names:
+    """What the caller calls his operands."""
     return FLAT if isinstance(batch, TensorBatch) else STEP

@@ -35,6 +35,6 @@ def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name in ("lora_shrink", "lora_expand", "lora_linear"):
             module = import_module(f"punica.ops.triton_ops.{name}")
             monkeypatch.setattr(module, "get_config", get_config)
-            monkeypatch.setattr(module, "_PLANS", type(module._PLANS)())
+            monkeypatch.setattr(module._PLANS, "sets", {})
 
     return use

@@ -13,7 +13,7 @@ def test_atomics_compute_the_same(shrink, expand, device):
     config = {**SHRINKS[shrink], "block_k": 32, "split_k": 3}
     y = batch.y.clone()
     call = prepare_lora_atomics(
-        y, batch.x, batch.a, batch.b, batch.args, config, EXPANDS[expand], overlap=device == "cuda"
+        y, batch.x, batch.a, batch.b, (*batch.args, *batch.count.values()), config, EXPANDS[expand], overlap=device == "cuda"
     )
     call(y, batch.x, batch.a, batch.b)
     want = torch.where(

@@ -215,7 +215,7 @@ def test_a_tuned_file_never_changes_the_result(block_m, block_n, tmp_path, devic
     write(tmp_path, "expand", nested(*keys, "16", "48", leaf={k: v for k, v in leaf.items() if k != "split_k"}), True)
     batch = Batch([0, 1, -1, 1], 128, (48,), 16, 2, torch.float16, device)
     y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, tuned_dir=str(tmp_path))
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, tuned_dir=str(tmp_path))
     assert_close(y, batch.y.cpu().double() + batch.expanded(batch.shrunk()), torch.float16)
 
 

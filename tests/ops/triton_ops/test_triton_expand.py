@@ -55,7 +55,7 @@ def test_expand(shape, form, add, device, use_config):
     batch = make(shape, device)
     h, y = rank_vectors(batch), wide_output(batch)
     old = y.clone()
-    lora_expand(h, batch.b, y, *batch.args, offset_start=17, add_inputs=add)
+    lora_expand(h, batch.b, y, *batch.args, **batch.count, offset_start=17, add_inputs=add)
     assert_close(y, expected(batch, h, old, 17, add), batch.dtype)
     assert torch.equal(y[:, :17], old[:, :17])
     assert torch.equal(y[:, -5:], old[:, -5:])
@@ -68,7 +68,7 @@ def test_default_configuration(shape, device):
     batch = make(shape, device)
     h, y = rank_vectors(batch), wide_output(batch)
     old = y.clone()
-    lora_expand(h, batch.b, y, *batch.args, 17, True)
+    lora_expand(h, batch.b, y, *batch.args, **batch.count, offset_start=17, add_inputs=True)
     assert_close(y, expected(batch, h, old, 17, True), batch.dtype)
 
 
@@ -79,7 +79,7 @@ def test_one_weight_set_at_two_offsets(offsets, device):
     for offset in offsets:
         y = wide_output(batch, 17, 0)
         old = y.clone()
-        lora_expand(h, batch.b, y, *batch.args, offset_start=offset, add_inputs=True)
+        lora_expand(h, batch.b, y, *batch.args, **batch.count, offset_start=offset, add_inputs=True)
         assert_close(y, expected(batch, h, old, offset, True), FP16)
 
 
@@ -92,7 +92,7 @@ def test_dtypes(in_dtype, out_dtype, form, device, use_config):
     h = rank_vectors(batch, in_dtype)
     y = torch.randn(4, 40).to(out_dtype).to(device)
     old = y.clone()
-    lora_expand(h, batch.b, y, *batch.args, add_inputs=True)
+    lora_expand(h, batch.b, y, *batch.args, **batch.count, add_inputs=True)
     assert_close(y, expected(batch, h, old, 0, True), out_dtype if out_dtype != FP32 else BF16)
 
 
@@ -109,7 +109,7 @@ def test_true_ranks_read_no_lane_beyond(form, device, use_config):
             if slot >= 0:
                 h[i, t, of_slice[slot] :] = float("nan")
     old = y.clone()
-    lora_expand(h, batch.b, y, *batch.args, add_inputs=True, lora_ranks=batch.lora_ranks)
+    lora_expand(h, batch.b, y, *batch.args, **batch.count, add_inputs=True, lora_ranks=batch.lora_ranks)
     assert_close(y, expected(batch, h, old, 0, True), FP16)
 
 
@@ -118,7 +118,7 @@ def test_rank_zero_overwrites_with_zeros(form, device, use_config):
     use_config(expand=EXPANDS[form])
     batch = Batch([0, -1, 1], 16, (40,), 64, 2, FP16, device, ranks=[[0, 64]])
     y = torch.full((3, 40), MARKER, dtype=FP16, device=device)
-    lora_expand(rank_vectors(batch), batch.b, y, *batch.args, add_inputs=False, lora_ranks=batch.lora_ranks)
+    lora_expand(rank_vectors(batch), batch.b, y, *batch.args, **batch.count, add_inputs=False, lora_ranks=batch.lora_ranks)
     assert torch.equal(y[0], torch.zeros_like(y[0]))
     assert torch.equal(y[1], torch.full_like(y[1], MARKER))
 
@@ -131,7 +131,7 @@ def test_column_view_of_y_and_strided_input(form, device, use_config):
     old = whole.clone()
     h = rank_vectors(batch)
     strided = h.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    lora_expand(strided, batch.b, whole[:, 10:43], *batch.args, add_inputs=True)
+    lora_expand(strided, batch.b, whole[:, 10:43], *batch.args, **batch.count, add_inputs=True)
     assert_close(whole, expected(batch, h, old, 10, True), FP16)
 
 
@@ -142,7 +142,7 @@ def test_weights_stored_rank_major(form, device, use_config):
     rank_major = tuple(b.transpose(-1, -2).contiguous().transpose(-1, -2) for b in batch.b)
     h, y = rank_vectors(batch), wide_output(batch)
     old = y.clone()
-    lora_expand(h, rank_major, y, *batch.args, offset_start=17, add_inputs=True)
+    lora_expand(h, rank_major, y, *batch.args, **batch.count, offset_start=17, add_inputs=True)
     assert_close(y, expected(batch, h, old, 17, True), FP16)
 
 
@@ -153,7 +153,7 @@ def test_other_slots_are_never_read(form, device, use_config):
     for slot in (0, 1, 2, 4, 6, 7):
         batch.b[0][slot] = float("nan")
     h, y = rank_vectors(batch), wide_output(batch)
-    lora_expand(h, batch.b, y, *batch.args, add_inputs=True)
+    lora_expand(h, batch.b, y, *batch.args, **batch.count, add_inputs=True)
     assert torch.isfinite(y).all()
 
 
@@ -166,7 +166,7 @@ def test_distributions(slots, form, device, use_config):
     batch = Batch(slots, 16, (40,), 16, 8, FP16, device)
     h, y = rank_vectors(batch), wide_output(batch)
     old = y.clone()
-    lora_expand(h, batch.b, y, *batch.args, 17, True)
+    lora_expand(h, batch.b, y, *batch.args, **batch.count, offset_start=17, add_inputs=True)
     assert_close(y, expected(batch, h, old, 17, True), FP16)
 
 
@@ -174,10 +174,10 @@ def test_nothing_to_do_writes_nothing(device):
     bare = Batch([-1, -1], 16, (40,), 16, 2, FP16, device)
     y = wide_output(bare)
     old = y.clone()
-    lora_expand(rank_vectors(bare), bare.b, y, *bare.args, add_inputs=False)
+    lora_expand(rank_vectors(bare), bare.b, y, *bare.args, **bare.count, add_inputs=False)
     assert torch.equal(y, old)
     batch = Batch([0, 1], 16, (40,), 16, 2, FP16, device)
-    lora_expand(rank_vectors(batch), batch.b, y, *batch.args[:6], 0, add_inputs=False)
+    lora_expand(rank_vectors(batch), batch.b, y, *batch.args, num_active_loras=0, add_inputs=False)
     assert torch.equal(y, old)
     empty = Batch([], 16, (40,), 16, 2, FP16, device)
     lora_expand(rank_vectors(empty), empty.b, wide_output(empty), *empty.args[:5], torch.tensor([False]))
@@ -186,13 +186,13 @@ def test_nothing_to_do_writes_nothing(device):
 def test_count_may_be_left_out(device):
     batch = Batch([0, 1, -1], 16, (40,), 16, 2, FP16, device)
     h, old, results = rank_vectors(batch), wide_output(batch), []
-    for args, kwargs in (
-        ((*batch.args, 17, True), {}),
-        (batch.args[:6], {"offset_start": 17, "add_inputs": True}),
-        ((*batch.args[:6], 3), {"offset_start": 17, "add_inputs": True}),
+    for count in (
+        {},
+        batch.count,
+        {"num_active_loras": 3},
     ):
         y = old.clone()
-        lora_expand(h, batch.b, y, *args, **kwargs)
+        lora_expand(h, batch.b, y, *batch.args, offset_start=17, add_inputs=True, **count)
         results.append(y)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

@@ -23,7 +23,7 @@ def kernel_names(call) -> list[str]:
 
 
 def linear(batch: Batch, y: torch.Tensor, **options: object) -> None:
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **options)  # type: ignore[arg-type]
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, **options)  # type: ignore[arg-type]
 
 
 def test_two_launches_whatever_the_slices_and_slots():
@@ -39,8 +39,8 @@ def test_no_adapter_launches_nothing():
 
     def call() -> None:
         linear(batch, batch.y)
-        lora_shrink(batch.x, batch.a, h, *batch.args, 0.5)
-        lora_expand(h, batch.b, batch.y, *batch.args)
+        lora_shrink(batch.x, batch.a, h, *batch.args, 0.5, **batch.count)
+        lora_expand(h, batch.b, batch.y, *batch.args, **batch.count)
 
     assert kernel_names(call) == []
 
@@ -50,9 +50,9 @@ def test_one_launch_per_op(op):
     batch = Batch(random_slots(300, 5), 256, (128, 64), 16, 5, FP16, "cuda")
     h = torch.zeros(2, 300, 16, device="cuda")
     if op is lora_shrink:
-        names = kernel_names(lambda: lora_shrink(batch.x, batch.a, h, *batch.args, 0.5))
+        names = kernel_names(lambda: lora_shrink(batch.x, batch.a, h, *batch.args, 0.5, **batch.count))
     else:
-        names = kernel_names(lambda: lora_expand(h, batch.b, batch.y, *batch.args, 0, True))
+        names = kernel_names(lambda: lora_expand(h, batch.b, batch.y, *batch.args, **batch.count, offset_start=0, add_inputs=True))
     assert len(names) == 1, names
 
 
@@ -76,7 +76,7 @@ def test_one_graph_replays_over_any_mapping(shrink, expand, pdl, use_config):
         use_config(shrink={**SHRINKS[shrink], "split_k": 2}, expand=EXPANDS[expand])
     tokens, slot_count = 24, 6
     batch = Batch([0] * 8 + [1] * 8 + [2] * 8, 512, (256, 128), 16, slot_count, FP16, "cuda")
-    args = batch.meta.meta_args(tokens, False)
+    args = batch.meta.meta_args(tokens, False)[:6]
     y, h = batch.y.clone(), torch.empty(2, tokens, 16, device="cuda")
 
     def step() -> None:
@@ -184,7 +184,7 @@ def test_addresses_beyond_32_bits():
     for tokens in (2, 40):
         small = Batch([last] * tokens, 16, (16,), rank, slots, FP16, "cuda")
         x, y = torch.randn(tokens, k, device="cuda").half(), torch.zeros(tokens, k, device="cuda", dtype=FP16)
-        lora_linear(y, x, (a,), (b,), *small.args, 1.0)
+        lora_linear(y, x, (a,), (b,), *small.args, 1.0, **small.count)
         want = x.float() @ a[last].float().T @ b[last].float().T
         torch.testing.assert_close(y.float(), want, rtol=4e-3, atol=4e-3)
 
@@ -199,7 +199,7 @@ def test_long_segments_fit_into_shared_memory(dtype, rank, invariant):
     a = (torch.randn(2, rank, k, device="cuda") / k**0.5).to(dtype)
     b = (torch.randn(2, k, rank, device="cuda") / rank**0.5).to(dtype)
     y = torch.zeros(tokens, k, device="cuda", dtype=dtype)
-    lora_linear(y, x, (a,), (b,), *batch.args, 1.0, batch_invariant=invariant)
+    lora_linear(y, x, (a,), (b,), *batch.args, 1.0, **batch.count, batch_invariant=invariant)
     x64, a64, b64 = x.double(), a.double(), b.double()
     want = torch.cat([x64[:1500] @ a64[0].T @ b64[0].T, x64[1500:] @ a64[1].T @ b64[1].T])
     assert_close(y, want.cpu(), dtype)
@@ -212,8 +212,8 @@ def test_memory_stays_constant_over_many_steps():
     for i in range(10_000):
         tokens = int(torch.randint(1, 65, (1,), generator=numbers))
         batch.meta.prepare_tensors(torch.randint(-1, 8, (tokens,), generator=numbers))
-        args = batch.meta.meta_args(tokens, True)
-        lora_linear(batch.y[:tokens], batch.x[:tokens], batch.a, batch.b, *args, 0.5)
+        *args, count = batch.meta.meta_args(tokens, True)
+        lora_linear(batch.y[:tokens], batch.x[:tokens], batch.a, batch.b, *args, 0.5, num_active_loras=count)
         if i == 2000:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()

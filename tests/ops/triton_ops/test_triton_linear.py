@@ -23,7 +23,7 @@ def test_every_pair_of_forms(shrink, expand, split_k, device, use_config):
     use_config(shrink={**SHRINKS[shrink], "block_k": 32, "split_k": split_k}, expand=EXPANDS[expand])
     batch = Batch(random_slots(19, 3), 200, (40, 33), 20, 3, FP16, device)
     y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5)
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
     assert_close(y, expected(batch, batch.y), FP16)
 
 
@@ -32,7 +32,7 @@ def test_every_pair_of_forms(shrink, expand, split_k, device, use_config):
 def test_dtypes_with_default_configuration(dtype, add, device):
     batch = Batch(random_slots(9, 3), 130, (40, 24), 16, 3, dtype, device)
     y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, add)
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, add_inputs=add)
     assert_close(y, expected(batch, batch.y, add), dtype)
 
 
@@ -48,7 +48,7 @@ def test_true_ranks_and_poisoned_lanes(shrink, expand, device, use_config):
             batch.a[i][slot, :, rank:] = float("nan")
             batch.b[i][slot, ..., rank:] = float("nan")
     y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, lora_ranks=batch.lora_ranks)
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, lora_ranks=batch.lora_ranks)
     assert_close(y, expected(batch, batch.y), FP16)
 
 
@@ -67,17 +67,17 @@ def test_true_ranks_share_programs(device, use_config, monkeypatch):
     use_config(shrink={**SHRINKS["rows"], "block_r": 4, "block_k": 64}, expand=EXPANDS["rows"])
     batch = Batch([0, 1, 2, 3, -1], 100, (150, 40), 64, 4, FP16, device, ranks=[[8, 20, 64, 0], [64, 33, 3, 20]])
     y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, lora_ranks=batch.lora_ranks)
+    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, lora_ranks=batch.lora_ranks)
     assert_close(y, expected(batch, batch.y), FP16)
 
 
 def test_agrees_with_shrink_then_expand(device):
     batch = Batch(random_slots(12, 3), 128, (40,), 16, 3, FP16, device)
     fused, apart = batch.y.clone(), batch.y.clone()
-    lora_linear(fused, batch.x, batch.a, batch.b, *batch.args, 0.5)
+    lora_linear(fused, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
     h = torch.empty(1, 12, 16, device=device)
-    lora_shrink(batch.x, batch.a, h, *batch.args, 0.5)
-    lora_expand(h, batch.b, apart, *batch.args, 0, True)
+    lora_shrink(batch.x, batch.a, h, *batch.args, 0.5, **batch.count)
+    lora_expand(h, batch.b, apart, *batch.args, **batch.count, offset_start=0, add_inputs=True)
     rtol, atol = TOLERANCE[FP16]
     torch.testing.assert_close(fused, apart, rtol=rtol, atol=atol)
 
@@ -89,7 +89,7 @@ def test_the_same_bits_every_run(shrink, expand, device, use_config):
     results = []
     for _ in range(10 if device == "cuda" else 3):
         y = batch.y.clone()
-        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5)
+        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
         results.append(y)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -107,9 +107,9 @@ def test_batch_invariance(rank, device):
         part = Batch([slots[t] for t in rows], k, (width,), rank, 4, BF16, device)
         part.a, part.b = whole.a, whole.b
         y = whole.y[rows].clone()
-        lora_linear(y, whole.x[rows], part.a, part.b, *part.args, 0.5, batch_invariant=True)
+        lora_linear(y, whole.x[rows], part.a, part.b, *part.args, 0.5, **part.count, batch_invariant=True)
         h = torch.empty(1, len(rows), rank, device=device)
-        lora_shrink(whole.x[rows], part.a, h, *part.args, 0.5, batch_invariant=True)
+        lora_shrink(whole.x[rows], part.a, h, *part.args, 0.5, **part.count, batch_invariant=True)
         outcomes.append((y[rows.index(20)], h[0, rows.index(20)]))
     for y, h in outcomes[1:]:
         assert torch.equal(y, outcomes[0][0])
@@ -123,7 +123,7 @@ def test_freed_weights_with_another_shape_at_the_same_address(device):
         batch = Batch([0, 1, -1, 1], k, (40,), rank, 2, FP16, device)
         a = storage[: batch.a[0].numel()].view(batch.a[0].shape).copy_(batch.a[0])
         y = batch.y.clone()
-        lora_linear(y, batch.x, (a,), batch.b, *batch.args, 0.5)
+        lora_linear(y, batch.x, (a,), batch.b, *batch.args, 0.5, **batch.count)
         assert_close(y, expected(batch, batch.y), FP16)
 
 
@@ -133,10 +133,10 @@ def test_unaligned_views(device):
     for _ in range(2):
         x = torch.empty(4 * 128 + 1, dtype=FP16, device=device)[1:].view(4, 128).copy_(batch.x)
         y = torch.empty(4 * 40 + 1, dtype=FP16, device=device)[1:].view(4, 40).copy_(batch.y)
-        lora_linear(y, x, batch.a, batch.b, *batch.args, 0.5)
+        lora_linear(y, x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
         assert_close(y, expected(batch, batch.y), FP16)
         aligned = batch.y.clone()
-        lora_linear(aligned, batch.x, batch.a, batch.b, *batch.args, 0.5)
+        lora_linear(aligned, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
         assert_close(aligned, expected(batch, batch.y), FP16)
 
 
@@ -144,5 +144,5 @@ def test_more_adapters_than_tokens_and_one_adapter(device):
     for slots in ([127, 0, 64], [5] * 20):
         batch = Batch(slots, 64, (24,), 8, 128, FP16, device)
         y = batch.y.clone()
-        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5)
+        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
         assert_close(y, expected(batch, batch.y), FP16)

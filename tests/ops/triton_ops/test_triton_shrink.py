@@ -36,7 +36,7 @@ def output(batch: Batch, fill: float = float("nan"), dtype: torch.dtype = FP32) 
 def test_overwrites_a_poisoned_buffer(shape, form, device, use_config):
     use_config(shrink=SHRINKS[form])
     batch, out = (made := make(shape, device)), output(made)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     assert_shrunk(out, batch.shrunk())
 
 
@@ -44,7 +44,7 @@ def test_overwrites_a_poisoned_buffer(shape, form, device, use_config):
 def test_default_configuration(shape, device):
     batch = make(shape, device)
     out = output(batch)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     assert_shrunk(out, batch.shrunk())
 
 
@@ -54,7 +54,7 @@ def test_accumulates_and_leaves_bare_rows_alone(form, device, use_config):
     batch = Batch([1, -1, 0, 1, -1], 100, (16, 16), 20, 2, FP16, device)
     before = torch.randn(2, 5, 20).to(device)
     out = before.clone()
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, True)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count, accumulate=True)
     assert_shrunk(out, before.cpu().double() + batch.shrunk())
     bare = ~batch.has_adapter[:, 0]
     assert torch.equal(out[:, bare], before[:, bare])
@@ -66,7 +66,7 @@ def test_16_bit_output(form, dtype, device, use_config):
     use_config(shrink=SHRINKS[form])
     batch = Batch([0, 1, -1, 1], 128, (16,), 16, 2, dtype, device)
     out = output(batch, dtype=dtype)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     torch.testing.assert_close(out.cpu().double(), batch.shrunk(), rtol=1e-2, atol=1e-2)
 
 
@@ -79,7 +79,7 @@ def test_true_ranks_read_no_lane_beyond(form, device, use_config):
         for slot, rank in enumerate(of_slice):
             batch.a[i][slot, :, rank:] = float("nan")
     out = output(batch)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, lora_ranks=batch.lora_ranks)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count, lora_ranks=batch.lora_ranks)
     assert_shrunk(out, batch.shrunk())
 
 
@@ -95,8 +95,8 @@ def test_any_strides_of_x(layout, form, device, use_config):
     else:
         view = batch.x[:1].expand(7, -1)
     out, expected = output(batch), output(batch)
-    lora_shrink(view, batch.a, out, *batch.args, 0.5)
-    lora_shrink(view.contiguous(), batch.a, expected, *batch.args, 0.5)
+    lora_shrink(view, batch.a, out, *batch.args, 0.5, **batch.count)
+    lora_shrink(view.contiguous(), batch.a, expected, *batch.args, 0.5, **batch.count)
     assert torch.equal(out, expected)
 
 
@@ -106,7 +106,7 @@ def test_weights_stored_rank_last(form, device, use_config):
     batch = Batch([0, 1, -1, 1], 100, (16, 16), 20, 2, FP16, device)
     transposed = tuple(a.transpose(-1, -2).contiguous().transpose(-1, -2) for a in batch.a)
     out = output(batch)
-    lora_shrink(batch.x, transposed, out, *batch.args, 0.5)
+    lora_shrink(batch.x, transposed, out, *batch.args, 0.5, **batch.count)
     assert_shrunk(out, batch.shrunk())
 
 
@@ -117,7 +117,7 @@ def test_other_slots_are_never_read(form, device, use_config):
     for slot in (0, 1, 2, 4, 6, 7):
         batch.a[0][slot] = float("nan")
     out = output(batch)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     assert torch.isfinite(out).all()
     assert_shrunk(out, batch.shrunk())
 
@@ -127,7 +127,7 @@ def test_float32_products_are_ieee(form, device, use_config):
     use_config(shrink=SHRINKS[form])
     batch = Batch([0] * 16, 2048 if device == "cuda" else 256, (16,), 16, 1, FP32, device)
     out = output(batch)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 1.0)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 1.0, **batch.count)
     expected = batch.shrunk() * 2
     error = (out.cpu().double() - expected).norm() / expected.norm()
     assert error < 2e-6, f"relative error {error:.1e}: TF32 products leave about 3e-4"
@@ -141,41 +141,42 @@ def test_distributions(slots, form, device, use_config):
     use_config(shrink=SHRINKS[form])
     batch = Batch(slots, 64, (16,), 16, 8, FP16, device)
     out = output(batch)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     assert_shrunk(out, batch.shrunk())
 
 
 def test_flag_set_writes_nothing(device):
     batch = Batch([-1, -1], 64, (16,), 16, 2, FP16, device)
     out = output(batch, 7.0)
-    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     assert torch.equal(out, output(batch, 7.0))
 
 
 def test_no_tokens_and_no_active_adapters(device):
     empty = Batch([], 64, (16,), 16, 2, FP16, device)
-    args = (*empty.args[:5], torch.tensor([False]), 0)
-    lora_shrink(empty.x, empty.a, output(empty), *args, 0.5)
+    args = (*empty.args[:5], torch.tensor([False]))
+    lora_shrink(empty.x, empty.a, output(empty), *args, 0.5, num_active_loras=0)
     batch = Batch([0, 1], 64, (16,), 16, 2, FP16, device)
     out = output(batch)
-    lora_shrink(batch.x, batch.a, out, *batch.args[:6], 0, 0.5)
+    lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, num_active_loras=0)
     assert torch.equal(out, torch.zeros_like(out))
 
 
 def test_count_may_be_left_out(device):
     batch = Batch([0, 1, -1], 64, (16,), 16, 2, FP16, device)
     results = []
-    for args, kwargs in (
-        ((*batch.args, 0.5), {}),
-        ((*batch.args[:6], 0.5), {}),
-        ((*batch.args[:6], 3, 0.5, False), {}),
-        (batch.args[:6], {"scaling": 0.5}),
-        (batch.args, {"scaling": 0.5}),
-        ((*batch.args[:6], 0.5), {"accumulate": False}),
+    for more in (
+        {},
+        batch.count,
+        {"num_active_loras": 3},
+        {"num_active_loras": torch.tensor([3]), "accumulate": False},
     ):
         out = output(batch)
-        lora_shrink(batch.x, batch.a, out, *args, **kwargs)
+        lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **more)
         results.append(out)
+    out = output(batch)
+    lora_shrink(batch.x, batch.a, out, *batch.args, scaling=0.5)
+    results.append(out)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -186,6 +187,6 @@ def test_stale_sorted_entries_are_ignored(device, use_config):
         batch = Batch([0, 1, 1, 0, 1], 64, (16,), 16, 2, FP16, device)
         batch.meta.prepare_tensors(torch.tensor([1, -1, 1]))
         out = output(batch)
-        lora_shrink(batch.x, batch.a, out, *batch.meta.meta_args(5, True), 0.5)
+        lora_shrink(batch.x, batch.a, out, *batch.meta.meta_args(5)[:6], 0.5, **batch.count)
         batch.slots = [1, -1, 1, -1, -1]
         assert_shrunk(out, batch.shrunk())

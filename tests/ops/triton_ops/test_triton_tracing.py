@@ -25,7 +25,7 @@ def test_registered_and_declares_what_it_writes(name):
 
 def test_one_node_in_a_traced_function(batch):
     def shrink(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        lora_shrink(x, batch.a, out, *batch.args, 0.5)
+        lora_shrink(x, batch.a, out, *batch.args, 0.5, **batch.count)
         return out
 
     graph = make_fx(shrink, tracing_mode="fake", _allow_non_fake_inputs=True)(
@@ -38,7 +38,7 @@ def test_one_node_in_a_traced_function(batch):
 def test_compiled_function_equals_eager(batch):
     def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         y = y * 2
-        lora_linear(y, x, batch.a, batch.b, *batch.args, 0.5)
+        lora_linear(y, x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
         return y + 1
 
     eager = layer(batch.x, batch.y)
@@ -49,5 +49,5 @@ def test_compiled_function_equals_eager(batch):
 def test_under_inference_mode(batch):
     with torch.inference_mode():
         y = batch.y.clone()
-        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5)
+        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
     assert not torch.equal(y, batch.y)

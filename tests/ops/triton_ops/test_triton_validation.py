@@ -8,7 +8,7 @@ import torch
 from triton_batches import Batch
 
 from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
-from punica.ops.triton_ops.checks import verify_indices
+from punica.ops.triton_ops.tensor_batch import verify_indices
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -19,11 +19,11 @@ def batch(device: str) -> Batch:
 
 
 def shrink_call(batch: Batch) -> dict[str, Any]:
-    mapping, order, counts, starts, ids, flag, active = batch.args
+    mapping, order, counts, starts, ids, flag = batch.args
     return {
         "inputs": batch.x, "lora_a_weights": batch.a, "output_tensor": torch.full((2, 3, 16), 7.0, device=batch.device),
         "token_lora_mapping": mapping, "token_indices_sorted_by_lora_ids": order, "num_tokens_per_lora": counts,
-        "lora_token_start_loc": starts, "lora_ids": ids, "no_lora_flag_cpu": flag, "num_active_loras": active,
+        "lora_token_start_loc": starts, "lora_ids": ids, "no_lora_flag_cpu": flag, **batch.count,
         "scaling": 0.5,
     }  # fmt: skip
 
@@ -190,11 +190,11 @@ def test_verify_indices_names_the_first_bad_value(batch):
 def test_linear_refuses_weights_that_do_not_fit_together(batch):
     y = batch.y.clone()
     with pytest.raises(ValueError, match=r"rank 16.*rank 8"):
-        lora_linear(y, batch.x, batch.a, tuple(b[..., :8].contiguous() for b in batch.b), *batch.args, 0.5)
+        lora_linear(y, batch.x, batch.a, tuple(b[..., :8].contiguous() for b in batch.b), *batch.args, 0.5, **batch.count)
     with pytest.raises(ValueError, match="1 slices"):
-        lora_linear(y, batch.x, batch.a, batch.b[:1], *batch.args, 0.5)
+        lora_linear(y, batch.x, batch.a, batch.b[:1], *batch.args, 0.5, **batch.count)
     with pytest.raises(TypeError, match="bfloat16"):
-        lora_linear(y, batch.x.bfloat16(), batch.a, batch.b, *batch.args, 0.5)
+        lora_linear(y, batch.x.bfloat16(), batch.a, batch.b, *batch.args, 0.5, **batch.count)
     assert torch.equal(y, batch.y)
 
 

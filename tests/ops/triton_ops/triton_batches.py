@@ -97,7 +97,8 @@ class Batch:
             self.lora_ranks = torch.tensor(self.ranks, dtype=torch.int32, device=self.device)
         self.meta = LoRAKernelMeta.make(self.slot_count, max(1, self.tokens), self.device)
         self.meta.prepare_tensors(torch.tensor(self.slots, dtype=torch.int64))
-        self.args = self.meta.meta_args(self.tokens, True)
+        *self.args, count = self.meta.meta_args(self.tokens, True)
+        self.count = {"num_active_loras": count}
         self.has_adapter = (torch.tensor(self.slots, dtype=torch.int64) >= 0)[:, None]
 
     def rank_of(self, i: int, slot: int) -> int:
