@@ -92,9 +92,9 @@ class LoRABatch:
         self.__dict__.pop("plan", None)
 
     def check_rows(self, rows: int) -> None:
-        """ValueError unless tensors of ``rows`` rows hold all rows of the step; those past them are padding."""
+        """ValueError unless tensors of ``rows`` rows hold all rows of the step (or none); those past them are padding."""
         most = self.max_num_tokens
-        if rows < self.num_rows or (most is not None and rows > most):
+        if rows and (rows < self.num_rows or (most is not None and rows > most)):
             limit = "" if most is None else f" and at most max_num_batched_tokens={most}"
             raise ValueError(
                 f"got {rows} rows, expected at least the {self.num_rows} {self.what} of the mapping{limit}; "

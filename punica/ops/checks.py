@@ -213,6 +213,43 @@ def check_ranks(lora_ranks: Any, weights: Weights) -> None:
         )
 
 
+def check_slices(output_slices: Any, weights: Any) -> None:
+    """``output_slices[i] == B_i.shape[-2]`` for all n slices.
+
+    Weights that are none are left to the operator, which says what is wrong with them.
+    """
+    if not isinstance(output_slices, (tuple, list)):
+        raise TypeError(f"output_slices must be a tuple of ints, got {type(output_slices).__name__}")
+    try:
+        widths = [weight.shape[-2] for weight in weights]
+    except (AttributeError, IndexError, TypeError):
+        return
+    if list(output_slices) != widths:
+        raise ValueError(f"output_slices is {list(output_slices)}, the B weights are {widths} wide; they must be equal")
+
+
+def described_parts(
+    name: str, parts: Any, weights: Any, rank_dim: int, lora_ranks: Tensor | None
+) -> Sequence[Tensor]:
+    """n low-rank operands ``[T', r]``, one per slice, checked as far as they must be alike."""
+    if not isinstance(parts, (tuple, list)):
+        raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
+    form = describe_weights(STEP.a if rank_dim == -2 else STEP.b, weights, rank_dim)
+    check_ranks(lora_ranks, form)
+    for i, part in enumerate(parts):
+        check_dtype(f"{name}[{i}]", part, FLOATS)
+        check_device(f"{name}[{i}]", part, form.device)
+        if part.dtype != parts[0].dtype:
+            raise TypeError(f"{name}[{i}] has dtype {part.dtype}, {name}[0] has {parts[0].dtype}; use one dtype")
+    shapes = [tuple(part.shape) for part in parts]
+    wanted = (parts[0].shape[0] if parts and parts[0].ndim else 0, form.rank)
+    if shapes != [wanted] * len(form.widths):
+        raise ValueError(
+            f"{name} has shape {shapes}, expected {len(form.widths)} tensors {list(wanted)} (rows, rank)"
+        )
+    return parts
+
+
 # --- one slot or segment at a time: the operators named after the paper's --------------------------------------------
 
 

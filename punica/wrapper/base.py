@@ -1,23 +1,27 @@
 """What every LoRA layer calls: the abstract wrapper, and the base that owns the metadata of a step.
 
-`PunicaWrapperBase` holds the integers of the step (`StepMetadata`) and checks every call; a backend supplies two
-products, `_shrink` and `_expand`.
+`PunicaWrapperBase` holds the step (`StepMetadata`) and turns what a layer hands over into rows; a backend supplies three
+operators that take the step, `_shrink`, `_expand` and `_linear`, which check their operands.
 
 Notation: T tokens and S sampled rows in the step, L slots, n slices packed in one layer (q/k/v), rank r. "x @ A" means
 ``x @ A[slot]^T``. The slot of a row is -1 when it has no adapter: `add_shrink` and every expand then leave the row
 untouched, whether they accumulate or overwrite.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from punica.metadata import LoRAMapping
-from punica.wrapper import operands as op
+from punica.ops.checks import FLOATS, check_bool, check_dtype, check_keywords, check_slices, described_parts
 from punica.wrapper.moe import MoEMethods
 from punica.wrapper.step import StepMetadata
+
+Slices = torch.Tensor | Sequence[torch.Tensor]
+Weights = tuple[torch.Tensor, ...]
 
 
 class PunicaWrapperABC(ABC):
@@ -37,7 +41,7 @@ class PunicaWrapperABC(ABC):
 
     @abstractmethod
     def add_shrink(
-        self, y: op.Slices, x: torch.Tensor, lora_a_stacked: op.Weights, scale: float, **kwargs: Any
+        self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any
     ) -> torch.Tensor | None:
         """``y[i] += scale * (x @ A_i)`` for every slice i."""
 
@@ -45,8 +49,8 @@ class PunicaWrapperABC(ABC):
     def add_expand(
         self,
         y: torch.Tensor,
-        x: op.Slices,
-        lora_b_stacked: op.Weights,
+        x: Slices,
+        lora_b_stacked: Weights,
         output_slices: Sequence[int],
         offset_start: int = 0,
         add_inputs: bool = True,
@@ -65,12 +69,12 @@ class PunicaWrapperABC(ABC):
         self,
         y: torch.Tensor,
         x: torch.Tensor,
-        lora_a_stacked: op.Weights,
-        lora_b_stacked: op.Weights,
+        lora_a_stacked: Weights,
+        lora_b_stacked: Weights,
         scale: float,
         output_slices: Sequence[int],
         *,
-        buffer: op.Slices | None = None,
+        buffer: Slices | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """``y[:, o_i : ...] (+)= scale * (x @ A_i) @ B_i`` for every slice i."""
@@ -84,14 +88,14 @@ class PunicaWrapperABC(ABC):
         lora_b_stacked: torch.Tensor,
         scale: float,
         *,
-        buffer: op.Slices | None = None,
+        buffer: Slices | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """``y[:, :V] += scale * (x @ A) @ B`` with the slots of the sampled rows."""
 
 
 class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
-    """The checked ``add_*`` methods, on the metadata of the step and on top of a backend's `_shrink` and `_expand`.
+    """The ``add_*`` methods on the current step, on top of a backend's operators.
 
     Constructed as `StepMetadata`. Every check precedes the first write. TypeError: a wrong type or dtype, an unknown
     keyword. ValueError: a wrong shape, range, stride or device, or fewer rows than the mapping has. RuntimeError: no
@@ -99,7 +103,7 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
     """
 
     def add_shrink(
-        self, y: op.Slices, x: torch.Tensor, lora_a_stacked: op.Weights, scale: float, **kwargs: Any
+        self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any
     ) -> None:
         """``y[i][t] += scale * (x[t] @ A_i[slot_t]^T)`` for every slice i.
 
@@ -107,23 +111,21 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         higher rank, dtype of A. A: n x ``[L, (1,) r, in]``. T' >= T, rows past T are padding. ``lora_ranks``: int32
         ``[n, L]``, each adapter's true rank (None: r).
         """
-        op.check_keywords("add_shrink", kwargs, ("lora_ranks",))
-        if self._nothing_to_do(sampled=False):
+        check_keywords("add_shrink", kwargs, ("lora_ranks",))
+        batch = self._step()
+        if batch.no_lora:
             return
-        weights = op.stacked("lora_a_stacked", lora_a_stacked, same_shape=True)
-        ranks = op.check_ranks(kwargs.get("lora_ranks"), weights)
-        op.check_scale(scale)
-        x = op.shrink_input(x, weights)
-        op.check_low_rank("y", y, weights, x.shape[0], weights[0].shape[-2])
-        if self._live_rows(x.shape[0], sampled=False):
-            for _, part, group, group_ranks in op.slice_groups(y, weights, ranks):
-                self._shrink(part, x, group, scale, accumulate=True, lora_ranks=group_ranks, sampled=False)
+        x = flattened("x", x)
+        if not x.shape[0]:
+            return
+        for _, part, group, ranks in _slice_groups("y", y, lora_a_stacked, -2, kwargs.get("lora_ranks")):
+            self._shrink(x, group, part, batch, scale, accumulate=True, lora_ranks=ranks)
 
     def add_expand(
         self,
         y: torch.Tensor,
-        x: op.Slices,
-        lora_b_stacked: op.Weights,
+        x: Slices,
+        lora_b_stacked: Weights,
         output_slices: Sequence[int],
         offset_start: int = 0,
         add_inputs: bool = True,
@@ -135,41 +137,42 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         dtype of B. B: n x ``[L, (1,) output_slices[i], r]``. ``add_inputs=False`` overwrites. ``lora_ranks`` as in
         `add_shrink`.
         """
-        op.check_keywords("add_expand", kwargs, ("lora_ranks",))
-        if self._nothing_to_do(sampled=False):
+        check_keywords("add_expand", kwargs, ("lora_ranks",))
+        batch = self._step()
+        if batch.no_lora:
             return
-        weights = op.stacked("lora_b_stacked", lora_b_stacked, same_shape=False)
-        ranks = op.check_ranks(kwargs.get("lora_ranks"), weights)
-        op.check_bool("add_inputs", add_inputs)
-        y = op.expand_output(y, weights)
-        op.check_columns(output_slices, weights, offset_start, y.shape[1])
-        allowed = (torch.float32, weights[0].dtype)
-        op.check_low_rank("x", x, weights, y.shape[0], weights[0].shape[-1], allowed)
-        if self._live_rows(y.shape[0], sampled=False):
-            self._expand_slices(y, x, weights, offset_start, add_inputs, ranks, sampled=False)
+        check_bool("add_inputs", add_inputs)
+        y = viewed_as_rows("y", y)
+        check_slices(output_slices, lora_b_stacked)
+        if not y.shape[0]:
+            return
+        for first, part, group, ranks in _slice_groups("x", x, lora_b_stacked, -1, kwargs.get("lora_ranks")):
+            start = offset_start + sum(output_slices[:first])
+            self._expand(part, group, y, batch, start, add_inputs, lora_ranks=ranks)
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> None:
         """``y[t] (+)= x[t] @ B[slot_t]^T``: x ``[T', r]`` are the rows already gathered from embedding A."""
-        op.check_keywords("add_lora_embedding", kwargs, ("lora_ranks",))
-        if self._nothing_to_do(sampled=False):
+        check_keywords("add_lora_embedding", kwargs, ("lora_ranks",))
+        batch = self._step()
+        if batch.no_lora:
             return
-        weights = op.stacked("lora_b_stacked", (lora_b_stacked,), same_shape=True)
-        op.check_dtype("x", x, (torch.float32, lora_b_stacked.dtype))
-        rows = op.flattened("x", x).unsqueeze(0)
-        self.add_expand(y, rows, weights, (lora_b_stacked.shape[-2],), 0, add_inputs, **kwargs)
+        check_bool("add_inputs", add_inputs)
+        rows, y = flattened("x", x).unsqueeze(0), viewed_as_rows("y", y)
+        if y.shape[0]:
+            self._expand(rows, (lora_b_stacked,), y, batch, 0, add_inputs, lora_ranks=kwargs.get("lora_ranks"))
 
     def add_lora_linear(
         self,
         y: torch.Tensor,
         x: torch.Tensor,
-        lora_a_stacked: op.Weights,
-        lora_b_stacked: op.Weights,
+        lora_a_stacked: Weights,
+        lora_b_stacked: Weights,
         scale: float,
         output_slices: Sequence[int],
         *,
-        buffer: op.Slices | None = None,
+        buffer: Slices | None = None,
         **kwargs: Any,
     ) -> None:
         """``y[t, o_i : ...] (+)= scale * (x[t] @ A_i[slot_t]^T) @ B_i[slot_t]^T`` for every slice i, ``o_0 = 0``.
@@ -179,17 +182,17 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         ``add_inputs`` (default True), ``lora_ranks``. A and B must have one rank: rank-sharded weights go through
         `add_shrink`, a collective, `add_expand`. A step without any adapter writes nothing at all.
         """
-        op.check_keywords("add_lora_linear", kwargs, ("add_inputs", "lora_ranks"))
-        self._check_buffer(buffer)
-        if self._nothing_to_do(sampled=False):
+        check_keywords("add_lora_linear", kwargs, ("add_inputs", "lora_ranks"))
+        check_bool("add_inputs", kwargs.get("add_inputs", True))
+        batch = self._step()
+        if buffer is not None:
+            self._check_buffer(buffer, x, lora_b_stacked)
+        if batch.no_lora:
             return
-        weights_a = op.stacked("lora_a_stacked", lora_a_stacked, same_shape=True)
-        weights_b = op.stacked("lora_b_stacked", lora_b_stacked, same_shape=False)
-        add_inputs = op.check_bool("add_inputs", kwargs.get("add_inputs", True))
-        ranks = op.check_ranks(kwargs.get("lora_ranks"), weights_b)
-        y = op.expand_output(y, weights_b)
-        op.check_columns(output_slices, weights_b, 0, y.shape[1])
-        self._product(y, x, weights_a, weights_b, scale, buffer, add_inputs, ranks, sampled=False)
+        y, x = viewed_as_rows("y", y), flattened("x", x)
+        check_slices(output_slices, lora_b_stacked)
+        if x.shape[0] or y.shape[0]:
+            self._linear(y, x, lora_a_stacked, lora_b_stacked, batch, scale, **kwargs, **_given(buffer))
 
     def add_lora_logits(
         self,
@@ -199,7 +202,7 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         lora_b_stacked: torch.Tensor,
         scale: float,
         *,
-        buffer: op.Slices | None = None,
+        buffer: Slices | None = None,
         **kwargs: Any,
     ) -> None:
         """``y[s, :V] += scale * (x[s] @ A[slot_s]^T) @ B[slot_s]^T`` with the slots of the S sampled rows.
@@ -207,127 +210,79 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         x: ``[S', hidden]``; y: ``[S', V']`` with V' >= V = ``B.shape[-2]``, the columns from V on stay as they are.
         A, B: one tensor each, ``[L, (1,) r, hidden]`` and ``[L, (1,) V, r]``. ``buffer`` as in `add_lora_linear`.
         """
-        op.check_keywords("add_lora_logits", kwargs, ("lora_ranks",))
-        self._check_buffer(buffer)
-        if self._nothing_to_do(sampled=True):
-            return
-        weights_a = op.stacked("lora_a_stacked", (lora_a_stacked,), same_shape=True)
-        weights_b = op.stacked("lora_b_stacked", (lora_b_stacked,), same_shape=True)
-        ranks = op.check_ranks(kwargs.get("lora_ranks"), weights_b)
-        y = op.expand_output(y, weights_b)
-        op.check_columns((lora_b_stacked.shape[-2],), weights_b, 0, y.shape[1])
+        check_keywords("add_lora_logits", kwargs, ("lora_ranks",))
+        batch = self._step().sampled
+        weights_a, weights_b = (lora_a_stacked,), (lora_b_stacked,)
         if isinstance(buffer, torch.Tensor) and buffer.ndim == 2:
             buffer = buffer.unsqueeze(0)
-        self._product(y, x, weights_a, weights_b, scale, buffer, True, ranks, sampled=True)
+        if buffer is not None:
+            self._check_buffer(buffer, x, weights_b)
+        if batch.no_lora:
+            return
+        y, x = viewed_as_rows("y", y), flattened("x", x)
+        if x.shape[0] or y.shape[0]:
+            self._linear(y, x, weights_a, weights_b, batch, scale, **kwargs, **_given(buffer))
 
-    def _nothing_to_do(self, *, sampled: bool) -> bool:
-        """Whether no row of the step has an adapter; RuntimeError before the first `update_metadata`."""
-        self._current()
-        return self._no_sampled_lora if sampled else self.no_lora
-
-    def _live_rows(self, rows: int, *, sampled: bool) -> int:
-        """Check that ``rows`` covers the mapping; returns it (0 = nothing to do)."""
-        what, mapped = ("sampled rows", 1) if sampled else ("tokens", 0)
-        mapped = self._current().lengths[mapped]
-        if rows and not mapped <= rows <= self.max_num_batched_tokens:
-            raise ValueError(
-                f"got {rows} rows, expected at least the {mapped} {what} of the mapping and at most "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}; call update_metadata for this batch"
-            )
-        return rows
-
-    def _check_buffer(self, buffer: op.Slices | None) -> None:
+    def _check_buffer(self, buffer: Slices, x: torch.Tensor, lora_b_stacked: Weights) -> None:
         """A backend that makes its own intermediate refuses one here."""
 
-    def _product(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        weights_a: op.Weights,
-        weights_b: op.Weights,
-        scale: float,
-        buffer: op.Slices | None,
-        add_inputs: bool,
-        lora_ranks: torch.Tensor | None,
-        *,
-        sampled: bool,
-    ) -> None:
-        """Shrink into a float32 intermediate, then expand; the remaining checks come first."""
-        op.check_scale(scale)
-        x = op.shrink_input(x, weights_a)
-        op.check_pair(weights_a, weights_b)
-        rows, rank = y.shape[0], weights_b[0].shape[-1]
-        if x.shape[0] != rows:
-            raise ValueError(f"x has {x.shape[0]} rows and y has {rows}; they must be equal")
-        if buffer is not None:
-            op.check_low_rank("buffer", buffer, weights_b, rows, rank, (torch.float32,))
-        if self._live_rows(rows, sampled=sampled):
-            self._linear(y, x, weights_a, weights_b, scale, buffer, add_inputs, lora_ranks, sampled=sampled)
-
-    def _linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        weights_a: op.Weights,
-        weights_b: op.Weights,
-        scale: float,
-        buffer: op.Slices | None,
-        add_inputs: bool,
-        lora_ranks: torch.Tensor | None,
-        *,
-        sampled: bool,
-    ) -> None:
-        """What a backend does for `_product`, all arguments checked: here shrink, then expand."""
-        if buffer is None:
-            shape = (len(weights_b), y.shape[0], weights_b[0].shape[-1])
-            buffer = torch.empty(shape, dtype=torch.float32, device=x.device)
-        else:
-            for part in buffer:
-                part.zero_()
-        for first, part, group, _ in op.slice_groups(buffer, weights_a, None):
-            ranks = None if lora_ranks is None else lora_ranks[first : first + len(group)]
-            self._shrink(part, x, group, scale, accumulate=False, lora_ranks=ranks, sampled=sampled)
-        self._expand_slices(y, buffer, weights_b, 0, add_inputs, lora_ranks, sampled=sampled)
-
-    def _expand_slices(
-        self,
-        y: torch.Tensor,
-        x: op.Slices,
-        weights: op.Weights,
-        offset_start: int,
-        add_inputs: bool,
-        lora_ranks: torch.Tensor | None,
-        *,
-        sampled: bool,
-    ) -> None:
-        for first, part, group, ranks in op.slice_groups(x, weights, lora_ranks):
-            start = offset_start + sum(weight.shape[-2] for weight in weights[:first])
-            self._expand(y, part, group, start, add_inputs, lora_ranks=ranks, sampled=sampled)
-
-    def _shrink(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        weights: op.Weights,
-        scale: float,
-        *,
-        accumulate: bool,
-        lora_ranks: torch.Tensor | None,
-        sampled: bool,
-    ) -> None:
-        """Backend: ``y[i] (+)= scale * (x @ A_i)`` into y ``[n, T', r]``, by the slots of sampled rows or tokens."""
+    def _shrink(self, *operands: Any, **options: Any) -> None:
+        """Backend: `punica.ops.torch_ops.shrink`, or an operator that takes the same arguments."""
         raise NotImplementedError(f"{type(self).__name__} has no shrink; use PunicaWrapperCPU or PunicaWrapperGPU")
 
-    def _expand(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        weights: op.Weights,
-        offset_start: int,
-        add_inputs: bool,
-        *,
-        lora_ranks: torch.Tensor | None,
-        sampled: bool,
-    ) -> None:
-        """Backend: slices of y ``[T', W]`` ``(+)= x[i] @ B_i`` from x ``[n, T', r]``."""
+    def _expand(self, *operands: Any, **options: Any) -> None:
+        """Backend: `punica.ops.torch_ops.expand`, or an operator that takes the same arguments."""
         raise NotImplementedError(f"{type(self).__name__} has no expand; use PunicaWrapperCPU or PunicaWrapperGPU")
+
+    def _linear(self, *operands: Any, **options: Any) -> None:
+        """Backend: `punica.ops.torch_ops.linear`, or an operator that takes the same arguments."""
+        raise NotImplementedError(f"{type(self).__name__} has no linear; use PunicaWrapperCPU or PunicaWrapperGPU")
+
+
+def flattened(name: str, x: torch.Tensor) -> torch.Tensor:
+    """``x`` with its leading dimensions flattened to rows (a copy where the strides demand it: it is only read)."""
+    if isinstance(x, torch.Tensor) and x.ndim == 2:
+        return x
+    check_rows_of(name, x)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def viewed_as_rows(name: str, y: torch.Tensor) -> torch.Tensor:
+    """``y`` as a 2-D view of its memory; ValueError where only a copy would do, since y is written in place."""
+    if isinstance(y, torch.Tensor) and y.ndim == 2:
+        return y
+    check_rows_of(name, y)
+    try:
+        return y.view(math.prod(y.shape[:-1]), y.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"{name} with shape {tuple(y.shape)} and strides {y.stride()} cannot be viewed as 2-D rows without a copy, "
+            "so it cannot be updated in place; pass a contiguous tensor"
+        ) from None
+
+
+def check_rows_of(name: str, value: Any) -> None:
+    """TypeError unless ``value`` is a floating tensor, ValueError unless it has rows."""
+    check_dtype(name, value, FLOATS)
+    if value.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected rows: at least 2 dimensions")
+
+
+def _given(buffer: Slices | None) -> dict[str, Slices]:
+    return {} if buffer is None else {"buffer": buffer}
+
+
+def _slice_groups(
+    name: str, value: Slices, weights: Weights, rank_dim: int, lora_ranks: torch.Tensor | None
+) -> Iterator[tuple[int, torch.Tensor, Weights, torch.Tensor | None]]:
+    """``(first slice, operand [m, T', r], weights of its m slices, their ranks)``, one operator call each.
+
+    A tensor over all slices is one call. Separate tensors are addressed one by one, without copying them together; that
+    they are alike is checked before the first call.
+    """
+    if isinstance(value, torch.Tensor):
+        yield 0, value, weights, lora_ranks
+        return
+    parts = described_parts(name, value, weights, rank_dim, lora_ranks)
+    for i, part in enumerate(parts):
+        yield i, part.unsqueeze(0), weights[i : i + 1], None if lora_ranks is None else lora_ranks[i : i + 1]

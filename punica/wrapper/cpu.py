@@ -1,18 +1,20 @@
 """`PunicaWrapperCPU`: the wrapper on plain torch, on any device; products as in `punica.ops.torch_ops`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
 
 from punica.config import LoRAConfig
-from punica.metadata import HostIndices
+from punica.metadata import LoRABatch
 from punica.ops import torch_ops
-from punica.wrapper.base import PunicaWrapperBase
-from punica.wrapper.operands import Weights
+from punica.ops.checks import STEP, check_low_rank, describe_weights, described_parts
+from punica.wrapper.base import PunicaWrapperBase, Slices, Weights
 
 
 class PunicaWrapperCPU(PunicaWrapperBase):
-    """Products by segment: the layout of the step is planned once in `update_metadata` and used by every layer.
+    """Products by segment: the layout of the step is planned once and used by every layer.
 
     Prefill and decode take the same path, so they give equal results. Products are accumulated in float32 and rounded
     once into y's dtype; rows without adapter are never computed.
@@ -28,34 +30,32 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         lora_config: LoRAConfig | None = None,
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
-        self._token_plan = self._sampled_plan = torch_ops.plan_segments(torch.empty(0, dtype=torch.int64))
+        self._shrink = torch_ops.shrink  # type: ignore[method-assign]
+        self._expand = torch_ops.expand  # type: ignore[method-assign]
 
-    def _prepare_backend(self, host: HostIndices) -> None:
-        self._token_plan = torch_ops.plan_segments(torch.from_numpy(host.token_slots))
-        same = host.sampler_slots is host.token_slots
-        self._sampled_plan = self._token_plan if same else torch_ops.plan_segments(torch.from_numpy(host.sampler_slots))
+    def _check_buffer(self, buffer: Slices, x: torch.Tensor, lora_b_stacked: Weights) -> None:
+        form = describe_weights(STEP.b, lora_b_stacked, -1)
+        if isinstance(buffer, torch.Tensor):
+            check_low_rank("buffer", buffer, form, x.shape[:-1].numel(), (torch.float32,))
+        else:
+            described_parts("buffer", buffer, lora_b_stacked, -1, None)
 
-    def _rows_and_plan(self, sampled: bool) -> tuple[int, torch_ops.SegmentPlan]:
-        """Rows of the mapping, and their plan; rows past them are padding and stay untouched."""
-        lengths = self._current().lengths
-        return (lengths[1], self._sampled_plan) if sampled else (lengths[0], self._token_plan)
-
-    def _shrink(
-        self, y: torch.Tensor, x: torch.Tensor, weights: Weights, scale: float, *, sampled: bool, **options: Any
-    ) -> None:
-        rows, plan = self._rows_and_plan(sampled)
-        torch_ops.shrink(x[:rows], weights, y[:, :rows], plan, scale, **options)
-
-    def _expand(
+    def _linear(  # type: ignore[override]
         self,
         y: torch.Tensor,
         x: torch.Tensor,
-        weights: Weights,
-        offset_start: int,
-        add_inputs: bool,
+        lora_a: Weights,
+        lora_b: Weights,
+        batch: LoRABatch,
+        scale: float,
         *,
-        sampled: bool,
+        buffer: Slices | None = None,
         **options: Any,
     ) -> None:
-        rows, plan = self._rows_and_plan(sampled)
-        torch_ops.expand(x[:, :rows], weights, y[:rows], plan, offset_start, add_inputs, **options)
+        if buffer is None:
+            torch_ops.linear(y, x, lora_a, lora_b, batch, scale, **options)
+            return
+        low_rank = torch.empty(len(buffer), x.shape[0], lora_b[0].shape[-1], dtype=torch.float32, device=x.device)
+        torch_ops.linear(y, x, lora_a, lora_b, batch, scale, buffer=low_rank, **options)
+        for part, result in zip(buffer, low_rank, strict=True):
+            part.copy_(result)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from punica.metadata import LoRABatch
-from punica.ops import expand, segment_gemm, shrink
 from punica.metadata.segment_plan import Run
+from punica.ops import expand, segment_gemm, shrink
 from tests.ops.helpers import assert_expanded, assert_shrunk, normal, products, random_slots
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

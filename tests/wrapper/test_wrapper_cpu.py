@@ -266,7 +266,7 @@ def linear_arguments() -> dict:
         (lambda c: {"lora_b_stacked": tuple(w.to("meta") for w in c["lora_b_stacked"])}, ValueError, "on cpu.*meta"),
         (lambda c: {"buffer": torch.zeros(2, 11, 5)}, ValueError, r"buffer has shape \(2, 11, 5\)"),
         (lambda c: {"buffer": torch.zeros(2, 11, 4).half()}, TypeError, "buffer"),
-        (lambda c: {"lora_ranks": torch.ones(2, 3, dtype=torch.int32)}, ValueError, r"lora_ranks.*\[2, 4\]"),
+        (lambda c: {"lora_ranks": torch.ones(2, 3, dtype=torch.int32)}, ValueError, r"lora_ranks.*\(2, 4\)"),
         (lambda c: {"lora_ranks": torch.ones(2, 4)}, TypeError, "lora_ranks"),
         (lambda c: {"add_inputs": 1}, TypeError, "add_inputs"),
         (lambda c: {"add_input": True}, TypeError, r"\['add_input'\]"),

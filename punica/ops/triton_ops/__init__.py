@@ -1,15 +1,26 @@
-"""Triton kernels of multi-adapter LoRA. Importing this package imports Triton; `punica.ops` does so only on request."""
+"""Triton kernels of multi-adapter LoRA. Importing this package imports Triton; `punica.ops` does so only on request.
+
+``shrink``, ``expand`` and ``linear`` take a step (`punica.metadata.LoRABatch`), ``lora_shrink``, ``lora_expand`` and
+``lora_linear`` the tensors of its metadata.
+"""
 
 from punica.ops.triton_ops.configs import clear_config_cache, get_lora_op_configs, load_lora_op_config
-from punica.ops.triton_ops.lora_expand import lora_expand
-from punica.ops.triton_ops.lora_linear import lora_linear
-from punica.ops.triton_ops.lora_shrink import lora_shrink
+from punica.ops.triton_ops.lora_expand import expand, lora_expand
+from punica.ops.triton_ops.lora_linear import linear, lora_linear
+from punica.ops.triton_ops.lora_shrink import lora_shrink, shrink
+from punica.ops.triton_ops.op import Options
+from punica.ops.triton_ops.tensor_batch import verify_indices
 
 __all__ = [
+    "Options",
     "clear_config_cache",
+    "expand",
     "get_lora_op_configs",
+    "linear",
     "load_lora_op_config",
     "lora_expand",
     "lora_linear",
     "lora_shrink",
+    "shrink",
+    "verify_indices",
 ]

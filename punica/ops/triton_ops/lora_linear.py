@@ -138,10 +138,9 @@ def linear(
     if plan is None:
         return
     with on_device(x.get_device()):
-        tensors = batch.tensors
         planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-        plan.shrink.run(x, lora_a_stacked, planes, tensors, lora_ranks, scale, aligned)
-        plan.expand.run(planes, lora_b_stacked, y, tensors, lora_ranks, aligned)
+        plan.shrink.run(x, lora_a_stacked, planes, batch.tensors, lora_ranks, scale, aligned)
+        plan.expand.run(planes, lora_b_stacked, y, batch.tensors, lora_ranks, aligned)
 
 
 @custom_op(mutates="output_tensor")

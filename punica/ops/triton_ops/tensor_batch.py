@@ -52,8 +52,8 @@ class TensorBatch(NamedTuple):
         """Nothing: the lengths of the tensors are part of their form."""
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
-        """int32, contiguous, on ``device``, of the lengths that ``rows`` and the number of ids ask for."""
-        entries = self.tensors[4].numel()
+        """int32, contiguous, on ``device``, of the lengths that ``rows`` and the number of counts ask for."""
+        entries = self.tensors[2].numel()
         lengths = (rows, rows, entries, entries + 1, entries)
         for name, tensor, length in zip(NAMES, self.tensors, lengths, strict=True):
             if tensor.dtype != torch.int32:

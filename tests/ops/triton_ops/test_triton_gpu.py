@@ -52,7 +52,7 @@ def test_one_launch_per_op(op):
     if op is lora_shrink:
         names = kernel_names(lambda: lora_shrink(batch.x, batch.a, h, *batch.args, 0.5, **batch.count))
     else:
-        names = kernel_names(lambda: lora_expand(h, batch.b, batch.y, *batch.args, **batch.count, offset_start=0, add_inputs=True))
+        names = kernel_names(lambda: lora_expand(h, batch.b, batch.y, *batch.args, **batch.count, add_inputs=True))
     assert len(names) == 1, names
 
 

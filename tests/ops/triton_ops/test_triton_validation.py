@@ -190,7 +190,7 @@ def test_verify_indices_names_the_first_bad_value(batch):
 def test_linear_refuses_weights_that_do_not_fit_together(batch):
     y = batch.y.clone()
     with pytest.raises(ValueError, match=r"rank 16.*rank 8"):
-        lora_linear(y, batch.x, batch.a, tuple(b[..., :8].contiguous() for b in batch.b), *batch.args, 0.5, **batch.count)
+        lora_linear(y, batch.x, batch.a, tuple(b[..., :8].contiguous() for b in batch.b), *batch.args, 0.5)
     with pytest.raises(ValueError, match="1 slices"):
         lora_linear(y, batch.x, batch.a, batch.b[:1], *batch.args, 0.5, **batch.count)
     with pytest.raises(TypeError, match="bfloat16"):
