@@ -92,7 +92,7 @@ class LoRABatch:
         self.__dict__.pop("plan", None)
 
     def check_rows(self, rows: int) -> None:
-        """ValueError unless tensors of ``rows`` rows hold all rows of the step (or none); those past them are padding."""
+        """ValueError unless ``rows`` rows hold all those of the step (or are none); those past them are padding."""
         most = self.max_num_tokens
         if rows and (rows < self.num_rows or (most is not None and rows > most)):
             limit = "" if most is None else f" and at most max_num_batched_tokens={most}"

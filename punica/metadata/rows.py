@@ -29,11 +29,10 @@ class RowGroups:
         """From the slot of every row, integers ``[T]``."""
         if not slots.size:
             return NO_ROWS
-        edges = np.flatnonzero(slots[1:] != slots[:-1]) + 1
-        first = np.concatenate(((0,), edges))
-        lengths = np.diff(first, append=slots.size)
-        groups = cls(slots[first].astype(np.int64, copy=False), lengths)
-        groups.row_slots = slots.astype(np.int64, copy=False)
+        slots = slots.astype(np.int64, copy=False)
+        edges = _edges(slots)
+        groups = cls(slots[edges[:-1]], edges[1:] - edges[:-1])
+        groups.row_slots = slots
         return groups
 
     @classmethod
@@ -44,9 +43,8 @@ class RowGroups:
             runs, sizes = runs[sizes > 0], sizes[sizes > 0]
         if not runs.size:
             return NO_ROWS
-        starts_run = np.concatenate(((True,), runs[1:] != runs[:-1]))
-        if not starts_run.all():
-            first = np.flatnonzero(starts_run)
+        first = _edges(runs)[:-1]
+        if first.size < runs.size:
             runs, sizes = runs[first], np.add.reduceat(sizes, first)
         return cls(runs, sizes)
 
@@ -77,7 +75,7 @@ class RowGroups:
         slots = self.slots[self._by_slot]
         if not slots.size:
             return slots, self.lengths
-        first = np.concatenate(((0,), np.flatnonzero(slots[1:] != slots[:-1]) + 1))
+        first = _edges(slots)[:-1]
         return slots[first], np.add.reduceat(self.lengths[self._by_slot], first)
 
     @property
@@ -85,6 +83,15 @@ class RowGroups:
         """Rows of the adapter that has most; 0 when none has any."""
         slots, counts = self.present
         return 0 if self.no_lora else int(counts[slots >= 0].max())
+
+
+def _edges(values: np.ndarray) -> np.ndarray:
+    """Where runs of equal neighbours begin, and last how many values there are (at least one)."""
+    changes = np.flatnonzero(values[1:] != values[:-1])
+    edges = np.zeros(changes.size + 2, np.int64)
+    np.add(changes, 1, out=edges[1:-1])
+    edges[-1] = values.size
+    return edges
 
 
 NO_ROWS = RowGroups(np.empty(0, np.int64), np.empty(0, np.int64))

@@ -117,7 +117,8 @@ def describe_weights(
         if not same or (rank_dim == -2 and weight.shape[-1] != first.shape[-1]):
             what = "slots, rank and hidden size" if rank_dim == -2 else "slots and rank"
             raise ValueError(
-                f"{label} has shape {tuple(weight.shape)}, {name}[0] {tuple(first.shape)}: slices must have equal {what}"
+                f"{label} has shape {tuple(weight.shape)}, {name}[0] {tuple(first.shape)}: slices must have equal "
+                f"{what}"
             )
     widths = tuple([weight.shape[-3 - rank_dim] for weight in weights])
     return Weights(first.shape[0], first.shape[rank_dim], widths, first.dtype, first.device)
@@ -161,7 +162,8 @@ def check_input(name: str, x: Any, weights: Weights, hidden: str) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected rows, [T, {weights.widths[0]}]")
     if x.shape[1] != weights.widths[0]:
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)}: hidden size of {name} is {x.shape[1]}, {hidden} has {weights.widths[0]}"
+            f"{name} has shape {tuple(x.shape)}: hidden size of {name} is {x.shape[1]}, {hidden} has "
+            f"{weights.widths[0]}"
         )
 
 

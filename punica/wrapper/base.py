@@ -1,7 +1,7 @@
 """What every LoRA layer calls: the abstract wrapper, and the base that owns the metadata of a step.
 
-`PunicaWrapperBase` holds the step (`StepMetadata`) and turns what a layer hands over into rows; a backend supplies three
-operators that take the step, `_shrink`, `_expand` and `_linear`, which check their operands.
+`PunicaWrapperBase` holds the step (`StepMetadata`) and turns what a layer hands over into rows; a backend supplies
+three operators that take the step, `_shrink`, `_expand` and `_linear`, which check their operands.
 
 Notation: T tokens and S sampled rows in the step, L slots, n slices packed in one layer (q/k/v), rank r. "x @ A" means
 ``x @ A[slot]^T``. The slot of a row is -1 when it has no adapter: `add_shrink` and every expand then leave the row

@@ -66,7 +66,8 @@ def test_true_ranks_changed_in_place_are_seen():
 
 @pytest.mark.parametrize("slots", [1, 2], ids=["used", "unused"])
 def test_a_rank_out_of_range_raises_on_a_repeated_call(slots):
-    step, a, out = LoRABatch.of_slots(torch.zeros(3, dtype=torch.int64)), weights(slots=slots), torch.full((1, 3, 4), 7.0)
+    step = LoRABatch.of_slots(torch.zeros(3, dtype=torch.int64))
+    a, out = weights(slots=slots), torch.full((1, 3, 4), 7.0)
     ranks = torch.full((1, slots), 4, dtype=torch.int32)
     shrink(normal(3, 10), (a,), out, step, lora_ranks=ranks)
     before = out.clone()

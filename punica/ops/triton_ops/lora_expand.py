@@ -477,8 +477,10 @@ def lora_expand(
     Rows at slot -1 and all other columns are never written. TypeError for dtypes, ValueError for shapes, ranges and
     devices, before any write.
     """
-    tensors = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
-    batch = TensorBatch.given(*tensors, flag=no_lora_flag_cpu, count=num_active_loras)
+    batch = TensorBatch.given(
+        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
+        flag=no_lora_flag_cpu, count=num_active_loras,
+    )  # fmt: skip
     options = Options(batch_invariant, tuned_dir=tuned_dir)
     expand(
         inputs, lora_b_weights, output_tensor, batch, offset_start, add_inputs, lora_ranks=lora_ranks, options=options

@@ -176,8 +176,10 @@ def lora_linear(
 
     The other arguments, the treatment of rows at slot -1 and the errors are those of `lora_shrink` and `lora_expand`.
     """
-    tensors = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
-    batch = TensorBatch.given(*tensors, flag=no_lora_flag_cpu, count=num_active_loras)
+    batch = TensorBatch.given(
+        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
+        flag=no_lora_flag_cpu, count=num_active_loras,
+    )  # fmt: skip
     options = Options(batch_invariant, pdl, tuned_dir)
     linear(
         output_tensor, inputs, lora_a_weights, lora_b_weights, batch, scaling,

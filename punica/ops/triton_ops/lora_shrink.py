@@ -407,8 +407,10 @@ def lora_shrink(
     Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. TypeError for
     dtypes, ValueError for shapes, ranges and devices, before any write.
     """
-    tensors = (token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids)
-    batch = TensorBatch.given(*tensors, flag=no_lora_flag_cpu, count=num_active_loras)
+    batch = TensorBatch.given(
+        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
+        flag=no_lora_flag_cpu, count=num_active_loras,
+    )  # fmt: skip
     options = Options(batch_invariant, tuned_dir=tuned_dir)
     shrink(
         inputs, lora_a_weights, output_tensor, batch, scaling,

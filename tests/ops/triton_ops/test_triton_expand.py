@@ -118,7 +118,7 @@ def test_rank_zero_overwrites_with_zeros(form, device, use_config):
     use_config(expand=EXPANDS[form])
     batch = Batch([0, -1, 1], 16, (40,), 64, 2, FP16, device, ranks=[[0, 64]])
     y = torch.full((3, 40), MARKER, dtype=FP16, device=device)
-    lora_expand(rank_vectors(batch), batch.b, y, *batch.args, **batch.count, add_inputs=False, lora_ranks=batch.lora_ranks)
+    lora_expand(rank_vectors(batch), batch.b, y, *batch.args, **batch.count, lora_ranks=batch.lora_ranks)
     assert torch.equal(y[0], torch.zeros_like(y[0]))
     assert torch.equal(y[1], torch.full_like(y[1], MARKER))
 
