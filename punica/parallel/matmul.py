@@ -32,7 +32,8 @@ def _onednn_linear() -> Any | None:
     """oneDNN's fused linear, if this torch has it and it agrees with ``F.linear`` on a small product; probed once."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return None
-    x, weight, bias = (torch.linspace(-1, 1, n).view(s) for n, s in ((15, (3, 5)), (20, (4, 5)), (4, (4,))))
+    numbers = torch.linspace(-1, 1, 20, device="cpu")  # wherever tensors are made by default
+    x, weight, bias = numbers[:15].view(3, 5), numbers.view(4, 5), numbers[:4]
     try:
         found = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     except (RuntimeError, TypeError):  # built without it, or with another signature
