@@ -22,7 +22,7 @@ so all of them skip.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         output = self._base_output(x, bias)
         if has_no_lora(wrapper) or rows.shape[0] == 0:
             return output
-        live_a, live_b = self._live_ranks()
+        live_a, live_b = self._live_ranks
         shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
         h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
         shrunk = wrapper.add_shrink(h, rows, self.lora_a_stacked, 1.0, lora_ranks=live_a)
@@ -101,10 +101,7 @@ class _RankSharded(_FullySharded):
     def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
         super()._allocate(max_loras, shapes, dtype)
         self.lora_a_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
-
-    def _live_ranks(self) -> tuple[Tensor, Tensor]:
-        _, full = super()._live_ranks()
-        return cast(Tensor, self.lora_a_ranks), full
+        self._live_ranks = self.lora_a_ranks, self._live_ranks[1]
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
         if self.tp_size == 1:

@@ -77,6 +77,8 @@ class SlottedLayer(BaseLayerWithLoRA):
     skips_when_empty = False
     full_input_size: int
     full_output_sizes: tuple[int, ...]
+    _slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the stacked buffers of A and of B, one per slice
+    _live_ranks: tuple[Tensor, Tensor]  # lora_ranks as this rank's shrink and as its expand must know them
 
     def __init__(self, base_layer: Any, device: torch.device | None = None) -> None:
         super().__init__()
@@ -89,7 +91,6 @@ class SlottedLayer(BaseLayerWithLoRA):
         self.lora_config: LoRAConfig | None = None
         self.lora_ranks: Tensor | None = None
         self.filled_slots: set[int] = set()
-        self._slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
 
     # --- allocation --------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,7 @@ class SlottedLayer(BaseLayerWithLoRA):
         )
         self._slots = slots_a, slots_b
         self.lora_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
+        self._live_ranks = self.lora_ranks, self.lora_ranks
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -174,16 +176,11 @@ class SlottedLayer(BaseLayerWithLoRA):
         """:meth:`slot_parts` of checked full matrices, one A and one B (or None) per slice."""
         own = (self.slice_lora_a(full_a), self.slice_lora_b(full_b))
         parts = []
-        for rank_dim, (stacked, matrices, live) in enumerate(zip(self._slots, own, self._live_ranks(), strict=True)):
+        for rank_dim, (stacked, matrices, live) in enumerate(zip(self._slots, own, self._live_ranks, strict=True)):
             for slots, matrix, ranks in zip(stacked, matrices, live, strict=True):
                 rank = 0 if matrix is None else matrix.shape[rank_dim]
                 parts.append(SlotPart(slots, matrix if rank else None, ranks, rank))
         return parts
-
-    def _live_ranks(self) -> tuple[Tensor, Tensor]:
-        """The rank of every slot as the shrink and as the expand of this rank must know it; int32 ``[n_slices, L]``."""
-        ranks = cast(Tensor, self.lora_ranks)
-        return ranks, ranks
 
     @property
     def slot_bytes(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., in]``, ``weight [out, in]``, ``bias [out]`` or None to ``[..., out]``; any device, any dtype."""
-    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.dim() == 2 and x.shape[0] > 1:
+    if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() == 2 and x.shape[0] > 1:
         onednn = _onednn_linear()
         if onednn is not None:
             return onednn(x, weight, bias, "none", [], "")
