@@ -1,4 +1,4 @@
-"""Slots: shapes, what `set_lora` writes, and that a refused adapter leaves everything as it was (L7, L8)."""
+"""Slots: shapes, what `set_lora` writes, and that a refused adapter leaves everything as it was."""
 
 import pytest
 import torch

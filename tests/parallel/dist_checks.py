@@ -176,7 +176,7 @@ def refuses_wrong_checkpoints(layer: nn.Module) -> bool:
 
 
 def places() -> dict[str, Any]:
-    """What layers built inside a group say of their place (acceptance B2, B3)."""
+    """What layers built inside a group say of their place."""
     size = get_tensor_model_parallel_world_size()
     heads, kv_heads = (32, 8) if size == 4 else (4, 4)
     qkv = QKVParallelLinear(16, 2, heads, kv_heads)

@@ -1,4 +1,4 @@
-"""Real process groups over gloo, 1, 2 and 4 ranks: collectives, every base layer, loaders, places (B1 to B4).
+"""Real process groups over gloo, 1, 2 and 4 ranks: collectives, every base layer, loaders, places.
 
 One process start per number of ranks: the ranks run everything in ``dist_checks.py``, the tests look at the answers.
 """

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding, head and logits: layout of shards, lookup, reordering, soft cap (B1, B3, B4)."""
+"""Vocabulary-parallel embedding, head and logits: layout of shards, lookup, reordering, soft cap."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Linear base layers: shards together equal the dense layer, loaders take full checkpoints (B1, B2, B4)."""
+"""Linear base layers: shards together equal the dense layer, loaders take full checkpoints."""
 
 import pytest
 import torch
