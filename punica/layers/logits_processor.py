@@ -17,7 +17,7 @@ from torch import Tensor
 
 from punica.layers.slots import Shapes, UnsplitLayer
 from punica.layers.utils import is_being_captured
-from punica.parallel.logits import head_product
+from punica.parallel.logits import ordered_logits
 
 if TYPE_CHECKING:
     from punica.config import LoRAConfig
@@ -99,14 +99,10 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         """
         wrapper = self._ready_wrapper()
         head = getattr(lm_head, "base_layer", lm_head)
-        logits = self.base_layer._gather_logits(head_product(head, hidden_states, embedding_bias))
+        order = self.sharded_to_full_mapping_gpu
+        logits = ordered_logits(self.base_layer, head, hidden_states, embedding_bias, order)
         if logits is None:
             return None
-        order = self.sharded_to_full_mapping_gpu
-        if order is None:
-            order = getattr(head, "columns_in_id_order", None)
-        if order is not None:
-            logits = logits.index_select(-1, order)
         if self.filled_slots or is_being_captured(logits):
             rows = hidden_states.to(self.lora_a_stacked.dtype)
             returned = wrapper.add_lora_logits(

@@ -64,7 +64,7 @@ def check_checkpoint_shape(loaded: Tensor, expected: Sequence[int], what: str) -
 
 
 def annotated_parameter(values: Tensor, weight_loader: Callable[..., None]) -> nn.Parameter:
-    """``values`` as a frozen parameter with what a loader reads: ``weight_loader``, ``output_dim`` (and ``input_dim``)."""
+    """A frozen parameter with what loaders read: ``weight_loader``, ``output_dim`` and, of a matrix, ``input_dim``."""
     parameter = nn.Parameter(values, requires_grad=False)
     attributes = {"output_dim": 0, "weight_loader": weight_loader, **({"input_dim": 1} if values.ndim == 2 else {})}
     for name, value in attributes.items():
