@@ -10,7 +10,7 @@ Soft cap and scale act on the sum, so they are left to the base class. Ranks tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from torch import Tensor
 from punica.layers.slots import Shapes, UnsplitLayer
 from punica.layers.utils import is_being_captured
 from punica.parallel.logits import ordered_logits
-
-if TYPE_CHECKING:
-    from punica.config import LoRAConfig
 
 MAX_VOCAB_SIZE = 258048
 """Widest vocabulary with LoRA on the head: the limit of vLLM's kernels, kept so that configurations carry over."""
@@ -41,11 +38,24 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         sharded_to_full_mapping: for every id the column to take from the gathered logits; ``None``: they are in order,
             unless the head itself says otherwise (``columns_in_id_order``, for added ids).
 
+    ``create_lora_weights`` raises ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE`` too.
+
     Attributes: ``lora_a_stacked [L, 1, R, hidden]``, ``lora_b_stacked [L, 1, vocab, R]``: tensors, as there is one
     slice, for all ``vocab_size`` ids, so the logits have that width even where the base layer cuts to
     ``org_vocab_size``. ``sharded_to_full_mapping_gpu``: the mapping as int64 on ``device`` (``None`` without one). The
     settings of the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
     """
+
+    logits_as_input = _of_base("logits_as_input", "The base layer's: hidden states are logits already.")
+    vocab_size = _of_base("vocab_size", "The base layer's: ids the model knows, added ones included.")
+    org_vocab_size = _of_base("org_vocab_size", "The base layer's: columns that it keeps.")
+    scale = _of_base("scale", "The base layer's factor after the soft cap.")
+    soft_cap = _of_base("soft_cap", "The base layer's bound of a logit, or None.")
+    use_all_gather = _of_base("use_all_gather", "The base layer's: every rank gets the logits.")
+    include_gpu_probs_tensor = _of_base("include_gpu_probs_tensor", "The base layer's flag for the sampler.")
+    should_modify_greedy_probs_inplace = _of_base(
+        "should_modify_greedy_probs_inplace", "The base layer's flag for the sampler."
+    )
 
     def __init__(
         self,
@@ -62,27 +72,12 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         self.sharded_to_full_mapping = sharded_to_full_mapping
         self.sharded_to_full_mapping_gpu: Tensor | None = None
 
-    logits_as_input = _of_base("logits_as_input", "The base layer's: hidden states are logits already.")
-    vocab_size = _of_base("vocab_size", "The base layer's: ids the model knows, added ones included.")
-    org_vocab_size = _of_base("org_vocab_size", "The base layer's: columns that it keeps.")
-    scale = _of_base("scale", "The base layer's factor after the soft cap.")
-    soft_cap = _of_base("soft_cap", "The base layer's bound of a logit, or None.")
-    use_all_gather = _of_base("use_all_gather", "The base layer's: every rank gets the logits.")
-    include_gpu_probs_tensor = _of_base("include_gpu_probs_tensor", "The base layer's flag for the sampler.")
-    should_modify_greedy_probs_inplace = _of_base(
-        "should_modify_greedy_probs_inplace", "The base layer's flag for the sampler."
-    )
-
-    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """See :meth:`SlottedLayer.create_lora_weights`; ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE``."""
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(
                 f"vocab_size must be at most {MAX_VOCAB_SIZE} for LoRA on the logits, got {self.vocab_size}; leave "
                 "lm_head out with LoRAConfig.target_modules"
             )
-        super().create_lora_weights(max_loras, lora_config, model_config)
-
-    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
         super()._allocate(max_loras, shapes, dtype)
         if self.sharded_to_full_mapping is not None:
             mapping = torch.as_tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)

@@ -9,7 +9,7 @@ nothing about the layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -179,7 +179,10 @@ class SlottedLayer(BaseLayerWithLoRA):
         for rank_dim, (stacked, matrices, live) in enumerate(zip(self._slots, own, self._live_ranks, strict=True)):
             for slots, matrix, ranks in zip(stacked, matrices, live, strict=True):
                 rank = 0 if matrix is None else matrix.shape[rank_dim]
-                parts.append(SlotPart(slots, matrix if rank else None, ranks, rank))
+                part = matrix if rank else None
+                if part is not None and rank_dim == 0 and self.a_transposed:
+                    part = part.T
+                parts.append(SlotPart(slots, part, ranks, rank))
         return parts
 
     @property
@@ -191,15 +194,11 @@ class SlottedLayer(BaseLayerWithLoRA):
 
     def slice_lora_a(self, lora_a: Any) -> Any:
         """This rank's part of A (a view where possible): of one tensor, or of a list with one entry per slice."""
-        if isinstance(lora_a, Tensor):
-            return self._slice_a(0, lora_a)
-        return [None if a is None else self._slice_a(i, a) for i, a in enumerate(lora_a)]
+        return _of_every_slice(self._slice_a, lora_a)
 
     def slice_lora_b(self, lora_b: Any) -> Any:
         """This rank's part of B (a view where possible): of one tensor, or of a list with one entry per slice."""
-        if isinstance(lora_b, Tensor):
-            return self._slice_b(0, lora_b)
-        return [None if b is None else self._slice_b(i, b) for i, b in enumerate(lora_b)]
+        return _of_every_slice(self._slice_b, lora_b)
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
         """This rank's part of A of slice ``i``; a family that splits A overrides it."""
@@ -250,6 +249,13 @@ class SlottedLayer(BaseLayerWithLoRA):
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
         return self.punica_wrapper
+
+
+def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
+    """``cut(0, tensor)``, or of a list ``cut(i, tensor)`` for every entry that is not ``None``."""
+    if isinstance(given, Tensor):
+        return cut(0, given)
+    return [None if factor is None else cut(i, factor) for i, factor in enumerate(given)]
 
 
 class UnsplitLayer(SlottedLayer):

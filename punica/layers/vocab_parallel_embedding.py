@@ -12,15 +12,13 @@ split over ranks by ids and reduced; A and B are whole on every rank, and the te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.layers.packing import LoRAFactor
-from punica.layers.slots import Shapes, SlotPart, UnsplitLayer
+from punica.layers.slots import Shapes, UnsplitLayer
 from punica.layers.utils import has_no_lora, is_being_captured, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -52,10 +50,6 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         super()._allocate(max_loras, shapes, dtype)
         self.lora_a_stacked = self.lora_a_stacked.squeeze(1)
         self.lora_a_stacked_2d = self.lora_a_stacked.flatten(0, 1)
-
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        a, b = super()._parts(full_a, full_b)
-        return [a if a.part is None else a._replace(part=a.part.T), b]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids of any shape ``[...]`` to ``[..., embedding_dim]``. The first T ids, flattened, are the step's tokens.
