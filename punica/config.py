@@ -3,7 +3,7 @@
 Every switch of the library is a field here; the library reads no environment variable.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,6 @@ import torch
 from punica.checks import check_count
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_SWITCHES = (
-    "fully_sharded_loras",
-    "specialize_active_lora",
-    "enable_mixed_moe_lora_format",
-    "batch_invariant",
-    "debug_checks",
-    "pdl",
-    "dual_stream",
-)
 
 
 @dataclass(frozen=True)
@@ -69,9 +60,10 @@ class LoRAConfig:
         check_count(
             "max_cpu_loras", self.max_cpu_loras, self.max_loras, "max_loras: host memory has a copy of every slot"
         )
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be a bool, got {value!r}")
         if not (isinstance(self.lora_dtype, str) and self.lora_dtype == "auto"):
             _as_dtype("lora_dtype", self.lora_dtype)
         if self.target_modules is not None:

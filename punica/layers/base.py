@@ -56,5 +56,6 @@ class BaseLayerWithLoRA(nn.Module):
         """Whether this class wraps ``source_layer`` in this configuration (keyword arguments only).
 
         ``packed_modules_list``: names under which adapters know the matrices packed in the layer; empty if not packed.
+        A class names the keywords that it looks at and lets the others pass.
         """
         raise NotImplementedError(f"{cls.__name__}.can_replace_layer")

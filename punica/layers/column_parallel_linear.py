@@ -18,12 +18,7 @@ from punica.layers.packing import LoRAFactor, expand_groups
 from punica.layers.slots import LoRAInput
 from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
 from punica.parallel.group import tensor_model_parallel_all_gather
-from punica.parallel.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    check_last_dim,
-)
+from punica.parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, OutputShard, QKVParallelLinear
 
 
 class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -35,47 +30,47 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
 
     def __init__(self, base_layer: Any) -> None:
         super().__init__(base_layer)
-        self.output_size = self.base_layer.output_size_per_partition
-        self.output_slices = (self.output_size,)
         self.is_merged_col_linear = is_kind_of(base_layer, MergedColumnParallelLinear)
         # On one rank a subclass of a merged layer may compute in a forward of its own: that is then the base output.
-        self._use_base_forward = (
+        self._uses_base_forward = (
             self.tp_size == 1
             and self.is_merged_col_linear
             and type(base_layer).forward is not MergedColumnParallelLinear.forward
         )
+        self.output_size = base_layer.output_size_per_partition
+        self.output_slices = (self.output_size,)
+        self._matrices = self._packed_matrices()
+        self.full_output_sizes = (sum(matrix.full for matrix in self._matrices),)
+
+    def _packed_matrices(self) -> list[OutputShard]:
+        """The matrices that lie below each other in the base layer's weight, and which rows of each this rank has."""
+        base = self.base_layer
+        sizes = base.output_sizes if self.is_merged_col_linear else [base.output_size]
+        return [OutputShard(size, self.tp_rank, size // self.tp_size) for size in sizes]
 
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
         if self.tp_size == 1:
             return lora_b
-        if not self.is_merged_col_linear:
-            return self._own_rows(lora_b)
-        return torch.cat([self._own_rows(matrix) for matrix in torch.split(lora_b, list(self.base_layer.output_sizes))])
-
-    def _own_rows(self, matrix: Tensor) -> Tensor:
-        rows = matrix.shape[0] // self.tp_size
-        return matrix.narrow(0, self.tp_rank * rows, rows)
+        parts = lora_b.split([matrix.full for matrix in self._matrices])
+        own = [matrix.rows_of(part) for matrix, part in zip(self._matrices, parts, strict=True)]
+        return own[0] if len(own) == 1 else torch.cat(own)
 
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[..., in] -> [..., out/tp]``, or ``[..., out]`` when the base layer gathers."""
-        check_last_dim(input_, self.input_size, type(self).__name__)
-        output = self.apply(input_, None if self.base_layer.skip_bias_add else self.bias)
-        if self.base_layer.gather_output and self.tp_size > 1:
+        base = self.base_layer
+        output = self.apply(input_, None if base.skip_bias_add else base.bias)
+        if base.gather_output and self.tp_size > 1:
             output = tensor_model_parallel_all_gather(output)
         return self._result(output)
 
-    def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._forward_base(x) if self._use_base_forward else super()._base_output(x, bias)
-
     @classmethod
     @_not_fully_sharded_can_replace
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:
+    def can_replace_layer(cls, *, source_layer: Any, packed_modules_list: list[str], **_: Any) -> bool:
         """Exactly ``ColumnParallelLinear``, or a merged layer of at most two matrices adapted as one."""
         if is_exactly(source_layer, ColumnParallelLinear):
             return True
-        return _is_merged_with(source_layer, max_sizes=2) and len(packed_modules_list) == 1
+        merged = is_kind_of(source_layer, MergedColumnParallelLinear)
+        return merged and len(source_layer.output_sizes) <= 2 and len(packed_modules_list) == 1
 
 
 class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
@@ -87,17 +82,13 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
 
     def __init__(self, base_layer: Any) -> None:
         super().__init__(base_layer)
-        self._set_slices(self.base_layer.output_sizes, [size // self.tp_size for size in self.base_layer.output_sizes])
-        self.output_ids = (self.tp_rank,) * self.n_slices
-
-    def _set_slices(self, full_sizes: Sequence[int], own_sizes: Sequence[int]) -> None:
-        self.output_sizes = self.full_output_sizes = tuple(full_sizes)
-        self.output_slices = tuple(own_sizes)
-        self.n_slices = len(self.output_slices)
+        self.n_slices = len(self._matrices)
+        self.output_sizes = self.full_output_sizes = tuple(matrix.full for matrix in self._matrices)
+        self.output_slices = tuple(matrix.rows for matrix in self._matrices)
+        self.output_ids = tuple(matrix.index for matrix in self._matrices)
 
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
-        rows = self.output_slices[i]
-        return lora_b.narrow(0, self.output_ids[i] * rows, rows)
+        return self._matrices[i].rows_of(lora_b)
 
     def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
         list_a, list_b = as_pair_list("lora_a", lora_a), as_pair_list("lora_b", lora_b)
@@ -117,16 +108,10 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
 
     @classmethod
     def can_replace_layer(
-        cls,
-        *,
-        source_layer: Any,
-        lora_config: Any,
-        packed_modules_list: list[str],
-        model_config: Any = None,
-        decorate: bool = True,
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], decorate: bool = True, **_: Any
     ) -> bool:
         """A merged layer adapted as two matrices; on one rank fully sharded or not is the same, subclasses welcome."""
-        if not _is_merged_with(source_layer) or len(packed_modules_list) != 2:
+        if not is_kind_of(source_layer, MergedColumnParallelLinear) or len(packed_modules_list) != 2:
             return False
         if getattr(source_layer, "tp_size", 1) == 1:
             return True
@@ -154,22 +139,21 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
 
     @classmethod
     @_not_fully_sharded_can_replace
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:
+    def can_replace_layer(cls, *, source_layer: Any, packed_modules_list: list[str], **_: Any) -> bool:
         """A merged layer packed from three or more modules, or of three or more matrices adapted as one."""
-        packed = len(packed_modules_list)
-        return _is_merged_with(source_layer) and (packed >= 3 or (packed < 2 and len(source_layer.output_sizes) >= 3))
+        merged, packed = is_kind_of(source_layer, MergedColumnParallelLinear), len(packed_modules_list)
+        return merged and (packed >= 3 or (packed < 2 and len(source_layer.output_sizes) >= 3))
 
 
-class _QKVSlices(BaseLinearLayerWithLoRA):
+class _OverQKV(ColumnParallelLinearWithLoRA):
     """Which rows of q, k and v a rank holds when query heads share kv heads, and kv heads are replicated over ranks.
 
     Rank ``p`` holds q shard ``q_shard_id = p`` of ``q_proj_shard_size`` rows, and k and v shard
-    ``kv_shard_id = p // num_kv_head_replicas`` of ``kv_proj_shard_size`` rows each.
+    ``kv_shard_id = p // num_kv_head_replicas`` of ``kv_proj_shard_size`` rows each. The full sizes are those of the
+    checkpoint, replicas not counted.
     """
 
-    def _set_qkv_sizes(self) -> None:
+    def _packed_matrices(self) -> list[OutputShard]:
         base = self.base_layer
         self.q_proj_total_size = base.total_num_heads * base.head_size
         self.kv_proj_total_size = base.total_num_kv_heads * base.head_size
@@ -177,57 +161,25 @@ class _QKVSlices(BaseLinearLayerWithLoRA):
         self.kv_proj_shard_size = base.num_kv_heads * base.head_size
         self.q_shard_id = self.tp_rank
         self.kv_shard_id = self.tp_rank // base.num_kv_head_replicas
+        kv = OutputShard(self.kv_proj_total_size, self.kv_shard_id, self.kv_proj_shard_size)
+        return [OutputShard(self.q_proj_total_size, self.q_shard_id, self.q_proj_shard_size), kv, kv]
 
 
-class QKVParallelLinearWithLoRA(_QKVSlices, ColumnParallelLinearWithLoRA):
+class QKVParallelLinearWithLoRA(_OverQKV):
     """One A and one B over the fused QKV layer: B is ``[q; k; v]``, and a rank keeps its rows of each part."""
-
-    def __init__(self, base_layer: Any) -> None:
-        super().__init__(base_layer)
-        self._set_qkv_sizes()
-        self.full_output_sizes = (self.q_proj_total_size + 2 * self.kv_proj_total_size,)
-
-    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
-        if self.tp_size == 1:
-            return lora_b
-        q, k, v = torch.split(lora_b, [self.q_proj_total_size, self.kv_proj_total_size, self.kv_proj_total_size])
-        q_rows, kv_rows = self.q_proj_shard_size, self.kv_proj_shard_size
-        kv_start = self.kv_shard_id * kv_rows
-        own_q = q.narrow(0, self.q_shard_id * q_rows, q_rows)
-        return torch.cat([own_q, k.narrow(0, kv_start, kv_rows), v.narrow(0, kv_start, kv_rows)])
 
     @classmethod
     @_not_fully_sharded_can_replace
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:
+    def can_replace_layer(cls, *, source_layer: Any, packed_modules_list: list[str], **_: Any) -> bool:
         """Exactly ``QKVParallelLinear``, adapted as one matrix."""
         return is_exactly(source_layer, QKVParallelLinear) and len(packed_modules_list) == 1
 
 
-class MergedQKVParallelLinearWithLoRA(_QKVSlices, MergedColumnParallelLinearWithLoRA):
-    """One A and B each for q, k and v. The full sizes are those of the checkpoint, replicas not counted."""
-
-    def __init__(self, base_layer: Any) -> None:
-        super().__init__(base_layer)
-        self._set_qkv_sizes()
-        self._set_slices(
-            (self.q_proj_total_size, self.kv_proj_total_size, self.kv_proj_total_size),
-            (self.q_proj_shard_size, self.kv_proj_shard_size, self.kv_proj_shard_size),
-        )
-        self.output_ids = (self.q_shard_id, self.kv_shard_id, self.kv_shard_id)
+class MergedQKVParallelLinearWithLoRA(_OverQKV, MergedColumnParallelLinearWithLoRA):
+    """One A and B each for q, k and v."""
 
     @classmethod
     @_not_fully_sharded_can_replace
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:
+    def can_replace_layer(cls, *, source_layer: Any, packed_modules_list: list[str], **_: Any) -> bool:
         """Exactly ``QKVParallelLinear``, adapted as three matrices."""
         return is_exactly(source_layer, QKVParallelLinear) and len(packed_modules_list) == 3
-
-
-def _is_merged_with(layer: Any, max_sizes: int | None = None) -> bool:
-    """Whether ``layer`` is a merged column layer, of at most ``max_sizes`` matrices where given."""
-    if not is_kind_of(layer, MergedColumnParallelLinear):
-        return False
-    return max_sizes is None or len(layer.output_sizes) <= max_sizes

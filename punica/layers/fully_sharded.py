@@ -22,7 +22,7 @@ so all of them skip.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,40 +35,36 @@ from punica.layers.column_parallel_linear import (
     QKVParallelLinearWithLoRA,
 )
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
-from punica.layers.utils import _fully_sharded_can_replace, has_no_lora
+from punica.layers.slots import Shapes
+from punica.layers.utils import _fully_sharded_can_replace, as_rows, has_no_lora
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
-
-if TYPE_CHECKING:
-    from punica.wrapper import PunicaWrapperABC
 
 
 class _FullySharded(BaseLinearLayerWithLoRA):
     """Shrink, a collective, expand, instead of one call. Replaces what the parent class does, where configured."""
 
-    def _add_lora(self, wrapper: PunicaWrapperABC, y: Tensor, rows: Tensor, **options: Any) -> Tensor | None:
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """As in the parent class; the intermediate travels between the ranks. Never on a second stream."""
         if self.tp_size == 1:
-            return super()._add_lora(wrapper, y, rows, **options)
-        slices = (len(self.lora_a_stacked), len(self.lora_b_stacked), len(self.output_slices))
-        if len(set(slices)) > 1:
+            return super().apply(x, bias)
+        wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
+        if not len(self.lora_a_stacked) == len(self.lora_b_stacked) == len(self.output_slices):
+            slices = (len(self.lora_a_stacked), len(self.lora_b_stacked), len(self.output_slices))
             raise RuntimeError(
                 f"{type(self).__name__}: A, B and output_slices must have equally many slices, got {slices}; "
                 "leave the stacked buffers as create_lora_weights made them"
             )
+        output = self._base_output(x, bias)
         if has_no_lora(wrapper) or rows.shape[0] == 0:
-            return None
-        live_a, live_b = self._live_ranks()
+            return output
+        live_a, live_b = self._live_ranks
         shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
         h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
         shrunk = wrapper.add_shrink(h, rows, self.lora_a_stacked, 1.0, lora_ranks=live_a)
-        return wrapper.add_expand(
-            y,
-            self._join(h if shrunk is None else shrunk),
-            self.lora_b_stacked,
-            self.output_slices,
-            self._first_column(),
-            lora_ranks=live_b,
-            **options,
-        )
+        h = self._join(h if shrunk is None else shrunk)
+        y, start = as_rows(output), self._first_column()
+        returned = wrapper.add_expand(y, h, self.lora_b_stacked, self.output_slices, start, lora_ranks=live_b)
+        return (y if returned is None else returned).view(output.shape)
 
     def _join(self, h: Tensor) -> Tensor:
         """The intermediate ``[n, T, R]`` from every rank's."""
@@ -93,7 +89,7 @@ class _RankSharded(_FullySharded):
 
     lora_a_ranks: Tensor | None = None
 
-    def _slot_shapes(self, max_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         if max_rank % self.tp_size:
             raise ValueError(
                 f"max_lora_rank {max_rank} must be divisible by tp_size {self.tp_size}, fully_sharded_loras cuts A "
@@ -102,13 +98,10 @@ class _RankSharded(_FullySharded):
         a_shapes, b_shapes = super()._slot_shapes(max_rank)
         return [(rank // self.tp_size, width) for rank, width in a_shapes], b_shapes
 
-    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
-        super()._allocate(max_loras, max_rank, dtype)
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
+        super()._allocate(max_loras, shapes, dtype)
         self.lora_a_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
-
-    def _live_ranks(self) -> tuple[Tensor, Tensor]:
-        _, full = super()._live_ranks()
-        return cast(Tensor, self.lora_a_ranks), full
+        self._live_ranks = self.lora_a_ranks, self._live_ranks[1]
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
         if self.tp_size == 1:
@@ -153,7 +146,7 @@ class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA)
         super().__init__(base_layer)
         self.output_slices = (self.output_size // self.tp_size,)
 
-    def _slot_shapes(self, max_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         if self.output_size % self.tp_size:
             raise ValueError(
                 f"output size {self.output_size} must be divisible by tp_size {self.tp_size}, fully_sharded_loras cuts "

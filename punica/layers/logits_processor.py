@@ -10,21 +10,22 @@ Soft cap and scale act on the sum, so they are left to the base class. Ranks tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from punica.layers.slots import UnsplitLayer
+from punica.layers.slots import Shapes, UnsplitLayer
 from punica.layers.utils import is_being_captured
-from punica.parallel.linear import check_last_dim
-from punica.parallel.logits import head_product
-
-if TYPE_CHECKING:
-    from punica.config import LoRAConfig
+from punica.parallel.logits import ordered_logits
 
 MAX_VOCAB_SIZE = 258048
 """Widest vocabulary with LoRA on the head: the limit of vLLM's kernels, kept so that configurations carry over."""
+
+
+def _of_base(name: str, doc: str) -> Any:
+    """A read-only property: the attribute of that name of the base layer."""
+    return property(lambda layer: getattr(layer.base_layer, name), doc=doc)
 
 
 class LogitsProcessorWithLoRA(UnsplitLayer):
@@ -37,11 +38,24 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         sharded_to_full_mapping: for every id the column to take from the gathered logits; ``None``: they are in order,
             unless the head itself says otherwise (``columns_in_id_order``, for added ids).
 
+    ``create_lora_weights`` raises ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE`` too.
+
     Attributes: ``lora_a_stacked [L, 1, R, hidden]``, ``lora_b_stacked [L, 1, vocab, R]``: tensors, as there is one
     slice, for all ``vocab_size`` ids, so the logits have that width even where the base layer cuts to
     ``org_vocab_size``. ``sharded_to_full_mapping_gpu``: the mapping as int64 on ``device`` (``None`` without one). The
     settings of the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
     """
+
+    logits_as_input = _of_base("logits_as_input", "The base layer's: hidden states are logits already.")
+    vocab_size = _of_base("vocab_size", "The base layer's: ids the model knows, added ones included.")
+    org_vocab_size = _of_base("org_vocab_size", "The base layer's: columns that it keeps.")
+    scale = _of_base("scale", "The base layer's factor after the soft cap.")
+    soft_cap = _of_base("soft_cap", "The base layer's bound of a logit, or None.")
+    use_all_gather = _of_base("use_all_gather", "The base layer's: every rank gets the logits.")
+    include_gpu_probs_tensor = _of_base("include_gpu_probs_tensor", "The base layer's flag for the sampler.")
+    should_modify_greedy_probs_inplace = _of_base(
+        "should_modify_greedy_probs_inplace", "The base layer's flag for the sampler."
+    )
 
     def __init__(
         self,
@@ -58,58 +72,13 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         self.sharded_to_full_mapping = sharded_to_full_mapping
         self.sharded_to_full_mapping_gpu: Tensor | None = None
 
-    @property
-    def logits_as_input(self) -> bool:
-        """The base layer's: hidden states are logits already."""
-        return self.base_layer.logits_as_input
-
-    @property
-    def vocab_size(self) -> int:
-        """The base layer's: ids the model knows, added ones included."""
-        return self.base_layer.vocab_size
-
-    @property
-    def org_vocab_size(self) -> int:
-        """The base layer's: columns that it keeps."""
-        return self.base_layer.org_vocab_size
-
-    @property
-    def scale(self) -> float:
-        """The base layer's factor after the soft cap."""
-        return self.base_layer.scale
-
-    @property
-    def soft_cap(self) -> float | None:
-        """The base layer's bound of a logit."""
-        return self.base_layer.soft_cap
-
-    @property
-    def use_all_gather(self) -> bool:
-        """The base layer's: every rank gets the logits."""
-        return self.base_layer.use_all_gather
-
-    @property
-    def include_gpu_probs_tensor(self) -> bool:
-        """The base layer's flag for the sampler."""
-        return self.base_layer.include_gpu_probs_tensor
-
-    @property
-    def should_modify_greedy_probs_inplace(self) -> bool:
-        """The base layer's flag for the sampler."""
-        return self.base_layer.should_modify_greedy_probs_inplace
-
-    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """See :meth:`SlottedLayer.create_lora_weights`; ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE``."""
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(
                 f"vocab_size must be at most {MAX_VOCAB_SIZE} for LoRA on the logits, got {self.vocab_size}; leave "
                 "lm_head out with LoRAConfig.target_modules"
             )
-        super().create_lora_weights(max_loras, lora_config, model_config)
-
-    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
-        self.lora_a_stacked = self._zeros((max_loras, 1, max_rank, self.hidden_size), dtype)
-        self.lora_b_stacked = self._zeros((max_loras, 1, self.vocab_size, max_rank), dtype)
+        super()._allocate(max_loras, shapes, dtype)
         if self.sharded_to_full_mapping is not None:
             mapping = torch.as_tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)
             self.sharded_to_full_mapping_gpu = mapping
@@ -123,29 +92,21 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
 
         ``lm_head`` may be wrapped (``lm_head.base_layer``). ``RuntimeError``: no slots or wrapper yet.
         """
-        ranks = self._require_slots("forward")
-        wrapper = self._require_wrapper()
-        check_last_dim(hidden_states, self.hidden_size, type(self).__name__)
+        wrapper = self._ready_wrapper()
         head = getattr(lm_head, "base_layer", lm_head)
-        logits = self.base_layer._gather_logits(head_product(head, hidden_states, embedding_bias))
+        order = self.sharded_to_full_mapping_gpu
+        logits = ordered_logits(self.base_layer, head, hidden_states, embedding_bias, order)
         if logits is None:
             return None
-        order = self.sharded_to_full_mapping_gpu
-        if order is None:
-            order = getattr(head, "columns_in_id_order", None)
-        if order is not None:
-            logits = logits.index_select(-1, order)
         if self.filled_slots or is_being_captured(logits):
             rows = hidden_states.to(self.lora_a_stacked.dtype)
             returned = wrapper.add_lora_logits(
-                logits, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, lora_ranks=ranks
+                logits, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, lora_ranks=self.lora_ranks
             )
             logits = logits if returned is None else returned
         return logits[..., : self.vocab_size]
 
     @classmethod
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:
+    def can_replace_layer(cls, **_: Any) -> bool:
         """Never: the head's sizes are needed, see :func:`punica.layers.from_layer_logits_processor`."""
         return False

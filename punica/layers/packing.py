@@ -46,9 +46,9 @@ def _cover(rows: list[int | None], sizes: list[int]) -> list[int]:
             if start == len(sizes):
                 return []
         else:
-            for count in _candidates(rows[group], sizes, start):
-                rest = fit(group + 1, start + count)
-                if rest is not None:
+            for count in range(1, len(sizes) - start + 1):
+                covers = rows[group] in (None, sum(sizes[start : start + count]))
+                if covers and (rest := fit(group + 1, start + count)) is not None:
                     return [count, *rest]
         furthest = max(furthest, (start, group))
         return None
@@ -62,11 +62,3 @@ def _cover(rows: list[int | None], sizes: list[int]) -> list[int]:
         f"packed groups with rows {rows} do not cover the {len(sizes)} slices of sizes {sizes}: "
         f"matching stopped at slice {at_slice} ({culprit})"
     )
-
-
-def _candidates(rows: int | None, sizes: list[int], start: int) -> list[int]:
-    """Numbers of slices from ``start`` on that a group of ``rows`` rows may cover, smallest first."""
-    counts = range(1, len(sizes) - start + 1)
-    if rows is None:
-        return list(counts)
-    return [count for count in counts if sum(sizes[start : start + count]) == rows]

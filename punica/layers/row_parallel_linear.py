@@ -29,19 +29,16 @@ class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[..., in/tp]`` (``[..., in]`` unless ``input_is_parallel``) to ``[..., out]``, reduced if the base does."""
         base = self.base_layer
-        expected = self.input_size if base.input_is_parallel else self.full_input_size
-        check_last_dim(input_, expected, type(self).__name__)
         if not base.input_is_parallel:
+            check_last_dim(input_, self.full_input_size, type(self).__name__)
             input_ = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank].contiguous()
-        output = self.apply(input_, None if base.skip_bias_add or self.tp_rank > 0 else self.bias)
+        output = self.apply(input_, None if base.skip_bias_add or self.tp_rank > 0 else base.bias)
         if base.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
         return self._result(output)
 
     @classmethod
     @_not_fully_sharded_can_replace
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:
+    def can_replace_layer(cls, *, source_layer: Any, **_: Any) -> bool:
         """Exactly ``RowParallelLinear``."""
         return is_exactly(source_layer, RowParallelLinear)

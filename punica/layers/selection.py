@@ -62,13 +62,9 @@ def from_layer(
 
     ``packed_modules_list``: names under which adapters know the matrices packed in ``layer`` (empty if not packed).
     """
+    situation = {"lora_config": lora_config, "packed_modules_list": packed_modules_list, "model_config": model_config}
     for lora_class in LORA_CLASSES:
-        if lora_class.can_replace_layer(
-            source_layer=layer,
-            lora_config=lora_config,
-            packed_modules_list=packed_modules_list,
-            model_config=model_config,
-        ):
+        if lora_class.can_replace_layer(source_layer=layer, **situation):
             wrapped = lora_class(layer)
             wrapped.create_lora_weights(max_loras, lora_config, model_config)
             return wrapped

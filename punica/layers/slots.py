@@ -9,21 +9,23 @@ nothing about the layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from punica.checks import check_count
 from punica.layers.base import BaseLayerWithLoRA
 from punica.layers.packing import LoRAFactor
-from punica.layers.utils import check_count, check_lora_pair, check_slot_index, lora_device
+from punica.layers.utils import base_weight, check_lora_pair, check_slot_index
 
 if TYPE_CHECKING:
     from punica.config import LoRAConfig
     from punica.wrapper import PunicaWrapperABC
 
 LoRAInput = Tensor | Sequence[LoRAFactor] | None
+Shapes = list[tuple[int, int]]
 
 
 class SlotPart(NamedTuple):
@@ -75,11 +77,13 @@ class SlottedLayer(BaseLayerWithLoRA):
     skips_when_empty = False
     full_input_size: int
     full_output_sizes: tuple[int, ...]
+    _slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the stacked buffers of A and of B, one per slice
+    _live_ranks: tuple[Tensor, Tensor]  # lora_ranks as this rank's shrink and as its expand must know them
 
     def __init__(self, base_layer: Any, device: torch.device | None = None) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.device = lora_device(base_layer) if device is None else device
+        self.device = base_weight(base_layer).device if device is None else device
         self.tp_size: int = getattr(base_layer, "tp_size", 1)
         self.tp_rank: int = getattr(base_layer, "tp_rank", 0)
         self.n_slices = 1
@@ -87,6 +91,8 @@ class SlottedLayer(BaseLayerWithLoRA):
         self.lora_config: LoRAConfig | None = None
         self.lora_ranks: Tensor | None = None
         self.filled_slots: set[int] = set()
+
+    # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
         """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank`` in ``lora_config.lora_dtype``.
@@ -97,23 +103,33 @@ class SlottedLayer(BaseLayerWithLoRA):
         if self.lora_config is not None:
             raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
         check_count("max_loras", max_loras)
-        check_count("max_lora_rank", lora_config.max_lora_rank)
         dtype = lora_config.lora_dtype
         if not isinstance(dtype, torch.dtype):
             raise TypeError(
                 f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
             )
-        self._allocate(max_loras, lora_config.max_lora_rank, dtype)
-        self.lora_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
+        self._allocate(max_loras, self._slot_shapes(lora_config.max_lora_rank), dtype)
         self.max_loras = max_loras
         self.lora_config = lora_config
 
-    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
-        """Create the stacked buffers, zeroed."""
-        raise NotImplementedError(f"{type(self).__name__}._allocate")
+    def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
+        """Shape of one slot of A and of B on this rank, per slice."""
+        a_shape = (self.full_input_size, max_rank) if self.a_transposed else (max_rank, self.full_input_size)
+        return [a_shape] * self.n_slices, [(width, max_rank) for width in self.full_output_sizes]
+
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
+        """Create the stacked buffers ``[L, 1, rows, cols]`` and ``lora_ranks``, zeroed."""
+        slots_a, slots_b = (
+            tuple(self._zeros((max_loras, 1, *shape), dtype) for shape in of_factor) for of_factor in shapes
+        )
+        self._slots = slots_a, slots_b
+        self.lora_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
+        self._live_ranks = self.lora_ranks, self.lora_ranks
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    # --- adapters into slots -----------------------------------------------------------------------------------------
 
     def reset_lora(self, index: int) -> None:
         """Zero slot ``index``. ``TypeError`` or ``ValueError``: bad index; ``RuntimeError``: no slots yet."""
@@ -146,21 +162,53 @@ class SlottedLayer(BaseLayerWithLoRA):
             self.filled_slots.discard(index)
 
     def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
-        """All matrices of a slot and this rank's part of A and B in each, checked; A and B ``None``: an empty slot."""
-        ranks = self._require_slots("slot_parts")
+        """All matrices of a slot (first A of every slice, then B) and this rank's part of A and B in each, checked.
+
+        A and B ``None``: an empty slot.
+        """
+        self._require_slots("slot_parts")
         if lora_a is None and lora_b is None:
-            nothing: list[LoRAFactor] = [None] * len(ranks)
+            nothing: list[LoRAFactor] = [None] * self.n_slices
             return self._parts(nothing, nothing)
         return self._parts(*self.check_lora(lora_a, lora_b))
 
     def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
         """:meth:`slot_parts` of checked full matrices, one A and one B (or None) per slice."""
-        raise NotImplementedError(f"{type(self).__name__}._parts")
+        own = (self.slice_lora_a(full_a), self.slice_lora_b(full_b))
+        parts = []
+        for rank_dim, (stacked, matrices, live) in enumerate(zip(self._slots, own, self._live_ranks, strict=True)):
+            for slots, matrix, ranks in zip(stacked, matrices, live, strict=True):
+                rank = 0 if matrix is None else matrix.shape[rank_dim]
+                part = matrix if rank else None
+                if part is not None and rank_dim == 0 and self.a_transposed:
+                    part = part.T
+                parts.append(SlotPart(slots, part, ranks, rank))
+        return parts
 
     @property
     def slot_bytes(self) -> int:
         """Device memory of one slot, in bytes: its matrices at full width."""
         return sum(part.matrix(0).nbytes for part in self.slot_parts(None, None))
+
+    # --- this rank's part --------------------------------------------------------------------------------------------
+
+    def slice_lora_a(self, lora_a: Any) -> Any:
+        """This rank's part of A (a view where possible): of one tensor, or of a list with one entry per slice."""
+        return _of_every_slice(self._slice_a, lora_a)
+
+    def slice_lora_b(self, lora_b: Any) -> Any:
+        """This rank's part of B (a view where possible): of one tensor, or of a list with one entry per slice."""
+        return _of_every_slice(self._slice_b, lora_b)
+
+    def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
+        """This rank's part of A of slice ``i``; a family that splits A overrides it."""
+        return lora_a
+
+    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
+        """This rank's part of B of slice ``i``; a family that splits B overrides it."""
+        return lora_b
+
+    # --- checks ------------------------------------------------------------------------------------------------------
 
     def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
         """All that ``set_lora`` would object to, without touching a slot; returns one full A and B (or None) per slice.
@@ -191,15 +239,23 @@ class SlottedLayer(BaseLayerWithLoRA):
         for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
             check_lora_pair(i, a, b, config.max_lora_rank)
 
-    def _require_slots(self, caller: str) -> Tensor:
+    def _require_slots(self, caller: str) -> None:
         if self.lora_ranks is None:
             raise RuntimeError(f"{type(self).__name__}: {caller} needs slots; call create_lora_weights first")
-        return self.lora_ranks
 
-    def _require_wrapper(self) -> PunicaWrapperABC:
+    def _ready_wrapper(self) -> PunicaWrapperABC:
+        """The wrapper of a forward that has all it needs; ``RuntimeError`` naming the missing call otherwise."""
+        self._require_slots("forward")
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
         return self.punica_wrapper
+
+
+def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
+    """``cut(0, tensor)``, or of a list ``cut(i, tensor)`` for every entry that is not ``None``."""
+    if isinstance(given, Tensor):
+        return cut(0, given)
+    return [None if factor is None else cut(i, factor) for i, factor in enumerate(given)]
 
 
 class UnsplitLayer(SlottedLayer):
@@ -212,18 +268,6 @@ class UnsplitLayer(SlottedLayer):
     lora_a_stacked: Tensor
     lora_b_stacked: Tensor
 
-    def slice_lora_a(self, lora_a: Any) -> Any:
-        """A as it is: whole on every rank."""
-        return lora_a
-
-    def slice_lora_b(self, lora_b: Any) -> Any:
-        """B as it is: whole on every rank."""
-        return lora_b
-
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        (live,), (a,), (b,) = self._require_slots("set_lora"), full_a, full_b
-        rank = 0 if a is None else a.shape[0]
-        if a is not None and self.a_transposed:
-            a = a.T
-        pairs = ((self.lora_a_stacked, a), (self.lora_b_stacked, b))
-        return [SlotPart(slots, matrix if rank else None, live, rank) for slots, matrix in pairs]
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
+        super()._allocate(max_loras, shapes, dtype)
+        (self.lora_a_stacked,), (self.lora_b_stacked,) = self._slots

@@ -62,24 +62,18 @@ def _with_condition(can_replace: Callable[..., bool], condition: Callable[[Any],
     return conditional
 
 
-def lora_device(base_layer: nn.Module) -> torch.device:
-    """Where the LoRA buffers of ``base_layer`` belong: the device of the first weight it has.
+def base_weight(base_layer: nn.Module) -> Tensor:
+    """The first weight that ``base_layer`` has; its device is where the LoRA buffers belong.
 
     Looked for, in order: ``weight``, ``weight_packed``, ``qweight``, then ``w2_weight`` (on ``routed_experts`` if there
     is one). Raises ``ValueError`` when it has none of them.
     """
-    for owner, name in (
-        (base_layer, "weight"),
-        (base_layer, "weight_packed"),
-        (base_layer, "qweight"),
-        (getattr(base_layer, "routed_experts", base_layer), "w2_weight"),
-    ):
-        weight = getattr(owner, name, None)
-        if isinstance(weight, Tensor):
-            return weight.device
-    raise ValueError(
-        f"unsupported base layer {type(base_layer).__name__}: it has none of weight, weight_packed, qweight, w2_weight"
-    )
+    experts = getattr(base_layer, "routed_experts", base_layer)
+    owners = {"weight": base_layer, "weight_packed": base_layer, "qweight": base_layer, "w2_weight": experts}
+    for name, owner in owners.items():
+        if isinstance(weight := getattr(owner, name, None), Tensor):
+            return weight
+    raise ValueError(f"unsupported base layer {type(base_layer).__name__}: it has none of {', '.join(owners)}")
 
 
 def check_slot_index(index: object, num_slots: int) -> None:
@@ -88,14 +82,6 @@ def check_slot_index(index: object, num_slots: int) -> None:
         raise TypeError(f"index must be an int, got {type(index).__name__} ({index!r})")
     if not 0 <= index < num_slots:
         raise ValueError(f"index must be a slot in [0, {num_slots}), got {index}; max_loras={num_slots} slots exist")
-
-
-def check_count(name: str, value: object) -> None:
-    """``TypeError`` unless ``value`` is an int, ``ValueError`` unless it is at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> None:
@@ -141,6 +127,11 @@ def has_no_lora(wrapper: object) -> bool:
 def is_being_captured(tensor: Tensor) -> bool:
     """Whether work on ``tensor`` goes into a CUDA graph now: then what is left out stays left out at every replay."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """``[..., width]`` as ``[T, width]``; itself where it is that already, which costs the host nothing."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def as_pair_list(name: str, value: object) -> list[Any]:

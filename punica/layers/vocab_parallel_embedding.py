@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.layers.slots import UnsplitLayer
+from punica.layers.slots import Shapes, UnsplitLayer
 from punica.layers.utils import has_no_lora, is_being_captured, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -46,10 +46,10 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         """The base layer's table."""
         return self.base_layer.weight
 
-    def _allocate(self, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
-        self.lora_a_stacked = self._zeros((max_loras, self.full_input_size, max_rank), dtype)
-        self.lora_a_stacked_2d = self.lora_a_stacked.view(-1, max_rank)
-        self.lora_b_stacked = self._zeros((max_loras, 1, self.full_output_sizes[0], max_rank), dtype)
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
+        super()._allocate(max_loras, shapes, dtype)
+        self.lora_a_stacked = self.lora_a_stacked.squeeze(1)
+        self.lora_a_stacked_2d = self.lora_a_stacked.flatten(0, 1)
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids of any shape ``[...]`` to ``[..., embedding_dim]``. The first T ids, flattened, are the step's tokens.
@@ -58,45 +58,45 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         mapping of the full batch.
 
         ``RuntimeError``: no slots, wrapper or metadata yet. ``ValueError``: fewer ids than the T of the mapping, or
-        metadata for another vocabulary, whose offsets would address other rows.
+        metadata that was made for another vocabulary.
         """
-        ranks = self._require_slots("forward")
-        wrapper = self._require_wrapper()
-        offsets = self._checked_offsets(cast("PunicaWrapperBase", wrapper), input_)
+        wrapper = self._ready_wrapper()
+        step = cast("PunicaWrapperBase", wrapper)
+        slots = step.token_lora_indices  # int64 [T]
+        tokens = slots.shape[0]
+        if step.vocab_size not in (None, self.full_input_size):
+            raise ValueError(
+                f"update_metadata was given vocab_size={step.vocab_size}, but this embedding has org_vocab_size="
+                f"{self.full_input_size}; pass that"
+            )
+        if input_.numel() < tokens:
+            raise ValueError(
+                f"got {input_.numel()} ids, expected at least the {tokens} tokens of the mapping; "
+                "call update_metadata for this batch"
+            )
         output = self.base_layer(input_)
         if has_no_lora(wrapper) or not (self.filled_slots or is_being_captured(input_)):
             return output
-        tokens = offsets.shape[0]
         flat = output.view(-1, output.shape[-1])
         returned = wrapper.add_lora_embedding(
-            flat[:tokens], self._shrunk(input_.reshape(-1)[:tokens], offsets), self.lora_b_stacked, lora_ranks=ranks
+            flat[:tokens],
+            self._shrunk(input_.reshape(-1)[:tokens], slots),
+            self.lora_b_stacked,
+            lora_ranks=self.lora_ranks,
         )
         return output if returned is None else torch.cat((returned, flat[tokens:])).view(output.shape)
 
-    def _checked_offsets(self, wrapper: PunicaWrapperBase, ids: Tensor) -> Tensor:
-        """First row of every token's slot in ``lora_a_stacked_2d``, int64 ``[T]``."""
-        offsets = wrapper.embeddings_indices[1]
-        if wrapper.vocab_size != self.full_input_size:
-            raise ValueError(
-                f"update_metadata was given vocab_size={wrapper.vocab_size}, but this embedding has org_vocab_size="
-                f"{self.full_input_size}, which is what the offsets of its slots are computed from; pass that"
-            )
-        if ids.numel() < offsets.shape[0]:
-            raise ValueError(
-                f"got {ids.numel()} ids, expected at least the {offsets.shape[0]} tokens of the mapping; "
-                "call update_metadata for this batch"
-            )
-        return offsets
+    def _shrunk(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """``x A^T``: the gathered rows ``[T, R]``, zero for ids outside the original vocabulary.
 
-    def _shrunk(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """``x A^T``: the gathered rows ``[T, R]``, zero for ids outside the original vocabulary."""
-        known = (ids >= 0) & (ids < self.full_input_size)
-        rows = F.embedding(torch.where(known, ids, 0) + offsets, self.lora_a_stacked_2d)
-        return rows.masked_fill_(~known.unsqueeze(-1), 0)
+        A row without adapter gets that of some slot: nobody reads it. The sums stay on the device, where the slots of a
+        captured step change.
+        """
+        known = ids.clamp(0, self.full_input_size - 1)
+        rows = torch.add(known, slots, alpha=self.full_input_size).clamp_(min=0)
+        return F.embedding(rows, self.lora_a_stacked_2d).masked_fill_((ids != known).unsqueeze(-1), 0)
 
     @classmethod
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:
+    def can_replace_layer(cls, *, source_layer: Any, lora_config: Any, **_: Any) -> bool:
         """Any vocabulary-parallel embedding that is not a head, sharded configuration or not."""
         return is_kind_of(source_layer, VocabParallelEmbedding) and not is_kind_of(source_layer, ParallelLMHead)

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from punica.checks import check_count
 from punica.parallel.group import divide, tensor_model_parallel_all_reduce
-from punica.parallel.linear import UnquantizedLinearMethod, check_checkpoint_shape, check_positive, resolve_tp
+from punica.parallel.linear import UnquantizedLinearMethod, annotated_parameter, check_checkpoint_shape, resolve_tp
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,13 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         org = num_embeddings if org_num_embeddings is None else org_num_embeddings
-        check_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        check_positive(org_num_embeddings=org, padding_size=padding_size)
+        self.num_embeddings = check_count("num_embeddings", num_embeddings)
+        self.embedding_dim = check_count("embedding_dim", embedding_dim)
+        self.org_vocab_size = check_count("org_num_embeddings", org)
+        self.padding_size = check_count("padding_size", padding_size)
         if org > num_embeddings:
             raise ValueError(f"org_num_embeddings must be at most num_embeddings={num_embeddings}, got {org}")
         self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.org_vocab_size = org
-        self.padding_size = padding_size
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.org_vocab_size_padded = round_up(org, padding_size)
         self.num_embeddings_padded = round_up(self.org_vocab_size_padded + num_embeddings - org, padding_size)
@@ -108,13 +108,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = self._parameter(self.num_embeddings_per_partition, embedding_dim)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
-        parameter = nn.Parameter(torch.zeros(shape, dtype=self.params_dtype), requires_grad=False)
-        attributes = {"output_dim": 0, "weight_loader": self.weight_loader}
-        if len(shape) == 2:
-            attributes["input_dim"] = 1
-        for name, value in attributes.items():
-            setattr(parameter, name, value)
-        return parameter
+        return annotated_parameter(torch.zeros(shape, dtype=self.params_dtype), self.weight_loader)
 
     def _indices_of(self, rank: int) -> VocabShardIndices:
         """Id ranges of any rank: each part is dealt out in equal padded pieces, rank 0 first."""
@@ -149,9 +143,8 @@ class VocabParallelEmbedding(nn.Module):
         org = loaded_weight[shard.org_vocab_start_index : shard.org_vocab_end_index]
         param.data[: shard.num_org_elements].copy_(org)
         if has_added:
-            first = shard.num_org_elements_padded
             added = loaded_weight[shard.added_vocab_start_index : shard.added_vocab_end_index]
-            param.data[first : first + shard.num_added_elements].copy_(added)
+            param.data.narrow(0, shard.num_org_elements_padded, shard.num_added_elements).copy_(added)
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids of any shape ``[...]`` (int32 or int64) to ``[..., embedding_dim]``.
@@ -194,8 +187,7 @@ class VocabParallelEmbedding(nn.Module):
             org += range(first, first + shard.num_org_elements)
             first_added = first + shard.num_org_elements_padded
             added += range(first_added, first_added + shard.num_added_elements)
-        real = set(org) | set(added)
-        return org + added + [column for column in range(self.num_embeddings_padded) if column not in real]
+        return org + added + sorted({*range(self.num_embeddings_padded)}.difference(org, added))
 
     def get_sharded_to_full_mapping(self) -> list[int] | None:
         """:meth:`column_of_id` for gathered logits; ``None`` for ``tp_size`` 1, where nothing is gathered.
@@ -225,18 +217,10 @@ class ParallelLMHead(VocabParallelEmbedding):
         embedding_dim: int,
         bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = 64,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, tp_rank, tp_size
-        )
-        if bias:
-            self.bias = self._parameter(self.num_embeddings_per_partition)
-        else:
-            self.register_parameter("bias", None)
+        super().__init__(num_embeddings, embedding_dim, params_dtype, **common)
+        self.register_parameter("bias", self._parameter(self.num_embeddings_per_partition) if bias else None)
         order = torch.tensor(self.column_of_id()) if num_embeddings > self.org_vocab_size else None
         self.register_buffer("columns_in_id_order", order, persistent=False)
 

@@ -152,7 +152,7 @@ class TorchDistGroup:
         if tensor.device.type != "cpu":
             return
         own = (tuple(tensor.shape), str(tensor.dtype))
-        mine = torch.tensor([zlib.crc32(repr(own).encode())])
+        mine = torch.tensor([zlib.crc32(repr(own).encode())], device="cpu")
         theirs = mine.new_empty(self.world_size)
         _all_gather_flat(theirs, mine, group=self._process_group)
         if bool((theirs == mine).all()):

@@ -23,7 +23,6 @@ With more processes than ``tp_size`` the world is cut into groups of consecutive
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import pickle
@@ -76,10 +75,15 @@ def init_tensor_parallel(
     Raises, before anything changes: TypeError or ValueError for an argument or environment variable out of range or a
     ``tp_size`` that does not divide the world size, RuntimeError for a missing environment or too few GPUs.
     """
-    given = {"backend": backend, "init_method": init_method, "rank": rank, "world_size": world_size}
+    given: dict[str, Any] = {"backend": backend, "init_method": init_method, "rank": rank, "world_size": world_size}
     found = dist.is_available() and dist.is_initialized()
-    world = _world_as_found(given) if found else _planned_world(backend, init_method, rank, world_size)
-    size = world.size if tp_size is None else _checked_tp_size(tp_size, world.size)
+    world = _world_as_found(given) if found else _planned_world(**given)
+    size = world.size if tp_size is None else check_count("tp_size", tp_size)
+    if world.size % size:
+        raise ValueError(
+            f"tp_size is {size}, must divide the world size {world.size}; choose a divisor or start a multiple of "
+            f"{size} ranks"
+        )
     with ExitStack() as undo:
         if not found:
             _start(world)
@@ -101,7 +105,7 @@ class _World:
     init_method: str | None = None
 
     @property
-    def starts_nccl(self) -> bool:
+    def uses_nccl(self) -> bool:
         return "nccl" in self.backend
 
 
@@ -126,82 +130,57 @@ def _planned_world(backend: str | None, init_method: str | None, rank: int | Non
             f"environment variable(s) {', '.join(missing)} not set; {TORCHRUN_HINT}, or pass init_method, rank and "
             "world_size"
         )
-    size = check_count("world_size", _environment_int("WORLD_SIZE") if world_size is None else world_size)
-    place = check_count("rank", _environment_int("RANK") if rank is None else rank, lowest=0)
+    size = check_count("world_size", _from_environment("WORLD_SIZE") if world_size is None else world_size)
+    place = check_count("rank", _from_environment("RANK") if rank is None else rank, lowest=0)
     if place >= size:
         raise ValueError(f"rank is {place}, must be below world_size {size}; ranks count from 0")
-    local = _environment_int("LOCAL_RANK") if os.environ.get("LOCAL_RANK") else place
+    local = _from_environment("LOCAL_RANK", place)
     _check_backend(backend)
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     world = _World(place, size, local, backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), init_method)
-    if world.starts_nccl:
-        local_size = _environment_int("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else local + 1
-        _check_gpus(max(local + 1, local_size))
+    local_ranks, gpus = max(local + 1, _from_environment("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if world.uses_nccl and local_ranks > gpus:
+        raise RuntimeError(
+            f"{local_ranks} ranks on this machine need a GPU each with NCCL, there are {gpus}; start at most {gpus} "
+            "ranks here, or pass backend='gloo' to compute on the CPU"
+        )
     return world
 
 
 def _check_backend(backend: str | None) -> None:
     """ValueError unless it is e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``, of backends that torch knows."""
-    if backend is None:
-        return
-    for part in backend.split(","):
-        if part.rpartition(":")[2].lower() not in dist.Backend.backend_list:
-            raise ValueError(
-                f"backend is {backend!r}, must be of {dist.Backend.backend_list}; leave it out for the usual"
-            )
+    known = dist.Backend.backend_list
+    if backend is not None and any(part.rpartition(":")[2].lower() not in known for part in backend.split(",")):
+        raise ValueError(f"backend is {backend!r}, must be of {known}; leave it out for the usual")
 
 
-def _environment_int(name: str) -> int:
-    value = os.environ[name]
+def _from_environment(name: str, default: int = 0) -> int:
+    value = os.environ.get(name) or str(default)
     if not value.isdecimal():
         raise ValueError(f"environment variable {name} must be an integer >= 0, got {value!r}; {TORCHRUN_HINT}")
     return int(value)
 
 
-def _check_gpus(local_ranks: int) -> None:
-    gpus = torch.cuda.device_count()
-    if local_ranks > gpus:
-        raise RuntimeError(
-            f"{local_ranks} ranks on this machine need a GPU each with NCCL, there are {gpus}; start at most {gpus} "
-            "ranks here, or pass backend='gloo' to compute on the CPU"
-        )
-
-
-def _checked_tp_size(tp_size: int, world_size: int) -> int:
-    check_count("tp_size", tp_size)
-    if world_size % tp_size:
-        raise ValueError(
-            f"tp_size is {tp_size}, must divide the world size {world_size}; choose a divisor or start a multiple of "
-            f"{tp_size} ranks"
-        )
-    return tp_size
-
-
 def _start(world: _World) -> None:
-    if world.starts_nccl:
+    if world.uses_nccl:
         torch.cuda.set_device(world.local_rank)
     # torch.distributed.nn makes the world of its import time a default argument. Other libraries import it lazily; were
     # that to happen in this block, it would keep the world alive, and gloo's threads abort a process that ends with it.
     importlib.import_module("torch.distributed.nn")
-    place: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
     method = urlsplit(world.init_method or "")
+    meeting: dict[str, Any] = {"init_method": world.init_method}
     if method.scheme == "file":  # torch would take the path as it is quoted and wait for a file that nobody writes
-        place["store"] = dist.FileStore(unquote(method.path), world.size)
-    else:
-        place["init_method"] = world.init_method
-    dist.init_process_group(world.backend, **place)
+        meeting = {"store": dist.FileStore(unquote(method.path), world.size)}
+    dist.init_process_group(world.backend, rank=world.rank, world_size=world.size, **meeting)
 
 
 def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
     """The group of this rank: ranks ``[k * tp_size, (k + 1) * tp_size)`` of the world."""
     process_group = None
     if tp_size < world.size:
-        for first in range(0, world.size, tp_size):  # every rank takes part in making every group
-            made = dist.new_group(list(range(first, first + tp_size)))
-            if first <= world.rank < first + tp_size:
-                process_group = made
+        process_group, _ = dist.new_subgroups(tp_size)
         undo.callback(dist.destroy_process_group, process_group)
-    if world.starts_nccl:  # the first collective connects the ranks, which it must not do while a graph is captured
+    if world.uses_nccl:  # the first collective connects the ranks, which it must not do while a graph is captured
         dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
     group = TorchDistGroup(process_group)
     undo.callback(group.close)
@@ -262,7 +241,7 @@ def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
     try:
         while not (processes.join(timeout=5) or failure.exists()):
             pass
-    except mp.ProcessExitedException as error:
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         if not failure.exists():  # killed, or failed to import what it should run
             raise RuntimeError(
                 f"spawn_tensor_parallel: rank {error.error_index} of {tp_size}: {error}; if it says nothing above, the "
@@ -283,25 +262,23 @@ def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(tp_size))
     torch.set_num_threads(threads)
     place: dict[str, Any] = {"rank": rank, "world_size": tp_size, "init_method": (home / "rendezvous").as_uri()}
-    # noted inside as well: leaving the group makes the other ranks fail too, and theirs is not the failure to report
-    noting = functools.partial(_noting_failure, home, rank, tp_size)
-    with noting(), init_tensor_parallel(backend=backend, **place), noting():
-        function, args = pickle.loads((home / "call").read_bytes())
-        (home / f"result-{rank}").write_bytes(pickle.dumps(function(rank, *args)))
+    with ExitStack() as group:
+        try:
+            group.enter_context(init_tensor_parallel(backend=backend, **place))
+            function, args = pickle.loads((home / "call").read_bytes())
+            (home / f"result-{rank}").write_bytes(pickle.dumps(function(rank, *args)))
+        except Exception:
+            # before the group is left: that makes the other ranks fail too, and theirs is not the failure to report
+            _note_failure(home, rank, f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}")
+            raise SystemExit(1) from None  # the traceback is told; torch would leave it in a file of its own as well
 
 
-@contextmanager
-def _noting_failure(home: Path, rank: int, tp_size: int) -> Iterator[None]:
-    """Write the traceback of an exception to ``FIRST_FAILURE``, unless a failure is there already, and exit."""
-    try:
-        yield
-    except Exception:
-        note = home / f"failure-{rank}"
-        text = f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}"
-        note.write_text(text, encoding="utf-8", errors="backslashreplace")
-        with suppress(FileExistsError):
-            os.link(note, home / FIRST_FAILURE)  # complete at once, and only for the first
-        raise SystemExit(1) from None  # the traceback is told; torch would leave it in a file of its own as well
+def _note_failure(home: Path, rank: int, text: str) -> None:
+    """Write ``text`` to ``FIRST_FAILURE``, unless a failure is there already."""
+    note = home / f"failure-{rank}"
+    note.write_text(text, encoding="utf-8", errors="backslashreplace")
+    with suppress(FileExistsError):
+        os.link(note, home / FIRST_FAILURE)  # complete at once, and only for the first
 
 
 def _result_of(home: Path, rank: int, tp_size: int) -> Any:

@@ -13,13 +13,14 @@ Attribute names follow vLLM. Inference only: no parameter requires a gradient. P
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from punica.checks import check_count
 from punica.parallel.group import (
     divide,
     get_tensor_model_parallel_rank,
@@ -50,13 +51,6 @@ def resolve_tp(tp_rank: int | None, tp_size: int | None) -> tuple[int, int]:
     return rank, size
 
 
-def check_positive(**sizes: int) -> None:
-    """``ValueError`` naming the first size that is below 1."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-
-
 def check_last_dim(x: Tensor, expected: int, layer_name: str) -> None:
     """``ValueError`` unless ``x`` is ``[..., expected]``; called before the matmul."""
     if x.ndim == 0 or x.shape[-1] != expected:
@@ -67,6 +61,28 @@ def check_checkpoint_shape(loaded: Tensor, expected: Sequence[int], what: str) -
     """``ValueError`` with both shapes when a checkpoint tensor is not the full tensor that the layer expects."""
     if tuple(loaded.shape) != tuple(expected):
         raise ValueError(f"{what}: checkpoint tensor must have shape {tuple(expected)}, got {tuple(loaded.shape)}")
+
+
+def annotated_parameter(values: Tensor, weight_loader: Callable[..., None]) -> nn.Parameter:
+    """A frozen parameter with what loaders read: ``weight_loader``, ``output_dim`` and, of a matrix, ``input_dim``."""
+    parameter = nn.Parameter(values, requires_grad=False)
+    attributes = {"output_dim": 0, "weight_loader": weight_loader, **({"input_dim": 1} if values.ndim == 2 else {})}
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+@dataclass(frozen=True)
+class OutputShard:
+    """One checkpoint matrix of a layer: of its ``full`` rows this rank has the ``index``-th block of ``rows`` rows."""
+
+    full: int
+    index: int
+    rows: int
+
+    def rows_of(self, matrix: Tensor) -> Tensor:
+        """This rank's rows of the full matrix (or bias), a view."""
+        return matrix.narrow(0, self.index * self.rows, self.rows)
 
 
 class LinearBase(nn.Module):
@@ -96,48 +112,46 @@ class LinearBase(nn.Module):
         tp_size: int | None = None,
     ) -> None:
         super().__init__()
-        check_positive(input_size=input_size, output_size=output_size)
-        self.input_size = input_size
-        self.output_size = output_size
+        self.input_size = check_count("input_size", input_size)
+        self.output_size = check_count("output_size", output_size)
         self.skip_bias_add = skip_bias_add
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.prefix = prefix
+        self._label = prefix or type(self).__name__
         self.return_bias = return_bias
         self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size)
         self.quant_method = UnquantizedLinearMethod()
 
     def _create_parameters(self, out_features: int, in_features: int, bias: bool) -> None:
         """Register ``weight [out_features, in_features]`` (this rank's) and ``bias [out_features]`` or ``None``."""
-        self.weight = self._parameter((out_features, in_features), input_dim=1)
-        if bias:
-            self.bias = self._parameter((out_features,))
-            nn.init.zeros_(self.bias)
-        else:
-            self.register_parameter("bias", None)
+        weight = torch.empty(out_features, in_features, dtype=self.params_dtype)
+        self.weight = annotated_parameter(weight, self.weight_loader)
+        zeros = torch.zeros(out_features, dtype=self.params_dtype) if bias else None
+        self.register_parameter("bias", None if zeros is None else annotated_parameter(zeros, self.weight_loader))
 
-    def _parameter(self, shape: tuple[int, ...], **attributes: Any) -> nn.Parameter:
-        parameter = nn.Parameter(torch.empty(shape, dtype=self.params_dtype), requires_grad=False)
-        for name, value in {"output_dim": 0, "weight_loader": self.weight_loader, **attributes}.items():
-            setattr(parameter, name, value)
-        return parameter
-
-    @property
-    def _label(self) -> str:
-        return self.prefix or type(self).__name__
+    def _shards(self) -> dict[Hashable, OutputShard]:
+        """Checkpoint matrices in the order in which their parts lie in the weight, by shard id; here one, whole."""
+        return {None: OutputShard(self.output_size, 0, self.output_size)}
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
         """Copy this rank's part of the **full** checkpoint tensor into ``param``.
 
-        Here, for layers that are not split along the output, the whole tensor. A wrong shape or shard id is a
-        ``ValueError`` and leaves ``param`` unchanged.
+        That is its rows of one checkpoint matrix (``shard_id``), or of all of them stacked (``None``). An unknown id or
+        a wrong shape is a ``ValueError`` and leaves ``param`` unchanged.
         """
-        self._reject_shard_id(shard_id)
-        check_checkpoint_shape(loaded_weight, param.shape, self._label)
-        param.data.copy_(loaded_weight)
-
-    def _reject_shard_id(self, shard_id: Hashable) -> None:
-        if shard_id is not None:
-            raise ValueError(f"{self._label}: shard_id must be None, this layer holds one matrix; got {shard_id!r}")
+        shards = self._shards()
+        if shard_id is not None and shard_id not in shards:
+            known = [key for key in shards if key is not None]
+            allowed = f"None or one of {known}" if known else "None (this layer holds one matrix)"
+            raise ValueError(f"{self._label}: shard_id must be {allowed}, got {shard_id!r}")
+        wanted = shards if shard_id is None else {shard_id: shards[shard_id]}
+        full_rows = [shard.full for shard in wanted.values()]
+        check_checkpoint_shape(loaded_weight, (sum(full_rows), *param.shape[1:]), self._label)
+        sources = dict(zip(wanted, loaded_weight.split(full_rows), strict=True))
+        targets = param.data.split([shard.rows for shard in shards.values()])
+        for (key, shard), target in zip(shards.items(), targets, strict=True):
+            if key in sources:
+                target.copy_(shard.rows_of(sources[key]))
 
     def _result(self, output: Tensor) -> LinearOutput:
         if not self.return_bias:
@@ -156,15 +170,6 @@ class ReplicatedLinear(LinearBase):
         """``[..., in] -> [..., out]``."""
         check_last_dim(input_, self.input_size, self._label)
         return self._result(self.quant_method.apply(self, input_, None if self.skip_bias_add else self.bias))
-
-
-@dataclass(frozen=True)
-class OutputShard:
-    """One checkpoint matrix of a column layer: of its ``full`` rows, ``[start, start + rows)`` belong to this rank."""
-
-    full: int
-    start: int
-    rows: int
 
 
 class ColumnParallelLinear(LinearBase):
@@ -191,7 +196,8 @@ class ColumnParallelLinear(LinearBase):
         sizes = [output_size] if output_sizes is None else list(output_sizes)
         if sum(sizes) != output_size:
             raise ValueError(f"output_sizes must add up to output_size={output_size}, got {sizes} (sum {sum(sizes)})")
-        check_positive(**{f"output_sizes[{i}]": size for i, size in enumerate(sizes)})
+        for i, size in enumerate(sizes):
+            check_count(f"output_sizes[{i}]", size)
         self.gather_output = gather_output
         self.output_partition_sizes = [divide(size, self.tp_size) for size in sizes]
         self.output_size_per_partition = sum(self.output_partition_sizes)
@@ -199,29 +205,7 @@ class ColumnParallelLinear(LinearBase):
         self._create_parameters(self.output_size_per_partition, input_size, bias)
 
     def _shards(self) -> dict[Hashable, OutputShard]:
-        """Checkpoint matrices in the order in which their parts lie in the weight, by shard id."""
-        rows = self.output_size_per_partition
-        return {None: OutputShard(self.output_size, self.tp_rank * rows, rows)}
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
-        """Copy this rank's rows of one checkpoint matrix (``shard_id``) or of all of them stacked (``None``).
-
-        Raises ``ValueError`` for an unknown id or a wrong shape; ``param`` is then unchanged.
-        """
-        shards = self._shards()
-        if shard_id is not None and shard_id not in shards:
-            known = [key for key in shards if key is not None]
-            raise ValueError(f"{self._label}: shard_id must be None or one of {known}, got {shard_id!r}")
-        wanted = shards if shard_id is None else {shard_id: shards[shard_id]}
-        full_rows = sum(shard.full for shard in wanted.values())
-        check_checkpoint_shape(loaded_weight, (full_rows, *param.shape[1:]), self._label)
-        source = target = 0
-        for key, shard in shards.items():
-            if key in wanted:
-                rows = loaded_weight.narrow(0, source + shard.start, shard.rows)
-                param.data.narrow(0, target, shard.rows).copy_(rows)
-                source += shard.full
-            target += shard.rows
+        return {None: OutputShard(self.output_size, self.tp_rank, self.output_size_per_partition)}
 
     def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in] -> [..., out/tp]``, or ``[..., out]`` with ``gather_output``."""
@@ -248,7 +232,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     def _shards(self) -> dict[Hashable, OutputShard]:
         sizes = zip(self.output_sizes, self.output_partition_sizes, strict=True)
-        return {i: OutputShard(full, self.tp_rank * rows, rows) for i, (full, rows) in enumerate(sizes)}
+        return {i: OutputShard(full, self.tp_rank, rows) for i, (full, rows) in enumerate(sizes)}
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -274,7 +258,9 @@ class QKVParallelLinear(ColumnParallelLinear):
     ) -> None:
         tp_rank, tp_size = resolve_tp(tp_rank, tp_size)
         total_kv = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
-        check_positive(head_size=head_size, total_num_heads=total_num_heads, total_num_kv_heads=total_kv)
+        check_count("head_size", head_size)
+        check_count("total_num_heads", total_num_heads)
+        check_count("total_num_kv_heads", total_kv)
         num_heads = divide(total_num_heads, tp_size)
         replicas = divide(tp_size, total_kv) if tp_size >= total_kv else 1
         num_kv_heads = divide(total_kv * replicas, tp_size)
@@ -292,9 +278,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def _shards(self) -> dict[Hashable, OutputShard]:
         q_rows, kv_rows, _ = self.output_partition_sizes
-        q = OutputShard(self.total_num_heads * self.head_size, self.tp_rank * q_rows, q_rows)
-        kv_start = self.tp_rank // self.num_kv_head_replicas * kv_rows
-        kv = OutputShard(self.total_num_kv_heads * self.head_size, kv_start, kv_rows)
+        q = OutputShard(self.total_num_heads * self.head_size, self.tp_rank, q_rows)
+        kv_index = self.tp_rank // self.num_kv_head_replicas
+        kv = OutputShard(self.total_num_kv_heads * self.head_size, kv_index, kv_rows)
         return {"q": q, "k": kv, "v": kv}
 
 
@@ -332,12 +318,11 @@ class RowParallelLinear(LinearBase):
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
         """Copy this rank's columns of the full ``[out, in]`` weight, or the whole bias; ``ValueError`` as above."""
-        if param.ndim == 1:
-            return super().weight_loader(param, loaded_weight, shard_id)
-        self._reject_shard_id(shard_id)
-        check_checkpoint_shape(loaded_weight, (self.output_size, self.input_size), self._label)
-        columns = self.input_size_per_partition
-        param.data.copy_(loaded_weight.narrow(1, self.tp_rank * columns, columns))
+        if param.ndim == 2:
+            check_checkpoint_shape(loaded_weight, (self.output_size, self.input_size), self._label)
+            columns = self.input_size_per_partition
+            loaded_weight = loaded_weight.narrow(1, self.tp_rank * columns, columns)
+        super().weight_loader(param, loaded_weight, shard_id)
 
     def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in/tp]`` (or ``[..., in]`` when not ``input_is_parallel``) to ``[..., out]``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,12 +11,18 @@ from punica.parallel.embedding import VocabParallelEmbedding
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_gather
 
 
-def head_product(
-    lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None
-) -> Tensor:
-    """This rank's logits: hidden times its shard of the head, plus ``embedding_bias`` or else the head's own bias."""
+def ordered_logits(
+    processor: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None, order: Tensor | None = None
+) -> Tensor | None:
+    """Hidden times the shards of the head, gathered by ``processor``, a column per id: original, added, then padding.
+
+    ``embedding_bias`` takes the place of the head's own bias, ``order`` (int64, the column of every id) that of its own
+    ``columns_in_id_order``. ``None`` on ranks that do not get the logits.
+    """
     bias = getattr(lm_head, "bias", None) if embedding_bias is None else embedding_bias  # a tied embedding has none
-    return lm_head.quant_method.apply(lm_head, hidden_states, bias)
+    logits = processor._gather_logits(lm_head.quant_method.apply(lm_head, hidden_states, bias))
+    order = getattr(lm_head, "columns_in_id_order", None) if order is None else order
+    return logits if logits is None or order is None else logits.index_select(-1, order)
 
 
 class LogitsProcessor(nn.Module):
@@ -68,14 +76,9 @@ class LogitsProcessor(nn.Module):
     def _get_logits(
         self, hidden_states: Tensor, lm_head: VocabParallelEmbedding, embedding_bias: Tensor | None = None
     ) -> Tensor | None:
-        """:func:`head_product`, gathered, in the order of the ids, cut to ``org_vocab_size``."""
-        logits = self._gather_logits(head_product(lm_head, hidden_states, embedding_bias))
-        if logits is None:
-            return None
-        order = getattr(lm_head, "columns_in_id_order", None)
-        if order is not None:
-            logits = logits.index_select(-1, order)
-        return logits[..., : self.org_vocab_size]
+        """:func:`ordered_logits`, cut to ``org_vocab_size``."""
+        logits = ordered_logits(self, lm_head, hidden_states, embedding_bias)
+        return None if logits is None else logits[..., : self.org_vocab_size]
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:
         """Join the shards along the vocabulary: on all ranks, or on rank 0 alone."""

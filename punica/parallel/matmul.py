@@ -20,7 +20,7 @@ from torch import Tensor
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., in]``, ``weight [out, in]``, ``bias [out]`` or None to ``[..., out]``; any device, any dtype."""
-    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.dim() == 2 and x.shape[0] > 1:
+    if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() == 2 and x.shape[0] > 1:
         onednn = _onednn_linear()
         if onednn is not None:
             return onednn(x, weight, bias, "none", [], "")
@@ -32,7 +32,8 @@ def _onednn_linear() -> Any | None:
     """oneDNN's fused linear, if this torch has it and it agrees with ``F.linear`` on a small product; probed once."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return None
-    x, weight, bias = (torch.linspace(-1, 1, n).view(s) for n, s in ((15, (3, 5)), (20, (4, 5)), (4, (4,))))
+    numbers = torch.linspace(-1, 1, 20, device="cpu")  # wherever tensors are made by default
+    x, weight, bias = numbers[:15].view(3, 5), numbers.view(4, 5), numbers[:4]
     try:
         found = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     except (RuntimeError, TypeError):  # built without it, or with another signature

@@ -117,7 +117,9 @@ def use(wrapper: PunicaWrapperBase, slots: list[int], vocab_size: int = 32) -> N
 
 
 def random_pair(rank: int, in_size: int, out_size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(rank, in_size) / in_size**0.5, torch.randn(out_size, rank) / rank**0.5
+    """A and B on the CPU, whatever the default device."""
+    a, b = torch.randn(rank, in_size, device="cpu"), torch.randn(out_size, rank, device="cpu")
+    return a / in_size**0.5, b / rank**0.5
 
 
 def linear_layer(
@@ -128,7 +130,7 @@ def linear_layer(
     with torch.device(device):
         base = case.build(**{"return_bias": False, "params_dtype": dtype, **(place or {}), **options})
     rows = sum(case.sizes)
-    weight, bias = torch.randn(rows, IN) / IN**0.5, torch.randn(rows)
+    weight, bias = torch.randn(rows, IN, device="cpu") / IN**0.5, torch.randn(rows, device="cpu")
     base.weight_loader(base.weight, weight)
     if base.bias is not None:
         base.weight_loader(base.bias, bias)

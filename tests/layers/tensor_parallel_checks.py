@@ -1,4 +1,4 @@
-"""What every rank of a tensor-parallel group runs: each layer beside the same layer on one rank (L2, L10, L11)."""
+"""What every rank of a tensor-parallel group runs: each layer beside the same layer on one rank."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The second stream: who gets one, and that its sum is that of the single stream (L14; on a GPU: test_layers_gpu)."""
+"""The second stream: who gets one, and that its sum is that of the single stream (on a GPU: test_layers_gpu)."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Fully sharded layers rank by rank: slices, slots, the worked example with its intermediates (L3, L4, L7, L8)."""
+"""Fully sharded layers rank by rank: slices, slots, the worked example with its intermediates."""
 
 from typing import Any
 

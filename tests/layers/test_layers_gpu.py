@@ -1,4 +1,4 @@
-"""LoRA layers on a GPU: the answers of L1, L10 and L11, the second stream (L14), a decoder block in a graph (L15)."""
+"""LoRA layers on a GPU: the answers of the CPU tests, the second stream, a decoder block in a graph."""
 
 from typing import Any
 

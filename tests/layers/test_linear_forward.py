@@ -1,4 +1,6 @@
-"""Every linear LoRA class on one rank: base output plus each row's own dense LoRA term (L1, L9, L12, L13)."""
+"""Every linear LoRA class on one rank: base output plus each row's own dense LoRA term."""
+
+import sys
 
 import pytest
 import torch
@@ -238,13 +240,36 @@ def test_what_the_wrapper_is_given(lora_config):
     layer.create_lora_weights(4, lora_config())
     layer.set_mapping(Recorder())
     layer(torch.randn(2, 3, IN))
-    (((y, x, a, b, scale, output_slices), kwargs),) = calls
-    assert (y.shape, x.shape) == ((6, 24), (6, IN))
-    assert a is layer.lora_a_stacked
-    assert b is layer.lora_b_stacked
-    assert (scale, output_slices) == (1.0, (12, 6, 6))
-    assert list(kwargs) == ["lora_ranks"]
-    assert kwargs["lora_ranks"] is layer.lora_ranks
+    layer(torch.randn(6, IN))
+    for (y, x, a, b, scale, output_slices), kwargs in calls:
+        assert (y.shape, x.shape) == ((6, 24), (6, IN))
+        assert a is layer.lora_a_stacked, "a wrapper may remember what it checked"
+        assert b is layer.lora_b_stacked
+        assert output_slices is layer.output_slices
+        assert (scale, output_slices) == (1.0, (12, 6, 6))
+        assert list(kwargs) == ["lora_ranks"]
+        assert kwargs["lora_ranks"] is layer.lora_ranks
+    assert len(calls) == 2
+
+
+@case_names
+def test_one_function_lies_between_forward_and_the_wrapper(case, lora_config):
+    """Each further one costs every layer of every step host time."""
+    callers = []
+
+    class Recorder:
+        def add_lora_linear(self, *args, **kwargs):
+            frame = sys._getframe(1)
+            while frame.f_code.co_name != "_call_impl":
+                callers.append(frame.f_code.co_name)
+                frame = frame.f_back
+
+    cls, build, _ = CASES[case]
+    layer = cls(build())
+    layer.create_lora_weights(4, lora_config())
+    layer.set_mapping(Recorder())
+    layer(torch.randn(6, IN))
+    assert callers == ["apply", "forward"]
 
 
 @pytest.mark.parametrize("reduce_results", [True, False])

@@ -1,4 +1,4 @@
-"""Slots: shapes, what `set_lora` writes, and that a refused adapter leaves everything as it was (L7, L8)."""
+"""Slots: shapes, what `set_lora` writes, and that a refused adapter leaves everything as it was."""
 
 import pytest
 import torch
@@ -207,7 +207,7 @@ def test_full_sizes_are_asked_for_on_every_rank(tp_size, lora_config):
 @pytest.mark.parametrize(
     ("max_loras", "config", "error", "message"),
     [
-        pytest.param(0, {}, ValueError, "max_loras must be at least 1, got 0", id="no-slots"),
+        pytest.param(0, {}, ValueError, "max_loras is 0, must be >= 1", id="no-slots"),
         pytest.param("4", {}, TypeError, "max_loras must be an int", id="str"),
         pytest.param(4, {"lora_dtype": "auto"}, TypeError, "verify_with_model_config", id="auto-dtype"),
     ],

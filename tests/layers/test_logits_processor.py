@@ -1,4 +1,4 @@
-"""Logits with LoRA on one rank: order of columns, cap and scale after the LoRA term, limits (L7, L8, L9, L11)."""
+"""Logits with LoRA on one rank: order of columns, cap and scale after the LoRA term, limits."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Packed adapters: groups that cover several slices, absent slices, single tensors, impossible groupings (L5)."""
+"""Packed adapters: groups that cover several slices, absent slices, single tensors, impossible groupings."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which class `from_layer` picks for every base layer, number of packed modules, sharding and tp (L6)."""
+"""Which class `from_layer` picks for every base layer, number of packed modules, sharding and tp."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which rows and columns each rank keeps: matrices with numbered rows, and the worked example of two ranks (L3, L4)."""
+"""Which rows and columns each rank keeps: matrices with numbered rows, and the worked example of two ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every LoRA layer over NCCL, one process per GPU: the checks of test_tensor_parallel_layers (L2, L10, L11)."""
+"""Every LoRA layer over NCCL, one process per GPU: the checks of test_tensor_parallel_layers."""
 
 import pytest
 import torch

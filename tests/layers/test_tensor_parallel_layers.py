@@ -1,4 +1,4 @@
-"""Every LoRA layer, plain and fully sharded, in real processes over gloo equals one rank (L2, L10, L11)."""
+"""Every LoRA layer, plain and fully sharded, in real processes over gloo equals one rank."""
 
 import pytest
 from tensor_parallel_checks import NAMES, check

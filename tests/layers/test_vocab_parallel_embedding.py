@@ -1,4 +1,4 @@
-"""The embedding with LoRA on one rank: gathered rows, added ids, padding, when it does nothing (L7, L8, L9, L10)."""
+"""The embedding with LoRA on one rank: gathered rows, added ids, padding, when it does nothing."""
 
 import pytest
 import torch

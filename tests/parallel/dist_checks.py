@@ -53,6 +53,7 @@ def everything(rank: int) -> dict[str, Any]:
         "reductions": [reduces(*reduction) for reduction in REDUCTIONS],
         "loaders": [name for name, layer in layers().items() if not refuses_wrong_checkpoints(layer)],
         "places": places(),
+        "default device": under_a_default_device(),
     }
     if size > 1:
         answers |= {"disagreement": disagreement(), "group": use_of_a_group()}
@@ -91,6 +92,13 @@ def reduces(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     expected = torch.stack([of_rank(p, shape, dtype).long() for p in range(size)]).sum(0).to(dtype)
     return torch.equal(tensor_model_parallel_all_reduce(of_rank(rank, shape, dtype)), expected)
+
+
+def under_a_default_device() -> list[int]:
+    """A gather of CPU tensors where tensors are made elsewhere unless told."""
+    mine = torch.tensor([get_tensor_model_parallel_rank()])
+    with torch.device("meta"):
+        return tensor_model_parallel_all_gather(mine).tolist()
 
 
 def disagreement() -> list[str]:
@@ -176,7 +184,7 @@ def refuses_wrong_checkpoints(layer: nn.Module) -> bool:
 
 
 def places() -> dict[str, Any]:
-    """What layers built inside a group say of their place (acceptance B2, B3)."""
+    """What layers built inside a group say of their place."""
     size = get_tensor_model_parallel_world_size()
     heads, kv_heads = (32, 8) if size == 4 else (4, 4)
     qkv = QKVParallelLinear(16, 2, heads, kv_heads)

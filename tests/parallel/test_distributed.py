@@ -1,4 +1,4 @@
-"""Real process groups over gloo, 1, 2 and 4 ranks: collectives, every base layer, loaders, places (B1 to B4).
+"""Real process groups over gloo, 1, 2 and 4 ranks: collectives, every base layer, loaders, places.
 
 One process start per number of ranks: the ranks run everything in ``dist_checks.py``, the tests look at the answers.
 """
@@ -87,6 +87,11 @@ def test_layers_take_their_place_from_the_group(tp_size: int) -> None:
     assert [answers["places"] for answers in world_of(tp_size).ranks] == [
         {"rank": (rank, rank), "qkv": qkv[tp_size], "vocabulary": vocabulary[tp_size]} for rank in range(tp_size)
     ]
+
+
+@any_size
+def test_a_default_device_is_not_where_shapes_are_compared(tp_size: int) -> None:
+    assert [answers["default device"] for answers in world_of(tp_size).ranks] == [[*range(tp_size)]] * tp_size
 
 
 @pytest.mark.slow

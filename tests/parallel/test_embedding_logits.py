@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding, head and logits: layout of shards, lookup, reordering, soft cap (B1, B3, B4)."""
+"""Vocabulary-parallel embedding, head and logits: layout of shards, lookup, reordering, soft cap."""
 
 import pytest
 import torch
@@ -76,8 +76,8 @@ def test_id_dtype_and_empty_batch():
     ("options", "message"),
     [
         pytest.param({"org": 7, "total": 6}, "at most num_embeddings=6, got 7", id="org-larger"),
-        pytest.param({"padding": 0}, "padding_size must be at least 1", id="padding"),
-        pytest.param({"dim": 0}, "embedding_dim must be at least 1", id="dim"),
+        pytest.param({"padding": 0}, "padding_size is 0, must be >= 1", id="padding"),
+        pytest.param({"dim": 0}, "embedding_dim is 0, must be >= 1", id="dim"),
         pytest.param({"tp_size": 3}, "8 is not divisible by 3", id="tp"),
     ],
 )

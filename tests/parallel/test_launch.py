@@ -83,6 +83,12 @@ def test_enter_and_exit_without_a_with_block(alone) -> None:
     assert_untouched()
 
 
+def test_a_default_device_is_no_matter(alone) -> None:
+    with torch.device("meta"), init_tensor_parallel(**alone) as group:
+        assert group.all_reduce(torch.ones(2, device="cpu")).tolist() == [1.0, 1.0]
+    assert_untouched()
+
+
 def test_an_error_inside_leaves_nothing_behind(alone) -> None:
     with pytest.raises(ZeroDivisionError), init_tensor_parallel(**alone):
         _ = 1 / 0

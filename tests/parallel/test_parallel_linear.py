@@ -1,4 +1,4 @@
-"""Linear base layers: shards together equal the dense layer, loaders take full checkpoints (B1, B2, B4)."""
+"""Linear base layers: shards together equal the dense layer, loaders take full checkpoints."""
 
 import pytest
 import torch
@@ -163,10 +163,10 @@ def test_bias_counts_once_over_row_ranks():
         pytest.param(lambda: ColumnParallelLinear(4, 6, tp_rank=0, tp_size=4), "6 is not divisible by 4", id="column"),
         pytest.param(lambda: RowParallelLinear(6, 4, tp_rank=0, tp_size=4), "6 is not divisible by 4", id="row"),
         pytest.param(lambda: MergedColumnParallelLinear(4, [8, 6], tp_rank=0, tp_size=4), "6 is not", id="merged"),
-        pytest.param(lambda: MergedColumnParallelLinear(4, [8, 0]), r"output_sizes\[1\] must be at least 1", id="zero"),
+        pytest.param(lambda: MergedColumnParallelLinear(4, [8, 0]), r"output_sizes\[1\] is 0, must be >= 1", id="zero"),
         pytest.param(lambda: MergedColumnParallelLinear(4, []), "at least one width", id="empty"),
         pytest.param(lambda: ColumnParallelLinear(4, 6, output_sizes=[2, 3]), "add up to output_size=6", id="sum"),
-        pytest.param(lambda: ReplicatedLinear(0, 6), "input_size must be at least 1, got 0", id="no-input"),
+        pytest.param(lambda: ReplicatedLinear(0, 6), "input_size is 0, must be >= 1", id="no-input"),
         pytest.param(lambda: QKVParallelLinear(4, 2, 6, 3, tp_rank=0, tp_size=2), "3 is not divisible by 2", id="kv"),
         pytest.param(lambda: QKVParallelLinear(4, 2, 12, 4, tp_rank=0, tp_size=6), "6 is not", id="kv-replicas"),
         pytest.param(
