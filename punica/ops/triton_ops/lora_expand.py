@@ -390,7 +390,6 @@ def plan_expand(
 def _describe(names: Names, lora_b: Sequence[Tensor], lora_ranks: Tensor | None) -> Weights:
     weights = describe_stored(names.b, lora_b, -1)
     check_ranks(lora_ranks, weights)
-    check_runnable(weights.device)
     return weights
 
 
@@ -401,6 +400,7 @@ def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, sw
     tokens, rank, segments, width = y.shape[0], weights.rank, batch.max_segments, max(weights.widths)
     check_low_rank(names.input, x, weights, tokens, (torch.float32, weights.dtype))
     batch.check_tensors(tokens, x.device)
+    check_runnable(x.device)
     if 0 in (tokens, rank, segments, width):
         return None
     slices, (invariant, _, tuned_dir) = len(weights.widths), options

@@ -81,7 +81,6 @@ def _describe(
     a, b = describe_stored(names.a, lora_a, -2), describe_stored(names.b, lora_b, -1)
     check_pair(a, b, names)
     check_ranks(lora_ranks, a)
-    check_runnable(a.device)
     return a, b
 
 
@@ -97,6 +96,7 @@ def _plan(
     if y.shape[0] != tokens:
         raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
     batch.check_tensors(tokens, x.device)
+    check_runnable(x.device)
     segments, width, slices = batch.max_segments, max(b.widths), len(a.widths)
     if 0 in (tokens, k, a.rank, segments, width):
         return None

@@ -315,7 +315,6 @@ def _rank_programs(blocks: int, block_r: int, others: int) -> int:
 def _describe(names: Names, lora_a: Sequence[Tensor], lora_ranks: Tensor | None) -> Weights:
     weights = describe_stored(names.a, lora_a, -2)
     check_ranks(lora_ranks, weights)
-    check_runnable(weights.device)
     return weights
 
 
@@ -328,6 +327,7 @@ def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, sw
     if not y.is_contiguous():
         raise ValueError(f"{names.output} must be contiguous, got shape {tuple(y.shape)} with strides {y.stride()}")
     batch.check_tensors(tokens, x.device)
+    check_runnable(x.device)
     if 0 in (tokens, k, weights.rank, segments):
         return None
     slices, (invariant, _, tuned_dir) = len(weights.widths), options
