@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from punica.checks import check_count, check_slot_vector
+from punica.checks import check_count
+from punica.metadata.mapping import check_slot_vector
 from punica.metadata.staging import StagedBuffer, aligned_offsets
 
 MetaArgs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

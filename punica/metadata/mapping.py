@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from punica.checks import check_count, check_slot_vector
+from punica.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,16 @@ def _slots(name: str, ids: Sequence[int], slot_of: dict[int, int]) -> np.ndarray
     unknown = ", ".join(f"{adapter_id} (first at position {at})" for adapter_id, at in first.items())
     loaded = sorted(set(slot_of) - {0})
     raise ValueError(f"{name} names adapters that are in no slot: {unknown}; loaded ids: {loaded}. Activate them first")
+
+
+def check_slot_vector(name: str, slots: torch.Tensor) -> None:
+    """TypeError unless ``slots`` is an integer tensor, ValueError unless it is 1-D."""
+    if not isinstance(slots, torch.Tensor):
+        raise TypeError(f"{name} must be an integer tensor, got {type(slots).__name__}")
+    if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
+        raise TypeError(f"{name} must have an integer dtype, got {slots.dtype}")
+    if slots.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, one slot per token, got shape {tuple(slots.shape)}")
 
 
 class Segments(NamedTuple):

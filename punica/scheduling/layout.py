@@ -1,0 +1,114 @@
+"""Laying out a step: from the scheduled requests to the rows of one model invocation. Plain lists.
+
+    rows:   prompt of the newly admitted request | one row per decoding request, sorted by adapter slot
+            p0 p1 p2 p3 ...                      | d d d d d ...
+
+Sorting makes the rows of one adapter neighbours, so that SGMV sees one segment per adapter, with ascending slots. The
+layout and the segments are made once per invocation and used by every LoRA layer of the model (7 L of them).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, get_args
+
+from punica.scheduling.block_manager import BlockManager
+from punica.scheduling.request import Request
+from punica.scheduling.scheduler import StepPlan
+
+AdapterIndexRule = Literal["per_request", "last_admitted"]
+ADAPTER_INDEX_RULES: tuple[str, ...] = get_args(AdapterIndexRule)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows ``[start, start + length)`` of a step belong to one request, whose cache then holds ``kv_length`` tokens
+    in the blocks of ``block_table``.
+
+    A span is either a whole prompt (``length == kv_length``) or one decode row.
+    """
+
+    start: int
+    length: int
+    kv_length: int
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """One model invocation over T rows of S requests.
+
+    ``requests``, ``spans``, ``sampled_slots``: length S, in row order; the slot of the adapter that the LoRA layers
+    apply to the request (-1: none).
+    ``token_ids``, ``positions``, ``kv_rows``: length T; where a row's key and value go is ``block * block_size +
+    offset``.
+    ``num_prefill_rows``: rows of prompts, which come first.
+    """
+
+    requests: tuple[Request, ...]
+    spans: tuple[Span, ...]
+    sampled_slots: tuple[int, ...]
+    token_ids: list[int]
+    positions: list[int]
+    kv_rows: list[int]
+    num_prefill_rows: int
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The last row of every request: its logits give the next token."""
+        return [span.start + span.length - 1 for span in self.spans]
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """``(slot, number of rows)`` of every run of rows with one slot, in row order; slot -1: rows without adapter.
+
+        Neighbouring segments have different slots, and the lengths sum to T.
+        """
+        runs = groupby(zip(self.sampled_slots, self.spans, strict=True), key=lambda pair: pair[0])
+        return tuple((slot, sum(span.length for _, span in run)) for slot, run in runs)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments with an adapter."""
+        return sum(slot >= 0 for slot, _ in self.segments)
+
+
+def lay_out(
+    plan: StepPlan,
+    blocks: BlockManager,
+    slots: Mapping[int, int] | None,
+    index_rule: AdapterIndexRule = "per_request",
+) -> StepLayout:
+    """Rows of ``plan``: prompts first, then decode rows by ascending slot, those without adapter before them.
+
+    ``slots``: adapter id to slot, with every adapter of the plan; ``None`` when nothing applies adapters.
+
+    ``index_rule="last_admitted"`` reproduces the released text-generation harness (disagreement D04 of
+    ``paper_results/README.md``): every decode row takes the adapter of the request admitted last, so each step has a
+    single LoRA segment and *wrong outputs* for everyone else. It exists to measure what that did to Figure 11.
+    """
+
+    def slot_of(request: Request) -> int:
+        return slots[request.adapter_id] if slots is not None and request.adapter_id else -1
+
+    requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
+    if index_rule == "last_admitted":
+        newest = (plan.prefills or plan.decodes)[-1]
+        sampled_slots = (slot_of(newest),) * len(requests)
+    else:
+        sampled_slots = tuple(map(slot_of, requests))
+    spans: list[Span] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    kv_rows: list[int] = []
+    size = blocks.block_size
+    for request in requests:
+        tokens, table = request.token_ids, blocks.block_table(request.request_id)
+        end = max(len(tokens) - 1, 1) if request in plan.idle else len(tokens)
+        first = 0 if request in plan.prefills else end - 1
+        spans.append(Span(len(token_ids), end - first, end, table))
+        token_ids += tokens[first:end]
+        positions += range(first, end)
+        kv_rows += [table[i // size] * size + i % size for i in range(first, end)]
+    num_prefill_rows = sum(request.num_tokens for request in plan.prefills)
+    return StepLayout(requests, tuple(spans), sampled_slots, token_ids, positions, kv_rows, num_prefill_rows)
