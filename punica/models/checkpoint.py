@@ -33,9 +33,14 @@ class CheckpointEntry:
     shard_id: Hashable = None
 
     def load(self, full: torch.Tensor) -> None:
-        """Copy this rank's part of ``full`` (of ``shape``) into the parameter, cast to its dtype."""
+        """Copy this rank's part of ``full`` (of ``shape``) into the parameter, cast to its dtype; the whole of it where
+        the parameter has no ``weight_loader``.
+        """
         parameter: Any = self.parameter
-        parameter.weight_loader(parameter, full, self.shard_id)
+        if hasattr(parameter, "weight_loader"):
+            parameter.weight_loader(parameter, full, self.shard_id)
+        else:
+            parameter.data.copy_(full)
 
 
 @torch.no_grad()
