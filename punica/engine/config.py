@@ -7,7 +7,7 @@ from typing import Any
 
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.scheduling import ADAPTER_INDEX_RULES, AdapterIndexRule
+from punica.scheduling import ADAPTER_INDEX_RULES
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EngineConfig:
     block_size: int = 16
     max_model_len: int = 2048
     num_blocks: int | None = None
-    adapter_index_rule: AdapterIndexRule = "per_request"
+    adapter_index_rule: str = "per_request"
     ignore_adapters: bool = False
 
     def __post_init__(self) -> None:

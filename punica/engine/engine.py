@@ -227,18 +227,15 @@ class Engine:
         )
 
     def _deliver(self, layout: StepLayout, tokens: list[int], statistics: StepStatistics) -> StepOutput:
-        delivered: dict[str, int] = {}
-        finished: list[Request] = []
-        for request, token in zip(layout.requests, tokens, strict=True):
-            if request.status is RequestStatus.FINISHED:
-                continue  # an idle row of a static batch
+        pairs = zip(layout.requests, tokens, strict=True)
+        served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
+        for request, token in served.items():
             request.append(token)
-            delivered[request.request_id] = token
-            if request.status is RequestStatus.FINISHED:
-                finished.append(request)
-                del self._requests[request.request_id]
+        finished = tuple(request for request in served if request.status is RequestStatus.FINISHED)
+        for request in finished:
+            del self._requests[request.request_id]
         self.scheduler.retire_finished()
-        return StepOutput(delivered, tuple(finished), statistics)
+        return StepOutput({request.request_id: token for request, token in served.items()}, finished, statistics)
 
     def _check_new(self, request: Request) -> None:
         name = request.request_id

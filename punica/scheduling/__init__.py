@@ -6,14 +6,13 @@ cluster and a test.
 
 from punica.scheduling.admission import ADMISSION_RULES, AdmissionRule
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.layout import ADAPTER_INDEX_RULES, AdapterIndexRule, Span, StepLayout, lay_out
+from punica.scheduling.layout import ADAPTER_INDEX_RULES, Span, StepLayout, lay_out
 from punica.scheduling.request import Request, RequestStatus
 from punica.scheduling.scheduler import Scheduler, StepPlan
 
 __all__ = [
     "ADAPTER_INDEX_RULES",
     "ADMISSION_RULES",
-    "AdapterIndexRule",
     "AdmissionRule",
     "BlockManager",
     "Request",

@@ -10,14 +10,13 @@ layout and the segments are made once per invocation and used by every LoRA laye
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, get_args
 
 from punica.scheduling.block_manager import BlockManager
 from punica.scheduling.request import Request
 from punica.scheduling.scheduler import StepPlan
 
-AdapterIndexRule = Literal["per_request", "last_admitted"]
-ADAPTER_INDEX_RULES: tuple[str, ...] = get_args(AdapterIndexRule)
+ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
+"""Whose adapter a decode row takes, see :func:`lay_out`."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,7 @@ class StepLayout:
 
 
 def lay_out(
-    plan: StepPlan,
-    blocks: BlockManager,
-    slots: Mapping[int, int] | None,
-    index_rule: AdapterIndexRule = "per_request",
+    plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request"
 ) -> StepLayout:
     """Rows of ``plan``: prompts first, then decode rows by ascending slot, those without adapter before them.
 
@@ -92,11 +88,10 @@ def lay_out(
         return slots[request.adapter_id] if slots is not None and request.adapter_id else -1
 
     requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
+    sampled_slots = tuple(map(slot_of, requests))
     if index_rule == "last_admitted":
         newest = (plan.prefills or plan.decodes)[-1]
         sampled_slots = (slot_of(newest),) * len(requests)
-    else:
-        sampled_slots = tuple(map(slot_of, requests))
     spans: list[Span] = []
     token_ids: list[int] = []
     positions: list[int] = []
