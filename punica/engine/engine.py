@@ -1,5 +1,6 @@
-"""`Engine`: serves requests for many adapters on one backbone, one model invocation per step (sections 5 and 6 of the
-paper).
+"""`Engine`: serves requests for many adapters on one backbone, one model invocation per step.
+
+Sections 5 and 6 of the paper.
 
     step:  schedule -> activate adapters -> lay out rows -> metadata, model, argmax -> deliver, retire the finished
 
@@ -79,8 +80,9 @@ class Engine:
         self._counter = itertools.count()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. All checks are made here and change nothing when they fail, so that a queued request can
-        always run.
+        """Queue a request.
+
+        All checks are made here and change nothing when they fail, so that a queued request can always run.
 
         Raises:
             TypeError: not a Request; its adapter is no LoRARequest.
@@ -191,8 +193,10 @@ class Engine:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
-        """Make the adapters of the step active, those of running requests first, so that no other makes room for one
-        that joins; the slot of each. Requests whose adapter cannot be loaded leave.
+        """Make the adapters of the step active; the slot of every active adapter.
+
+        Those of running requests come first, so that none of them makes room for one that joins. Requests whose adapter
+        cannot be loaded leave.
         """
         running = (*plan.decodes, *plan.idle)
         for request in (*residency.running_first(running), *plan.prefills):
@@ -208,8 +212,10 @@ class Engine:
         return residency.slots()
 
     def _prefetch(self, pinned: Collection[int]) -> None:
-        """Load the adapter of the head of the queue if there is a slot to spare. On a GPU this happens while the device
-        computes the step: reading, checking and copying hide behind it (section 5.2).
+        """Load the adapter of the head of the queue if there is a slot to spare.
+
+        On a GPU this happens while the device computes the step: reading, checking and copying hide behind it (section
+        5.2 of the paper).
         """
         waiting = self.scheduler.waiting
         if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
@@ -248,8 +254,8 @@ class Engine:
         highest = max(request.prompt_token_ids)
         if highest >= self.vocab_size:
             raise ValueError(
-                f"prompt of request {name!r} contains token {highest}, the vocabulary has {self.vocab_size} ids; check "
-                "the tokenizer"
+                f"prompt of request {name!r} contains token {highest}, the vocabulary has {self.vocab_size} ids; "
+                "check the tokenizer"
             )
 
     def _check_length(self, request: Request) -> None:

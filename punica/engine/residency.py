@@ -1,4 +1,4 @@
-"""On-demand adapters (section 5.2 of the paper): the adapters of a step are made active just before it runs."""
+"""Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs."""
 
 from __future__ import annotations
 
@@ -50,10 +50,9 @@ class AdapterResidency:
                     f"{registered}) and cannot be loaded: {error}; pass the path of its PEFT folder, or register it "
                     "with manager.add_adapter"
                 ) from error
-            except TypeError as error:
-                raise TypeError(in_context(adapter, error)) from error
-            except ValueError as error:
-                raise ValueError(in_context(adapter, error)) from error
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(in_context(adapter, error)) from error
         pinned = self.manager.pinned_adapters
         if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
             raise RuntimeError(

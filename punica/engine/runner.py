@@ -16,8 +16,9 @@ from punica.scheduling import StepLayout
 
 
 class ModelRunner:
-    """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share; steps have at most
-    ``max_tokens`` rows.
+    """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share.
+
+    Steps have at most ``max_tokens`` rows.
     """
 
     def __init__(

@@ -28,6 +28,7 @@ from transformers import LlamaConfig
 from punica.models.checkpoint import CheckpointEntry, fill_random, load_safetensors
 from punica.models.rotary import RotaryEmbedding, rotate
 from punica.parallel import (
+    LinearBase,
     LogitsProcessor,
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -48,16 +49,14 @@ class Attention(Protocol):
 class LlamaAttention(nn.Module):
     """Projections, rotation and the call into the engine's attention. ``Hkv < H`` is grouped-query attention."""
 
-    def __init__(self, config: LlamaConfig, layer_index: int, dtype: torch.dtype, prefix: str) -> None:
+    def __init__(self, config: LlamaConfig, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
         self.head_size = cast(int, config.head_dim)  # a LlamaConfig fills it in
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        common: dict[str, Any] = {"bias": config.attention_bias, "params_dtype": dtype, "return_bias": False}
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_size, heads, kv_heads, prefix=f"{prefix}.qkv_proj", **common
-        )
-        self.o_proj = RowParallelLinear(heads * self.head_size, config.hidden_size, prefix=f"{prefix}.o_proj", **common)
+        common: dict[str, Any] = {"bias": config.attention_bias, "params_dtype": config.dtype, "return_bias": False}
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_size, heads, kv_heads, **common)
+        self.o_proj = RowParallelLinear(heads * self.head_size, config.hidden_size, **common)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
@@ -72,14 +71,12 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: ``Down(silu(Gate x) * Up x)``."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, prefix: str) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        common: dict[str, Any] = {"bias": config.mlp_bias, "params_dtype": dtype, "return_bias": False}
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, [inner, inner], prefix=f"{prefix}.gate_up_proj", **common
-        )
-        self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **common)
+        common: dict[str, Any] = {"bias": config.mlp_bias, "params_dtype": config.dtype, "return_bias": False}
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], **common)
+        self.down_proj = RowParallelLinear(inner, hidden, **common)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
@@ -90,12 +87,12 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, config: LlamaConfig, layer_index: int, dtype: torch.dtype, prefix: str) -> None:
+    def __init__(self, config: LlamaConfig, layer_index: int) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_index, dtype, f"{prefix}.self_attn")
-        self.mlp = LlamaMLP(config, dtype, f"{prefix}.mlp")
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = LlamaAttention(config, layer_index)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
@@ -104,16 +101,14 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, decoder layers, final norm."""
+    """Embedding, decoder layers, final norm; in the config's dtype, on the default device."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        dtype = cast(torch.dtype, config.dtype)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype)
-        self.rotary = RotaryEmbedding(config, dtype, device)
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, index, dtype, f"model.layers.{index}")
-            for index in range(config.num_hidden_layers)
-        )
+        self.rotary = RotaryEmbedding(config)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -154,12 +149,15 @@ class LlamaForCausalLM(nn.Module):
         self.config.dtype = dtype or (getattr(torch, stored) if isinstance(stored, str) else stored)
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         with torch.device(device):
-            self.model = LlamaModel(self.config, self.config.dtype, torch.device(device))
+            self.model = LlamaModel(self.config)
             self.lm_head = ParallelLMHead(vocab, hidden, params_dtype=self.config.dtype)
             if self.config.tie_word_embeddings:
                 self.lm_head.weight = self.model.embed_tokens.weight
             self.logits_processor = LogitsProcessor(vocab)
         self.requires_grad_(False)
+        for name, module in self.named_modules():
+            if isinstance(module, LinearBase):
+                module.prefix = name
         self.num_layers: int = self.config.num_hidden_layers
         attention: LlamaAttention = self.model.layers[0].self_attn  # type: ignore[union-attr, assignment]
         self.num_kv_heads, self.head_size = attention.num_kv_heads, attention.head_size
@@ -173,14 +171,16 @@ class LlamaForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden)
 
     def init_random_weights(self, seed: int = 0) -> None:
-        """Random backbone, as in the paper's harness: N(0, ``config.initializer_range``), the same for any number of
-        ranks.
+        """Random backbone, as in the paper's harness: N(0, ``config.initializer_range``).
+
+        The same for any number of ranks.
         """
         fill_random(self.checkpoint_entries(), seed, self.config.initializer_range)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read a Hugging Face folder (``model.safetensors``, or several files with an index); see
-        :func:`load_safetensors`.
+        """Read a Hugging Face folder: ``model.safetensors``, or several files with an index.
+
+        Raises as :func:`~punica.models.checkpoint.load_safetensors`.
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
         load_safetensors(self.checkpoint_entries(), folder, ignore_suffixes=("rotary_emb.inv_freq", *tied))
@@ -220,8 +220,9 @@ class LlamaForCausalLM(nn.Module):
 
 
 def _resolve_config(config: LlamaConfig | str | Path) -> LlamaConfig:
-    """A private copy of ``config``, read from ``config.json`` when it is a folder; checked to be a Llama this file
-    computes.
+    """A private copy of ``config``, read from ``config.json`` when it is a folder.
+
+    Checked to be a Llama that this file computes.
     """
     if isinstance(config, (str, Path)):
         path = Path(config).expanduser() / "config.json"

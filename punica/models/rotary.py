@@ -41,17 +41,18 @@ def inverse_frequencies(config: Any) -> tuple[Tensor, float]:
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of one step. Computed per step (a few thousand values), so there is no table and no length
-    limit.
+    """Cosines and sines of one step, on the device and in the dtype of the model.
+
+    Computed per step (a few thousand values), so there is no table and no length limit.
     """
 
     inverse_frequencies: Tensor
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype = config.dtype
         frequencies, self.factor = inverse_frequencies(config)
-        self.register_buffer("inverse_frequencies", frequencies.to(device), persistent=False)
+        self.register_buffer("inverse_frequencies", frequencies.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions ``[T]`` (int64) to ``(cos, sin)``, each ``[T, 1, D/2]``: float32 angles, the model's dtype."""

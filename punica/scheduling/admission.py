@@ -15,8 +15,7 @@ from punica.scheduling.request import Request
 class AdmissionRule(Protocol):
     """May ``candidate``, the head of the queue, join?
 
-    ``running`` are the requests of the batch, in order of admission, ``admitted`` those of them that joined in this
-    step.
+    ``running`` are the requests of the batch, in order of admission, ``admitted`` those that joined in this step.
     ``inseparable`` marks a batch whose KV cache is one piece: it is reserved in full when a request joins, and a
     finished request stays in the batch, computing for nothing, until the last one is done.
     """
@@ -33,8 +32,9 @@ ADMISSION_RULES: Registry[type[AdmissionRule]] = Registry("admission rule")
 
 @ADMISSION_RULES.register("fcfs")
 class FirstComeFirstServed:
-    """Punica: whatever the adapter, at most one new request per step; its prefill joins the decode rows in one
-    invocation.
+    """Punica: whatever the adapter, at most one new request per step.
+
+    Its prefill joins the decode rows of the others in one invocation.
     """
 
     inseparable = False
@@ -46,9 +46,7 @@ class FirstComeFirstServed:
 
 @ADMISSION_RULES.register("single_adapter")
 class SingleAdapter:
-    """Continuous batching for one model at a time (the paper's vLLM): as Punica, but only into a batch of the same
-    adapter.
-    """
+    """Continuous batching for one model at a time (the paper's vLLM): only into a batch of the same adapter."""
 
     inseparable = False
 
@@ -59,11 +57,11 @@ class SingleAdapter:
 
 @ADMISSION_RULES.register("static")
 class StaticBatching:
-    """Static batches (the paper's FasterTransformer, DeepSpeed, HF): consecutive requests of one adapter, until the
-    longest is done.
+    """Static batches (the paper's FasterTransformer, DeepSpeed, HF): consecutive requests of one adapter.
 
-    All members are prefilled in one invocation. Two costs of the real systems are left out, in the baseline's favour:
-    prompts are not padded to one length, and the KV cache of a finished row does not grow further.
+    A batch runs until its longest request is done. All members are prefilled in one invocation. Two costs of the real
+    systems are left out, in the baseline's favour: prompts are not padded to one length, and the KV cache of a finished
+    row does not grow further.
     """
 
     inseparable = True

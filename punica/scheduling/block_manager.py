@@ -36,8 +36,9 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def block_table(self, owner: Hashable) -> tuple[int, ...]:
-        """The owner's blocks in token order: token ``i`` is in ``block_table[i // block_size]``. Empty for an unknown
-        owner.
+        """The owner's blocks in token order: token ``i`` is in ``block_table[i // block_size]``.
+
+        Empty for an unknown owner.
         """
         return tuple(self._tables.get(owner, ()))
 
@@ -46,8 +47,9 @@ class BlockManager:
         return tuple(self._tables)
 
     def reserve(self, owner: Hashable, num_tokens: int) -> bool:
-        """Grow the owner's block table until it holds ``num_tokens`` tokens. False, and no change, when too few blocks
-        are free.
+        """Grow the owner's block table until it holds ``num_tokens`` tokens.
+
+        False, and no change, when too few blocks are free.
         """
         missing = self.blocks_for(num_tokens) - len(self._tables.get(owner, ()))
         if missing > self.num_free:
@@ -70,8 +72,9 @@ class BlockManager:
         self.num_free += len(table)
 
     def _next_block(self, table: list[int], needed: int) -> int:
-        """The block behind the last one, else one in the largest gap, leaving half of the spare room to the left
-        neighbour.
+        """The block behind the last one, else one in the largest gap.
+
+        There, half of the spare room is left to the left neighbour.
         """
         if table and table[-1] + 1 < self.num_blocks and not self._used[table[-1] + 1]:
             return table[-1] + 1

@@ -82,8 +82,9 @@ class Request:
 
     @property
     def final_kv_length(self) -> int:
-        """Tokens whose keys and values are cached at the end: all but the last generated one, which nothing attends
-        to.
+        """Tokens whose keys and values are cached at the end.
+
+        All but the last generated one, which nothing attends to.
         """
         return len(self.prompt_token_ids) + self.max_new_tokens - 1
 

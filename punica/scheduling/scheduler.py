@@ -1,8 +1,7 @@
 """Which requests run in the next step: admission, growth and preemption.
 
 Only the *admission rule* differs from one serving system to another. Everything here is the same for all of them: the
-queue is first come first served, the batch is bounded, a request needs KV blocks and (with LoRA) a slot for its
-adapter.
+queue is first come first served, the batch is bounded, a request needs KV blocks and, with LoRA, a slot.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Scheduler:
         max_tokens: most token rows in one invocation; only rules with several prefills per step meet it.
         max_adapters: distinct adapters that can be active at once (``None``: no limit, the engine runs no LoRA).
 
-    Invariants after every call: a request is in the queue or in the batch or gone; exactly those in the batch own
-    blocks.
+    After every call, a request is in the queue or in the batch or gone, and exactly those in the batch own blocks.
     """
 
     def __init__(
@@ -80,18 +78,16 @@ class Scheduler:
         """
         preempted = [*self._yield_slots(pinned), *self._grow()]
         decoding = tuple(request for request in self.running if request.status is RequestStatus.RUNNING)
-        idle = tuple(request for request in self.running if request.status is RequestStatus.FINISHED)
+        idle = tuple(self._finished())
         admitted = self._admit(len(self.running), pinned)
         return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
 
     def retire_finished(self) -> None:
         """Free the blocks and the places of finished requests; of an inseparable batch, once all are finished."""
-        finished = [request for request in self.running if request.status is RequestStatus.FINISHED]
-        if self.rule.inseparable and len(finished) < len(self.running):
-            return
-        for request in finished:
-            self.blocks.release(request.request_id)
-            self.running.remove(request)
+        finished = self._finished()
+        if not self.rule.inseparable or len(finished) == len(self.running):
+            for request in finished:
+                self.drop(request)
 
     def preempt(self, request: Request) -> None:
         """Put a running request back because blocks or slots ran out; counted."""
@@ -121,6 +117,9 @@ class Scheduler:
         """Whether the adapters of the batch, the candidate's and the pinned ones can be active together."""
         adapters = {request.adapter_id for request in (*self.running, candidate)} - {0}
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
+
+    def _finished(self) -> list[Request]:
+        return [request for request in self.running if request.status is RequestStatus.FINISHED]
 
     def _yield_slots(self, pinned: Collection[int]) -> list[Request]:
         """Take running requests out until their adapters and the pinned ones fit; whose adapter joined last goes first.
@@ -177,8 +176,9 @@ class Scheduler:
         return request.final_kv_length if self.rule.inseparable else request.num_tokens
 
     def _has_blocks(self, candidate: Request) -> bool:
-        """Room for its tokens, and beside others one block per request to grow into, or it would be preempted right
-        away.
+        """Room for its tokens, and beside others one block per request to grow into.
+
+        Without those it would be preempted right away.
         """
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
         return self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare <= self.blocks.num_free

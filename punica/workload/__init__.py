@@ -1,4 +1,4 @@
-"""The paper's request streams, defined once: who asks for which adapter, how much, and when. Importing it leaves torch out.
+"""The paper's request streams, defined once: who asks for which adapter, how much, and when. No torch in here.
 
 >>> from punica.workload import popularity, released_lengths
 >>> popularity("Skewed").group_sizes(8)

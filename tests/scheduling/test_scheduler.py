@@ -168,3 +168,30 @@ def test_end_of_sequence_token_ends_a_request() -> None:
 def test_unknown_rule_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown admission rule 'lifo'.*fcfs.*single_adapter.*static"):
         ADMISSION_RULES.get("lifo")
+
+
+@pytest.mark.parametrize("rule", ["fcfs", "static"])
+def test_a_request_is_taken_out_wherever_it_is(rule) -> None:
+    """The last unfinished member of a batch takes the finished ones along: nothing would ever run beside them."""
+    scheduler = make_scheduler(rule, batch=2)
+    requests = [make(name, new=new) for name, new in (("a", 1), ("b", 9), ("c", 9), ("d", 2))]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(2):
+        advance(scheduler)
+    scheduler.take_out(requests[2])
+    check_invariants(scheduler)
+    scheduler.take_out(requests[1])
+    assert scheduler.running == []
+    assert [names(plan.prefills) for plan in drain(scheduler)] == ["d", ""]
+
+
+def test_a_finished_member_of_a_batch_can_be_taken_out() -> None:
+    scheduler = make_scheduler("static", batch=2)
+    short, long = make("a", new=1), make("b", new=3)
+    for request in (short, long):
+        scheduler.add(request)
+    advance(scheduler)
+    scheduler.take_out(short)
+    plan = advance(scheduler)
+    assert (names(plan.decodes), names(plan.idle)) == ("b", "")
