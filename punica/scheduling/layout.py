@@ -32,6 +32,15 @@ class Span:
     kv_length: int
     block_table: tuple[int, ...]
 
+    @property
+    def positions(self) -> range:
+        """Positions of its rows in the request."""
+        return range(self.kv_length - self.length, self.kv_length)
+
+    def kv_rows(self, block_size: int) -> list[int]:
+        """Row of the cache that each of its rows writes: ``block * block_size + offset``."""
+        return [self.block_table[p // block_size] * block_size + p % block_size for p in self.positions]
+
 
 @dataclass(frozen=True)
 class StepLayout:
@@ -39,8 +48,7 @@ class StepLayout:
 
     ``requests``, ``spans``, ``sampled_slots``: length S, in row order; the slot of the adapter that the LoRA layers
     apply to the request (-1: none).
-    ``token_ids``, ``positions``, ``kv_rows``: length T; where a row's key and value go is ``block * block_size +
-    offset``.
+    ``token_ids``, ``positions``, ``kv_rows``: length T; ``kv_rows`` say where in the cache a row's key and value go.
     ``num_prefill_rows``: rows of prompts, which come first.
     """
 
@@ -94,16 +102,17 @@ def lay_out(
         sampled_slots = (slot_of(newest),) * len(requests)
     spans: list[Span] = []
     token_ids: list[int] = []
-    positions: list[int] = []
-    kv_rows: list[int] = []
-    size = blocks.block_size
     for request in requests:
-        tokens, table = request.token_ids, blocks.block_table(request.request_id)
-        end = max(len(tokens) - 1, 1) if request in plan.idle else len(tokens)
-        first = 0 if request in plan.prefills else end - 1
-        spans.append(Span(len(token_ids), end - first, end, table))
-        token_ids += tokens[first:end]
-        positions += range(first, end)
-        kv_rows += [table[i // size] * size + i % size for i in range(first, end)]
-    num_prefill_rows = sum(request.num_tokens for request in plan.prefills)
-    return StepLayout(requests, tuple(spans), sampled_slots, token_ids, positions, kv_rows, num_prefill_rows)
+        end = max(request.num_tokens - 1, 1) if request in plan.idle else request.num_tokens
+        length = end if request in plan.prefills else 1
+        spans.append(Span(len(token_ids), length, end, blocks.block_table(request.request_id)))
+        token_ids += request.token_ids[end - length : end]
+    return StepLayout(
+        requests,
+        tuple(spans),
+        sampled_slots,
+        token_ids,
+        positions=[position for span in spans for position in span.positions],
+        kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
+        num_prefill_rows=sum(request.num_tokens for request in plan.prefills),
+    )

@@ -17,12 +17,6 @@ def make_cache(heads: int, size: int, blocks: int = 40) -> KVCache:
     return cache
 
 
-def rows_of(spans: list[Span]) -> torch.Tensor:
-    """Where the new tokens of each span lie in the cache."""
-    places = [(span.block_table, p) for span in spans for p in range(span.kv_length - span.length, span.kv_length)]
-    return torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for table, p in places])
-
-
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """``q [n, H, D]`` are the last n positions of ``k, v [m, Hkv, D]``; float64."""
     group = q.shape[1] // k.shape[1]
@@ -51,7 +45,7 @@ def test_prompt_and_decode_rows_in_one_step(heads, kv_heads, size) -> None:
         k = torch.cat([history[3][0], *(history[i][0][-1:] for i in range(3))])
         v = torch.cat([history[3][1], *(history[i][1][-1:] for i in range(3))])
         q = torch.randn(10, heads, size)
-        attention.begin(spans, rows_of(spans))
+        attention.begin(spans, torch.tensor([row for span in spans for row in span.kv_rows(BLOCK)]))
         output = attention.attend(layer, q, k, v)
         torch.testing.assert_close(output[:7], reference(q[:7], *history[3]), atol=1e-5, rtol=1e-5)
         for i in range(3):
