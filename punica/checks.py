@@ -1,5 +1,4 @@
-"""Checks of plain arguments, in one wording for the whole library. A leaf: imports nothing, torch least of all."""
-
+"""Checks of plain values that several modules share: one wording for one mistake. A leaf without torch."""
 
 
 def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") -> int:

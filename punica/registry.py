@@ -1,7 +1,7 @@
 """Name -> thing, for the four things people replace: op backend, serving system, scheduling policy, workload.
 
-Adding one is a file, a ``@REGISTRY.register("name")`` line, a YAML file and a test. Everything else in the library is
-a plain function call.
+Adding one is a file, a ``@REGISTRY.register("name")`` line and a test. Everything else in the library is a plain
+function call.
 """
 
 from collections.abc import Callable

@@ -2,32 +2,34 @@
 
 For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens: ``softmax(Q K^T /
 sqrt(D)) V``, causal within a prompt. Requests have different lengths, so this is the one part of a step that runs per
-request; it reads each request's pages in place, without copying or padding the cache (at batch 32 a gather would move
+request; it reads each request's blocks in place, without copying or padding the cache (at batch 32 a gather would move
 several times the bytes that the attention itself reads).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.engine.batch import Span, StepBatch
 from punica.engine.kv_cache import KVCache
+from punica.scheduling import Span
 
 
 class PagedAttention:
-    """``begin`` takes the layout of a step, ``attend`` serves the layers of that step (see
-    ``punica.models.Attention``).
-    """
+    """Implements ``punica.models.Attention``: ``begin`` takes the spans of a step, ``attend`` serves its layers."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self._spans: tuple[Span, ...] = ()
+        self._spans: Sequence[Span] = ()
         self._kv_rows: Tensor | None = None
 
-    def begin(self, batch: StepBatch, kv_rows: Tensor) -> None:
-        """Start a step. ``kv_rows``: ``batch.kv_rows`` on the device, int64 ``[T]``."""
-        self._spans = batch.spans
+    def begin(self, spans: Sequence[Span], kv_rows: Tensor) -> None:
+        """Start a step. ``spans``: its requests in row order. ``kv_rows``: row of the cache that each of the T rows
+        writes, int64 ``[T]`` on the device.
+        """
+        self._spans = spans
         self._kv_rows = kv_rows
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ class PagedAttention:
         RuntimeError before the first ``begin``.
         """
         if self._kv_rows is None:
-            raise RuntimeError("attention has no step; call begin(batch, kv_rows) first")
+            raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
         self.cache.write(layer_index, self._kv_rows, k, v)
         tokens, heads, size = q.shape
         kv_heads = k.shape[1]
@@ -49,7 +51,7 @@ class PagedAttention:
                 rows = slice(span.start, span.start + span.length)
                 output[rows] = _causal(q[rows], k[rows], v[rows])
             else:
-                keys, values = self.cache.read(layer_index, span.pages, span.kv_length)
+                keys, values = self.cache.read(layer_index, span.block_table, span.kv_length)
                 attended = F.scaled_dot_product_attention(q_rows[span.start], keys, values)
                 output_rows[span.start].copy_(attended)
         return output

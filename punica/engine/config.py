@@ -7,7 +7,7 @@ from typing import Any
 
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.engine.batch import ADAPTER_INDEX_RULES, AdapterIndexRule
+from punica.scheduling import ADAPTER_INDEX_RULES
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class EngineConfig:
 
     Args:
         max_batch_size: most requests in one step (32 in the paper).
-        page_size: tokens per KV page (16 in the released code).
+        block_size: tokens per KV block, the paper's page (16 in the released code).
         max_model_len: most tokens of one request, prompt and output.
-        num_pages: KV pages; ``None`` is enough for ``max_batch_size`` requests of ``max_model_len`` tokens, so that
+        num_blocks: KV blocks; ``None`` is enough for ``max_batch_size`` requests of ``max_model_len`` tokens, so that
             no request is ever preempted.
         adapter_index_rule: ``"per_request"``: every row is computed with its own adapter. ``"last_admitted"``: the
             rule of the released harness (disagreement D04), for a comparison with Figure 11 only: its outputs are
@@ -29,18 +29,18 @@ class EngineConfig:
     """
 
     max_batch_size: int = 32
-    page_size: int = 16
+    block_size: int = 16
     max_model_len: int = 2048
-    num_pages: int | None = None
-    adapter_index_rule: AdapterIndexRule = "per_request"
+    num_blocks: int | None = None
+    adapter_index_rule: str = "per_request"
     ignore_adapters: bool = False
 
     def __post_init__(self) -> None:
         check_count("max_batch_size", self.max_batch_size)
-        check_count("page_size", self.page_size)
+        check_count("block_size", self.block_size)
         check_count("max_model_len", self.max_model_len, 2, "one prompt token and one new token")
-        if self.num_pages is not None:
-            check_count("num_pages", self.num_pages)
+        if self.num_blocks is not None:
+            check_count("num_blocks", self.num_blocks)
         if self.adapter_index_rule not in ADAPTER_INDEX_RULES:
             raise ValueError(
                 f"adapter_index_rule is {self.adapter_index_rule!r}, must be one of {list(ADAPTER_INDEX_RULES)}"
@@ -49,9 +49,9 @@ class EngineConfig:
             raise TypeError(f"ignore_adapters must be a bool, got {self.ignore_adapters!r}")
 
     @property
-    def pool_pages(self) -> int:
-        """``num_pages``, or the number that never runs out."""
-        return self.num_pages or self.max_batch_size * -(-self.max_model_len // self.page_size)
+    def total_blocks(self) -> int:
+        """``num_blocks``, or the number that never runs out."""
+        return self.num_blocks or self.max_batch_size * -(-self.max_model_len // self.block_size)
 
     @property
     def max_num_batched_tokens(self) -> int:

@@ -1,5 +1,6 @@
-"""`Engine`: serves requests for many adapters on one backbone, one model invocation per step (sections 5 and 6 of the
-paper).
+"""`Engine`: serves requests for many adapters on one backbone, one model invocation per step.
+
+Sections 5 and 6 of the paper.
 
     step:  schedule -> activate adapters -> lay out rows -> metadata, model, argmax -> deliver, retire the finished
 
@@ -11,51 +12,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.adapters.loader import source
 from punica.config import LoRAConfig
 from punica.engine.attention import PagedAttention
-from punica.engine.batch import StepBatch, lay_out
 from punica.engine.config import EngineConfig
 from punica.engine.kv_cache import KVCache
-from punica.engine.pages import PagePool
-from punica.engine.request import Request, RequestStatus
+from punica.engine.output import StepOutput, StepStatistics
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner
-from punica.engine.scheduler import ADMISSION_RULES, Scheduler, StepPlan
 from punica.models import LlamaForCausalLM
-
-
-@dataclass(frozen=True)
-class StepStatistics:
-    """What a step was made of and where its time went (seconds, host clock).
-
-    ``batch_size``: requests in the invocation, ``num_idle`` of them finished ones of a static batch.
-    ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments. ``schedule_s``: scheduling, adapter
-    activation, layout; ``metadata_s``: tensors of the step and segment indices; ``model_s``: the model with LoRA, up
-    to the tokens on the host.
-    """
-
-    batch_size: int
-    num_idle: int
-    num_prefill_tokens: int
-    num_segments: int
-    num_preempted: int
-    schedule_s: float
-    metadata_s: float
-    model_s: float
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Tokens of one step, ``{request_id: token}``, the requests that finished with it, and its statistics."""
-
-    tokens: dict[str, int]
-    finished: tuple[Request, ...]
-    statistics: StepStatistics
+from punica.scheduling import (
+    ADMISSION_RULES,
+    BlockManager,
+    Request,
+    RequestStatus,
+    Scheduler,
+    StepLayout,
+    StepPlan,
+    lay_out,
+)
 
 
 class Engine:
@@ -84,38 +62,32 @@ class Engine:
         self.config = config = engine_config or EngineConfig()
         _check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
-        weight = model.model.embed_tokens.weight
+        weight, max_tokens = model.lm_head.weight, config.max_num_batched_tokens
         self.manager: LoRAModelManager | None = None
         self._residency: AdapterResidency | None = None
         if lora_config is not None:
             self.manager = LoRAModelManager(
-                model, config.max_batch_size, config.max_num_batched_tokens, self.vocab_size, lora_config, weight.device
+                model, config.max_batch_size, max_tokens, self.vocab_size, lora_config, weight.device
             )
             self._residency = AdapterResidency(self.manager)
-        self.pages = PagePool(config.pool_pages, config.page_size)
-        cache = KVCache(
-            model.num_layers,
-            config.pool_pages,
-            config.page_size,
-            model.num_kv_heads,
-            model.head_size,
-            weight.dtype,
-            weight.device,
-        )
-        self.runner = ModelRunner(model, PagedAttention(cache), self.manager)
+        self.blocks = BlockManager(config.total_blocks, config.block_size)
+        sizes = (model.num_layers, config.total_blocks, config.block_size, model.num_kv_heads, model.head_size)
+        cache = KVCache(*sizes, weight.dtype, weight.device)
+        self.runner = ModelRunner(model, PagedAttention(cache), self.manager, max_tokens)
         max_adapters = None if self.manager is None else self.manager.lora_slots
-        self.scheduler = Scheduler(rule, self.pages, config.max_batch_size, config.max_num_batched_tokens, max_adapters)
+        self.scheduler = Scheduler(rule, self.blocks, config.max_batch_size, max_tokens, max_adapters)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._counter = itertools.count()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. All checks are made here and change nothing when they fail, so that a queued request can
-        always run.
+        """Queue a request.
+
+        All checks are made here and change nothing when they fail, so that a queued request can always run.
 
         Raises:
             TypeError: not a Request; its adapter is no LoRARequest.
             ValueError: its id is in use or it was served before; a token outside the vocabulary; longer than
-                ``max_model_len`` or than the whole KV pool; an adapter for an engine without LoRA; an adapter that is
+                ``max_model_len`` or than the whole KV cache; an adapter for an engine without LoRA; an adapter that is
                 not legal here.
             FileNotFoundError: its adapter is neither registered nor in a folder.
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
@@ -137,11 +109,7 @@ class Engine:
         if request_id not in self._requests:
             raise ValueError(f"no unfinished request {request_id!r}; unfinished: {sorted(self._requests)[:20]}")
         request = self._requests.pop(request_id)
-        if request.status is RequestStatus.WAITING:
-            self.scheduler.waiting.remove(request)
-        else:
-            self.scheduler.drop(request)
-            self.scheduler.retire_finished()  # of an inseparable batch it may have been the last unfinished member
+        self.scheduler.take_out(request)
         return request
 
     def step(self) -> StepOutput:
@@ -161,30 +129,29 @@ class Engine:
         plan = self.scheduler.schedule(pinned)
         if plan.is_empty:
             self._check_not_shut_out(pinned)
-            return StepOutput(
-                {}, (), StepStatistics(0, 0, 0, 0, len(plan.preempted), time.perf_counter() - start, 0.0, 0.0)
-            )
+            idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
+            return StepOutput({}, (), idle)
         try:
-            slots = {} if self._residency is None else self._activate(self._residency, plan)
-            batch = lay_out(plan, self.pages, slots, self.config.adapter_index_rule)
+            slots = None if self._residency is None else self._activate(self._residency, plan)
+            layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule)
             scheduled = time.perf_counter()
-            tokens, metadata_s, model_s = self.runner.run(batch, lambda: self._prefetch(pinned))
+            tokens, metadata_s, model_s = self.runner.run(layout, lambda: self._prefetch(pinned))
         except BaseException:
             for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
                 if request.request_id in self._requests:
                     self.scheduler.put_back(request)
             raise
         statistics = StepStatistics(
-            len(batch.requests),
-            batch.num_idle,
-            batch.num_prefill_rows,
-            batch.num_segments if self.manager is not None else 0,
-            len(plan.preempted),
-            scheduled - start,
-            metadata_s,
-            model_s,
+            batch_size=len(layout.requests),
+            num_idle=len(plan.idle),
+            num_prefill_tokens=layout.num_prefill_rows,
+            num_segments=layout.num_segments,
+            num_preempted=len(plan.preempted),
+            schedule_s=scheduled - start,
+            metadata_s=metadata_s,
+            model_s=model_s,
         )
-        return self._deliver(batch, tokens, statistics)
+        return self._deliver(layout, tokens, statistics)
 
     def generate(
         self,
@@ -200,17 +167,17 @@ class Engine:
         left behind then.
         """
         prompts = _per_prompt("prompts", prompts)
-        adapter_of = [None] * len(prompts) if adapters is None else _per_prompt("adapters", adapters)
+        adapters = [None] * len(prompts) if adapters is None else _per_prompt("adapters", adapters)
         one_length = isinstance(max_new_tokens, int)
         lengths = [max_new_tokens] * len(prompts) if one_length else _per_prompt("max_new_tokens", max_new_tokens)
-        if not len(prompts) == len(adapter_of) == len(lengths):
+        if not len(prompts) == len(adapters) == len(lengths):
             raise ValueError(
-                f"one adapter and one max_new_tokens per prompt: got {len(prompts)} prompts, {len(adapter_of)} "
+                f"one adapter and one max_new_tokens per prompt: got {len(prompts)} prompts, {len(adapters)} "
                 f"adapters, {len(lengths)} max_new_tokens"
             )
         requests = [
             Request(f"generate-{next(self._counter)}", prompt, length, adapter)
-            for prompt, adapter, length in zip(prompts, adapter_of, lengths, strict=True)
+            for prompt, adapter, length in zip(prompts, adapters, lengths, strict=True)
         ]
         try:
             for request in requests:
@@ -226,35 +193,33 @@ class Engine:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
-        """Make the adapters of the step active, those of running requests first, so that no other makes room for one
-        that joins; the slot of each. Requests whose adapter cannot be loaded leave.
+        """Make the adapters of the step active; the slot of every active adapter.
+
+        Those of running requests come first, so that none of them makes room for one that joins. Requests whose adapter
+        cannot be loaded leave.
         """
-        requests = [*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills]
-        for position, request in enumerate(requests):
-            running = position < len(requests) - len(plan.prefills)
+        running = (*plan.decodes, *plan.idle)
+        for request in (*residency.running_first(running), *plan.prefills):
+            joins = request in plan.prefills
             try:
-                residency.activate(request, resumed=running or request.preemptions > 0)
+                residency.activate(request, resumed=not joins or request.preemptions > 0)
             except Exception:
-                for other in (*plan.idle, *plan.decodes, *plan.prefills) if running else plan.prefills:
+                for other in plan.prefills if joins else (*plan.idle, *plan.decodes, *plan.prefills):
                     if _same_adapter(other.adapter, request.adapter):
-                        self._take_out(other)
+                        self._requests.pop(other.request_id, None)  # idle members have left it
+                        self.scheduler.take_out(other)
                 raise
         return residency.slots()
 
     def _prefetch(self, pinned: Collection[int]) -> None:
-        """Load the adapter of the head of the queue if there is a slot to spare. On a GPU this happens while the device
-        computes the step: reading, checking and copying hide behind it (section 5.2).
+        """Load the adapter of the head of the queue if there is a slot to spare.
+
+        On a GPU this happens while the device computes the step: reading, checking and copying hide behind it (section
+        5.2 of the paper).
         """
         waiting = self.scheduler.waiting
         if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
             self._residency.prefetch(waiting[0])
-
-    def _take_out(self, request: Request) -> None:
-        """Remove a request of the batch, finished (an idle member) or not."""
-        if request.status is RequestStatus.FINISHED:
-            self.scheduler.drop(request)
-        else:
-            self.abort_request(request.request_id)
 
     def _check_not_shut_out(self, pinned: Collection[int]) -> None:
         """With nothing running, RuntimeError if pins keep the head of the queue out."""
@@ -267,23 +232,20 @@ class Engine:
             f"are pinned for adapters {sorted(pinned)} and nothing runs; call manager.unpin_adapter or abort_request"
         )
 
-    def _deliver(self, batch: StepBatch, tokens: list[int], statistics: StepStatistics) -> StepOutput:
-        delivered: dict[str, int] = {}
-        finished: list[Request] = []
-        for request, token in zip(batch.requests, tokens, strict=True):
-            if request.status is RequestStatus.FINISHED:
-                continue  # an idle row of a static batch
+    def _deliver(self, layout: StepLayout, tokens: list[int], statistics: StepStatistics) -> StepOutput:
+        pairs = zip(layout.requests, tokens, strict=True)
+        served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
+        for request, token in served.items():
             request.append(token)
-            delivered[request.request_id] = token
-            if request.status is RequestStatus.FINISHED:
-                finished.append(request)
-                del self._requests[request.request_id]
+        finished = tuple(request for request in served if request.status is RequestStatus.FINISHED)
+        for request in finished:
+            del self._requests[request.request_id]
         self.scheduler.retire_finished()
-        return StepOutput(delivered, tuple(finished), statistics)
+        return StepOutput({request.request_id: token for request, token in served.items()}, finished, statistics)
 
     def _check_new(self, request: Request) -> None:
         name = request.request_id
-        if name in self._requests or self.pages.table(name):
+        if name in self._requests or self.blocks.block_table(name):
             raise ValueError(f"request_id {name!r} is in use by an unfinished request; choose another id")
         if request.output_token_ids or request.status is not RequestStatus.WAITING:
             raise ValueError(
@@ -292,8 +254,8 @@ class Engine:
         highest = max(request.prompt_token_ids)
         if highest >= self.vocab_size:
             raise ValueError(
-                f"prompt of request {name!r} contains token {highest}, the vocabulary has {self.vocab_size} ids; check "
-                "the tokenizer"
+                f"prompt of request {name!r} contains token {highest}, the vocabulary has {self.vocab_size} ids; "
+                "check the tokenizer"
             )
 
     def _check_length(self, request: Request) -> None:
@@ -303,12 +265,12 @@ class Engine:
                 f"request {name!r} has {prompt} prompt tokens and {new} new ones, max_model_len is "
                 f"{self.config.max_model_len}; shorten it or raise EngineConfig.max_model_len"
             )
-        needed = self.pages.pages_for(request.final_kv_length)
-        if needed > self.pages.num_pages:
+        needed = self.blocks.blocks_for(request.final_kv_length)
+        if needed > self.blocks.num_blocks:
             raise ValueError(
-                f"request {name!r} with {prompt} prompt tokens and {new} new ones needs {needed} KV pages, the whole "
-                f"pool has {self.pages.num_pages} (of {self.pages.page_size} tokens); shorten it or raise "
-                "EngineConfig.num_pages"
+                f"request {name!r} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the whole "
+                f"cache has {self.blocks.num_blocks} (of {self.blocks.block_size} tokens); shorten it or raise "
+                "EngineConfig.num_blocks"
             )
 
     def _check_adapter(self, request: Request) -> None:
@@ -322,9 +284,9 @@ class Engine:
         self._residency.check(request.adapter)
 
 
-def _same_adapter(one: LoRARequest | None, other: LoRARequest | None) -> bool:
+def _same_adapter(one: object, other: object) -> bool:
     """Whether two requests load the same folder under the same name."""
-    return one is not None and other is not None and source(one) == source(other)
+    return isinstance(one, LoRARequest) and isinstance(other, LoRARequest) and source(one) == source(other)
 
 
 def _per_prompt(name: str, values: Any) -> list[Any]:

@@ -1,9 +1,9 @@
-"""The tensors behind the pages: keys and values of every token that a running request still attends to.
+"""The tensors behind the blocks: keys and values of every token that a running request still attends to.
 
-Per layer, keys and values are ``[num_pages * page_size, Hkv, D]``, token after token: page ``p`` is rows ``[p * P, (p
-+ 1) * P)``. A token is written with one contiguous row, and a run of consecutive pages is one strided block that
-attention reads in place. (The paper puts the page index outermost too, with all layers inside a page; one tensor per
-layer needs no stride arithmetic here.)
+Per layer, keys and values are ``[num_blocks * block_size, Hkv, D]``, token after token: block ``b`` with ``B =
+block_size`` is rows ``[b * B, (b + 1) * B)``. A token is written with one contiguous row, and a run of consecutive
+blocks is one strided area that attention reads in place. (The paper puts the page index outermost too, with all layers
+inside a page; one tensor per layer needs no stride arithmetic here.)
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of all layers for ``num_pages`` pages; who owns which page is
-    :class:`~punica.engine.pages.PagePool`'s matter.
+    """Keys and values of all layers for ``num_blocks`` blocks; who owns which block is
+    :class:`~punica.scheduling.BlockManager`'s matter.
 
-    Memory: ``2 * num_layers * num_pages * page_size * num_kv_heads * head_size`` elements, not initialised; on a CPU
-    the operating system backs a page only when it is first written.
+    Memory: ``2 * num_layers * num_blocks * block_size * num_kv_heads * head_size`` elements, not initialised; on a CPU
+    the operating system backs memory only when it is first written.
     """
 
     def __init__(
         self,
         num_layers: int,
-        num_pages: int,
-        page_size: int,
+        num_blocks: int,
+        block_size: int,
         num_kv_heads: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page_size = page_size
-        shape = (num_pages * page_size, num_kv_heads, head_size)
+        self.block_size = block_size
+        shape = (num_blocks * block_size, num_kv_heads, head_size)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self._head_first = [
@@ -40,20 +40,20 @@ class KVCache:
         ]
 
     def write(self, layer_index: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store ``keys`` and ``values`` ``[T, Hkv, D]`` at ``rows [T]`` (int64: ``page * page_size + offset``)."""
+        """Store ``keys`` and ``values`` ``[T, Hkv, D]`` at ``rows [T]`` (int64: ``block * block_size + offset``)."""
         self.keys[layer_index].index_copy_(0, rows, keys)
         self.values[layer_index].index_copy_(0, rows, values)
 
-    def read(self, layer_index: int, pages: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first ``num_tokens`` tokens of a page table, each ``[1, Hkv, num_tokens, D]``.
+    def read(self, layer_index: int, block_table: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``num_tokens`` tokens of a block table, each ``[1, Hkv, num_tokens, D]``.
 
-        A view when the pages follow one another, else a gathered copy.
+        A view when the blocks follow one another, else a gathered copy.
         """
         keys, values = self._head_first[layer_index]
-        first = pages[0]
-        if pages[-1] == first + len(pages) - 1 and all(page == first + i for i, page in enumerate(pages)):
-            start = first * self.page_size
+        first = block_table[0]
+        if tuple(block_table) == tuple(range(first, first + len(block_table))):
+            start = first * self.block_size
             return keys.narrow(2, start, num_tokens), values.narrow(2, start, num_tokens)
-        rows = torch.tensor(pages, device=keys.device).mul_(self.page_size).unsqueeze(1)
-        rows = (rows + torch.arange(self.page_size, device=keys.device)).flatten()[:num_tokens]
+        rows = torch.tensor(block_table, device=keys.device).mul_(self.block_size).unsqueeze(1)
+        rows = (rows + torch.arange(self.block_size, device=keys.device)).flatten()[:num_tokens]
         return keys.index_select(2, rows), values.index_select(2, rows)

@@ -1,4 +1,4 @@
-"""On-demand adapters (section 5.2 of the paper): the adapters of a step are made active just before it runs."""
+"""Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from punica.adapters import LoRAModelManager, LoRARequest, PEFTHelper, resolve_adapter_path
 from punica.adapters.loader import in_context, source
-from punica.engine.request import Request
+from punica.scheduling import Request
 
 
 class AdapterResidency:
@@ -24,7 +24,7 @@ class AdapterResidency:
         self._sources: dict[int, tuple[str, str]] = {}
         self._prefetched: str | None = None  # the waiting request that was last tried
 
-    def check(self, adapter: LoRARequest) -> None:
+    def check(self, adapter: object) -> None:
         """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads its config, not its tensors.
 
         TypeError: not a LoRARequest. FileNotFoundError, ValueError: the folder or its config; or its id stands for
@@ -50,10 +50,9 @@ class AdapterResidency:
                     f"{registered}) and cannot be loaded: {error}; pass the path of its PEFT folder, or register it "
                     "with manager.add_adapter"
                 ) from error
-            except TypeError as error:
-                raise TypeError(in_context(adapter, error)) from error
-            except ValueError as error:
-                raise ValueError(in_context(adapter, error)) from error
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(in_context(adapter, error)) from error
         pinned = self.manager.pinned_adapters
         if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
             raise RuntimeError(
@@ -80,8 +79,8 @@ class AdapterResidency:
         must not change half-way (``load_inplace``). An adapter that cannot be loaded raises (FileNotFoundError,
         ValueError, TypeError), leaves the others active, and its id may then stand for another adapter.
         """
-        if request.adapter is None:
-            return
+        if not isinstance(request.adapter, LoRARequest):
+            return  # the plain backbone
         if resumed and self.manager.get_adapter(request.adapter_id) is not None:
             self.manager.activate_adapter(request.adapter_id)
             return
@@ -98,8 +97,8 @@ class AdapterResidency:
         the error belongs to the step in which the request joins.
         """
         adapter, tried = request.adapter, self._prefetched == request.request_id
-        if adapter is None or adapter.load_inplace or tried:  # in place: it would be loaded again when it joins
-            return
+        if not isinstance(adapter, LoRARequest) or adapter.load_inplace or tried:
+            return  # in place: it would be loaded again when it joins
         self._prefetched = request.request_id
         with suppress(Exception):
             self.manager.add_adapter(adapter)

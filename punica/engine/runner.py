@@ -1,4 +1,4 @@
-"""Running a laid-out step: metadata once, the model once, greedy tokens."""
+"""Running a laid-out step: buffers and metadata once, the model once, greedy tokens."""
 
 from __future__ import annotations
 
@@ -9,38 +9,50 @@ import torch
 
 from punica.adapters import LoRAModelManager
 from punica.engine.attention import PagedAttention
-from punica.engine.batch import StepBatch
+from punica.engine.buffers import StepBuffers
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
+from punica.scheduling import StepLayout
 
 
 class ModelRunner:
-    """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share."""
+    """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share.
 
-    def __init__(self, model: LlamaForCausalLM, attention: PagedAttention, manager: LoRAModelManager | None) -> None:
+    Steps have at most ``max_tokens`` rows.
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, attention: PagedAttention, manager: LoRAModelManager | None, max_tokens: int
+    ) -> None:
         self.model = model
         self.attention = attention
         self.manager = manager
-        self.device = attention.cache.keys[0].device
+        self.buffers = StepBuffers(max_tokens, attention.cache.keys[0].device)
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, meanwhile: Callable[[], None]) -> tuple[list[int], float, float]:
+    def run(self, layout: StepLayout, meanwhile: Callable[[], None]) -> tuple[list[int], float, float]:
         """Next token of each of the S requests, and the seconds spent on metadata and on the model (host clock).
 
         ``argmax`` over the logits; of equal maxima the lowest id. ``meanwhile`` is called when everything has been
         given to the device and before the tokens are read, which waits for it.
         """
         start = time.perf_counter()
-        rows = torch.tensor([batch.token_ids, batch.positions, batch.kv_rows]).to(self.device)
-        token_ids, positions, kv_rows = rows.unbind(0)
-        self.attention.begin(batch, kv_rows)
+        rows = self.buffers.fill(layout)
+        self.attention.begin(layout.spans, rows.kv_rows)
         if self.manager is not None:
-            is_prefill = batch.num_prefill_rows > 0
-            self.manager.set_adapter_mapping(LoRAMapping(batch.index_mapping, batch.adapter_ids, is_prefill))
+            _begin_lora_step(self.manager, layout)
         ready = time.perf_counter()
-        hidden = self.model(token_ids, positions, self.attention)
-        if batch.num_prefill_rows:
-            hidden = hidden[torch.tensor(batch.sampled_rows, device=self.device)]
+        hidden = self.model(rows.token_ids, rows.positions, self.attention)
+        if layout.num_prefill_rows:
+            hidden = hidden[rows.sampled_rows]
         tokens = self.model.compute_logits(hidden).argmax(dim=-1)
         meanwhile()
         return tokens.tolist(), ready - start, time.perf_counter() - ready
+
+
+def _begin_lora_step(manager: LoRAModelManager, layout: StepLayout) -> None:
+    """Tell the LoRA layers which row uses which slot."""
+    ids = [*manager.lora_index_to_id, 0]  # slot -1, no adapter, is id 0
+    tokens = [ids[slot] or 0 for slot, length in layout.segments for _ in range(length)]
+    sampled = [ids[slot] or 0 for slot in layout.sampled_slots]
+    manager.set_adapter_mapping(LoRAMapping(tokens, sampled, layout.num_prefill_rows > 0))

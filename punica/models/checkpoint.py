@@ -33,22 +33,26 @@ class CheckpointEntry:
     shard_id: Hashable = None
 
     def load(self, full: torch.Tensor) -> None:
-        """Copy this rank's part of ``full`` (of ``shape``) into the parameter, cast to its dtype."""
+        """Copy this rank's part of ``full`` (of ``shape``) into the parameter, cast to its dtype; the whole of it where
+        the parameter has no ``weight_loader``.
+        """
         parameter: Any = self.parameter
-        parameter.weight_loader(parameter, full, self.shard_id)
+        if hasattr(parameter, "weight_loader"):
+            parameter.weight_loader(parameter, full, self.shard_id)
+        else:
+            parameter.data.copy_(full)
 
 
 @torch.no_grad()
 def fill_random(entries: Sequence[CheckpointEntry], seed: int, std: float) -> None:
     """Matrices ~ N(0, std), norm weights 1, biases 0. The same seed gives the same model for any number of ranks.
 
-    Numbers are drawn in float32 on the parameter's device (a CPU and a GPU draw different ones) and rounded to its
-    dtype.
+    Numbers are drawn in float32 on the device of the parameters (a CPU and a GPU draw different ones) and rounded to
+    their dtype.
     """
-    generators: dict[torch.device, torch.Generator] = {}
+    device = entries[0].parameter.device
+    generator = torch.Generator(device).manual_seed(seed)
     for entry in entries:
-        device = entry.parameter.device
-        generator = generators.setdefault(device, torch.Generator(device).manual_seed(seed))
         if len(entry.shape) == 2:
             entry.load(torch.empty(entry.shape, device=device).normal_(0.0, std, generator=generator))
         else:

@@ -17,9 +17,8 @@ adapters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from punica.models.checkpoint import CheckpointEntry, fill_random, load_safetensors
-from punica.models.rotary import RotaryEmbedding, head_size, rotate
+from punica.models.rotary import RotaryEmbedding, rotate
 from punica.parallel import (
+    LinearBase,
     LogitsProcessor,
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -42,48 +42,22 @@ class Attention(Protocol):
     """What the model asks of the engine: store this layer's keys and values, and attend."""
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]`` (this rank's heads, rotated) to the attention output ``[T,
-        H, D]``.
-        """
+        """``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]`` (this rank's heads, rotated) to ``[T, H, D]``."""
         ...
-
-
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; the mean is float32 for any dtype."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
-        setattr(self.weight, "weight_loader", self._load)  # noqa: B010 (the attribute that all loaders look for)
-
-    @staticmethod
-    def _load(parameter: nn.Parameter, full: Tensor, shard_id: Hashable) -> None:
-        parameter.data.copy_(full)  # the norm is whole on every rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` to the same shape."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class LlamaAttention(nn.Module):
     """Projections, rotation and the call into the engine's attention. ``Hkv < H`` is grouped-query attention."""
 
-    def __init__(self, config: LlamaConfig, layer_index: int, dtype: torch.dtype, prefix: str) -> None:
+    def __init__(self, config: LlamaConfig, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self.head_size = head_size(config)
+        self.head_size = cast(int, config.head_dim)  # a LlamaConfig fills it in
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        common: dict[str, Any] = {"bias": config.attention_bias, "params_dtype": dtype, "return_bias": False}
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_size, heads, kv_heads, prefix=f"{prefix}.qkv_proj", **common
-        )
-        self.o_proj = RowParallelLinear(heads * self.head_size, config.hidden_size, prefix=f"{prefix}.o_proj", **common)
+        common: dict[str, Any] = {"bias": config.attention_bias, "params_dtype": config.dtype, "return_bias": False}
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_size, heads, kv_heads, **common)
+        self.o_proj = RowParallelLinear(heads * self.head_size, config.hidden_size, **common)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.total_q_size, self.total_kv_size = (
-            heads * self.head_size,
-            self.qkv_proj.total_num_kv_heads * self.head_size,
-        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
@@ -97,14 +71,12 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: ``Down(silu(Gate x) * Up x)``."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, prefix: str) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        common: dict[str, Any] = {"bias": config.mlp_bias, "params_dtype": dtype, "return_bias": False}
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, [inner, inner], prefix=f"{prefix}.gate_up_proj", **common
-        )
-        self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **common)
+        common: dict[str, Any] = {"bias": config.mlp_bias, "params_dtype": config.dtype, "return_bias": False}
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], **common)
+        self.down_proj = RowParallelLinear(inner, hidden, **common)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
@@ -115,12 +87,12 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, config: LlamaConfig, layer_index: int, dtype: torch.dtype, prefix: str) -> None:
+    def __init__(self, config: LlamaConfig, layer_index: int) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_index, dtype, f"{prefix}.self_attn")
-        self.mlp = LlamaMLP(config, dtype, f"{prefix}.mlp")
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = LlamaAttention(config, layer_index)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
@@ -129,17 +101,15 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, decoder layers, final norm."""
+    """Embedding, decoder layers, final norm; in the config's dtype, on the default device."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        dtype = cast(torch.dtype, config.dtype)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype)
-        self.rotary = RotaryEmbedding(config, dtype, device)
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, index, dtype, f"model.layers.{index}")
-            for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary = RotaryEmbedding(config)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """``token_ids [T]`` and ``positions [T]`` (int64) to hidden states ``[T, hidden]``."""
@@ -164,26 +134,33 @@ class LlamaForCausalLM(nn.Module):
     activation or RoPE this file has not).
     """
 
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}  # noqa: RUF012
-    embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}  # noqa: RUF012
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    embedding_modules: ClassVar = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
 
     def __init__(
         self, config: LlamaConfig | str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__()
-        self.config = _resolve_config(config)
+        self.config: Any = _resolve_config(config)
         stored = self.config.dtype or torch.float32
         self.config.dtype = dtype or (getattr(torch, stored) if isinstance(stored, str) else stored)
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         with torch.device(device):
-            self.model = LlamaModel(self.config, self.config.dtype, torch.device(device))
+            self.model = LlamaModel(self.config)
             self.lm_head = ParallelLMHead(vocab, hidden, params_dtype=self.config.dtype)
             if self.config.tie_word_embeddings:
                 self.lm_head.weight = self.model.embed_tokens.weight
             self.logits_processor = LogitsProcessor(vocab)
+        self.requires_grad_(False)
+        for name, module in self.named_modules():
+            if isinstance(module, LinearBase):
+                module.prefix = name
         self.num_layers: int = self.config.num_hidden_layers
-        self.num_kv_heads: int = self._layer(0).self_attn.num_kv_heads
-        self.head_size = head_size(self.config)
+        attention: LlamaAttention = self.model.layers[0].self_attn  # type: ignore[union-attr, assignment]
+        self.num_kv_heads, self.head_size = attention.num_kv_heads, attention.head_size
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """``token_ids [T]``, ``positions [T]`` (int64, on the model's device) to hidden states ``[T, hidden]``."""
@@ -194,14 +171,16 @@ class LlamaForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden)
 
     def init_random_weights(self, seed: int = 0) -> None:
-        """Random backbone, as in the paper's harness: N(0, ``config.initializer_range``), the same for any number of
-        ranks.
+        """Random backbone, as in the paper's harness: N(0, ``config.initializer_range``).
+
+        The same for any number of ranks.
         """
         fill_random(self.checkpoint_entries(), seed, self.config.initializer_range)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read a Hugging Face folder (``model.safetensors``, or several files with an index); see
-        :func:`load_safetensors`.
+        """Read a Hugging Face folder: ``model.safetensors``, or several files with an index.
+
+        Raises as :func:`~punica.models.checkpoint.load_safetensors`.
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
         load_safetensors(self.checkpoint_entries(), folder, ignore_suffixes=("rotary_emb.inv_freq", *tied))
@@ -210,44 +189,40 @@ class LlamaForCausalLM(nn.Module):
         """Every tensor of a Hugging Face checkpoint of this model, and the parameter it belongs to."""
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         entries = [CheckpointEntry("model.embed_tokens.weight", (vocab, hidden), self.model.embed_tokens.weight)]
-        for index in range(self.config.num_hidden_layers):
-            entries += self._layer_entries(index)
+        for index, layer in enumerate(self.model.layers):
+            entries += self._layer_entries(f"model.layers.{index}", layer)
         entries.append(CheckpointEntry("model.norm.weight", (hidden,), self.model.norm.weight))
         if not self.config.tie_word_embeddings:
             entries.append(CheckpointEntry("lm_head.weight", (vocab, hidden), self.lm_head.weight))
         return entries
 
-    def _layer(self, index: int) -> Any:
-        return self.model.layers[index]
-
-    def _layer_entries(self, index: int) -> list[CheckpointEntry]:
-        layer, prefix = self._layer(index), f"model.layers.{index}"
+    def _layer_entries(self, prefix: str, layer: Any) -> list[CheckpointEntry]:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        q_rows, kv_rows = layer.self_attn.total_q_size, layer.self_attn.total_kv_size
-        qkv, o_proj = layer.self_attn.qkv_proj, layer.self_attn.o_proj
-        gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
-        linears = [
-            ("self_attn.q_proj", (q_rows, hidden), qkv, "q"),
-            ("self_attn.k_proj", (kv_rows, hidden), qkv, "k"),
-            ("self_attn.v_proj", (kv_rows, hidden), qkv, "v"),
-            ("self_attn.o_proj", (hidden, q_rows), o_proj, None),
-            ("mlp.gate_proj", (inner, hidden), gate_up, 0),
-            ("mlp.up_proj", (inner, hidden), gate_up, 1),
-            ("mlp.down_proj", (hidden, inner), down, None),
-        ]
+        q_rows = self.config.num_attention_heads * self.head_size
+        kv_rows = self.config.num_key_value_heads * self.head_size
+        attention, mlp = layer.self_attn, layer.mlp
         entries = []
-        for name, shape, module, shard_id in linears:
+        for name, shape, module, shard_id in (
+            ("self_attn.q_proj", (q_rows, hidden), attention.qkv_proj, "q"),
+            ("self_attn.k_proj", (kv_rows, hidden), attention.qkv_proj, "k"),
+            ("self_attn.v_proj", (kv_rows, hidden), attention.qkv_proj, "v"),
+            ("self_attn.o_proj", (hidden, q_rows), attention.o_proj, None),
+            ("mlp.gate_proj", (inner, hidden), mlp.gate_up_proj, 0),
+            ("mlp.up_proj", (inner, hidden), mlp.gate_up_proj, 1),
+            ("mlp.down_proj", (hidden, inner), mlp.down_proj, None),
+            ("input_layernorm", (hidden,), layer.input_layernorm, None),
+            ("post_attention_layernorm", (hidden,), layer.post_attention_layernorm, None),
+        ):
             entries.append(CheckpointEntry(f"{prefix}.{name}.weight", shape, module.weight, shard_id))
-            if module.bias is not None:
+            if getattr(module, "bias", None) is not None:
                 entries.append(CheckpointEntry(f"{prefix}.{name}.bias", shape[:1], module.bias, shard_id))
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            entries.append(CheckpointEntry(f"{prefix}.{name}.weight", (hidden,), getattr(layer, name).weight))
         return entries
 
 
 def _resolve_config(config: LlamaConfig | str | Path) -> LlamaConfig:
-    """A private copy of ``config``, read from ``config.json`` when it is a folder; checked to be a Llama this file
-    computes.
+    """A private copy of ``config``, read from ``config.json`` when it is a folder.
+
+    Checked to be a Llama that this file computes.
     """
     if isinstance(config, (str, Path)):
         path = Path(config).expanduser() / "config.json"

@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from punica.checks import check_count
+
 RateProfile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Times [n] in s -> rates [n] in requests per second; never negative, never above the ``peak`` given with it."""
 
 
 def independent_seeds(seed: int, count: int) -> list[int]:
     """``count`` seeds from one, for generators that must not see each other's draws (lengths, gaps, popularity)."""
-    if count < 1:
-        raise ValueError(f"count of seeds must be at least 1, got {count}")
+    check_count("count", count, 1, "one seed")
     return [int(child.generate_state(1, np.uint64)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from punica.workload.popularity import RELEASED_SEED
+from punica.workload.popularity import RELEASED_SEED, as_count
 
 PROMPT_SIGMA, PROMPT_SHIFT, PROMPT_SCALE = 0.8, -1.0, 18.0
 """Prompt length = SHIFT + SCALE * exp(SIGMA * z), z standard normal: lognorm(0.8, -1, 18) of scipy."""
@@ -53,7 +53,7 @@ def released_lengths(num_requests: int, maxlen: int = RELEASED_MAXLEN, seed: int
     ``maxlen`` bounds prompt + output. The prompt law does not scale with it: at maxlen 64 prompts are as long as at
     2048 and outputs thirty times shorter. To shrink a run and keep its shape, use `scaled_lengths`.
     """
-    _check_requests(num_requests)
+    as_count("num_requests", num_requests, 1)
     _check_maxlen(maxlen)
     stream = np.random.Generator(np.random.PCG64(seed))
     prompt = np.empty(num_requests)
@@ -94,15 +94,5 @@ def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> Reque
     return RequestLengths(lengths.prompt, output + 1)
 
 
-def _check_requests(num_requests: int) -> None:
-    if isinstance(num_requests, bool) or not isinstance(num_requests, int | np.integer):
-        raise TypeError(f"num_requests must be an int, got {type(num_requests).__name__} {num_requests!r}")
-    if num_requests < 1:
-        raise ValueError(f"num_requests must be at least 1, got {num_requests}")
-
-
 def _check_maxlen(maxlen: int) -> None:
-    if isinstance(maxlen, bool) or not isinstance(maxlen, int | np.integer):
-        raise TypeError(f"maxlen must be an int (tokens), got {type(maxlen).__name__} {maxlen!r}")
-    if maxlen < 4:
-        raise ValueError(f"maxlen must leave room for a prompt and two new tokens: at least 4, got {maxlen}")
+    as_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")

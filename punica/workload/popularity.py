@@ -14,7 +14,7 @@ Zipf       not in the paper: a true Zipf law, the i-th adapter gets a share prop
 =========  ==================================================================================================
 
 Adapters are numbered from 0 in group order. A batch wants its rows in group order (`Popularity.slots`); a stream of
-requests arrives shuffled (`Popularity.requests`). Nothing here imports torch.
+requests arrives shuffled (`Popularity.requests`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from punica.checks import check_count
 from punica.registry import Registry
 
 RELEASED_SEED = 0xABCDABCD987
@@ -104,11 +105,7 @@ class Popularity:
 
     def group_sizes(self, n: int) -> list[int]:
         """Rows per adapter for n rows, in adapter order. ValueError unless n is at least 1."""
-        if isinstance(n, bool) or not isinstance(n, int | np.integer):
-            raise TypeError(f"n must be an int (rows or requests), got {type(n).__name__} {n!r}")
-        if n < 1:
-            raise ValueError(f"n must be at least 1 row, got {n}")
-        return self.rule(int(n))
+        return self.rule(as_count("n", n, 1, "row or request"))
 
     def number_of_adapters(self, n: int) -> int:
         """How many adapters n rows name."""
@@ -137,6 +134,11 @@ class Popularity:
         if order == "grouped":
             return grouped
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+
+
+def as_count(name: str, value: object, lowest: int, meaning: str = "") -> int:
+    """`check_count` that takes numpy's integers, too."""
+    return check_count(name, int(value) if isinstance(value, np.integer) else value, lowest, meaning)
 
 
 def popularity(name: str) -> Popularity:

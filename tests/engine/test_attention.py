@@ -4,25 +4,17 @@ import pytest
 import torch
 
 from punica.engine.attention import PagedAttention
-from punica.engine.batch import Span, StepBatch
 from punica.engine.kv_cache import KVCache
+from punica.scheduling import Span
 
-PAGE = 4
+BLOCK = 4
 
 
-def make_cache(heads: int, size: int, pages: int = 40) -> KVCache:
-    cache = KVCache(2, pages, PAGE, heads, size, torch.float32, torch.device("cpu"))
+def make_cache(heads: int, size: int, blocks: int = 40) -> KVCache:
+    cache = KVCache(2, blocks, BLOCK, heads, size, torch.float32, torch.device("cpu"))
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(float("nan"))  # reading a row that was not written shows
     return cache
-
-
-def make_batch(spans: list[Span]) -> StepBatch:
-    rows = sum(span.length for span in spans)
-    positions = [p for span in spans for p in range(span.kv_length - span.length, span.kv_length)]
-    pages = [page for span in spans for page in [span.pages] * span.length]
-    kv_rows = [table[p // PAGE] * PAGE + p % PAGE for table, p in zip(pages, positions, strict=True)]
-    return StepBatch((), tuple(spans), [0] * rows, positions, kv_rows, (), 0, 0, 0)
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -38,23 +30,22 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     ("heads", "kv_heads", "size"), [(4, 4, 16), (4, 2, 8), (6, 1, 10)], ids=["full", "grouped", "one kv head"]
 )
 def test_prompt_and_decode_rows_in_one_step(heads, kv_heads, size) -> None:
-    """Three requests live in the cache (consecutive pages, scattered pages, one token); a fourth brings its prompt."""
+    """Three requests live in the cache (consecutive blocks, scattered ones, one token); a fourth brings its prompt."""
     cache = make_cache(kv_heads, size)
     tables = [(3, 4, 5), (20, 9, 30), (12,), (33, 34)]
     lengths = [11, 9, 1, 7]
     spans = [Span(0, 7, 7, tables[3]), *(Span(7 + i, 1, lengths[i], tables[i]) for i in range(3))]
     history = [(torch.randn(n, kv_heads, size), torch.randn(n, kv_heads, size)) for n in lengths]
-    batch = make_batch(spans)
     attention = PagedAttention(cache)
     for layer in range(2):
         for i in range(3):
             for p in range(lengths[i] - 1):
-                row = tables[i][p // PAGE] * PAGE + p % PAGE
+                row = tables[i][p // BLOCK] * BLOCK + p % BLOCK
                 cache.keys[layer][row], cache.values[layer][row] = history[i][0][p], history[i][1][p]
         k = torch.cat([history[3][0], *(history[i][0][-1:] for i in range(3))])
         v = torch.cat([history[3][1], *(history[i][1][-1:] for i in range(3))])
         q = torch.randn(10, heads, size)
-        attention.begin(batch, torch.tensor(batch.kv_rows))
+        attention.begin(spans, torch.tensor([row for span in spans for row in span.kv_rows(BLOCK)]))
         output = attention.attend(layer, q, k, v)
         torch.testing.assert_close(output[:7], reference(q[:7], *history[3]), atol=1e-5, rtol=1e-5)
         for i in range(3):
@@ -62,7 +53,7 @@ def test_prompt_and_decode_rows_in_one_step(heads, kv_heads, size) -> None:
             torch.testing.assert_close(output[rows], reference(q[rows], *history[i]), atol=1e-5, rtol=1e-5)
 
 
-def test_consecutive_pages_are_read_in_place_and_scattered_ones_gathered() -> None:
+def test_consecutive_blocks_are_read_in_place_and_scattered_ones_gathered() -> None:
     cache = make_cache(2, 8)
     keys, values = cache.read(1, (5, 6, 7), 10)
     assert keys.data_ptr() == cache.keys[1][20].data_ptr()
@@ -71,7 +62,7 @@ def test_consecutive_pages_are_read_in_place_and_scattered_ones_gathered() -> No
         tensor.normal_()
     for table in ((5, 7, 6), (7, 6, 5), (5, 6, 8), (5, 8, 7)):
         keys, _ = cache.read(1, table, 10)
-        expected = [cache.keys[1][table[p // PAGE] * PAGE + p % PAGE] for p in range(10)]
+        expected = [cache.keys[1][table[p // BLOCK] * BLOCK + p % BLOCK] for p in range(10)]
         assert torch.equal(keys[0].transpose(0, 1), torch.stack(expected))
 
 

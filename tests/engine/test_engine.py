@@ -15,7 +15,7 @@ def state(engine: Engine) -> tuple:
     return (
         engine.has_unfinished(),
         [request.request_id for request in engine.scheduler.waiting],
-        engine.pages.owners(),
+        engine.blocks.owners(),
         list(engine.manager.lora_index_to_id),
         sorted(engine.manager.list_adapters()),
     )
@@ -37,7 +37,7 @@ def test_steps_report_tokens_finished_requests_and_statistics(backbone) -> None:
     assert all(
         o.statistics.model_s > 0 and o.statistics.schedule_s > 0 and o.statistics.metadata_s > 0 for o in outputs
     )
-    assert engine.pages.num_free == engine.pages.num_pages
+    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def test_step_with_nothing_to_do(backbone) -> None:
@@ -101,7 +101,7 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
     assert engine.abort_request("b").output_token_ids == []
     assert len(engine.abort_request("a").output_token_ids) == 1
     assert not engine.has_unfinished()
-    assert engine.pages.num_free == engine.pages.num_pages
+    assert engine.blocks.num_free == engine.blocks.num_blocks
     with pytest.raises(ValueError, match="no unfinished request 'a'"):
         engine.abort_request("a")
 
@@ -110,7 +110,7 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
     ("request_of", "error", "message"),
     [
         (lambda b: Request("new", [1] * 60, 5), ValueError, "60 prompt tokens and 5 new ones, max_model_len is 64"),
-        (lambda b: Request("new", [1] * 40, 9), ValueError, "needs 6 KV pages, the whole pool has 5"),
+        (lambda b: Request("new", [1] * 40, 9), ValueError, "needs 6 KV blocks, the whole cache has 5"),
         (lambda b: Request("new", [1, 256], 5), ValueError, "token 256, the vocabulary has 256"),
         (lambda b: Request("known", [1], 5), ValueError, "request_id 'known' is in use"),
         (
@@ -129,7 +129,7 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
     ids=["long", "pool", "token", "duplicate", "unknown adapter", "same id", "adapter type", "request type"],
 )
 def test_bad_requests_are_refused_before_any_change(backbone, request_of, error, message) -> None:
-    engine = backbone.engine(page_size=8, num_pages=5)
+    engine = backbone.engine(block_size=8, num_blocks=5)
     engine.add_request(Request("known", [1], 5, backbone.adapters[1]))
     before = state(engine)
     with pytest.raises(error, match=message):
@@ -200,7 +200,7 @@ def test_adapter_that_breaks_after_arrival_takes_only_its_request_out(backbone, 
         engine.step()
     assert good.output_token_ids == backbone.generate_merged((1, 2), 1, 6)
     assert later.output_token_ids == backbone.generate_merged((3,), 4, 6)
-    assert engine.pages.num_free == engine.pages.num_pages
+    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def test_adapter_without_lora_layers_is_refused(backbone) -> None:
@@ -215,8 +215,8 @@ def test_adapter_without_lora_layers_is_refused(backbone) -> None:
     [
         ({"max_batch_size": 0}, ValueError),
         ({"max_batch_size": 2.0}, TypeError),
-        ({"page_size": 0}, ValueError),
-        ({"num_pages": 0}, ValueError),
+        ({"block_size": 0}, ValueError),
+        ({"num_blocks": 0}, ValueError),
         ({"max_model_len": 1}, ValueError),
         ({"adapter_index_rule": "mine"}, ValueError),
         ({"ignore_adapters": 1}, TypeError),
@@ -230,7 +230,7 @@ def test_config_is_checked(fields, error) -> None:
 
 def test_config_is_frozen_and_sizes_follow() -> None:
     config = EngineConfig(max_batch_size=3, max_model_len=33)
-    assert config.pool_pages == 9
+    assert config.total_blocks == 9
     assert config.max_num_batched_tokens == 36
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_batch_size = 4

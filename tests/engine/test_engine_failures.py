@@ -17,7 +17,7 @@ RULES = ("fcfs", "single_adapter", "static", "static_mixed")
 def finish(engine: Engine, patience: int = 100) -> None:
     for _ in range(patience):
         if not engine.has_unfinished():
-            assert engine.pages.num_free == engine.pages.num_pages
+            assert engine.blocks.num_free == engine.blocks.num_blocks
             return
         engine.step()
     raise AssertionError(f"still unfinished after {patience} steps")
@@ -76,8 +76,8 @@ def test_a_failed_model_invocation_changes_no_token(backbone, monkeypatch, rule,
     assert failures
     expected = [backbone.generate_merged(prompt, a, 6) for prompt, a in wishes]
     assert [request.output_token_ids for request in requests] == expected
-    assert all(request.preemptions == 0 for request in requests)  # no pages ran out
-    assert engine.pages.num_free == engine.pages.num_pages
+    assert all(request.preemptions == 0 for request in requests)  # no blocks ran out
+    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -183,12 +183,12 @@ def test_a_damaged_reload_takes_no_running_request_along(backbone, tmp_path) -> 
     assert running.output_token_ids == backbone.generate_merged((1, 2), 2, 6)
 
 
-@pytest.mark.parametrize("num_pages", [100, 6], ids=["never preempted", "preempted"])
-def test_a_request_keeps_the_weights_it_began_with(backbone, tmp_path, monkeypatch, num_pages) -> None:
+@pytest.mark.parametrize("num_blocks", [100, 6], ids=["never preempted", "preempted"])
+def test_a_request_keeps_the_weights_it_began_with(backbone, tmp_path, monkeypatch, num_blocks) -> None:
     """`load_inplace` loads when a request joins, not in the steps that follow nor when it returns."""
     adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
     reload = LoRARequest(adapter.lora_name, 9, adapter.lora_path, load_inplace=True)
-    engine = backbone.engine(page_size=8, num_pages=num_pages)
+    engine = backbone.engine(block_size=8, num_blocks=num_blocks)
     loads: list[int] = []
     original = engine.manager._loader.load
     monkeypatch.setattr(engine.manager._loader, "load", lambda r: (loads.append(r.lora_int_id), original(r))[1])
@@ -197,7 +197,7 @@ def test_a_request_keeps_the_weights_it_began_with(backbone, tmp_path, monkeypat
     engine.add_request(second)
     finish(engine)
     assert loads == [9]
-    assert (second.preemptions > 0) is (num_pages == 6)
+    assert (second.preemptions > 0) is (num_blocks == 6)
     assert second.output_token_ids == backbone.generate_merged((3, 4), 2, 25)
 
 

@@ -25,9 +25,9 @@ def test_admission_rules_change_no_token(backbone, mixed_wishes, expected, serve
     assert serve(backbone.engine(admission), mixed_wishes) == expected
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_page_size_changes_no_token(backbone, mixed_wishes, expected, serve, page_size) -> None:
-    assert serve(backbone.engine(page_size=page_size), mixed_wishes) == expected
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_block_size_changes_no_token(backbone, mixed_wishes, expected, serve, block_size) -> None:
+    assert serve(backbone.engine(block_size=block_size), mixed_wishes) == expected
 
 
 @pytest.mark.parametrize("max_loras", [1, 2, 3])
@@ -43,8 +43,8 @@ def test_batch_of_one(backbone, mixed_wishes, expected, serve) -> None:
 
 @pytest.mark.parametrize("admission", ["fcfs", "single_adapter"])
 def test_preemption_and_readmission_change_no_token(backbone, admission) -> None:
-    """8 requests that grow from 1 to 8 pages in a pool of 10: somebody must go, several times, and comes back."""
-    engine = backbone.engine(admission, page_size=4, num_pages=10)
+    """8 requests that grow from 1 to 8 blocks in a cache of 10: somebody must go, several times, and comes back."""
+    engine = backbone.engine(admission, block_size=4, num_blocks=10)
     adapter_ids = [1, 2, 3, 0, 1, 2, 3, 0] if admission == "fcfs" else [2] * 8
     requests = []
     for i, adapter_id in enumerate(adapter_ids):
@@ -59,7 +59,7 @@ def test_preemption_and_readmission_change_no_token(backbone, admission) -> None
     assert interrupted > 0  # some were preempted in the middle of their output
     for request, adapter_id in zip(requests, adapter_ids, strict=True):
         assert request.output_token_ids == backbone.generate_merged(request.prompt_token_ids, adapter_id, 29)
-    assert engine.pages.num_free == 10
+    assert engine.blocks.num_free == 10
 
 
 def test_backbone_only_engine_ignores_adapters_when_told_to(backbone, mixed_wishes) -> None:

@@ -31,6 +31,14 @@ VARIANTS = {
     "one kv head": {"num_key_value_heads": 1},
     "llama3 rope": {"num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "yarn rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "odd sizes": {
@@ -112,7 +120,7 @@ def test_every_layer_can_carry_adapters_and_the_wrapped_model_still_loads(tmp_pa
 def test_llama3_frequencies_differ_from_default() -> None:
     config = make_config(rope_parameters=LLAMA3_ROPE)
     default = 500000.0 ** (-torch.arange(0, 16, 2) / 16)
-    scaled = inverse_frequencies(config)
+    scaled, _ = inverse_frequencies(config)
     torch.testing.assert_close(scaled[0], default[0])  # short wavelength kept
     torch.testing.assert_close(scaled[-1], default[-1] / 8)  # long wavelength divided
 

@@ -67,7 +67,7 @@ def test_thinning_follows_the_profile():
         (lambda: profile_arrivals(released_rate(9.0, 100.0), 5.0, 100.0, 1), "peak=5.0"),
         (lambda: plotted_rate([0, 1], [1]), "same length"),
         (lambda: plotted_rate([1, 0], [1, 2]), "ascend"),
-        (lambda: independent_seeds(1, 0), "at least 1"),
+        (lambda: independent_seeds(1, 0), "count is 0, must be >= 1"),
     ],
     ids=["rate", "duration", "above peak", "lengths", "order", "no seeds"],
 )

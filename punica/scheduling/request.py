@@ -1,4 +1,4 @@
-"""One generation request: what the user asked for, and how far it has come. Pure Python, no torch."""
+"""One generation request: what the user asked for, and how far it has come."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from punica.checks import check_count
 
-if TYPE_CHECKING:
-    from punica.adapters import LoRARequest
+
+class AdapterRequest(Protocol):
+    """What scheduling reads of an adapter's request (``punica.adapters.LoRARequest``)."""
+
+    @property
+    def lora_int_id(self) -> int:
+        """Id of the adapter, at least 1."""
+        ...
 
 
 class RequestStatus(Enum):
@@ -43,7 +49,7 @@ class Request:
     request_id: str
     prompt_token_ids: Sequence[int]
     max_new_tokens: int
-    adapter: LoRARequest | None = None
+    adapter: AdapterRequest | None = None
     eos_token_id: int | None = None
     output_token_ids: list[int] = field(default_factory=list, init=False)
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
@@ -76,8 +82,9 @@ class Request:
 
     @property
     def final_kv_length(self) -> int:
-        """Tokens whose keys and values are cached at the end: all but the last generated one, which nothing attends
-        to.
+        """Tokens whose keys and values are cached at the end.
+
+        All but the last generated one, which nothing attends to.
         """
         return len(self.prompt_token_ids) + self.max_new_tokens - 1
 

@@ -1,95 +1,18 @@
-"""Which requests run in the next step: admission, growth and preemption. Pure Python, no torch.
+"""Which requests run in the next step: admission, growth and preemption.
 
-A serving system is told apart by its *admission rule*, the answer to "may the head of the queue join now?".
-Everything else here is the same for all of them: the queue is first come first served, the batch is bounded, a request
-needs KV pages and (with LoRA) a slot for its adapter. New rules: one class with :data:`ADMISSION_RULES`
-``.register("name")``.
+Only the *admission rule* differs from one serving system to another. Everything here is the same for all of them: the
+queue is first come first served, the batch is bounded, a request needs KV blocks and, with LoRA, a slot.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
-from punica.engine.pages import PagePool
-from punica.engine.request import Request, RequestStatus
-from punica.registry import Registry
-
-
-class AdmissionRule(Protocol):
-    """May ``candidate``, the head of the queue, join?
-
-    ``running`` are the requests of the batch, in order of admission, ``admitted`` those of them that joined in this
-    step.
-    ``inseparable`` marks a batch whose KV cache is one block: it is reserved in full when a request joins, and a
-    finished request stays in the batch, computing for nothing, until the last one is done.
-    """
-
-    inseparable: bool
-
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
-        """True when the rule lets the candidate join; batch size, pages and slots are checked elsewhere."""
-        ...
-
-
-ADMISSION_RULES: Registry[type[AdmissionRule]] = Registry("admission rule")
-
-
-@ADMISSION_RULES.register("fcfs")
-class FirstComeFirstServed:
-    """Punica: whatever the adapter, at most one new request per step; its prefill joins the decode rows in one
-    invocation.
-    """
-
-    inseparable = False
-
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
-        """One prefill per step."""
-        return not admitted
-
-
-@ADMISSION_RULES.register("single_adapter")
-class SingleAdapter:
-    """Continuous batching for one model at a time (the paper's vLLM): as Punica, but only into a batch of the same
-    adapter.
-    """
-
-    inseparable = False
-
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
-        """One prefill per step, and all of one adapter."""
-        return not admitted and all(request.adapter_id == candidate.adapter_id for request in running)
-
-
-@ADMISSION_RULES.register("static")
-class StaticBatching:
-    """Static batches (the paper's FasterTransformer, DeepSpeed, HF): consecutive requests of one adapter, until the
-    longest is done.
-
-    All members are prefilled in one invocation. Two costs of the real systems are left out, in the baseline's favour:
-    prompts are not padded to one length, and the KV cache of a finished row does not grow further.
-    """
-
-    inseparable = True
-
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
-        """A batch forms in one step, when nothing runs."""
-        return len(running) == len(admitted) and all(request.adapter_id == candidate.adapter_id for request in admitted)
-
-
-@ADMISSION_RULES.register("static_mixed")
-class StaticMixed:
-    """Static batches of consecutive requests whatever their adapters (PEFT's mixed batches): between `static` and
-    `fcfs`, it separates what mixing adapters gains from what continuous batching gains.
-    """
-
-    inseparable = True
-
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
-        """A batch forms in one step, when nothing runs."""
-        return len(running) == len(admitted)
+from punica.scheduling.admission import AdmissionRule
+from punica.scheduling.block_manager import BlockManager
+from punica.scheduling.request import Request, RequestStatus
 
 
 @dataclass(frozen=True)
@@ -98,7 +21,7 @@ class StepPlan:
 
     ``prefills`` compute all their tokens, ``decodes`` one token each. ``idle`` are finished requests of an
     inseparable batch: they cost a decode row each and their output is thrown away. ``preempted`` left the batch in
-    this step, for want of pages or of a slot that was pinned for another adapter.
+    this step, for want of blocks or of a slot that was pinned for another adapter.
     """
 
     prefills: tuple[Request, ...]
@@ -113,29 +36,28 @@ class StepPlan:
 
 
 class Scheduler:
-    """The queue, the running batch and their pages.
+    """The queue, the running batch and their blocks.
 
     Args:
         rule: the admission rule.
-        pages: the KV page pool; owners are request ids.
+        blocks: the KV blocks; their owners are request ids.
         max_batch_size: most requests in the batch.
         max_tokens: most token rows in one invocation; only rules with several prefills per step meet it.
         max_adapters: distinct adapters that can be active at once (``None``: no limit, the engine runs no LoRA).
 
-    Invariants after every call: a request is in the queue or in the batch or gone; exactly those in the batch own
-    pages.
+    After every call, a request is in the queue or in the batch or gone, and exactly those in the batch own blocks.
     """
 
     def __init__(
         self,
         rule: AdmissionRule,
-        pages: PagePool,
+        blocks: BlockManager,
         max_batch_size: int,
         max_tokens: int,
         max_adapters: int | None = None,
     ) -> None:
         self.rule = rule
-        self.pages = pages
+        self.blocks = blocks
         self.max_batch_size = max_batch_size
         self.max_tokens = max_tokens
         self.max_adapters = max_adapters
@@ -150,27 +72,25 @@ class Scheduler:
         """Give every decoding request room for one more token, then admit from the queue; the requests of the next
         step. ``pinned``: adapters that keep their slot whether or not a request uses it.
 
-        When pages run out the newest request is preempted: it loses its pages and returns to the head of the queue,
-        to be computed again later. Nobody joins in such a step: the pages left over are fewer than the head needs.
+        When blocks run out the newest request is preempted: it loses its blocks and returns to the head of the queue,
+        to be computed again later. Nobody joins in such a step: the blocks left over are fewer than the head needs.
         When adapters were pinned over the heads of running requests, those whose adapter joined last are preempted.
         """
         preempted = [*self._yield_slots(pinned), *self._grow()]
         decoding = tuple(request for request in self.running if request.status is RequestStatus.RUNNING)
-        idle = tuple(request for request in self.running if request.status is RequestStatus.FINISHED)
+        idle = tuple(self._finished())
         admitted = self._admit(len(self.running), pinned)
         return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
 
     def retire_finished(self) -> None:
-        """Free the pages and the places of finished requests; of an inseparable batch, once all are finished."""
-        finished = [request for request in self.running if request.status is RequestStatus.FINISHED]
-        if self.rule.inseparable and len(finished) < len(self.running):
-            return
-        for request in finished:
-            self.pages.release(request.request_id)
-            self.running.remove(request)
+        """Free the blocks and the places of finished requests; of an inseparable batch, once all are finished."""
+        finished = self._finished()
+        if not self.rule.inseparable or len(finished) == len(self.running):
+            for request in finished:
+                self.drop(request)
 
     def preempt(self, request: Request) -> None:
-        """Put a running request back because pages or slots ran out; counted."""
+        """Put a running request back because blocks or slots ran out; counted."""
         self.put_back(request)
         request.preemptions += 1
 
@@ -181,14 +101,25 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def drop(self, request: Request) -> None:
-        """Take a running request out of the batch and free its pages."""
+        """Take a running request out of the batch and free its blocks."""
         self.running.remove(request)
-        self.pages.release(request.request_id)
+        self.blocks.release(request.request_id)
+
+    def take_out(self, request: Request) -> None:
+        """Remove a request for good, wherever it is: in the queue, running, or a finished member of the batch."""
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        else:
+            self.drop(request)
+            self.retire_finished()  # of an inseparable batch it may have been the last unfinished member
 
     def has_slot(self, candidate: Request, pinned: Collection[int]) -> bool:
         """Whether the adapters of the batch, the candidate's and the pinned ones can be active together."""
         adapters = {request.adapter_id for request in (*self.running, candidate)} - {0}
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
+
+    def _finished(self) -> list[Request]:
+        return [request for request in self.running if request.status is RequestStatus.FINISHED]
 
     def _yield_slots(self, pinned: Collection[int]) -> list[Request]:
         """Take running requests out until their adapters and the pinned ones fit; whose adapter joined last goes first.
@@ -215,7 +146,7 @@ class Scheduler:
         preempted: list[Request] = []
         for request in list(self.running):
             while request.status is RequestStatus.RUNNING:
-                if self.pages.reserve(request.request_id, request.num_tokens):
+                if self.blocks.reserve(request.request_id, request.num_tokens):
                     break
                 preempted.append(self.running[-1])
                 self.preempt(preempted[-1])  # the newest; when it is `request` itself, the loop ends
@@ -225,7 +156,7 @@ class Scheduler:
         admitted: list[Request] = []
         while self.waiting and self._may_join(self.waiting[0], admitted, num_rows, pinned):
             request = self.waiting.popleft()
-            self.pages.reserve(request.request_id, self._tokens_to_reserve(request))
+            self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             admitted.append(request)
@@ -238,15 +169,16 @@ class Scheduler:
             and num_rows + candidate.num_tokens <= self.max_tokens
             and self.rule.allows(candidate, self.running, admitted)
             and self.has_slot(candidate, pinned)
-            and self._has_pages(candidate)
+            and self._has_blocks(candidate)
         )
 
     def _tokens_to_reserve(self, request: Request) -> int:
         return request.final_kv_length if self.rule.inseparable else request.num_tokens
 
-    def _has_pages(self, candidate: Request) -> bool:
-        """Room for its tokens, and beside others one page per request to grow into, or it would be preempted right
-        away.
+    def _has_blocks(self, candidate: Request) -> bool:
+        """Room for its tokens, and beside others one block per request to grow into.
+
+        Without those it would be preempted right away.
         """
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
-        return self.pages.pages_for(self._tokens_to_reserve(candidate)) + spare <= self.pages.num_free
+        return self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare <= self.blocks.num_free

@@ -1,12 +1,11 @@
 """The admission rule `static_mixed`: static batches whatever the adapters."""
 
 from punica.adapters import LoRARequest
-from punica.engine import ADMISSION_RULES, Request, RequestStatus, Scheduler
-from punica.engine.pages import PagePool
+from punica.scheduling import ADMISSION_RULES, BlockManager, Request, RequestStatus, Scheduler
 
 
 def test_batches_hold_consecutive_requests_of_any_adapter_until_the_longest_is_done() -> None:
-    scheduler = Scheduler(ADMISSION_RULES.get("static_mixed")(), PagePool(100, 4), 3, 1000)
+    scheduler = Scheduler(ADMISSION_RULES.get("static_mixed")(), BlockManager(100, 4), 3, 1000)
     news = [2, 5, 1, 4, 3]
     for index, new in enumerate(news):
         scheduler.add(Request(f"r{index}", [1, 2], new, LoRARequest(f"a{index}", index + 1, "unused")))

@@ -1,0 +1,36 @@
+"""What a step of the engine gives back: tokens, finished requests, and what it was made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from punica.scheduling import Request
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What a step was made of and where its time went (seconds, host clock).
+
+    ``batch_size``: requests in the invocation, ``num_idle`` of them finished ones of a static batch.
+    ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments. ``schedule_s``: scheduling, adapter
+    activation, layout; ``metadata_s``: buffers of the step and segment indices; ``model_s``: the model with LoRA, up
+    to the tokens on the host.
+    """
+
+    batch_size: int = 0
+    num_idle: int = 0
+    num_prefill_tokens: int = 0
+    num_segments: int = 0
+    num_preempted: int = 0
+    schedule_s: float = 0.0
+    metadata_s: float = 0.0
+    model_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Tokens of one step, ``{request_id: token}``, the requests that finished with it, and its statistics."""
+
+    tokens: dict[str, int]
+    finished: tuple[Request, ...]
+    statistics: StepStatistics

@@ -1,0 +1,118 @@
+"""Laying out a step: from the scheduled requests to the rows of one model invocation. Plain lists.
+
+    rows:   prompt of the newly admitted request | one row per decoding request, sorted by adapter slot
+            p0 p1 p2 p3 ...                      | d d d d d ...
+
+Sorting makes the rows of one adapter neighbours, so that SGMV sees one segment per adapter, with ascending slots. The
+layout and the segments are made once per invocation and used by every LoRA layer of the model (7 L of them).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from punica.scheduling.block_manager import BlockManager
+from punica.scheduling.request import Request
+from punica.scheduling.scheduler import StepPlan
+
+ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
+"""Whose adapter a decode row takes, see :func:`lay_out`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows ``[start, start + length)`` of a step belong to one request, whose cache then holds ``kv_length`` tokens
+    in the blocks of ``block_table``.
+
+    A span is either a whole prompt (``length == kv_length``) or one decode row.
+    """
+
+    start: int
+    length: int
+    kv_length: int
+    block_table: tuple[int, ...]
+
+    @property
+    def positions(self) -> range:
+        """Positions of its rows in the request."""
+        return range(self.kv_length - self.length, self.kv_length)
+
+    def kv_rows(self, block_size: int) -> list[int]:
+        """Row of the cache that each of its rows writes: ``block * block_size + offset``."""
+        return [self.block_table[p // block_size] * block_size + p % block_size for p in self.positions]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """One model invocation over T rows of S requests.
+
+    ``requests``, ``spans``, ``sampled_slots``: length S, in row order; the slot of the adapter that the LoRA layers
+    apply to the request (-1: none).
+    ``token_ids``, ``positions``, ``kv_rows``: length T; ``kv_rows`` say where in the cache a row's key and value go.
+    ``num_prefill_rows``: rows of prompts, which come first.
+    """
+
+    requests: tuple[Request, ...]
+    spans: tuple[Span, ...]
+    sampled_slots: tuple[int, ...]
+    token_ids: list[int]
+    positions: list[int]
+    kv_rows: list[int]
+    num_prefill_rows: int
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The last row of every request: its logits give the next token."""
+        return [span.start + span.length - 1 for span in self.spans]
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """``(slot, number of rows)`` of every run of rows with one slot, in row order; slot -1: rows without adapter.
+
+        Neighbouring segments have different slots, and the lengths sum to T.
+        """
+        runs = groupby(zip(self.sampled_slots, self.spans, strict=True), key=lambda pair: pair[0])
+        return tuple((slot, sum(span.length for _, span in run)) for slot, run in runs)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments with an adapter."""
+        return sum(slot >= 0 for slot, _ in self.segments)
+
+
+def lay_out(
+    plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request"
+) -> StepLayout:
+    """Rows of ``plan``: prompts first, then decode rows by ascending slot, those without adapter before them.
+
+    ``slots``: adapter id to slot, with every adapter of the plan; ``None`` when nothing applies adapters.
+
+    ``index_rule="last_admitted"`` reproduces the released text-generation harness (disagreement D04 of
+    ``paper_results/README.md``): every decode row takes the adapter of the request admitted last, so each step has a
+    single LoRA segment and *wrong outputs* for everyone else. It exists to measure what that did to Figure 11.
+    """
+
+    def slot_of(request: Request) -> int:
+        return slots[request.adapter_id] if slots is not None and request.adapter_id else -1
+
+    requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
+    sampled_slots = tuple(map(slot_of, requests))
+    if index_rule == "last_admitted":
+        newest = (plan.prefills or plan.decodes)[-1]
+        sampled_slots = (slot_of(newest),) * len(requests)
+    spans: list[Span] = []
+    token_ids: list[int] = []
+    for request in requests:
+        end = max(request.num_tokens - 1, 1) if request in plan.idle else request.num_tokens
+        length = end if request in plan.prefills else 1
+        spans.append(Span(len(token_ids), length, end, blocks.block_table(request.request_id)))
+        token_ids += request.token_ids[end - length : end]
+    return StepLayout(
+        requests,
+        tuple(spans),
+        sampled_slots,
+        token_ids,
+        positions=[position for span in spans for position in span.positions],
+        kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
+        num_prefill_rows=sum(request.num_tokens for request in plan.prefills),
+    )

@@ -1,0 +1,94 @@
+"""The block manager: every block has at most one owner, nothing leaks, and neighbours stay together where they can."""
+
+import random
+
+import pytest
+
+from punica.scheduling import BlockManager
+
+
+def check_invariants(manager: BlockManager) -> None:
+    owned = [block for owner in manager.owners() for block in manager.block_table(owner)]
+    assert len(owned) == len(set(owned))  # no block twice
+    assert all(0 <= block < manager.num_blocks for block in owned)
+    assert manager.num_free + len(owned) == manager.num_blocks  # no block lost
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (33, 3)])
+def test_blocks_for(tokens, blocks) -> None:
+    assert BlockManager(10, 16).blocks_for(tokens) == blocks
+
+
+def test_reserve_grows_by_whole_blocks() -> None:
+    manager = BlockManager(4, 16)
+    assert manager.reserve("a", 16)
+    assert manager.block_table("a") == (0,)
+    assert manager.reserve("a", 10)  # already there
+    assert manager.reserve("a", 17)
+    assert manager.block_table("a") == (0, 1)
+    assert manager.num_free == 2
+
+
+def test_out_of_blocks_changes_nothing_and_says_so() -> None:
+    manager = BlockManager(3, 4)
+    assert manager.reserve("a", 8)
+    before = manager.block_table("a")
+    assert not manager.reserve("b", 5)
+    assert not manager.reserve("a", 17)
+    assert manager.block_table("a") == before
+    assert manager.owners() == ("a",)
+    assert manager.num_free == 1
+    assert manager.reserve("b", 4)  # one block is left
+    check_invariants(manager)
+
+
+def test_release_frees_and_twice_is_an_error() -> None:
+    manager = BlockManager(3, 4)
+    manager.reserve("a", 12)
+    manager.release("a")
+    assert manager.num_free == 3
+    assert manager.block_table("a") == ()
+    with pytest.raises(RuntimeError, match="'a' owns no blocks"):
+        manager.release("a")
+    assert manager.num_free == 3
+
+
+def test_requests_with_room_get_consecutive_blocks() -> None:
+    """A cache sized for 8 requests of 8 blocks: all grow to full length in place, block by block in turn."""
+    manager = BlockManager(64, 16)
+    for tokens in range(1, 129):
+        for owner in range(8):
+            assert manager.reserve(owner, tokens)
+    for owner in range(8):
+        table = manager.block_table(owner)
+        assert table == tuple(range(table[0], table[0] + 8))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_life_keeps_the_invariants(seed) -> None:
+    chance = random.Random(seed)
+    manager, lengths = BlockManager(23, 4), {}
+    for step in range(400):
+        if lengths and chance.random() < 0.25:
+            owner = chance.choice(list(lengths))
+            manager.release(owner)
+            del lengths[owner]
+        else:
+            owner = chance.choice([*lengths, step])
+            wanted = lengths.get(owner, 0) + chance.randint(1, 9)
+            fits = manager.blocks_for(wanted) - len(manager.block_table(owner)) <= manager.num_free
+            assert manager.reserve(owner, wanted) == fits
+            if fits:
+                lengths[owner] = wanted
+        check_invariants(manager)
+        for owner, length in lengths.items():
+            assert len(manager.block_table(owner)) == manager.blocks_for(length)
+    for owner in list(lengths):
+        manager.release(owner)
+    assert manager.num_free == 23
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (4, 0)], ids=["no blocks", "empty blocks"])
+def test_sizes_below_one(blocks, size) -> None:
+    with pytest.raises(ValueError, match="must be >= 1"):
+        BlockManager(blocks, size)

@@ -1,0 +1,110 @@
+"""The layout of a step: rows, positions, cache rows, segments."""
+
+import pytest
+
+from punica.adapters import LoRARequest
+from punica.scheduling import BlockManager, Request, RequestStatus, StepPlan, lay_out
+
+SLOTS = {10: 2, 20: 0, 30: 1}
+
+
+def running(name: str, prompt: list[int], output: list[int], adapter_id: int, blocks: BlockManager) -> Request:
+    adapter = LoRARequest(f"adapter-{adapter_id}", adapter_id, "unused") if adapter_id else None
+    request = Request(name, prompt, 9, adapter)
+    request.status = RequestStatus.RUNNING
+    for token in output:
+        request.append(token)
+    assert blocks.reserve(name, request.num_tokens)
+    return request
+
+
+@pytest.fixture
+def blocks() -> BlockManager:
+    return BlockManager(100, 4)
+
+
+@pytest.fixture
+def plan(blocks) -> StepPlan:
+    prefill = running("p", [51, 52, 53, 54, 55], [], 30, blocks)
+    decodes = [
+        running("a", [1, 2], [3], 10, blocks),
+        running("b", [4, 5, 6, 7], [8], 0, blocks),
+        running("c", [9], [11], 20, blocks),
+        running("d", [12], [13, 14], 10, blocks),
+    ]
+    return StepPlan((prefill,), tuple(decodes), (), ())
+
+
+def test_prompt_first_then_decode_rows_by_slot(plan, blocks) -> None:
+    layout = lay_out(plan, blocks, SLOTS)
+    assert [request.request_id for request in layout.requests] == ["p", "b", "c", "a", "d"]
+    assert layout.token_ids == [51, 52, 53, 54, 55, 8, 11, 3, 14]
+    assert layout.positions == [0, 1, 2, 3, 4, 4, 1, 2, 2]
+    assert layout.sampled_slots == (1, -1, 0, 2, 2)
+    assert layout.segments == ((1, 5), (-1, 1), (0, 1), (2, 2))
+    assert layout.sampled_rows == [4, 5, 6, 7, 8]
+    assert layout.num_prefill_rows == 5
+    assert layout.num_segments == 3  # 30, 20, and 10 once for its two rows
+
+
+def test_a_prompt_and_a_decode_row_of_one_adapter_are_one_segment(plan, blocks) -> None:
+    layout = lay_out(StepPlan(plan.prefills, plan.decodes[1:3], (), ()), blocks, {30: 0, 20: 0})
+    assert layout.segments == ((0, 5), (-1, 1), (0, 1))
+    layout = lay_out(StepPlan(plan.prefills, plan.decodes[2:3], (), ()), blocks, {30: 0, 20: 0})
+    assert layout.segments == ((0, 6),)
+
+
+def test_without_lora_no_row_has_a_slot(plan, blocks) -> None:
+    layout = lay_out(plan, blocks, None)
+    assert [request.request_id for request in layout.requests] == list("pabcd")  # in order of admission
+    assert layout.segments == ((-1, 9),)
+    assert layout.num_segments == 0
+
+
+def test_an_adapter_without_slot_is_not_served_as_the_backbone(plan, blocks) -> None:
+    with pytest.raises(KeyError):
+        lay_out(plan, blocks, {10: 0, 20: 1})
+
+
+def test_rows_of_the_cache_follow_the_block_tables(plan, blocks) -> None:
+    layout = lay_out(plan, blocks, SLOTS)
+    for span in layout.spans:
+        rows = layout.kv_rows[span.start : span.start + span.length]
+        positions = layout.positions[span.start : span.start + span.length]
+        assert rows == [span.block_table[position // 4] * 4 + position % 4 for position in positions]
+        assert span.kv_length == positions[-1] + 1
+    assert len(set(layout.kv_rows)) == len(layout.kv_rows)
+
+
+def test_decode_only_and_prefill_only(plan, blocks) -> None:
+    decode = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS)
+    assert decode.num_prefill_rows == 0
+    assert decode.sampled_rows == [0, 1, 2, 3]
+    prefill = lay_out(StepPlan(plan.prefills, (), (), ()), blocks, SLOTS)
+    assert prefill.token_ids == [51, 52, 53, 54, 55]
+    assert prefill.sampled_rows == [4]
+
+
+def test_preempted_request_returns_with_its_output_as_prompt(blocks) -> None:
+    request = running("r", [1, 2, 3], [4, 5], 20, blocks)
+    layout = lay_out(StepPlan((request,), (), (), ()), blocks, SLOTS)
+    assert layout.token_ids == [1, 2, 3, 4, 5]
+    assert layout.positions == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("output", [[7], [7, 8, 9]], ids=["one token", "three tokens"])
+def test_idle_row_repeats_its_last_cached_token(blocks, output) -> None:
+    request = running("f", [1, 2, 3], output, 20, blocks)
+    layout = lay_out(StepPlan((), (running("a", [1, 2], [3], 20, blocks),), (request,), ()), blocks, SLOTS)
+    assert [request.request_id for request in layout.requests] == ["a", "f"]
+    cached = 3 + len(output) - 1
+    assert layout.spans[1].kv_length == cached
+    assert layout.token_ids[1] == [1, 2, 3, *output][cached - 1]
+
+
+def test_last_admitted_rule_gives_every_row_one_adapter(plan, blocks) -> None:
+    layout = lay_out(plan, blocks, SLOTS, "last_admitted")
+    assert layout.segments == ((1, 9),)
+    assert set(layout.sampled_slots) == {1}
+    decode = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS, "last_admitted")
+    assert decode.segments == ((2, 4),)  # d was admitted last
