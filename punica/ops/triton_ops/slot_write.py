@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.slot_image import ALIGNMENT, HEADER
-from punica.ops.triton_ops.launch import Launch, all_aligned, cdiv, on_device
+from punica.ops.triton_ops.launch import Launch, all_aligned, on_device
 
 __all__ = ["SlotTable", "write_slot"]
 
@@ -53,10 +53,10 @@ class SlotTable:
         for m, (stacked, live) in enumerate(zip(slots, ranks, strict=True)):
             elements, width = stacked[0].numel(), stacked.shape[-1]
             rows.append((stacked.data_ptr(), elements, width, live.data_ptr()))
-            tiles += [(m, k) for k in range(cdiv(elements, block))]
+            tiles += [(m, k) for k in range(triton.cdiv(elements, block))]
         aligned = all(row[0] % ALIGNMENT == 0 and row[1] % per_unit == 0 for row in rows)
-        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self.tiles = torch.tensor(tiles, dtype=torch.int32).to(self.device)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
+        self.tiles = torch.tensor(tiles, dtype=torch.int32, device="cpu").to(self.device)
         grid = (min(PROGRAMS, len(tiles)), 1, 1)
         constants = (block, per_unit, HEADER, _COLUMNS, aligned)
         self.launch = Launch(_slot_write_kernel, grid, (), constants, NUM_WARPS, pdl=False)
