@@ -1,12 +1,25 @@
-"""What a tenant owns: from a PEFT folder to checked weights to a slot on the device."""
+"""What a tenant owns, on its way from a PEFT folder to a slot on the device; each file is a station.
 
-from punica.adapters.lru import LRUCache
+    request.py    which adapter is wanted: id, name, folder; one id stands for one source
+    read.py       the folder: `adapter_config.json`, then the tensors of `adapter_model.safetensors`, names first
+    check.py      is it legal, and does it fit the model? The rules, asked by the stations around it
+    weights.py    what travels: a pair A, B per module, scaled; all pairs of one adapter are a `LoRAModel`
+    pack.py       q, k, v become one qkv as the model computes it; for a GPU, everything becomes one block of memory
+    hold.py       registered in host memory, active in a slot, pinned; the least recently used one makes room
+    write.py      into a slot of all layers: on the spot on a CPU, on a stream of its own beside the steps on CUDA
+
+:class:`LoRAModelManager` in `manager.py` stands in front and leads an adapter through them; `wrap.py` is its model side
+(which layers can carry LoRA, under which names), `synthetic.py` makes random adapters and zero ones.
+"""
+
+from punica.adapters.hold import LRUCache
 from punica.adapters.manager import LoRAModelManager
-from punica.adapters.peft import LoRARequest, PEFTHelper, parse_fine_tuned_lora_name, resolve_adapter_path
-from punica.adapters.random_adapter import random_adapter, random_adapter_tensors, write_random_adapter
-from punica.adapters.slot_writer import CopyHandle, LayerSlotWriter, SlotWriter
+from punica.adapters.read import PEFTHelper, parse_fine_tuned_lora_name
+from punica.adapters.request import LoRARequest, resolve_adapter_path
+from punica.adapters.synthetic import random_adapter, random_adapter_tensors, write_random_adapter
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
-from punica.adapters.wrapping import is_in_target_modules
+from punica.adapters.wrap import is_in_target_modules
+from punica.adapters.write import CopyHandle, LayerSlotWriter, SlotWriter
 
 __all__ = [
     "CopyHandle",

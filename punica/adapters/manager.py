@@ -1,50 +1,40 @@
 """`LoRAModelManager`: which adapters are registered (host memory) and which are active (in a slot on the device).
 
-A *registered* adapter is merged, scaled and checked; an *active* one is also copied into a slot. Batches refer to
+A *registered* adapter is packed, scaled and checked; an *active* one is also copied into a slot. Batches refer to
 slots, so a step may use as many distinct adapters as there are slots, while the stream of requests may bring any
 number: adapters are activated on demand (section 5.2 of the paper) and the least recently used one makes room. A
 *pinned* adapter is active and never makes room.
 
-Validate first: an adapter is fully loaded, merged and checked, and a place for it found, before anything is evicted, so
+Validate first: an adapter is fully loaded, packed and checked, and a place for it found, before anything is evicted, so
 a failed call leaves registered adapters, slots and buffers exactly as they were.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
 
-from punica.adapters.active import ActiveAdapters
-from punica.adapters.dummies import DummyAdapters
-from punica.adapters.loader import AdapterLoader, distinct_requests
-from punica.adapters.merging import AdapterMerger
-from punica.adapters.peft import LoRARequest
-from punica.adapters.registered import RegisteredAdapters
-from punica.adapters.slot_writer import CopyHandle, make_slot_writer
+from punica.adapters import wrap
+from punica.adapters.hold import HeldAdapters
+from punica.adapters.pack import AdapterPacker
+from punica.adapters.read import read_config
+from punica.adapters.request import LoRARequest, check_same_source, distinct_requests, loading
+from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.weights import LoRAModel
-from punica.adapters.wrapping import (
-    embedding_modules_of,
-    expected_lora_modules,
-    find_supported_layers,
-    packed_modules_of,
-    resolve_lora_dtype,
-    wrap_layers,
-)
+from punica.adapters.write import CopyHandle, make_slot_writer
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.wrapper import get_punica_wrapper
 
 
 class LoRAModelManager:
-    """Adapters of one model: wraps its layers in place, then loads, activates, evicts, and tells the kernels who uses
-    what.
+    """Adapters of one model: loads, activates and evicts them, and tells the kernels who uses what.
 
-    One thread uses a manager. On CUDA slots are written asynchronously: no call here waits for a copy, and
-    :meth:`set_adapter_mapping` makes the step that follows wait for those it needs.
+    Building it wraps the model's layers in place. One thread uses a manager. On CUDA slots are written asynchronously:
+    no call here waits for a copy, and :meth:`set_adapter_mapping` makes the step that follows wait for those it needs.
 
     Args:
         model: module tree built from `punica.parallel` layers; may define `packed_modules_mapping` and
@@ -74,30 +64,23 @@ class LoRAModelManager:
         lora_config: LoRAConfig,
         device: torch.device | str,
     ) -> None:
-        layers = find_supported_layers(model)
+        layers = wrap.find_supported_layers(model)
         self.model = model
         self.vocab_size = vocab_size
         self.lora_config = replace(lora_config)
-        dtype = resolve_lora_dtype(self.lora_config, layers)
+        self.lora_config.verify_with_model_config(layers[0].layer.weight)
         self.punica_wrapper = get_punica_wrapper(
-            max_num_batched_tokens,
-            max_num_seqs,
-            device,
-            max_loras=self.lora_config.max_loras,
-            lora_config=self.lora_config,
+            max_num_batched_tokens, max_num_seqs, device, max_loras=self.lora_slots, lora_config=self.lora_config
         )
-        packed = packed_modules_of(model)
-        self.modules = wrap_layers(model, layers, self.lora_config, vocab_size)
+        wrapped = wrap.wrap_layers(model, layers, self.lora_config, vocab_size)
+        self.modules = {layer.names[0]: layer.layer for layer in wrapped}
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
-        self._merger = AdapterMerger(self.modules, packed, self.lora_config.target_modules)
-        self._loader = AdapterLoader(
-            self._merger, expected_lora_modules(layers, packed), self.lora_config, dtype, vocab_size
-        )
-        self._dummies = DummyAdapters(self.modules, embedding_modules_of(model), self.lora_config, dtype)
+        self._expected_modules = wrap.expected_lora_modules(layers)
+        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules)
+        self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
         self._writer = make_slot_writer(self.modules)
-        self._active = ActiveAdapters(self.lora_slots, self._writer)
-        self._registered = RegisteredAdapters(self.capacity, self._active, self._writer)
+        self._held = HeldAdapters(self.capacity, self.lora_slots, self._writer)
         self._last_mapping: tuple[LoRAMapping, dict[int, int]] | None = None  # and the slots of its adapters
 
     # --- capacity and look-ups ---------------------------------------------------------------------------------------
@@ -105,7 +88,7 @@ class LoRAModelManager:
     @property
     def lora_index_to_id(self) -> list[int | None]:
         """Adapter id of each slot, `None` = free; a copy."""
-        return list(self._active.index_to_id)
+        return list(self._held.index_to_id)
 
     @property
     def capacity(self) -> int:
@@ -130,33 +113,33 @@ class LoRAModelManager:
     @property
     def pinned_adapters(self) -> frozenset[int]:
         """Ids that :meth:`pin_adapter` keeps registered and active."""
-        return self._active.pinned
+        return self._held.pinned
 
     def __len__(self) -> int:
-        return len(self._registered)
+        return len(self._held)
 
     def list_adapters(self) -> dict[int, LoRAModel]:
-        """The registered adapters, `{id: adapter as merged for the model}`; a copy."""
-        return self._registered.as_dict()
+        """The registered adapters, `{id: adapter as packed for the model}`; a copy."""
+        return dict(self._held.items())
 
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
         """A registered adapter or `None`; looking does not count as use."""
-        return self._registered.find(adapter_id)
+        return self._held.peek(adapter_id)
 
     def adapter_bytes(self, adapter_id: int) -> int:
         """Host memory of a registered adapter, in bytes. ValueError if it is not registered."""
-        return self._writer.host_bytes(self._registered.require(adapter_id))
+        return self._writer.host_bytes(self._held.require(adapter_id))
 
     def request_of(self, adapter_id: int) -> LoRARequest | None:
         """The request a registered adapter was loaded for; `None` if it is not registered or came as a `LoRAModel`."""
-        return self._registered.request_of(adapter_id)
+        return self._held.requests.get(adapter_id)
 
     # --- registered adapters -----------------------------------------------------------------------------------------
 
     def add_adapter(self, adapter: LoRAModel | LoRARequest) -> bool:
         """Register an adapter; when `max_cpu_loras` are registered, the least recently used unpinned one is removed.
 
-        A `LoRAModel` is merged, checked and registered; a registered id is only marked as just used and gives `False`.
+        A `LoRAModel` is packed, checked and registered; a registered id is only marked as just used and gives `False`.
         On a CPU it shares the tensors that need no scaling or casting: do not change them afterwards.
 
         A `LoRARequest` is what serving passes: its folder is loaded unless the id is registered (or `load_inplace` asks
@@ -172,21 +155,24 @@ class LoRAModelManager:
             return True
         if not isinstance(adapter, LoRAModel):
             raise TypeError(f"adapter must be a LoRAModel or a LoRARequest, got {type(adapter).__name__}")
-        if adapter.id in self._registered:
-            self._registered.touch(adapter.id)
+        if adapter.id in self._held:
+            self._held.touch(adapter.id)
             return False
-        merged = self._merger.merge(adapter)
-        self._registered.check_room(merged.id)
-        self._registered.enter([merged])
+        packed = self._packer.pack(adapter)
+        self._held.check_place(packed.id)
+        self._held.enter([self._writer.stage(packed)], {})
         return True
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
-        return self._registered.remove(adapter_id)
+        return self._held.pop(adapter_id) is not None
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
-        return self._registered.remove_oldest()
+        if not len(self):
+            return False
+        self._held.remove_oldest()
+        return True
 
     def remove_all_adapters(self) -> None:
         """No adapter registered, every slot free, no pins."""
@@ -208,14 +194,11 @@ class LoRAModelManager:
         Raises:
             ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
         """
-        activated = self._active.activate(adapter_id, self._registered.require(adapter_id))
-        self._registered.touch(adapter_id)
-        return activated
+        return self._held.activate(adapter_id)
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Free the adapter's slot and drop a pin; it stays registered. `False` if it is not active."""
-        self._registered.unpin(adapter_id)
-        return self._active.deactivate(adapter_id)
+        return self._held.deactivate(adapter_id)
 
     def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
         """:meth:`activate_adapter` ahead of the step that uses it, with the same evictions and errors, so leave slots
@@ -225,7 +208,7 @@ class LoRAModelManager:
         the adapter implies it.
         """
         self.activate_adapter(adapter_id)
-        return self._active.copy_of(adapter_id)
+        return self._held.active[adapter_id].copy
 
     def pin_adapter(self, adapter_id: int) -> bool:
         """Keep a registered adapter registered and active, activating it if need be, until it is unpinned, deactivated
@@ -234,13 +217,12 @@ class LoRAModelManager:
         Raises:
             ValueError: the id is not registered. RuntimeError: all slots are pinned already. Nothing has changed.
         """
-        self.activate_adapter(adapter_id)
-        self._registered.pin(adapter_id)
+        self._held.pin(adapter_id)
         return True
 
     def unpin_adapter(self, adapter_id: int) -> bool:
         """Let an adapter make room for others again. `False` if it was not pinned."""
-        return self._registered.unpin(adapter_id)
+        return self._held.unpin(adapter_id)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -279,7 +261,7 @@ class LoRAModelManager:
             ValueError: the mapping names an id that is not active, or has more rows than the buffers; the previous
                 metadata stay.
         """
-        placed = self._active.slots_of(_ids_of(mapping))
+        placed = self._held.slots_of(_ids_of(mapping))
         if (mapping, placed) != self._last_mapping:
             # one more than the slots, so that "no adapter" encodes as one past the last slot
             self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
@@ -304,22 +286,20 @@ class LoRAModelManager:
         return self._dummies.create(adapter_id, rank, embedding_modules)
 
     def add_dummy_lora(self, request: LoRARequest, rank: int) -> bool:
-        """Register and activate a zero adapter under the request's id; its path is not read. `False`, and no change, if
-        the id is registered.
+        """Register and activate a zero adapter under the request's id; its path is not read.
 
-        The zero adapter then is what that request stands for: remove it before the real one is to be loaded. Raises as
-        :meth:`create_dummy_lora` and :meth:`add_adapter`.
+        `False`, and no change, if the id is registered. The zero adapter then is what that request stands for: remove
+        it before the real one is to be loaded. Raises as :meth:`create_dummy_lora` and :meth:`add_adapter`.
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
         adapter_id = request.lora_int_id
-        if adapter_id in self._registered:
+        if adapter_id in self._held:
             return False
-        merged = self._merger.merge(self._dummies.get(adapter_id, rank))
-        self._active.check_room([adapter_id])
-        self._registered.enter([merged], {adapter_id: request})
-        self.activate_adapter(adapter_id)
-        return True
+        packed = self._packer.pack(self._dummies.get(adapter_id, rank))
+        self._held.check_slots([adapter_id])
+        self._held.enter([self._writer.stage(packed)], {adapter_id: request})
+        return self.activate_adapter(adapter_id)
 
     def dummy_lora_cache(self) -> AbstractContextManager[None]:
         """A context in which :meth:`add_dummy_lora` builds one zero adapter per rank and clones it."""
@@ -328,19 +308,41 @@ class LoRAModelManager:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _make_active(self, wanted: Mapping[int, LoRARequest], reload: Collection[int]) -> None:
-        """Make all of `wanted` registered and active; those in `reload` are loaded again. Everything is loaded and
-        checked, and slots for all found, before anything changes.
+        """Make all of `wanted` registered and active; those in `reload` are loaded again.
+
+        Everything is loaded and checked, and slots for all found, before anything changes.
         """
-        self._registered.check_same_source(wanted, reload)
-        missing = [i for i in wanted if i in reload or i not in self._registered]
-        loaded = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
-        self._active.check_room(wanted)
+        for adapter_id, request in wanted.items():
+            if adapter_id not in reload:
+                check_same_source(self.request_of(adapter_id), request)
+        missing = [i for i in wanted if i in reload or i not in self._held]
+        packed = [self._load(wanted[adapter_id]) for adapter_id in missing]
+        self._held.check_slots(wanted)
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
-        self._registered.enter(loaded, wanted, keep=wanted)
+        staged = [self._writer.stage(lora, mapped=True) for lora in packed]
+        self._held.enter(staged, wanted)
         for adapter_id in wanted:
             self.activate_adapter(adapter_id)
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
+
+    def _load(self, request: LoRARequest) -> LoRAModel:
+        """The request's adapter, read, checked and packed; nothing changes, its tensors may still be mapped.
+
+        Raises:
+            FileNotFoundError, ValueError, TypeError: as raised inside, with the adapter's name and path in front.
+        """
+        config = read_config(request, self.lora_config)
+        with loading(request):
+            lora = LoRAModel.from_local_checkpoint(
+                request.absolute_path,
+                self._expected_modules,
+                config,
+                lora_model_id=request.lora_int_id,
+                dtype=cast(torch.dtype, self.lora_config.lora_dtype),
+                model_vocab_size=self.vocab_size,
+            )
+            return self._packer.pack(lora)
 
     def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
         """What `set_adapter_mapping` would object to after the adapters have been made active."""

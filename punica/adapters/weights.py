@@ -13,10 +13,13 @@ from pathlib import Path
 
 import torch
 
-from punica.adapters.checkpoint import build_pairs, read_tensors
-from punica.adapters.peft import NameMapper, PEFTHelper, check_adapter_id
+from punica.adapters.check import check_finite, check_pair, check_tensors
+from punica.adapters.read import NameMapper, PEFTHelper, lora_names, read_tensors
+from punica.adapters.request import check_adapter_id
+from punica.layers.slots import LoRAInput
 
 
+@dataclass(eq=False)
 class LoRALayerWeights:
     """A and B of one module.
 
@@ -27,25 +30,25 @@ class LoRALayerWeights:
         lora_a: `[r, in]`; `None` in a shell of :meth:`from_config`.
         lora_b: `[out, r]`; likewise.
         scaling: factor of `B A`; default `lora_alpha / rank`.
+
+    Raises:
+        ValueError: A and B are not 2-D, or have another rank than `rank`.
     """
+
+    module_name: str
+    rank: int
+    lora_alpha: float
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    scaling: float = None  # type: ignore[assignment]  # only until it is built
 
     is_packed = False
 
-    def __init__(
-        self,
-        module_name: str,
-        rank: int,
-        lora_alpha: float,
-        lora_a: torch.Tensor | None,
-        lora_b: torch.Tensor | None,
-        scaling: float | None = None,
-    ) -> None:
-        self.module_name = module_name
-        self.rank = rank
-        self.lora_alpha = lora_alpha
-        self.lora_a = lora_a
-        self.lora_b = lora_b
-        self.scaling = lora_alpha / rank if scaling is None else scaling
+    def __post_init__(self) -> None:
+        if self.lora_a is not None and self.lora_b is not None:
+            check_pair(self.module_name, self.lora_a, self.lora_b, self.rank)
+        if self.scaling is None:
+            self.scaling = self.lora_alpha / self.rank
 
     @classmethod
     def from_config(cls, module_name: str, peft_helper: PEFTHelper) -> LoRALayerWeights:
@@ -75,8 +78,9 @@ class LoRALayerWeights:
         return self.lora_a, self.lora_b
 
     def optimize(self) -> LoRALayerWeights:
-        """Multiply B by `scaling` (in float32, rounded once, into a new tensor) and set `scaling = 1`; idempotent;
-        returns self.
+        """Multiply B by `scaling` (in float32, rounded once, into a new tensor) and set `scaling = 1`.
+
+        Idempotent; returns self.
         """
         if self.scaling != 1:
             _, b = self.pair()
@@ -112,6 +116,10 @@ class PackedLoRALayerWeights:
     lora_b: list[torch.Tensor | None]
 
     is_packed = True
+
+    def pair(self) -> tuple[LoRAInput, LoRAInput]:
+        """`(A, B)`, each a list with one entry per slice."""
+        return self.lora_a, self.lora_b
 
     @classmethod
     def pack(cls, members: Sequence[LoRALayerWeights | None], module_name: str | None = None) -> PackedLoRALayerWeights:
@@ -166,6 +174,11 @@ class LoRAModel:
         """The weights of a module, `None` if the adapter does not touch it."""
         return self.loras.get(module_name)
 
+    def pair_of(self, module_name: str) -> tuple[LoRAInput, LoRAInput]:
+        """`(A, B)` of a module as its layer takes them, `(None, None)` if the adapter does not touch it."""
+        weights = self.get_lora(module_name)
+        return (None, None) if weights is None else weights.pair()
+
     def check_lora_name(self, module_name: str) -> bool:
         """True if the adapter has weights for this module."""
         return module_name in self.loras
@@ -191,18 +204,26 @@ class LoRAModel:
             device, dtype: where to place the tensors and as what; `dtype=None` keeps each tensor's own. Tensors that
                 already fit are shared, not copied.
             model_vocab_size: if given, embedding adapters must cover exactly this many ids.
-            weights_mapper: renames modules, see :func:`punica.adapters.peft.map_tensor_name`.
+            weights_mapper: renames modules, see :func:`punica.adapters.read.map_tensor_name`.
             skip_prefixes: modules to leave out.
 
         Raises:
-            ValueError, TypeError: as :func:`punica.adapters.checkpoint.build_pairs`.
+            TypeError: a value is not a tensor, or of a dtype that cannot be loaded. ValueError: no tensors, A without
+                B, shapes or ranks that disagree, NaN or inf, an embedding of another vocabulary.
         """
-        check_adapter_id("lora_model_id", lora_model_id)
-        pairs = build_pairs(tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes)
+        names = lora_names(tensors, weights_mapper, skip_prefixes)
+        check_tensors(names, tensors, model_vocab_size)
+        sides: dict[str, dict[bool, torch.Tensor]] = {}
+        for key, (module, is_a, _) in names.items():
+            placed = tensors[key].detach().to(device=device, dtype=dtype or tensors[key].dtype)
+            check_finite(module, is_a, placed, tensors[key])
+            sides.setdefault(module, {})[is_a] = placed
+        own_names = {name.module: name.configured for name in names.values()}
         loras: dict[str, ModuleWeights] = {}
-        for module, (a, b, name) in pairs.items():
-            rank, alpha = peft_helper.rank_of(name), peft_helper.alpha_of(name)
-            loras[module] = LoRALayerWeights(module, rank, alpha, a, b, peft_helper.scaling_of(name))
+        for module, own_name in own_names.items():
+            shell = LoRALayerWeights.from_config(own_name, peft_helper)
+            a, b = sides[module][True], sides[module][False]
+            loras[module] = LoRALayerWeights(module, shell.rank, shell.lora_alpha, a, b, shell.scaling)
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras)
 
     @classmethod

@@ -33,13 +33,13 @@ class SlotMatrix(NamedTuple):
 def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
     """The image of ``matrices`` as uint8 ``[bytes]`` on the CPU, cast to ``dtype``; in page-locked memory if asked."""
     offsets = _offsets(matrices, dtype)
-    image = torch.zeros(offsets[-1] * ALIGNMENT, dtype=torch.uint8, pin_memory=pin_memory)
+    image = torch.zeros(offsets[-1] * ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     header = [
         (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, 0)
         for offset, matrix in zip(offsets[:-1], matrices, strict=True)
     ]
     if header:
-        _header(image, len(matrices)).copy_(torch.tensor(header))
+        _header(image, len(matrices)).copy_(torch.tensor(header, device="cpu"))
     for target, matrix in zip(image_matrices(image, len(matrices), dtype), matrices, strict=True):
         if target is not None and matrix.part is not None:
             target.copy_(matrix.part.detach())

@@ -176,10 +176,10 @@ def snapshot(manager: LoRAModelManager) -> dict[str, object]:
     wrapper = manager.punica_wrapper
     return {
         "registered": list(manager.list_adapters().items()),
-        "active": manager._active.ids(),
+        "active": list(manager._held.active),
         "slots": list(manager.lora_index_to_id),
         "pinned": manager.pinned_adapters,
-        "requests": dict(manager._registered._requests),
+        "requests": dict(manager._held.requests),
         "mapping": manager._last_mapping,
         "buffers": [tensor.clone() for tensor in all_buffers(manager)],
         "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone(), list(wrapper.indices_len)],
@@ -203,12 +203,12 @@ def check_invariants(manager: LoRAModelManager) -> None:
     registered, in_slots = manager.list_adapters(), [i for i in manager.lora_index_to_id if i is not None]
     assert len(in_slots) == len(set(in_slots))
     assert set(in_slots) <= set(registered)
-    assert set(in_slots) == set(manager._active.ids())
-    assert manager._active.slots_of(in_slots) == {i: manager.lora_index_to_id.index(i) for i in in_slots}
+    assert set(in_slots) == set(manager._held.active)
+    assert manager._held.slots_of(in_slots) == {i: manager.lora_index_to_id.index(i) for i in in_slots}
     assert len(manager) == len(registered) <= manager.capacity
     assert len(manager.lora_index_to_id) == manager.lora_slots
-    assert manager.pinned_adapters == manager._registered._adapters.pinned <= set(in_slots)
-    assert set(manager._registered._requests) <= set(registered)
+    assert manager.pinned_adapters == manager._held.pinned <= set(in_slots)
+    assert set(manager._held.requests) <= set(registered)
 
 
 def decode(*adapter_ids: int) -> LoRAMapping:

@@ -62,7 +62,7 @@ def test_adding_registers_and_activates(make_manager, tenants):
     assert manager.add_dummy_lora(ghost(3), 4) is True  # evicts the oldest, as any adapter would
     assert list(manager.list_adapters()) == [2, 3]
     tenants.write(2)
-    with pytest.raises(ValueError, match=r"adapter id 2 is registered as.*warm-up 2"):
+    with pytest.raises(ValueError, match=r"adapter id 2 stands for.*warm-up 2"):
         manager.add_adapter(tenants.request(2))  # the zero adapter is not served in place of the real one
     manager.remove_adapter(2)
     assert manager.add_adapter(tenants.request(2))

@@ -7,7 +7,7 @@ from adapter_world import Tenants, assert_unchanged, decode, snapshot, tree
 from torch import Tensor, nn
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, LoRARequest
-from punica.adapters.staged import slot_parts, stage
+from punica.adapters.pack import stage
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.metadata import LoRAMapping
@@ -240,7 +240,7 @@ def test_an_image_holds_embedding_and_head(folders, dtype):
         manager.add_adapter(folders.request(i))
         lora = manager.get_adapter(i)
         staged = stage(manager.modules, lora, dtype, pin_memory=False)
-        parts = [part for of_layer in slot_parts(manager.modules, None).values() for part in of_layer]
+        parts = [part for layer in manager.modules.values() for part in layer.slot_parts(None, None)]
         write_slot(staged.image, [part.slots for part in parts], [part.ranks for part in parts], 1)
         for part in parts:
             assert torch.equal(part.slots[1], part.slots[0])

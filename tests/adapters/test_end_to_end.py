@@ -170,7 +170,7 @@ def test_random_adapters_in_memory_and_on_disk_are_the_same(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"rank": 0}, "rank must be >= 1, got 0"), ({"target_modules": ["lm_head"]}, r"\['lm_head'\]"),
+    [({"rank": 0}, "rank is 0, must be >= 1"), ({"target_modules": ["lm_head"]}, r"\['lm_head'\]"),
      ({"target_modules": []}, "target_modules must be some of")],
     ids=["rank", "unknown", "none"],
 )  # fmt: skip

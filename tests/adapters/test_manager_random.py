@@ -174,7 +174,7 @@ class Pair:
         manager, expected = self.manager, self.expected
         check_invariants(manager)
         assert list(manager.list_adapters()) == expected.registered
-        assert manager._active.ids() == expected.active
+        assert list(manager._held.active) == expected.active
         assert manager.lora_index_to_id == expected.table
         assert manager.pinned_adapters == expected.pins
         layer = manager.modules[O_PROJ]

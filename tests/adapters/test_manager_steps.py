@@ -108,9 +108,9 @@ def test_failing_reload_keeps_the_old_weights(make_manager, tenants):
 def test_one_id_is_one_adapter(make_manager, tenants):
     manager = full_manager(make_manager, tenants)
     before = snapshot(manager)
-    with pytest.raises(ValueError, match=r"adapter id 1 is registered as.*tenant 1.*now requested as.*impostor"):
+    with pytest.raises(ValueError, match=r"adapter id 1 stands for.*tenant 1.*now requested as.*impostor"):
         manager.add_adapter(tenants.request(1, lora_name="impostor"))
-    with pytest.raises(ValueError, match=r"adapter id 2 is requested as.*and as"):
+    with pytest.raises(ValueError, match=r"adapter id 2 stands for.*now requested as.*elsewhere"):
         manager.set_active_adapters([tenants.request(2), tenants.request(2, lora_path="elsewhere")], decode(2))
     with pytest.raises(TypeError, match="requests must be LoRARequest or None, got int"):
         manager.set_active_adapters([1], decode(1))
@@ -181,5 +181,5 @@ def test_an_adapter_is_where_its_request_said_it_was(make_manager, tenants, monk
     manager = make_manager()
     manager.add_adapter(relative)
     assert manager.add_adapter(tenants.request(1)) is True
-    with pytest.raises(ValueError, match="is registered as"):
+    with pytest.raises(ValueError, match="adapter id 1 stands for"):
         manager.add_adapter(tenants.request(1, lora_path="adapter1"))

@@ -129,10 +129,10 @@ def table_sizes(manager: LoRAModelManager) -> dict[str, int]:
     """Every table that could grow."""
     return {
         "registered": len(manager),
-        "requests": len(manager._registered._requests),
-        "active": len(manager._active.ids()),
+        "requests": len(manager._held.requests),
+        "active": len(manager._held.active),
         "slots": len(manager.lora_index_to_id),
-        "pins": len(manager.pinned_adapters) + len(manager._registered._adapters.pinned),
+        "pins": len(manager.pinned_adapters) + len(manager._held.pinned),
     }
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from adapter_world import adapter, all_buffers, one_layer
 
-from punica.adapters import LoRAModel, LoRAModelManager
-from punica.adapters.slot_writer import LayerSlotWriter
-from punica.adapters.staged import StagedAdapter, slot_parts, stage
+from punica.adapters import LayerSlotWriter, LoRAModel, LoRAModelManager
+from punica.adapters.pack import StagedAdapter, stage
 from punica.config import LoRAConfig
 from punica.ops.slot_image import write_slot
 
@@ -16,7 +15,7 @@ SLOT = 1
 def merged(manager: LoRAModelManager, modules: tuple[str, ...] | None) -> LoRAModel:
     whole = adapter(3, rank=5, modules=modules)
     first = LoRAModel(3, 5, {name: weights for name, weights in whole.loras.items() if "layers.0" in name})
-    return manager._merger.merge(first)
+    return manager._packer.pack(first)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
@@ -33,7 +32,7 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, shard
     staged = stage(manager.modules, lora, dtype, pin_memory=False)
     for buffer in all_buffers(manager):
         buffer[SLOT].fill_(3)
-    empty = [part for parts in slot_parts(manager.modules, None).values() for part in parts]
+    empty = [part for layer in manager.modules.values() for part in layer.slot_parts(None, None)]
     write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], SLOT)
     for found, wanted in zip(all_buffers(manager), expected, strict=True):
         assert torch.equal(found, wanted)
@@ -42,7 +41,7 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, shard
 def test_a_staged_adapter_is_the_adapter(make_manager):
     """On one rank its tensors are the whole matrices, as views of the image, so it can be added anywhere again."""
     manager = make_manager(max_loras=2)
-    lora = manager._merger.merge(adapter(3, rank=5))
+    lora = manager._packer.pack(adapter(3, rank=5))
     staged = stage(manager.modules, lora, torch.float32, pin_memory=False)
     assert isinstance(staged, StagedAdapter)
     assert (staged.id, staged.rank, set(staged.loras)) == (lora.id, lora.rank, set(lora.loras))

@@ -6,9 +6,7 @@ import pytest
 import torch
 from adapter_world import VOCAB, DenseModel, PackedModel, adapter, adapter_tensors, all_buffers, decode, tree
 
-from punica.adapters import LoRAModelManager
-from punica.adapters.slot_writer import LayerSlotWriter
-from punica.adapters.staged import slot_parts
+from punica.adapters import LayerSlotWriter, LoRAModelManager
 from punica.config import LoRAConfig
 from punica.parallel import ReplicatedLinear
 
@@ -55,7 +53,7 @@ def test_a_slot_holds_the_same_bits_as_layer_by_layer(gpu_manager, modules):
     manager.activate_adapter(1)
     torch.cuda.synchronize()
     found = [buffer[0].clone() for buffer in all_buffers(manager)]
-    LayerSlotWriter(manager.modules).write(0, manager._merger.merge(lora))
+    LayerSlotWriter(manager.modules).write(0, manager._packer.pack(lora))
     for one, other in zip(found, all_buffers(manager), strict=True):
         assert torch.equal(one, other[0])
 
@@ -236,7 +234,8 @@ def test_registered_adapters_are_page_locked_and_counted(gpu_manager):
     weights = manager.get_adapter(1).get_lora("model.layers.0.self_attn.o_proj")
     assert weights.lora_a.is_pinned()
     assert weights.lora_b.is_pinned()
-    parts = [part for of_layer in slot_parts(manager.modules, manager.get_adapter(1)).values() for part in of_layer]
+    lora = manager.get_adapter(1)
+    parts = [part for name, layer in manager.modules.items() for part in layer.slot_parts(*lora.pair_of(name))]
     expected = 4 * 8 * len(parts) + sum(-(-part.part.nbytes // 16) * 16 for part in parts if part.part is not None)
     assert manager.adapter_bytes(1) == expected
 

@@ -55,8 +55,8 @@ class SlotTable:
             rows.append((stacked.data_ptr(), elements, width, live.data_ptr()))
             tiles += [(m, k) for k in range(triton.cdiv(elements, block))]
         aligned = all(row[0] % ALIGNMENT == 0 and row[1] % per_unit == 0 for row in rows)
-        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self.tiles = torch.tensor(tiles, dtype=torch.int32).to(self.device)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
+        self.tiles = torch.tensor(tiles, dtype=torch.int32, device="cpu").to(self.device)
         grid = (min(PROGRAMS, len(tiles)), 1, 1)
         constants = (block, per_unit, HEADER, _COLUMNS, aligned)
         self.launch = Launch(

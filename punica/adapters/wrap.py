@@ -3,13 +3,13 @@
 A model says what it packs: `packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}` means that the
 module called `...qkv_proj` computes at once what adapters know as three modules. And it says which of its embeddings
 and heads may carry LoRA: `embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}`.
+
+One module can be reached by several names. It is wrapped once, and adapters may have trained it under any of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
 from torch import nn
 
 from punica.config import LoRAConfig
@@ -17,6 +17,18 @@ from punica.layers import BaseLayerWithLoRA, SlottedLayer, from_layer, from_laye
 from punica.parallel import LinearBase, ParallelLMHead, VocabParallelEmbedding
 
 PackedMapping = Mapping[str, list[str]]
+L = TypeVar("L", bound=nn.Module, covariant=True)
+
+
+class NamedLayer(NamedTuple, Generic[L]):
+    """A layer, its names in the model, and the parts, if any, that adapters know it by.
+
+    It is listed under the first of its names.
+    """
+
+    layer: L
+    names: list[str]
+    parts: list[str]
 
 
 def packed_modules_of(model: nn.Module) -> PackedMapping:
@@ -29,29 +41,42 @@ def embedding_modules_of(model: nn.Module) -> set[str]:
     return set(getattr(model, "embedding_modules", {}))
 
 
-def find_supported_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """`{name: layer}` of everything LoRA could wrap: all linear layers, and modules named in the model's
-    `embedding_modules`.
+def last_component(name: str) -> str:
+    """What `target_modules`, `embedding_modules` and adapters call a module in any layer: `q_proj`."""
+    return name.rpartition(".")[2]
 
-    An aliased layer appears under each of its names. Raises RuntimeError if the model is already wrapped, ValueError if
-    it has no such layer.
+
+def sibling(name: str, last: str) -> str:
+    """The module called `last` beside the module `name`."""
+    parent, dot, _ = name.rpartition(".")
+    return f"{parent}{dot}{last}"
+
+
+def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
+    """Everything LoRA could wrap: all linear layers, and modules named in the model's `embedding_modules`.
+
+    Raises RuntimeError if the model is already wrapped, ValueError if it has no such layer.
     """
-    embedding_names = embedding_modules_of(model)
-    layers: dict[str, nn.Module] = {}
+    embedding_names, packed = embedding_modules_of(model), packed_modules_of(model)
+    names_of: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, BaseLayerWithLoRA):
             raise RuntimeError(f"module {name!r} is already a LoRA layer; build one LoRAModelManager per model")
-        if isinstance(module, LinearBase) or name.rpartition(".")[2] in embedding_names:
-            layers[name] = module
+        names_of.setdefault(module, []).append(name)
+    layers = []
+    for module, names in names_of.items():
+        names.sort(key=lambda name: last_component(name) not in embedding_names)  # an embedding is known by its role
+        if isinstance(module, LinearBase) or last_component(names[0]) in embedding_names:
+            parts = next((packed[last] for last in map(last_component, names) if last in packed), [])
+            layers.append(NamedLayer(module, names, parts))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layer that LoRA supports (linear layers of punica.parallel)")
     return layers
 
 
-def expected_lora_modules(layer_names: Collection[str], packed_modules_mapping: PackedMapping) -> set[str]:
+def expected_lora_modules(layers: Collection[NamedLayer[nn.Module]]) -> set[str]:
     """Last name components an adapter may use: those of the supported layers, and the parts of packed ones."""
-    suffixes = {name.rpartition(".")[2] for name in layer_names}
-    return suffixes | {part for suffix in suffixes for part in packed_modules_mapping.get(suffix, ())}
+    return {last_component(name) for layer in layers for name in [*layer.names, *layer.parts]}
 
 
 def is_in_target_modules(
@@ -64,27 +89,17 @@ def is_in_target_modules(
     """
     if target_modules is None:
         return True
-    parent, _, suffix = name.rpartition(".")
+    suffix = last_component(name)
     relatives = list(packed_modules_mapping.get(suffix, ()))
     relatives += [packed for packed, parts in packed_modules_mapping.items() if suffix in parts]
     candidates = [suffix, *relatives]
-    full_names = [f"{parent}.{candidate}" if parent else candidate for candidate in candidates]
-    return not set(target_modules).isdisjoint({*candidates, *full_names})
-
-
-def resolve_lora_dtype(lora_config: LoRAConfig, layers: Mapping[str, nn.Module]) -> torch.dtype:
-    """Resolve `lora_config.lora_dtype` in place; `"auto"` becomes the dtype of the base weights."""
-    lora_config.verify_with_model_config(next(iter(layers.values())).weight)
-    if not isinstance(lora_config.lora_dtype, torch.dtype):
-        raise TypeError(f"lora_dtype must be a torch dtype by now, got {lora_config.lora_dtype!r}")
-    return lora_config.lora_dtype
+    return not set(target_modules).isdisjoint({*candidates, *(sibling(name, own) for own in candidates)})
 
 
 def wrap_layers(
-    model: nn.Module, layers: Mapping[str, nn.Module], lora_config: LoRAConfig, vocab_size: int
-) -> dict[str, SlottedLayer]:
-    """Replace each targeted layer in place by its LoRA layer; `{name: LoRA layer}`, an aliased layer under its first
-    name.
+    model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig, vocab_size: int
+) -> list[NamedLayer[SlottedLayer]]:
+    """Replace each targeted layer in place by its LoRA layer, listed under the first of its names that is targeted.
 
     A language-model head stays; its sibling `logits_processor` is replaced, and listed under the head's name. All LoRA
     layers are built before the first one is put into the model.
@@ -94,25 +109,22 @@ def wrap_layers(
             logits processor of its own, or an embedding has not `vocab_size` ids.
     """
     packed = packed_modules_of(model)
-    targeted = {
-        name: layer for name, layer in layers.items() if is_in_target_modules(name, lora_config.target_modules, packed)
-    }
-    if not targeted:
-        raise ValueError(
-            f"target_modules {lora_config.target_modules} selects none of the model's layers {sorted(layers)}"
-        )
-    wrapped: dict[str, SlottedLayer] = {}
-    seen: set[int] = set()
+    wrapped: list[NamedLayer[SlottedLayer]] = []
     by_base: dict[int, SlottedLayer] = {}  # the replaced module's id -> its replacement
-    for name, layer in targeted.items():
-        if id(layer) in seen:
+    for layer, names, parts in layers:
+        targeted = [name for name in names if is_in_target_modules(name, lora_config.target_modules, packed)]
+        if not targeted:
             continue
-        seen.add(id(layer))
+        name = targeted[0]
         _check_vocabulary(name, layer, vocab_size)
         base = _logits_processor_of(model, name) if isinstance(layer, ParallelLMHead) else layer
         if id(base) in by_base:
             raise ValueError(f"head {name!r} shares its logits_processor with another head; give each one of its own")
-        wrapped[name] = by_base[id(base)] = _wrap(name, layer, base, lora_config, model)
+        by_base[id(base)] = _wrap(name, layer, base, parts, lora_config, getattr(model, "config", None))
+        wrapped.append(NamedLayer(by_base[id(base)], [name, *(other for other in names if other != name)], parts))
+    if not wrapped:
+        names = sorted(name for layer in layers for name in layer.names)
+        raise ValueError(f"target_modules {lora_config.target_modules} selects none of the model's layers {names}")
     # An alias, even one outside the filter, still is the same layer, so it must see the same wrapper.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in by_base:
@@ -131,18 +143,18 @@ def _check_vocabulary(name: str, layer: nn.Module, vocab_size: int) -> None:
 def _logits_processor_of(model: nn.Module, head_name: str) -> nn.Module:
     """The module that computes a head's logits: its sibling of that name."""
     parent = head_name.rpartition(".")[0]
-    sibling = getattr(model.get_submodule(parent), "logits_processor", None)
-    if not isinstance(sibling, nn.Module):
+    processor = getattr(model.get_submodule(parent), "logits_processor", None)
+    if not isinstance(processor, nn.Module):
         raise ValueError(
             f"head {head_name!r} needs a logits_processor beside it to carry LoRA, but {parent or 'the model'!r} has "
             "none; add it, or leave the head out with LoRAConfig.target_modules"
         )
-    return sibling
+    return processor
 
 
-def _wrap(name: str, layer: nn.Module, base: nn.Module, lora_config: LoRAConfig, model: nn.Module) -> SlottedLayer:
-    parts = packed_modules_of(model).get(name.rpartition(".")[2], [])
-    model_config = getattr(model, "config", None)
+def _wrap(
+    name: str, layer: nn.Module, base: nn.Module, parts: list[str], lora_config: LoRAConfig, model_config: Any
+) -> SlottedLayer:
     if isinstance(layer, ParallelLMHead):
         return from_layer_logits_processor(base, layer, lora_config.max_loras, lora_config, model_config)
     replacement = from_layer(layer, lora_config.max_loras, lora_config, parts, model_config)

@@ -1,121 +1,37 @@
-"""The PEFT format: which adapter a request wants, what its `adapter_config.json` says, how its tensors are called.
+"""Reading a PEFT folder: `adapter_config.json` (rank, alpha, targets) and `adapter_model.safetensors` (the pairs A, B).
 
-A PEFT folder holds `adapter_config.json` (rank, alpha, target modules) and `adapter_model.safetensors` (the pairs A,
-B). This file reads the words, never the tensors: :class:`LoRARequest` names the folder, :class:`PEFTHelper` answers
-"which rank and which scaling has module m", :func:`parse_fine_tuned_lora_name` turns a tensor's name into (module, is
-it A).
+:class:`PEFTHelper` answers "which rank and which scaling has module m", :func:`parse_fine_tuned_lora_name` turns a
+tensor's name into (module, is it A), :func:`read_tensors` reads no tensor before the names of all have been checked. No
+pickle is ever read.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from safetensors import SafetensorError, safe_open
+
+from punica.adapters.check import check_expected_modules
+from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
 from punica.checks import check_count
 from punica.config import LoRAConfig
 
 CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 # These initialisations subtract something from the base weights, and training went on from there.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
 
-# Each changes what a layer computes beyond `+ scaling * B A`; any truthy value is refused.
-_UNSUPPORTED_FEATURES = (
-    "use_dora",
-    "lora_bias",
-    "modules_to_save",
-    "trainable_token_indices",
-    "fan_in_fan_out",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-)
-
 NameMapper = Callable[[str], str] | Mapping[str, str]
-
-
-@dataclass(frozen=True, eq=False)
-class LoRARequest:
-    """The adapter a generation request asks for.
-
-    Args:
-        lora_name: non-empty label; equality and hash use it alone.
-        lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library).
-        lora_path: PEFT folder; `~` and relative paths are resolved here, and looked up when the adapter is loaded.
-        base_model_name: informational.
-        load_inplace: read the folder again even if the id is registered.
-
-    `absolute_path` is the folder whatever the working directory becomes.
-
-    Raises:
-        TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1.
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""
-    base_model_name: str | None = None
-    load_inplace: bool = False
-    absolute_path: str = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for key in ("lora_name", "lora_path"):
-            value = getattr(self, key)
-            if not isinstance(value, str):
-                raise TypeError(f"LoRARequest {key} must be a str, got {value!r} ({type(value).__name__})")
-            if not value:
-                raise ValueError(f"LoRARequest {key} must not be empty (lora_name={self.lora_name!r})")
-        check_adapter_id("LoRARequest lora_int_id", self.lora_int_id)
-        object.__setattr__(self, "absolute_path", os.path.abspath(os.path.expanduser(self.lora_path)))
-
-    @property
-    def adapter_id(self) -> int:
-        """Same as `lora_int_id`."""
-        return self.lora_int_id
-
-    @property
-    def name(self) -> str:
-        """Same as `lora_name`."""
-        return self.lora_name
-
-    @property
-    def path(self) -> str:
-        """Same as `lora_path`, as given."""
-        return self.lora_path
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
-
-    def __hash__(self) -> int:
-        return hash(self.lora_name)
-
-
-def check_adapter_id(name: str, value: object) -> None:
-    """Adapter ids are integers >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
-    check_count(name, value, meaning="0 means 'no adapter'")
-
-
-def resolve_adapter_path(path: str | Path) -> Path:
-    """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
-    resolved = Path(path).expanduser().resolve()
-    if not resolved.is_dir():
-        raise FileNotFoundError(
-            f"adapter folder {str(resolved)!r} (from {str(path)!r}) does not exist or is not a folder"
-        )
-    return resolved
 
 
 def _check_alpha(name: str, value: object) -> None:
@@ -125,8 +41,23 @@ def _check_alpha(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite, got {value if isinstance(value, float) else 'a huge integer'}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnsupportedFeatures:
+    """What changes a layer's result beyond `+ scaling * B A`; any truthy value is refused."""
+
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    fan_in_fan_out: bool = False
+    layer_replication: list | None = None
+    alora_invocation_tokens: list[int] | None = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+
+
 @dataclass(frozen=True)
-class PEFTHelper:
+class PEFTHelper(UnsupportedFeatures):
     """The content of `adapter_config.json` as far as inference needs it.
 
     For module m (adapter naming, without `base_model.model.`) the rank `r_m` and `alpha_m` are the values of the first
@@ -155,16 +86,7 @@ class PEFTHelper:
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     bias: str = "none"
-    modules_to_save: list[str] | None = None
     peft_type: str | None = None
-    use_dora: bool = False
-    lora_bias: bool = False
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    fan_in_fan_out: bool = False
-    layer_replication: list | None = None
-    alora_invocation_tokens: list[int] | None = None
-    use_qalora: bool = False
-    use_bdlora: Any = None
     init_lora_weights: bool | str = True
     _rank_rules: list[tuple[re.Pattern, int]] = field(init=False, repr=False, compare=False)
     _alpha_rules: list[tuple[re.Pattern, float]] = field(init=False, repr=False, compare=False)
@@ -244,7 +166,17 @@ class PEFTHelper:
         Raises:
             ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
         """
-        problems = self._unsupported_features() + self._excessive_ranks(lora_config.max_lora_rank)
+        problems = [problem] if (problem := _peft_type_problem(self.peft_type)) else []
+        if self.bias != "none":
+            problems.append(f"bias is {self.bias!r}, only 'none' is supported")
+        for feature in fields(UnsupportedFeatures):
+            if value := getattr(self, feature.name):
+                problems.append(f"{feature.name} is set ({value!r}) and not supported")
+        limit = lora_config.max_lora_rank
+        ranks = {"r": self.r} | {f"rank_pattern[{key!r}]": rank for key, rank in (self.rank_pattern or {}).items()}
+        for where, rank in ranks.items():
+            if rank > limit:
+                problems.append(f"{where}: rank {rank} exceeds max_lora_rank {limit} (raise LoRAConfig.max_lora_rank)")
         if problems:
             raise ValueError("this adapter cannot be served: " + "; ".join(problems))
         init = self.init_lora_weights
@@ -255,31 +187,11 @@ class PEFTHelper:
                 stacklevel=2,
             )
 
-    def _unsupported_features(self) -> list[str]:
-        problems = []
-        if problem := _peft_type_problem(self.peft_type):
-            problems.append(problem)
-        if self.bias != "none":
-            problems.append(f"bias is {self.bias!r}, only 'none' is supported")
-        for key in _UNSUPPORTED_FEATURES:
-            if value := getattr(self, key):
-                problems.append(f"{key} is set ({value!r}) and not supported")
-        return problems
-
-    def _excessive_ranks(self, max_lora_rank: int) -> list[str]:
-        ranks = {"r": self.r} | {f"rank_pattern[{key!r}]": value for key, value in (self.rank_pattern or {}).items()}
-        return [
-            f"{where}: rank {rank} exceeds max_lora_rank {max_lora_rank} (raise LoRAConfig.max_lora_rank)"
-            for where, rank in ranks.items()
-            if rank > max_lora_rank
-        ]
-
 
 def _peft_type_problem(peft_type: object) -> str | None:
     """What is wrong with a `peft_type` (a str, or PEFT's enum); `None` if it is LORA or absent."""
-    if peft_type is None or str(peft_type).rsplit(".", 1)[-1].upper() == "LORA":
-        return None
-    return f"peft_type is {str(peft_type).rsplit('.', 1)[-1]!r}, only 'LORA' is supported"
+    name = str(peft_type).rpartition(".")[2]
+    return None if peft_type is None or name.upper() == "LORA" else f"peft_type is {name!r}, only 'LORA' is supported"
 
 
 def _targets(key: str, value: Any) -> list[str] | str | None:
@@ -307,8 +219,23 @@ def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], obje
     return rules
 
 
-_MATRIX_NAME = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight$")
-_EMBEDDING_NAME = re.compile(r"^(?P<module>.+)\.lora_embedding_(?P<side>[AB])(?:\.[^.]+)?$")
+def read_config(request: LoRARequest, lora_config: LoRAConfig) -> PEFTHelper:
+    """The config in a request's folder, if the adapter can be served; no tensor is read.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError: as :meth:`PEFTHelper.from_local_dir` and
+            :meth:`PEFTHelper.validate_legal`, with the adapter's name and path in front.
+    """
+    with loading(request):
+        config = PEFTHelper.from_local_dir(request.absolute_path)
+        config.validate_legal(lora_config)
+    return config
+
+
+# <module>.lora_A[.<adapter>].weight, or <module>.lora_embedding_A[.<adapter>]
+_TENSOR_NAME = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.[^.]+)?(?(embedding)|\.weight)"
+)
 
 
 def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
@@ -329,6 +256,18 @@ def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
     return weights_mapper(name)
 
 
+class TensorName(NamedTuple):
+    """Which matrix a checkpoint's tensor is: A or B of a module, and how the adapter's own config calls that module.
+
+    `configured` is the name before the `weights_mapper`, by which `rank_pattern` and `alpha_pattern` know the module;
+    the mapped one where only that can be parsed.
+    """
+
+    module: str
+    is_a: bool
+    configured: str
+
+
 def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = None) -> tuple[str, bool]:
     """Split a checkpoint tensor's name into `(module_name, is_lora_a)`.
 
@@ -338,38 +277,77 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = No
     Raises:
         ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
     """
-    mapped = map_tensor_name(name, weights_mapper)
+    return _parse(name, weights_mapper)[:2]
+
+
+def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
+    mapped = map_tensor_name(key, weights_mapper)
     if "lora_magnitude_vector" in mapped:
         raise ValueError(
-            f"{name!r} is a DoRA magnitude; DoRA adapters are not supported, merge the adapter or train plain LoRA"
+            f"{key!r} is a DoRA magnitude; DoRA adapters are not supported, merge the adapter or train plain LoRA"
         )
-    match = _match_tensor_name(mapped)
+    match = _TENSOR_NAME.fullmatch(mapped)
     if match is None:
         raise ValueError(
-            f"unsupported LoRA weight {name!r}; expected <module>.lora_A.weight, .lora_B.weight or .lora_embedding_A/B"
+            f"unsupported LoRA weight {key!r}; expected <module>.lora_A.weight, .lora_B.weight or .lora_embedding_A/B"
         )
-    return match["module"], match["side"] == "A"
+    own = _TENSOR_NAME.fullmatch(map_tensor_name(key, None)) or match
+    return TensorName(match["module"], match["side"] == "A", own["module"])
 
 
-def configured_module_name(name: str, weights_mapper: NameMapper | None = None) -> str:
-    """The name by which `rank_pattern` and `alpha_pattern` know a tensor's module: the adapter's own, before
-    `weights_mapper`; the mapped one where only that can be parsed.
+def lora_names(
+    keys: Iterable[str], weights_mapper: NameMapper | None, skip_prefixes: Sequence[str] | None
+) -> dict[str, TensorName]:
+    """What the LoRA tensors among `keys` are; base weights that PEFT may save along are left out, and modules whose
+    name, or its part after some dot, starts with one of `skip_prefixes`.
+
+    Raises:
+        ValueError: a key is not a LoRA name, or two keys name the same matrix.
     """
-    match = _match_tensor_name(map_tensor_name(name, None))
-    return match["module"] if match else parse_fine_tuned_lora_name(name, weights_mapper)[0]
+    names: dict[str, TensorName] = {}
+    owner: dict[tuple[str, bool], str] = {}
+    for key in keys:
+        mapped = map_tensor_name(key, weights_mapper)
+        skipped = any(f".{prefix}" in f".{mapped}" for prefix in skip_prefixes or ())
+        if skipped or key.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")):
+            continue
+        names[key] = name = _parse(key, weights_mapper)
+        first = owner.setdefault(name[:2], key)
+        if first != key:
+            side = "A" if name.is_a else "B"
+            raise ValueError(f"tensors {first!r} and {key!r} are both {side} of module {name.module!r}")
+    return names
 
 
-def _match_tensor_name(name: str) -> re.Match[str] | None:
-    return _MATRIX_NAME.match(name) or _EMBEDDING_NAME.match(name)
+def read_tensors(
+    folder: str | Path,
+    expected_lora_modules: Collection[str],
+    weights_mapper: NameMapper | None,
+    skip_prefixes: Sequence[str] | None,
+) -> dict[str, torch.Tensor]:
+    """The LoRA tensors of a PEFT folder, after all their names have been checked.
 
+    They are mapped from the file: whoever keeps them copies them, else someone who overwrites the file changes them.
 
-def is_base_layer_weight(name: str) -> bool:
-    """True for `...embed_tokens.base_layer.weight` and `...lm_head.base_layer.weight`: base weights that PEFT may save
-    along.
+    Raises:
+        ValueError: only pickled weights (.bin, .pt), which are never read; the file is no safetensors file, a name is
+            not a LoRA name, or a module is not in `expected_lora_modules`.
+        FileNotFoundError: no folder, or no weights in it.
     """
-    return name.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight"))
-
-
-def is_skipped(module_name: str, skip_prefixes: Sequence[str] | None) -> bool:
-    """True if the module's name, or its part after some dot, starts with one of `skip_prefixes`."""
-    return any(module_name.startswith(prefix) or f".{prefix}" in module_name for prefix in skip_prefixes or ())
+    directory = resolve_adapter_path(folder)
+    file = directory / WEIGHTS_FILE
+    if not file.is_file():
+        for pickled in ("adapter_model.bin", "adapter_model.pt"):
+            if (directory / pickled).is_file():
+                raise ValueError(
+                    f"{str(directory / pickled)!r} is a pickle and is not read; convert the adapter to {WEIGHTS_FILE} "
+                    "(load it with the peft library and save it with safe_serialization=True)"
+                )
+        raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as handle:
+            names = lora_names(handle.keys(), weights_mapper, skip_prefixes)
+            check_expected_modules((name.module for name in names.values()), expected_lora_modules)
+            return {key: handle.get_tensor(key) for key in names}
+    except SafetensorError as error:
+        raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error

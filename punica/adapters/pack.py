@@ -1,0 +1,144 @@
+"""Packing: from the modules that an adapter knows to what the wrapped layers take, and on to one block of memory.
+
+Adapters know `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. The parts that an adapter has are packed
+under the runtime name, with the scaling inside B; absent parts stay `None` (their part of the slot stays zero). Nothing
+of this changes the caller's adapter.
+
+A GPU can read only page-locked ("pinned") memory of the host by itself, and only a long read uses the whole link. So
+what is registered for a GPU is packed once more, this rank's part of every matrix in the order of the model's layers,
+into a slot image (:mod:`punica.ops.slot_image`).
+"""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from punica.adapters.check import check_fits
+from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
+from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
+from punica.layers import SlottedLayer
+from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image
+
+
+class AdapterPacker:
+    """Prepares adapters for one wrapped model.
+
+    Args:
+        wrapped: the model's LoRA layers and all names that adapters may have trained them under.
+        packed_modules_mapping: `{runtime suffix: adapter-visible parts}`.
+        target_modules: deployment filter; an adapter that touches more is refused rather than served incompletely.
+    """
+
+    def __init__(
+        self,
+        wrapped: Sequence[NamedLayer[SlottedLayer]],
+        packed_modules_mapping: PackedMapping,
+        target_modules: Collection[str] | None,
+    ) -> None:
+        self._wrapped = {layer.names[0]: layer for layer in wrapped}
+        self._place: dict[str, tuple[str, int | None]] = {}  # adapter's name -> layer, and which part (None: whole)
+        for name, layer in self._wrapped.items():
+            for i, part in enumerate(layer.parts):
+                part_names = [sibling(alias, part) for alias in layer.names]
+                if any(is_in_target_modules(own, target_modules, packed_modules_mapping) for own in part_names):
+                    self._place |= dict.fromkeys(part_names, (name, i))
+        for name, layer in self._wrapped.items():  # a layer of that name comes before a part
+            self._place |= dict.fromkeys(layer.names, (name, None))
+
+    def pack(self, lora: LoRAModel) -> LoRAModel:
+        """A new model with the same id, keyed by runtime names, which every target layer will accept.
+
+        Raises:
+            ValueError: unknown modules, no module at all, a module given twice (under two of its names, or whole and in
+                parts), a wrong shape, rank or size, or a B that holds NaN or inf once it is scaled.
+            TypeError: unsupported dtype. RuntimeError: a module without tensors (shell).
+        """
+        packed = {name: self._pack_module(lora, name, given) for name, given in self._by_layer(lora).items()}
+        for name, weights in packed.items():
+            check_fits(lora.id, name, *weights.pair(), self._wrapped[name].layer)
+        return LoRAModel(lora.id, max(weights.rank for weights in packed.values()), packed)
+
+    def _by_layer(self, lora: LoRAModel) -> dict[str, dict[int | None, str]]:
+        """`{layer: {part: how the adapter calls it}}`."""
+        if not lora.loras:
+            raise ValueError(f"adapter {lora.id} has no modules; nothing of it matches the model")
+        if unknown := sorted(lora.loras.keys() - self._place.keys()):
+            raise ValueError(
+                f"adapter {lora.id} has weights for {unknown}, which the model does not have or which "
+                "LoRAConfig.target_modules leaves out"
+            )
+        given: dict[str, dict[int | None, str]] = {}
+        for name in lora.loras:
+            layer, part = self._place[name]
+            first = given.setdefault(layer, {}).setdefault(part, name)
+            if first != name:
+                raise ValueError(
+                    f"adapter {lora.id} has {first!r} and {name!r}, which are one and the same module of the model; "
+                    "keep one of the two"
+                )
+        if both := sorted(layer for layer, parts in given.items() if None in parts and len(parts) > 1):
+            raise ValueError(f"adapter {lora.id} has {both} both whole and in parts; keep one of the two")
+        return given
+
+    def _pack_module(self, lora: LoRAModel, name: str, given: Mapping[int | None, str]) -> ModuleWeights:
+        """The weights of one layer; one whole pair for a packed module is a list of one, which the layer splits."""
+        n_parts = len(self._wrapped[name].parts)
+        whole = None if None not in given else lora.loras[given[None]]
+        if isinstance(whole, PackedLoRALayerWeights):
+            return whole
+        members: list[LoRALayerWeights | None] = [None] * (n_parts if whole is None else 1)
+        for part, own_name in given.items():
+            weights = lora.loras[own_name]
+            if not isinstance(weights, LoRALayerWeights):
+                kind = type(weights).__name__
+                raise TypeError(f"adapter {lora.id}: {own_name!r} must be LoRALayerWeights, got {kind}")
+            members[part or 0] = copy.copy(weights)  # tensors are shared, `optimize` makes a new B
+        if n_parts <= 1 and members[0] is not None:
+            return members[0].optimize()
+        return PackedLoRALayerWeights.pack(members, name)
+
+
+class StagedAdapter(LoRAModel):
+    """An adapter whose tensors are views of `image` (uint8, on the CPU), so that nothing is held twice.
+
+    With tensor parallelism they are this rank's part of each matrix, otherwise the whole matrix; a module that the
+    model computes in several slices has one pair per slice.
+    """
+
+    def __init__(self, lora: LoRAModel, loras: Mapping[str, ModuleWeights], image: Tensor) -> None:
+        super().__init__(lora.id, lora.rank, loras)
+        self.image = image
+
+
+def stage(
+    modules: Mapping[str, SlottedLayer], lora: LoRAModel, dtype: torch.dtype, *, pin_memory: bool
+) -> StagedAdapter:
+    """Copy this rank's part of every matrix of a packed adapter into an image, in the order of the model's layers.
+
+    `dtype` is that of the slots; casting happens here, once.
+    """
+    parts = {name: layer.slot_parts(*lora.pair_of(name)) for name, layer in modules.items()}
+    matrices = [SlotMatrix(part.part, part.rank) for of_layer in parts.values() for part in of_layer]
+    image = pack_image(matrices, dtype, pin_memory=pin_memory)
+    views = iter(image_matrices(image, len(matrices), dtype))
+    loras: dict[str, ModuleWeights] = {}
+    for name, of_layer in parts.items():
+        own = [next(views) for _ in of_layer]
+        if (weights := lora.get_lora(name)) is not None:
+            loras[name] = _as_views(weights, own, modules[name].a_transposed)
+    return StagedAdapter(lora, loras, image)
+
+
+def _as_views(weights: ModuleWeights, views: list[Tensor | None], a_transposed: bool) -> ModuleWeights:
+    """`weights` with the tensors replaced by the views: first those of A, slice by slice, then those of B."""
+    slices = len(views) // 2
+    lora_a, lora_b = views[:slices], views[slices:]
+    if a_transposed:
+        lora_a = [None if a is None else a.t() for a in lora_a]
+    if slices > 1 or isinstance(weights, PackedLoRALayerWeights):
+        return PackedLoRALayerWeights(weights.module_name, weights.rank, lora_a, lora_b)
+    own = copy.copy(weights)
+    own.lora_a, own.lora_b = lora_a[0], lora_b[0]
+    return own

@@ -1,0 +1,135 @@
+"""Which adapter a request asks for, and the rule that one id stands for one source."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from punica.checks import check_count
+
+
+@dataclass(frozen=True, eq=False)
+class LoRARequest:
+    """The adapter a generation request asks for.
+
+    Args:
+        lora_name: non-empty label; equality and hash use it alone.
+        lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library).
+        lora_path: PEFT folder; `~` and relative paths are resolved here, and looked up when the adapter is loaded.
+        base_model_name: informational.
+        load_inplace: read the folder again even if the id is registered.
+
+    `absolute_path` is the folder whatever the working directory becomes.
+
+    Raises:
+        TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+    absolute_path: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for key in ("lora_name", "lora_path"):
+            value = getattr(self, key)
+            if not isinstance(value, str):
+                raise TypeError(f"LoRARequest {key} must be a str, got {value!r} ({type(value).__name__})")
+            if not value:
+                raise ValueError(f"LoRARequest {key} must not be empty (lora_name={self.lora_name!r})")
+        check_adapter_id("LoRARequest lora_int_id", self.lora_int_id)
+        object.__setattr__(self, "absolute_path", os.path.abspath(os.path.expanduser(self.lora_path)))
+
+    @property
+    def adapter_id(self) -> int:
+        """Same as `lora_int_id`."""
+        return self.lora_int_id
+
+    @property
+    def name(self) -> str:
+        """Same as `lora_name`."""
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        """Same as `lora_path`, as given."""
+        return self.lora_path
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """Name and absolute path: what makes two requests with one id the same adapter."""
+        return self.lora_name, self.absolute_path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
+
+    def __hash__(self) -> int:
+        return hash(self.lora_name)
+
+
+def check_adapter_id(name: str, value: object) -> None:
+    """Adapter ids are integers >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
+    check_count(name, value, meaning="0 means 'no adapter'")
+
+
+def resolve_adapter_path(path: str | Path) -> Path:
+    """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    resolved = Path(path).expanduser().resolve()
+    if not resolved.is_dir():
+        raise FileNotFoundError(
+            f"adapter folder {str(resolved)!r} (from {str(path)!r}) does not exist or is not a folder"
+        )
+    return resolved
+
+
+def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
+    """One id, one source: ValueError if `known`, the request that the id stands for now, names another adapter.
+
+    Everybody who takes requests asks this: the manager about the adapters that it has loaded and about the requests of
+    one step, the engine about those that wait. Who may replace an adapter (`load_inplace`) does not ask. `None`: the id
+    is free.
+    """
+    if known is not None and known.source != request.source:
+        raise ValueError(
+            f"adapter id {request.lora_int_id} stands for {known.source}, now requested as {request.source}; use "
+            "another id, or load_inplace=True in a later step to replace it"
+        )
+
+
+def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRARequest]:
+    """`{id: request}` in order of first appearance, without `None`; one with `load_inplace` counts before one without.
+
+    Raises:
+        TypeError: an entry is neither a request nor `None`. ValueError: one id stands for two names or paths.
+    """
+    wanted: dict[int, LoRARequest] = {}
+    for request in requests:
+        if request is None:
+            continue
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"requests must be LoRARequest or None, got {type(request).__name__}")
+        first = wanted.setdefault(request.lora_int_id, request)
+        check_same_source(first, request)
+        if request.load_inplace and not first.load_inplace:
+            wanted[request.lora_int_id] = request
+    return wanted
+
+
+@contextmanager
+def loading(request: LoRARequest) -> Iterator[None]:
+    """Inside, the errors of a load get the adapter's name and path in front.
+
+    They stay what they are: FileNotFoundError, TypeError or ValueError.
+    """
+    try:
+        yield
+    except (FileNotFoundError, TypeError, ValueError) as error:
+        kind = next(kind for kind in (FileNotFoundError, TypeError, ValueError) if isinstance(error, kind))
+        raise kind(f"cannot load adapter {request.lora_name!r} from {request.lora_path!r}: {error}") from error

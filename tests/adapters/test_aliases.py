@@ -1,0 +1,164 @@
+"""A module with several names: wrapped once, and served to adapters that were trained under any of them."""
+
+import pytest
+import torch
+from adapter_world import Tenants, decode, tree
+from torch import Tensor, nn
+
+from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager
+from punica.config import LoRAConfig
+from punica.parallel import LogitsProcessor, ParallelLMHead, QKVParallelLinear, ReplicatedLinear, VocabParallelEmbedding
+
+WIDTH, HEIGHT, VOCAB, RANK = 6, 8, 21, 4
+PLAIN = {"bias": False, "return_bias": False}
+
+
+def manage(model: nn.Module, **config: object) -> LoRAModelManager:
+    return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**{"max_lora_rank": RANK, "max_loras": 2, **config}), "cpu")
+
+
+def pair(module: str, width: int = WIDTH, height: int = HEIGHT, kind: str = "lora_{}.weight") -> dict[str, Tensor]:
+    """PEFT-named A and B; the same numbers whatever the module is called."""
+    generator = torch.Generator().manual_seed(width * height)
+    return {
+        f"base_model.model.{module}.{kind.format('A')}": torch.randn(RANK, width, generator=generator),
+        f"base_model.model.{module}.{kind.format('B')}": torch.randn(height, RANK, generator=generator),
+    }
+
+
+def served(manager: LoRAModelManager, tenants: Tenants, tensors: dict[str, Tensor], layer: str) -> list[Tensor]:
+    """What lies in the slot of `layer` once an adapter of these tensors is active."""
+    manager.remove_all_adapters()
+    tenants.write(1, tensors, RANK)
+    manager.set_active_adapters([tenants.request(1)], decode(1))
+    assert set(manager.get_adapter(1).loras) == {layer}
+    return [part.slots[0].clone() for part in manager.modules[layer].slot_parts(None, None)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other)) and all(t.any() for t in one)
+
+
+def shared_linear() -> nn.Module:
+    shared = ReplicatedLinear(WIDTH, HEIGHT, **PLAIN)
+    nn.init.normal_(shared.weight)
+    return tree(first=shared, second=shared, inner=tree(third=shared), other=ReplicatedLinear(WIDTH, HEIGHT, **PLAIN))
+
+
+@pytest.mark.parametrize("targets", [None, ["second"], ["inner.third", "other"]], ids=str)
+def test_every_name_of_a_module_leads_to_it(tenants, targets):
+    """Also the names that the filter does not list: the layer is wrapped, so it can be served."""
+    model = shared_linear()
+    manager = manage(model, target_modules=targets)
+    name = next(name for name in manager.modules if name != "other")
+    slots = [served(manager, tenants, pair(alias), name) for alias in ("first", "second", "inner.third")]
+    assert same(slots[0], slots[1])
+    assert same(slots[0], slots[2])
+    x = torch.randn(3, WIDTH)
+    manager.set_active_adapters([tenants.request(1)], decode(1, 1, 0))
+    a, b = pair("first").values()
+    delta = 2 * x[:2] @ a.T @ b.T
+    torch.testing.assert_close(model.second(x)[:2], model.first.base_layer(x)[:2] + delta)
+    assert model.first(x).equal(model.inner.third(x))
+
+
+def test_a_name_of_a_module_that_the_filter_leaves_out_is_refused(tenants):
+    manager = manage(shared_linear(), target_modules=["other"])
+    tenants.write(1, pair("second"), RANK)
+    with pytest.raises(ValueError, match=r"weights for \['second'\].*target_modules leaves out"):
+        manager.add_adapter(tenants.request(1))
+
+
+def test_the_same_module_under_two_names(tenants):
+    manager = manage(shared_linear())
+    tenants.write(1, {**pair("second"), **pair("inner.third")}, RANK)
+    with pytest.raises(ValueError, match=r"one and the same module of the model; keep one of the two") as caught:
+        manager.add_adapter(tenants.request(1))
+    assert "'second'" in str(caught.value)
+    assert "'inner.third'" in str(caught.value)
+    assert len(manager) == 0
+
+
+def packed_model() -> nn.Module:
+    block = tree(qkv_proj=QKVParallelLinear(WIDTH, 2, 2, 1, **PLAIN))
+    model = tree(block=block, twin=block)
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    return model
+
+
+@pytest.mark.parametrize("targets", [None, ["v_proj"], ["twin.v_proj"]], ids=str)
+def test_parts_of_a_packed_module_below_either_name(tenants, targets):
+    manager = manage(packed_model(), target_modules=targets)
+    (name,) = manager.modules
+    slots = [served(manager, tenants, pair(f"{parent}.v_proj", height=2), name)[-1] for parent in ("block", "twin")]
+    assert slots[0].any()
+    assert torch.equal(*slots)
+    tenants.write(2, {**pair("block.v_proj", height=2), **pair("twin.v_proj", height=2)}, RANK)
+    with pytest.raises(ValueError, match=r"'block.v_proj' and 'twin.v_proj', which are one and the same"):
+        manager.add_adapter(tenants.request(2))
+
+
+def test_parts_below_one_name_and_parts_below_the_other_belong_together(tenants):
+    manager = manage(packed_model())
+    split = served(
+        manager, tenants, {**pair("block.q_proj", height=4), **pair("twin.v_proj", height=2)}, "block.qkv_proj"
+    )
+    whole = served(
+        manager, tenants, {**pair("block.q_proj", height=4), **pair("block.v_proj", height=2)}, "block.qkv_proj"
+    )
+    assert all(map(torch.equal, split, whole))
+    weights = LoRALayerWeights("twin.qkv_proj", RANK, RANK, torch.ones(RANK, WIDTH), torch.ones(8, RANK))
+    part = LoRALayerWeights("block.q_proj", RANK, RANK, torch.ones(RANK, WIDTH), torch.ones(4, RANK))
+    with pytest.raises(ValueError, match=r"\['block.qkv_proj'\] both whole and in parts"):
+        manager.add_adapter(LoRAModel(2, RANK, {"twin.qkv_proj": weights, "block.q_proj": part}))
+
+
+class Tied(nn.Module):
+    """`lm_head` is `embed_tokens`: the head is another name of the table, and its product is not wrapped."""
+
+    embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}  # noqa: RUF012
+
+    def __init__(self, *, head_first: bool) -> None:
+        super().__init__()
+        table = VocabParallelEmbedding(VOCAB, WIDTH)
+        for name in ("lm_head", "embed_tokens") if head_first else ("embed_tokens", "lm_head"):
+            setattr(self, name, table)
+
+
+@pytest.mark.parametrize("head_first", [False, True], ids=["table first", "head first"])
+def test_a_tied_embedding_under_either_name(tenants, head_first):
+    model = Tied(head_first=head_first)
+    manager = manage(model)
+    (name,) = manager.modules
+    slots = [
+        served(manager, tenants, pair(alias, VOCAB, WIDTH, "lora_embedding_{}"), name)
+        for alias in ("embed_tokens", "lm_head")
+    ]
+    assert same(*slots)
+    assert model.lm_head is model.embed_tokens is manager.modules[name]
+    manager.add_adapter(manager.create_dummy_lora(2, RANK, [name]))
+    assert set(manager.get_adapter(2).loras) == {name}
+
+
+def test_a_head_under_two_names(tenants):
+    head = ParallelLMHead(VOCAB, WIDTH)
+    model = tree(lm_head=head, output=head, logits_processor=LogitsProcessor(VOCAB))
+    model.embedding_modules = {"lm_head": "output_embeddings"}
+    manager = manage(model)
+    slots = [served(manager, tenants, pair(alias, WIDTH, VOCAB), "lm_head") for alias in ("lm_head", "output")]
+    assert same(*slots)
+
+
+def test_an_embedding_is_listed_under_the_name_of_its_role(tenants):
+    """Where another name comes first in the model, too: `create_dummy_lora` asks for it by its role."""
+    table = VocabParallelEmbedding(VOCAB, WIDTH)
+    model = tree(alias=table, inner=tree(embed_tokens=table))
+    model.embedding_modules = {"embed_tokens": "input_embeddings"}
+    manager = manage(model)
+    assert list(manager.modules) == ["inner.embed_tokens"]
+    assert model.alias is model.inner.embed_tokens
+    slots = [
+        served(manager, tenants, pair(alias, VOCAB, WIDTH, "lora_embedding_{}"), "inner.embed_tokens")
+        for alias in ("alias", "inner.embed_tokens")
+    ]
+    assert same(*slots)
