@@ -17,9 +17,7 @@ from experiments.experiment import CheckFailed
 from experiments.loading_bench import Bench, difference
 from experiments.model_steps import TOLERANCE
 from punica.adapters import CopyHandle
-from punica.adapters.merging import slot_arguments
-from punica.adapters.slot_writer import ReadyCopy
-from punica.adapters.stream_writer import CopyEvent
+from punica.adapters.write import CopyEvent, ReadyCopy
 from punica.measure import timing
 from punica.registry import Registry
 
@@ -76,7 +74,7 @@ def _layer_by_layer(bench: Bench, pinned: bool) -> Loader:
 
     modules, copies, registered = bench.manager.modules, [], bench.manager.list_adapters()
     for adapter in bench.adapters:
-        arguments = {name: slot_arguments(weights) for name, weights in registered[adapter.id].loras.items()}
+        arguments = {name: weights.pair() for name, weights in registered[adapter.id].loras.items()}
         copies.append([(modules[name], *map(in_host_memory, pair)) for name, pair in arguments.items()])
 
     def start(i: int) -> CopyHandle:

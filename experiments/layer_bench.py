@@ -13,8 +13,7 @@ import torch
 from experiments.experiment import CheckFailed
 from experiments.model_steps import TOLERANCE, Invocation, llama_config, random_llama, spans
 from experiments.schema import ModelConf
-from punica.adapters import LoRAModelManager
-from punica.adapters.random_adapter import random_adapter
+from punica.adapters import LoRAModelManager, random_adapter
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 

@@ -14,9 +14,8 @@ import torch
 from experiments.experiment import CheckFailed
 from experiments.model_steps import TOLERANCE, Invocation, llama_config, random_llama, spans, step_tokens
 from experiments.schema import ModelConf
-from punica.adapters import LoRAModelManager
-from punica.adapters.random_adapter import LLAMA_LORA_MODULES, random_adapter
-from punica.adapters.weights import LoRALayerWeights, LoRAModel
+from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, random_adapter
+from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
 from punica.metadata import LoRAMapping

@@ -14,8 +14,7 @@ from typing import ClassVar
 from experiments.systems.serving import SYSTEMS, Served, ServingSystem
 from experiments.systems.stream import Job
 from experiments.systems.world import World
-from punica.adapters import LoRARequest
-from punica.adapters.weights import LoRAModel
+from punica.adapters import LoRAModel, LoRARequest
 from punica.engine import Engine, Request, StepStatistics
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors

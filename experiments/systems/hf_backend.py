@@ -24,7 +24,7 @@ import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from punica.adapters.random_adapter import LLAMA_LORA_MODULES
+from punica.adapters.synthetic import LLAMA_LORA_MODULES
 
 if TYPE_CHECKING:
     from experiments.systems.world import World

@@ -20,9 +20,8 @@ from transformers import LlamaConfig
 from experiments.model_steps import llama_config, random_llama
 from experiments.schema import ModelConf
 from experiments.systems.stream import Job
-from punica.adapters import PEFTHelper, random_adapter_tensors
-from punica.adapters.random_adapter import LLAMA_LORA_MODULES
-from punica.adapters.weights import LoRAModel
+from punica.adapters import LoRAModel, PEFTHelper, random_adapter_tensors
+from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.engine import EngineConfig
 from punica.models import LlamaForCausalLM
 

@@ -9,7 +9,7 @@ Validate first: an adapter is fully loaded, packed and checked, and a place for 
 a failed call leaves registered adapters, slots and buffers exactly as they were.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast
@@ -26,7 +26,7 @@ from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, make_slot_writer
 from punica.config import LoRAConfig
-from punica.metadata import LoRAMapping
+from punica.metadata import LoRAMapping, RowGroups
 from punica.wrapper import get_punica_wrapper
 
 
@@ -81,7 +81,7 @@ class LoRAModelManager:
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
         self._writer = make_slot_writer(self.modules)
         self._held = HeldAdapters(self.capacity, self.lora_slots, self._writer)
-        self._last_mapping: tuple[LoRAMapping, dict[int, int]] | None = None  # and the slots of its adapters
+        self._last_step: tuple | None = None  # as given, with the slots of its adapters
 
     # --- capacity and look-ups ---------------------------------------------------------------------------------------
 
@@ -262,12 +262,32 @@ class LoRAModelManager:
                 metadata stay.
         """
         placed = self._held.slots_of(_ids_of(mapping))
-        if (mapping, placed) != self._last_mapping:
+        if (mapping, placed) != self._last_step:
             # one more than the slots, so that "no adapter" encodes as one past the last slot
             self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
-            self._last_mapping = (mapping, placed)
+            self._last_step = (mapping, placed)
         # even for the same slots: one of them may have been written again
         self._writer.begin_step(placed.values())
+
+    def begin_step(
+        self, segments: Sequence[tuple[int, int]], sampled_slots: Sequence[int], *, is_prefill: bool = False
+    ) -> None:
+        """:meth:`set_adapter_mapping` for a step laid out by slot.
+
+        Args:
+            segments: `(slot, number of rows)` of the runs of rows, in row order; slot -1: rows without adapter.
+            sampled_slots: slot of every sampled row.
+
+        Raises:
+            ValueError: more rows than the buffers, or a slot that does not exist; the previous metadata stay.
+        """
+        step = (tuple(segments), tuple(sampled_slots), is_prefill)
+        if step != self._last_step:
+            tokens = RowGroups.of_runs([slot for slot, _ in segments], [length for _, length in segments])
+            sampled = RowGroups.of_runs(sampled_slots, [1] * len(sampled_slots))
+            self.punica_wrapper.begin_step(tokens, sampled, self.vocab_size, is_prefill=is_prefill)
+            self._last_step = step
+        self._writer.begin_step({slot for slot, _ in segments if slot >= 0}.union(sampled_slots) - {-1})
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from punica.adapters import LoRAModelManager, LoRARequest
-from punica.adapters.loader import source
 from punica.config import LoRAConfig
 from punica.engine.attention import PagedAttention
 from punica.engine.config import EngineConfig
@@ -286,7 +285,7 @@ class Engine:
 
 def _same_adapter(one: object, other: object) -> bool:
     """Whether two requests load the same folder under the same name."""
-    return isinstance(one, LoRARequest) and isinstance(other, LoRARequest) and source(one) == source(other)
+    return isinstance(one, LoRARequest) and isinstance(other, LoRARequest) and one.source == other.source
 
 
 def _per_prompt(name: str, values: Any) -> list[Any]:

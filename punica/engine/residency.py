@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from punica.adapters import LoRAModelManager, LoRARequest, PEFTHelper, resolve_adapter_path
-from punica.adapters.loader import in_context, source
+from punica.adapters import LoRAModelManager, LoRARequest
+from punica.adapters.read import read_config
+from punica.adapters.request import check_same_source
 from punica.scheduling import Request
 
 
@@ -21,7 +22,7 @@ class AdapterResidency:
 
     def __init__(self, manager: LoRAModelManager) -> None:
         self.manager = manager
-        self._sources: dict[int, tuple[str, str]] = {}
+        self._requested: dict[int, LoRARequest] = {}  # the last request for an id
         self._prefetched: str | None = None  # the waiting request that was last tried
 
     def check(self, adapter: object) -> None:
@@ -32,39 +33,26 @@ class AdapterResidency:
         """
         if not isinstance(adapter, LoRARequest):
             raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {adapter!r}")
-        wanted = source(adapter)
-        known = self._known_source(adapter.lora_int_id) or wanted
-        if known != wanted and not adapter.load_inplace:
-            raise ValueError(
-                f"adapter id {adapter.lora_int_id} stands for {known}, now requested as {wanted}; use another id, or "
-                "load_inplace=True to replace it"
-            )
+        if not adapter.load_inplace:
+            known = self._requested.get(adapter.lora_int_id) or self.manager.request_of(adapter.lora_int_id)
+            check_same_source(known, adapter)
         if adapter.load_inplace or self.manager.get_adapter(adapter.lora_int_id) is None:
             try:
-                helper = PEFTHelper.from_local_dir(resolve_adapter_path(adapter.absolute_path))
-                helper.validate_legal(self.manager.lora_config)
+                read_config(adapter, self.manager.lora_config)
             except FileNotFoundError as error:
                 registered = sorted(self.manager.list_adapters())
                 raise FileNotFoundError(
                     f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
-                    f"{registered}) and cannot be loaded: {error}; pass the path of its PEFT folder, or register it "
-                    "with manager.add_adapter"
+                    f"{registered}) and cannot be loaded: {error.__cause__}; pass the path of its PEFT folder, or "
+                    "register it with manager.add_adapter"
                 ) from error
-            except (TypeError, ValueError) as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(in_context(adapter, error)) from error
         pinned = self.manager.pinned_adapters
         if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
             raise RuntimeError(
                 f"no slot for adapter {adapter.lora_name!r} (id {adapter.lora_int_id}): all {len(pinned)} slots are "
                 f"pinned, for adapters {sorted(pinned)}; call manager.unpin_adapter first, or raise max_loras"
             )
-        self._sources[adapter.lora_int_id] = wanted
-
-    def _known_source(self, adapter_id: int) -> tuple[str, str] | None:
-        """Name and path that an id stands for: of the last request for it, else of the registered adapter."""
-        registered = self.manager.request_of(adapter_id)
-        return self._sources.get(adapter_id, None if registered is None else source(registered))
+        self._requested[adapter.lora_int_id] = adapter
 
     def running_first(self, requests: Iterable[Request]) -> list[Request]:
         """The order in which the adapters of running requests must be made active: those that still are registered
@@ -87,7 +75,7 @@ class AdapterResidency:
         try:
             self.manager.add_adapter(request.adapter)
         except Exception:
-            self._sources.pop(request.adapter_id, None)
+            self._requested.pop(request.adapter_id, None)
             raise
 
     def prefetch(self, request: Request) -> None:

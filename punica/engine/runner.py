@@ -10,7 +10,6 @@ import torch
 from punica.adapters import LoRAModelManager
 from punica.engine.attention import PagedAttention
 from punica.engine.buffers import StepBuffers
-from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
 from punica.scheduling import StepLayout
 
@@ -40,7 +39,8 @@ class ModelRunner:
         rows = self.buffers.fill(layout)
         self.attention.begin(layout.spans, rows.kv_rows)
         if self.manager is not None:
-            _begin_lora_step(self.manager, layout)
+            is_prefill = layout.num_prefill_rows > 0
+            self.manager.begin_step(layout.segments, layout.sampled_slots, is_prefill=is_prefill)
         ready = time.perf_counter()
         hidden = self.model(rows.token_ids, rows.positions, self.attention)
         if layout.num_prefill_rows:
@@ -49,10 +49,3 @@ class ModelRunner:
         meanwhile()
         return tokens.tolist(), ready - start, time.perf_counter() - ready
 
-
-def _begin_lora_step(manager: LoRAModelManager, layout: StepLayout) -> None:
-    """Tell the LoRA layers which row uses which slot."""
-    ids = [*manager.lora_index_to_id, 0]  # slot -1, no adapter, is id 0
-    tokens = [ids[slot] or 0 for slot, length in layout.segments for _ in range(length)]
-    sampled = [ids[slot] or 0 for slot in layout.sampled_slots]
-    manager.set_adapter_mapping(LoRAMapping(tokens, sampled, layout.num_prefill_rows > 0))

@@ -190,8 +190,8 @@ def test_a_request_keeps_the_weights_it_began_with(backbone, tmp_path, monkeypat
     reload = LoRARequest(adapter.lora_name, 9, adapter.lora_path, load_inplace=True)
     engine = backbone.engine(block_size=8, num_blocks=num_blocks)
     loads: list[int] = []
-    original = engine.manager._loader.load
-    monkeypatch.setattr(engine.manager._loader, "load", lambda r: (loads.append(r.lora_int_id), original(r))[1])
+    original = engine.manager._load
+    monkeypatch.setattr(engine.manager, "_load", lambda r: (loads.append(r.lora_int_id), original(r))[1])
     first, second = Request("first", [1, 2], 25), Request("second", [3, 4], 25, reload)
     engine.add_request(first)
     engine.add_request(second)
