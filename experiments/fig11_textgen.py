@@ -112,7 +112,7 @@ class Fig11(Experiment):
         if key not in self._held:
             self._held.clear()
             engine, adapters = cfg.engine, cfg.adapters
-            limits = Limits(engine.max_batch_size, cfg.scale.max_len, engine.page_size, engine.num_pages)
+            limits = Limits(engine.max_batch_size, cfg.scale.max_len, engine.block_size, engine.num_blocks)
             self._held[key] = World(cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
         return self._held[key]
 
@@ -180,7 +180,7 @@ def _settings(cfg: Config) -> dict[str, Any]:
     return {
         "model": model_settings(cfg.model),
         "stream": {"requests": scale.requests, "max_len": scale.max_len, "max_steps": scale.max_steps},
-        "engine": {"page_size": engine.page_size, "num_pages": engine.num_pages},
+        "engine": {"page_size": engine.block_size, "num_pages": engine.num_blocks},
         "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
         "check": [figure.check_requests, figure.check_tokens],
     }
@@ -194,11 +194,11 @@ def _check_sizes(cfg: Config) -> None:
             f"scale.max_len={scale.max_len} must lie in [4, {positions}]: room for a prompt and two new tokens, within "
             f"the positions of {cfg.model.name} (model.max_position_embeddings)"
         )
-    needed = -(-scale.max_len // engine.page_size)
-    if engine.num_pages is not None and engine.num_pages < needed:
+    needed = -(-scale.max_len // engine.block_size)
+    if engine.num_blocks is not None and engine.num_blocks < needed:
         raise ConfigError(
-            f"engine.num_pages={engine.num_pages} cannot hold one request of scale.max_len={scale.max_len} tokens: "
-            f"choose engine.num_pages={needed} or more, or null"
+            f"engine.num_blocks={engine.num_blocks} cannot hold one request of scale.max_len={scale.max_len} tokens: "
+            f"choose engine.num_blocks={needed} or more, or null"
         )
 
 

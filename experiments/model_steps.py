@@ -1,7 +1,7 @@
 """Single model invocations at a chosen batch and context: what Figures 1 and 10 time.
 
-`Invocation` lays rows out as the engine does (`punica.engine.batch`) but without requests: row i of a decode step
-attends to `seq_len` cached tokens in pages of its own, and a prefill computes whole prompts. The cache holds noise;
+`Invocation` lays rows out as the engine does (`punica.scheduling.layout`) but without requests: row i of a decode step
+attends to `seq_len` cached tokens in blocks of its own, and a prefill computes whole prompts. The cache holds noise;
 time does not depend on its values. What a server does once per step (layout, segment indices) happens outside the
 timing.
 """
@@ -16,11 +16,11 @@ from transformers import LlamaConfig
 from experiments.experiment import CheckFailed
 from experiments.schema import ModelConf
 from punica.engine.attention import PagedAttention
-from punica.engine.batch import Span, StepBatch
 from punica.engine.kv_cache import KVCache
 from punica.models import LlamaForCausalLM
+from punica.scheduling import Span
 
-PAGE_SIZE = 16  # as in the released code
+BLOCK_SIZE = 16  # as in the released code
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest relative difference between decoding through pages and computing the whole sequence at once."""
 
@@ -54,44 +54,38 @@ class Invocation:
         weight = llama.model.embed_tokens.weight
         self.llama = llama
         self.device = weight.device
-        pages = -(-max_tokens // PAGE_SIZE)
+        blocks = -(-max_tokens // BLOCK_SIZE)
         self.cache = KVCache(
-            llama.num_layers, pages, PAGE_SIZE, llama.num_kv_heads, llama.head_size, weight.dtype, weight.device
+            llama.num_layers, blocks, BLOCK_SIZE, llama.num_kv_heads, llama.head_size, weight.dtype, weight.device
         )
         self.attention = PagedAttention(self.cache)
         self._fill()
 
     def _fill(self) -> None:
-        """Noise in every page: one random block, copied over."""
-        block = torch.randn(PAGE_SIZE, *self.cache.keys[0].shape[1:]).to(self.cache.keys[0])
+        """Noise in every block of the cache: one random block, copied over."""
+        block = torch.randn(BLOCK_SIZE, *self.cache.keys[0].shape[1:]).to(self.cache.keys[0])
         for rows in (*self.cache.keys, *self.cache.values):
-            rows.view(-1, *block.shape).copy_(block.expand(rows.shape[0] // PAGE_SIZE, *block.shape))
+            rows.view(-1, *block.shape).copy_(block.expand(rows.shape[0] // BLOCK_SIZE, *block.shape))
 
     def begin(self, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tell the attention the layout of a step; its token ids and positions, both int64 `[T]`."""
-        positions, rows = [], []
-        for span in spans:
-            new = range(span.kv_length - span.length, span.kv_length)
-            positions += new
-            rows += [span.pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in new]
+        positions = [position for span in spans for position in span.positions]
+        rows = [row for span in spans for row in span.kv_rows(BLOCK_SIZE)]
         tokens = [(7 * i + 1) % self.llama.config.vocab_size for i in range(len(positions))]
-        prefill = sum(span.length for span in spans if span.length == span.kv_length)
-        batch = StepBatch((), tuple(spans), tokens, positions, rows, (0,) * len(spans), prefill, 0, 0)
-        self.attention.begin(batch, torch.tensor(rows, device=self.device))
+        self.attention.begin(spans, torch.tensor(rows, device=self.device))
         return torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device)
 
 
 def spans(batch_size: int, length: int, kv_length: int) -> list[Span]:
     """`batch_size` requests with `kv_length` cached tokens each, of which the last `length` are computed now."""
-    pages = -(-kv_length // PAGE_SIZE)
-    return [
-        Span(row * length, length, kv_length, tuple(range(row * pages, (row + 1) * pages))) for row in range(batch_size)
-    ]
+    blocks = -(-kv_length // BLOCK_SIZE)
+    tables = [tuple(range(row * blocks, (row + 1) * blocks)) for row in range(batch_size)]
+    return [Span(row * length, length, kv_length, table) for row, table in enumerate(tables)]
 
 
 def step_tokens(batch_size: int, kv_length: int) -> int:
-    """Cache places that `spans` needs, whole pages."""
-    return batch_size * -(-kv_length // PAGE_SIZE) * PAGE_SIZE
+    """Cache places that `spans` needs, whole blocks."""
+    return batch_size * -(-kv_length // BLOCK_SIZE) * BLOCK_SIZE
 
 
 @torch.inference_mode()
@@ -104,11 +98,11 @@ def check_decode(invocation: Invocation) -> None:
     whole = spans(2, length, length)
     ids, positions = invocation.begin(whole)
     expected = invocation.llama(ids, positions, invocation.attention)[length - 1 :: length]
-    prompt = [Span(span.start - row, length - 1, length - 1, span.pages) for row, span in enumerate(whole)]
+    prompt = [Span(span.start - row, length - 1, length - 1, span.block_table) for row, span in enumerate(whole)]
     kept = torch.arange(2 * length, device=ids.device) % length < length - 1
     invocation.begin(prompt)
     invocation.llama(ids[kept], positions[kept], invocation.attention)
-    invocation.begin([Span(row, 1, length, span.pages) for row, span in enumerate(whole)])
+    invocation.begin([Span(row, 1, length, span.block_table) for row, span in enumerate(whole)])
     found = invocation.llama(ids[~kept], positions[~kept], invocation.attention)
     error = float((found.double() - expected.double()).norm() / expected.double().norm())
     if not error <= TOLERANCE[found.dtype]:

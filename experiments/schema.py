@@ -123,12 +123,12 @@ class EngineConf:
     """Limits of the serving engine (figures 11 to 13)."""
 
     max_batch_size: int = 32
-    page_size: int = 16
-    num_pages: int | None = None  # null: enough for max_batch_size requests of scale.max_len tokens
+    block_size: int = 16
+    num_blocks: int | None = None  # null: enough for max_batch_size requests of scale.max_len tokens
 
     def __post_init__(self) -> None:
-        at_least(1, engine__max_batch_size=self.max_batch_size, engine__page_size=self.page_size)
-        at_least(1, engine__num_pages=self.num_pages)
+        at_least(1, engine__max_batch_size=self.max_batch_size, engine__block_size=self.block_size)
+        at_least(1, engine__num_blocks=self.num_blocks)
 
 
 @dataclass

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a batch: requests, tokens per request, and our engine's KV pages (None: as many as can be needed)."""
+    """Of a batch: requests, tokens per request, and our engine's KV blocks (None: as many as can be needed)."""
 
     max_batch_size: int
     max_len: int
-    page_size: int = 16
-    num_pages: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
 
     def engine_config(self, lora: bool, index_rule: str = "per_request") -> EngineConfig:
         """The same for our engine; without LoRA adapters steer admission only."""
         return EngineConfig(
             max_batch_size=self.max_batch_size,
-            page_size=self.page_size,
+            block_size=self.block_size,
             max_model_len=self.max_len,
-            num_pages=self.num_pages,
-            adapter_index_rule=index_rule,  # type: ignore[arg-type]
+            num_blocks=self.num_blocks,
+            adapter_index_rule=index_rule,
             ignore_adapters=not lora,
         )
 
