@@ -180,7 +180,7 @@ def snapshot(manager: LoRAModelManager) -> dict[str, object]:
         "slots": list(manager.lora_index_to_id),
         "pinned": manager.pinned_adapters,
         "requests": dict(manager._held.requests),
-        "mapping": manager._last_mapping,
+        "mapping": manager._last_step,
         "buffers": [tensor.clone() for tensor in all_buffers(manager)],
         "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone(), list(wrapper.indices_len)],
     }

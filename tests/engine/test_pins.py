@@ -60,7 +60,7 @@ def test_a_request_that_could_wait_for_ever_is_refused_on_arrival(backbone) -> N
     ):
         engine.add_request(Request("a", [1], 4, backbone.adapters[3]))
     assert not engine.has_unfinished()
-    assert engine._residency._sources.keys() == set()
+    assert engine._residency._requested.keys() == set()
     with pytest.raises(RuntimeError, match="all 2 slots are pinned"):
         engine.generate([[1], [2]], [backbone.adapters[1], backbone.adapters[3]], 4)
     assert not engine.has_unfinished()
