@@ -7,9 +7,9 @@ applied transposed, ``[L, 1, out, in]`` also accepted) the two products of the p
 * expand (rank -> hidden size):  ``out[t, :c] (+)= x[t] @ W[l_t]^T`` with ``c = min(N, out.shape[1])``, rows at -1
   untouched.
 
-``bgmv_*`` take one slot per row, ``sgmv_*`` one slot per segment of consecutive rows. All compute in float32 (float64
+Arguments and errors of the six are those of `punica.ops.paper_ops.PaperOps`. All compute in float32 (float64
 as soon as one tensor is float64), round once into the dtype of the output, write in place and return ``None``. They
-run on every torch device; on ``meta`` they only check. Speed is the business of :mod:`punica.ops.torch_ops`.
+run on every torch device; on ``meta`` they only check. Speed is the business of `punica.ops.torch_ops`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from punica.ops.checks import check_bgmv, check_slice, check_slot_range, segment_slots
+from punica.ops.checks import check_slot_range
+from punica.ops.paper_ops import PaperOps
 
 
 def _compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -49,125 +50,14 @@ def _multiply(
         output[rows] = product.to(output.dtype)
 
 
-def bgmv_shrink(
-    inputs: Tensor, lora_a_weights: Tensor, output_tensor: Tensor, lora_indices_tensor: Tensor, scaling: float = 1.0
-) -> None:
-    """``out[t, :r] = scaling * x[t] @ A[l_t]^T``; rows at -1 become 0.
-
-    Args:
-        inputs: ``[T, K]`` floating.
-        lora_a_weights: ``[L, r, K]`` or ``[L, 1, r, K]``, dtype of ``inputs``.
-        output_tensor: ``[T, >= r]``; only columns ``:r`` are written.
-        lora_indices_tensor: integer ``[T]``; rows beyond a shorter vector are padding (slot -1).
-        scaling: finite factor.
-
-    Raises:
-        TypeError: a dtype is not floating (indices: not integer), or inputs and weights differ.
-        ValueError: shapes, devices or slots do not fit, or ``scaling`` is not finite.
-    """
-    weights = check_bgmv(
-        inputs, lora_a_weights, output_tensor, lora_indices_tensor, "lora_a_weights", shrink=True, scaling=scaling
-    )
-    lanes = output_tensor[:, : weights.shape[1]]
-    _multiply(inputs, weights, lanes, lora_indices_tensor, scaling=scaling, add=False, zero_idle=True)
+def _shrink(inputs: Tensor, weights: Tensor, lanes: Tensor, slots: Tensor, scaling: float) -> None:
+    _multiply(inputs, weights, lanes, slots, scaling=scaling, add=False, zero_idle=True)
 
 
-def bgmv_expand(
-    inputs: Tensor, lora_b_weights: Tensor, output_tensor: Tensor, lora_indices_tensor: Tensor, add_inputs: bool = True
-) -> None:
-    """``out[t, :c] (+)= x[t] @ B[l_t]^T`` with ``c = min(N, out.shape[1])``; rows at -1 are not written.
-
-    Args:
-        inputs: ``[T, r]``, float32 or the dtype of the weights.
-        lora_b_weights: ``[L, N, r]`` or ``[L, 1, N, r]``.
-        output_tensor: ``[T, W]``.
-        lora_indices_tensor: integer ``[T]``, as in :func:`bgmv_shrink`.
-        add_inputs: add to the output (True) or overwrite the columns (False).
-
-    Raises: as :func:`bgmv_shrink`.
-    """
-    weights = check_bgmv(inputs, lora_b_weights, output_tensor, lora_indices_tensor, "lora_b_weights", shrink=False)
-    columns = min(weights.shape[1], output_tensor.shape[1])
-    _multiply(
-        inputs, weights[:, :columns], output_tensor[:, :columns], lora_indices_tensor,
-        scaling=1.0, add=add_inputs, zero_idle=False,
-    )  # fmt: skip
+def _expand(inputs: Tensor, weights: Tensor, columns: Tensor, slots: Tensor, add_inputs: bool) -> None:
+    _multiply(inputs, weights, columns, slots, scaling=1.0, add=add_inputs, zero_idle=False)
 
 
-def bgmv_expand_slice(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    slice_offset: int,
-    slice_size: int,
-    add_inputs: bool = True,
-) -> None:
-    """:func:`bgmv_expand` into columns ``[slice_offset, slice_offset + slice_size)``; ``slice_size`` must equal N.
-
-    Raises: as :func:`bgmv_shrink`; ``ValueError`` also when the slice does not fit the output or the weights.
-    """
-    weights = check_bgmv(inputs, lora_b_weights, output_tensor, lora_indices_tensor, "lora_b_weights", shrink=False)
-    check_slice(weights, output_tensor, slice_offset, slice_size)
-    columns = output_tensor[:, slice_offset : slice_offset + slice_size]
-    _multiply(inputs, weights, columns, lora_indices_tensor, scaling=1.0, add=add_inputs, zero_idle=False)
-
-
-def sgmv_shrink(
-    inputs: Tensor,
-    lora_a_weights: Tensor,
-    output_tensor: Tensor,
-    b_seq_start_loc: Tensor,
-    seq_len_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
-    scaling: float,
-) -> None:
-    """:func:`bgmv_shrink` with slots given per segment (the outputs of `punica.metadata.compute_meta`).
-
-    Segment b covers rows ``[b_seq_start_loc[b], b_seq_start_loc[b] + seq_len_tensor[b])`` and uses slot
-    ``lora_indices_tensor[b]``. The ``batches`` segments cover the first ``token_nums`` rows; later rows have slot -1.
-    ``max_seq_length`` is the longest segment; torch needs it for nothing, kernels with a grid do.
-
-    Raises: as :func:`bgmv_shrink`; ``ValueError`` also when the segments do not cover exactly ``token_nums`` rows.
-    """
-    slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
-    bgmv_shrink(inputs, lora_a_weights, output_tensor, slots, scaling)
-
-
-def sgmv_expand(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    b_seq_start_loc: Tensor,
-    seq_len_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
-    add_inputs: bool = False,
-) -> None:
-    """:func:`bgmv_expand` with slots given per segment, as in :func:`sgmv_shrink`."""
-    slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
-    bgmv_expand(inputs, lora_b_weights, output_tensor, slots, add_inputs)
-
-
-def sgmv_expand_slice(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    b_seq_start_loc: Tensor,
-    seq_len_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
-    slice_offset: int,
-    slice_size: int,
-    add_inputs: bool = False,
-) -> None:
-    """:func:`bgmv_expand_slice` with slots given per segment, as in :func:`sgmv_shrink`."""
-    slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
-    bgmv_expand_slice(inputs, lora_b_weights, output_tensor, slots, slice_offset, slice_size, add_inputs)
+_OPS = PaperOps(_shrink, _expand)
+bgmv_shrink, bgmv_expand, bgmv_expand_slice = _OPS.bgmv_shrink, _OPS.bgmv_expand, _OPS.bgmv_expand_slice
+sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand, _OPS.sgmv_expand_slice

@@ -19,17 +19,15 @@ from punica.metadata import LoRABatch
 from punica.ops.checks import (
     STEP,
     WITH_DOUBLE,
-    check_bgmv,
     check_input,
     check_low_rank,
     check_output,
     check_pair,
     check_ranks,
     check_scale,
-    check_slice,
     describe_weights,
-    segment_slots,
 )
+from punica.ops.paper_ops import PaperOps
 from punica.ops.segment_calls import PreparedCall, multiply_products, prepare
 
 __all__ = [
@@ -206,95 +204,16 @@ def _expand(call: PreparedCall, x: Tensor, y: Tensor, add_inputs: bool) -> None:
         target.index_copy_(0, rows, sums)
 
 
-def bgmv_shrink(
-    inputs: Tensor, lora_a_weights: Tensor, output_tensor: Tensor, lora_indices_tensor: Tensor, scaling: float = 1.0
-) -> None:
-    """Per-token shrink; meaning, arguments and errors as :func:`punica.ops.reference.bgmv_shrink`."""
-    weights = check_bgmv(
-        inputs, lora_a_weights, output_tensor, lora_indices_tensor, "lora_a_weights", shrink=True, scaling=scaling
-    )
-    plan = LoRABatch.of_slots(lora_indices_tensor).plan
-    lanes = output_tensor[None, :, : weights.shape[1]]
-    _shrink(prepare(plan, inputs, (weights,), lanes, None, rank_dim=-2), inputs, lanes, scaling, False)
+def _shrink_lanes(x: Tensor, weights: Tensor, lanes: Tensor, slots: Tensor, scaling: float) -> None:
+    plan, y = LoRABatch.of_slots(slots).plan, lanes[None]
+    _shrink(prepare(plan, x, (weights,), y, None, rank_dim=-2), x, y, scaling, False)
 
 
-def bgmv_expand(
-    inputs: Tensor, lora_b_weights: Tensor, output_tensor: Tensor, lora_indices_tensor: Tensor, add_inputs: bool = True
-) -> None:
-    """Per-token expand; meaning, arguments and errors as :func:`punica.ops.reference.bgmv_expand`."""
-    weights = check_bgmv(inputs, lora_b_weights, output_tensor, lora_indices_tensor, "lora_b_weights", shrink=False)
-    _expand_columns(inputs, weights[:, : output_tensor.shape[1]], output_tensor, lora_indices_tensor, 0, add_inputs)
-
-
-def bgmv_expand_slice(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    slice_offset: int,
-    slice_size: int,
-    add_inputs: bool = True,
-) -> None:
-    """Per-token expand into some columns; as :func:`punica.ops.reference.bgmv_expand_slice`."""
-    weights = check_bgmv(inputs, lora_b_weights, output_tensor, lora_indices_tensor, "lora_b_weights", shrink=False)
-    check_slice(weights, output_tensor, slice_offset, slice_size)
-    _expand_columns(inputs, weights, output_tensor, lora_indices_tensor, slice_offset, add_inputs)
-
-
-def _expand_columns(x: Tensor, weights: Tensor, y: Tensor, slots: Tensor, offset_start: int, add_inputs: bool) -> None:
-    """One slice into some columns, all arguments checked."""
+def _expand_columns(x: Tensor, weights: Tensor, columns: Tensor, slots: Tensor, add_inputs: bool) -> None:
     plan, x = LoRABatch.of_slots(slots).plan, x[None]
-    _expand(prepare(plan, x, (weights,), y, None, rank_dim=-1, offset=offset_start), x, y, add_inputs)
+    _expand(prepare(plan, x, (weights,), columns, None, rank_dim=-1), x, columns, add_inputs)
 
 
-def sgmv_shrink(
-    inputs: Tensor,
-    lora_a_weights: Tensor,
-    output_tensor: Tensor,
-    b_seq_start_loc: Tensor,
-    seq_len_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
-    scaling: float,
-) -> None:
-    """Per-segment shrink; meaning, arguments and errors as :func:`punica.ops.reference.sgmv_shrink`."""
-    slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
-    bgmv_shrink(inputs, lora_a_weights, output_tensor, slots, scaling)
-
-
-def sgmv_expand(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    b_seq_start_loc: Tensor,
-    seq_len_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
-    add_inputs: bool = False,
-) -> None:
-    """Per-segment expand; meaning, arguments and errors as :func:`punica.ops.reference.sgmv_expand`."""
-    slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
-    bgmv_expand(inputs, lora_b_weights, output_tensor, slots, add_inputs)
-
-
-def sgmv_expand_slice(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    b_seq_start_loc: Tensor,
-    seq_len_tensor: Tensor,
-    lora_indices_tensor: Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
-    slice_offset: int,
-    slice_size: int,
-    add_inputs: bool = False,
-) -> None:
-    """Per-segment expand into some columns; as :func:`punica.ops.reference.sgmv_expand_slice`."""
-    slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
-    bgmv_expand_slice(inputs, lora_b_weights, output_tensor, slots, slice_offset, slice_size, add_inputs)
+_OPS = PaperOps(_shrink_lanes, _expand_columns)
+bgmv_shrink, bgmv_expand, bgmv_expand_slice = _OPS.bgmv_shrink, _OPS.bgmv_expand, _OPS.bgmv_expand_slice
+sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand, _OPS.sgmv_expand_slice
