@@ -1,9 +1,9 @@
 """What a shrink or expand works out once per plan and set of weights, and then repeats.
 
 A model calls the operators with the same plan and the same stacked weights in step after step: only the activations are
-new. Checking the operands and cutting the weights by segment costs more than the products of a small batch (40 of 80
-microseconds at one row with Python's own data out of the caches), so a :class:`PreparedCall` keeps the outcome and the
-plan keeps the prepared calls. A call that is found again only compares shapes and dtypes.
+new. Checking the operands and cutting the weights by segment costs as much as the products of a small batch, so a
+`PreparedCall` keeps the outcome and the plan keeps the prepared calls. A call that is found again only compares shapes
+and dtypes.
 
 Weights may change *in place* at any time (an adapter loaded into a slot): prepared calls hold views, never values. True
 ranks are values, so each call compares them. A weight tensor that gets other memory (``w.data = ...``) is recognised by

@@ -1,31 +1,22 @@
-"""One run of segments through the fastest matmul this processor has for its layout and dtype.
+"""One run of segments through the fastest matmul that torch has for its layout and dtype.
 
 ``out[s, N] = beta * out + alpha * x[s, K] @ w[N, K]^T`` for one segment, the same with a leading dimension for a run;
-summed in float32 (float64 for float64) and rounded once into the dtype of ``out``. :func:`choose` picks one of three
-forms when a call is prepared. Times are microseconds with the operands in memory (caches flushed; torch 2.13, 2 cores
-with AVX512-bf16, h1 4096, h2 11008, r 16):
+summed in float32 (float64 for float64) and rounded once into the dtype of ``out``. `choose` picks one of three forms
+when a call is prepared:
 
 * **direct**: x, w and out all have the arithmetic dtype. One segment is one ``mm`` or ``addmm_``, several are one
-  ``bmm`` or ``baddbmm_`` on views. Shrink of 64 segments of one row: 280 as one ``bmm``, 760 one by one; of 8 segments
-  of 8 rows 116 and 187; expand of these 755 and 1700, 334 and 477. ``out=`` saves 5 over ``beta=0``.
-  Tried and slower: oneDNN's linear (140 for a shrink of 8 rows that takes 31: it reorders the weight at every call),
-  the transposed product, splitting N or r into more batches for the second core, every row of a segment as its own
-  batch, ``grouped_mm`` (a loop over groups: 740 for 64 segments).
+  ``bmm`` or ``baddbmm_`` on views, which is faster than one by one as soon as there are two. oneDNN's linear is slower
+  here, since it reorders the weight at every call.
 * **convert**: 16-bit weights become float32 in a scratch buffer, several segments at a time. Most processors lack
-  16-bit matmul instructions and torch then multiplies 16-bit numbers one by one: expand of one segment of 64 rows takes
-  6.0 ms directly, 0.45 ms converted (AVX2). It also wins where oneDNN has bfloat16 instructions as long as segments
-  are short: shrink of one row 33 against 68, expand of one row 65 against 81 and of 64 segments of one row 1590 against
-  2240. Every shrink into a float32 buffer converts, since torch has no bfloat16 product with a float32 result on a CPU;
-  it stays below oneDNN's bfloat16 product up to about 16 rows (75 against 69) and takes 137 against 92 at 64. That is
-  the price of a float32 intermediate: 4 or more rows of one adapter take 1.1 to 1.25 times two native matmuls that
-  round it (Loop in Figure 8). Two native matmuls, the second for the rounding error of the first, take 171.
+  16-bit matmul instructions, and torch then multiplies 16-bit numbers one by one; converting also wins where oneDNN has
+  bfloat16 instructions, as long as segments are short. Every shrink into a float32 buffer converts, since torch has no
+  bfloat16 product with a float32 result on a CPU: that is the price of a float32 intermediate.
 * **native**: where oneDNN has bfloat16 matmuls (AVX512-bf16, AMX), expands into a large bfloat16 weight with more than
-  2 rows (more than 4 in a run) multiply in place: 183 against 507 for 64 rows, 281 against 295 for 6 segments of 5. It
-  takes bfloat16 operands, so a float32 intermediate is rounded to bfloat16 first, as the Triton expand does; sums stay
-  in float32. Small weights always convert.
+  a few rows multiply in place. It takes bfloat16 operands, so a float32 intermediate is rounded to bfloat16 first, as
+  the Triton expand does; sums stay in float32. Small weights always convert.
 
 Scratch buffers are kept per thread: a fresh temporary of over 128 KiB is mapped and faulted in by the kernel at every
-call, which costs more than the product (0.25 ms for 1.4 MB).
+call, which costs more than the product.
 """
 
 from __future__ import annotations
@@ -40,10 +31,10 @@ import torch
 from torch import Tensor
 
 Multiply = Callable[[Tensor, Tensor, Tensor, float, float], None]
-"""``multiply(out, x, weight, alpha, beta)``; ``weight`` is the operand that :func:`choose` gave with it."""
+"""``multiply(out, x, weight, alpha, beta)``; ``weight`` is the operand that `choose` gave with it."""
 
-# Elements of the converted weights of one tile plus its product: 6 MiB in float32. For 64 segments of one row groups of
-# this size are 6 % faster than groups of 2 MiB and 20 % faster than converting all at once.
+# Elements of the converted weights of one tile plus its product: 6 MiB in float32. Smaller groups start more products,
+# larger ones leave the caches.
 _TILE = 3 << 19
 # Rows converted together: enough to use a weight tile well, few enough that their product fits beside it.
 _TILE_ROWS = 64

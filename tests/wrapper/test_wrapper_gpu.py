@@ -169,6 +169,21 @@ def test_errors_write_nothing_and_a_buffer_is_refused() -> None:
     assert not y.any()
 
 
+@on_kernels
+def test_debug_checks_look_at_the_device_once_per_step() -> None:
+    a, b = weights(32, 8, [50], torch.float32)
+    _, gpu = pair(MIXED, debug_checks=True)
+    verify, seen = gpu._verify_indices, []
+    gpu._verify_indices = lambda tensors, slots: (seen.append(slots), verify(tensors, slots))
+    update(gpu, MIXED)
+    for _ in range(3):
+        gpu.add_lora_linear(there(torch.zeros(T, 50)), there(torch.ones(T, 32)), there(a), there(b), 1.0, (50,))
+    assert seen == [L, L]  # the tokens, and the sampled rows
+    gpu.batch.kernel_meta.active_lora_ids.fill_(L)
+    with pytest.raises(ValueError, match=rf"lora_ids\[0\] is {L}"):
+        verify(gpu.batch.tensors, L)
+
+
 @pytest.mark.gpu
 def test_backend_follows_the_device() -> None:
     assert type(get_punica_wrapper(8, 4, "cuda", max_loras=2)) is PunicaWrapperGPU

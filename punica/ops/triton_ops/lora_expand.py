@@ -1,7 +1,7 @@
 """Expand: rank to output size, for every adapter and every slice of the batch in one launch.
 
-    y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 planes [splits, n, T, r], B_i [L, N_i,
-    r]
+    y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 planes [splits, n, T, r]
+                                                            B_i [L, N_i, r]
 
 Summing the planes of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is
 formed in fp32 and rounded once.
@@ -9,8 +9,7 @@ formed in fp32 and rounded once.
 * **rows**: one row x ``BLOCK_N`` columns, multiply and sum. The width of the block in ranks is chosen on the device, so
   that an adapter of rank 8 in a slot of width 64 costs what rank 16 costs, not rank 64.
 * **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one
-load
-  of h, so the planes are summed once for all of them.
+  load of h, so the planes are summed once for all of them.
 
 With ``PDL`` the kernel starts while shrink still runs: B and the old y are fetched first, then it waits for h.
 """

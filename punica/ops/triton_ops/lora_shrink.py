@@ -5,9 +5,8 @@
 Two kernels, one meaning:
 
 * **rows**: a program multiplies one row with ``BLOCK_R`` ranks and sums over K, no tensor core: where segments are
-single
-  rows a 16-row tensor-core tile would be 15/16 padding, and the time is that of reading A (paper, section 4). The grid
-  is filled by splitting the *ranks*, which needs no second summation.
+  single rows a 16-row tensor-core tile would be 15/16 padding, and the time is that of reading A (paper, section 4).
+  The grid is filled by splitting the *ranks*, which needs no second summation.
 * **tiles**: ``BLOCK_M`` rows of one segment through the tensor cores, for long segments.
 
 ``SPLIT_K > 1`` cuts K among programs; each writes its own fp32 plane ``out[split]`` and whoever reads them (expand)

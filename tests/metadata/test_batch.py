@@ -1,0 +1,125 @@
+"""`LoRABatch`: one step in all its forms, filled once, at fixed addresses."""
+
+import numpy as np
+import pytest
+import torch
+
+from punica.metadata import LoRABatch, LoRAKernelMeta, RowGroups
+
+SLOTS = [2, 2, -1, 0, 0, 2, 1]
+
+
+def rows(*slots: int) -> RowGroups:
+    return RowGroups.of_rows(np.array(slots))
+
+
+# ---- RowGroups
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_rows_and_of_runs_agree_with_a_slow_definition(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    runs, lengths = generator.integers(-1, 4, 9), generator.integers(0, 4, 9)  # empty runs and equal neighbours too
+    slots = [int(slot) for slot, length in zip(runs, lengths, strict=True) for _ in range(length)]
+    for groups in (RowGroups.of_runs(runs.tolist(), lengths.tolist()), rows(*slots)):
+        assert groups.num_rows == len(slots)
+        assert groups.row_slots.tolist() == slots
+        assert (groups.slots[1:] != groups.slots[:-1]).all()
+        assert (groups.lengths > 0).all()
+        assert groups.starts.tolist() == [0, *np.cumsum(groups.lengths)][: groups.lengths.size]
+        assert groups.order.tolist() == sorted(range(len(slots)), key=lambda t: slots[t])
+        present, counts = groups.present
+        assert present.tolist() == sorted(set(slots))
+        assert counts.tolist() == [slots.count(slot) for slot in sorted(set(slots))]
+        assert groups.no_lora == (max(slots, default=-1) < 0)
+        assert groups.longest == max((slots.count(slot) for slot in set(slots) - {-1}), default=0)
+
+
+# ---- the step
+
+
+def test_every_form_of_a_step_says_the_same() -> None:
+    batch = LoRABatch(16, 3)
+    batch.fill(rows(*SLOTS), rows(2, 0))
+    assert (batch.num_rows, batch.no_lora, batch.sampled.num_rows) == (7, False, 2)
+    assert batch.kernel_meta.token_lora_mapping.tolist() == SLOTS + [-1] * 9
+    assert batch.sampled.kernel_meta.token_lora_mapping[:3].tolist() == [2, 0, -1]
+    assert batch.tensors[4].tolist() == [-1, 0, 1, 2]
+    assert sum(run.segments * run.length for run in batch.plan.runs) == 6
+    assert batch.sampled.plan.num_tokens == 2
+    alone = LoRAKernelMeta.make(3, 16, "cpu")
+    alone.prepare_tensors(torch.tensor(SLOTS))
+    for name in ("active_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "num_active_loras_cpu"):
+        assert getattr(batch.kernel_meta, name).tolist() == getattr(alone, name).tolist()
+
+
+def test_kernel_tensors_stay_where_they_are_and_follow_every_step() -> None:
+    batch = LoRABatch(8, 4)
+    batch.fill(rows(3, 3), rows(3))  # before they are first asked for
+    addresses = [tensor.data_ptr() for one in (batch, batch.sampled) for tensor in one.tensors]
+    assert batch.kernel_meta.token_lora_mapping[:3].tolist() == [3, 3, -1]
+    for step in range(40):
+        slots = np.random.default_rng(step).integers(-1, 4, step % 9)
+        batch.fill(RowGroups.of_rows(slots))
+        for one in (batch, batch.sampled):
+            assert one.kernel_meta.token_lora_mapping[: slots.size].tolist() == slots.tolist()
+            assert one.plan.num_tokens == slots.size
+    assert [tensor.data_ptr() for one in (batch, batch.sampled) for tensor in one.tensors] == addresses
+
+
+def test_one_of_two_metadata_refilled_by_hand_leaves_the_other_alone() -> None:
+    batch = LoRABatch(8, 4)
+    batch.fill(rows(3, 3), rows(1))
+    batch.kernel_meta.prepare_tensors(torch.tensor([0]))
+    assert batch.kernel_meta.token_lora_mapping[:2].tolist() == [0, -1]
+    assert batch.sampled.kernel_meta.token_lora_mapping[:2].tolist() == [1, -1]
+
+
+def test_a_decode_step_is_planned_once() -> None:
+    batch = LoRABatch(8, 4)
+    batch.fill(rows(0, 1))
+    assert batch.sampled.plan is batch.plan
+
+
+def test_launches_cover_all_slots_or_those_that_are_there() -> None:
+    everything, specialised = LoRABatch(8, 6), LoRABatch(8, 6, specialize_active_lora=True)
+    for batch in (everything, specialised):
+        batch.fill(rows(0, 1, 5, 1))
+    assert (everything.max_segments, specialised.max_segments) == (7, 4)  # 3 are there, 4 are captured
+
+
+@pytest.mark.parametrize(
+    ("slots", "sampled", "message"),
+    [
+        ([0] * 9, [0], "9 tokens.*max_num_tokens=8"),
+        ([0], [0] * 9, "9 sampled rows.*=8"),
+        ([4], [0], "tokens use slot 4.*max_loras=4"),
+        ([0], [1, 4], "sampled rows use slot 4"),
+    ],
+)
+def test_a_step_that_does_not_fit_changes_nothing(slots: list[int], sampled: list[int], message: str) -> None:
+    batch = LoRABatch(8, 4)
+    batch.fill(rows(3, 3), rows(1))
+    with pytest.raises(ValueError, match=message):
+        batch.fill(rows(*slots), rows(*sampled))
+    assert batch.kernel_meta.token_lora_mapping[:3].tolist() == [3, 3, -1]
+    assert batch.rows.row_slots.tolist() == [3, 3]
+    assert batch.sampled.rows.row_slots.tolist() == [1]
+
+
+@pytest.mark.parametrize("given", [1, 9])
+def test_tensors_must_hold_the_rows_of_the_step(given: int) -> None:
+    batch = LoRABatch(8, 4)
+    batch.fill(rows(3, 3))
+    with pytest.raises(ValueError, match=f"got {given} rows.*at least the 2 tokens.*=8"):
+        batch.check_rows(given)
+    batch.check_rows(8)
+    batch.check_rows(0)
+
+
+def test_one_step_from_slots() -> None:
+    batch = LoRABatch.of_slots(torch.tensor([1, -1]))
+    assert (batch.num_rows, batch.plan.max_slot) == (2, 1)
+    batch.check_rows(10_000)  # no bound
+    with pytest.raises(TypeError, match="max_loras"):
+        _ = batch.kernel_meta  # nobody said how many slots there are

@@ -1,0 +1,218 @@
+"""The direct launch and the plans: what is shared, what is looked at once, what falls back to Triton's own way."""
+
+import gc
+import inspect
+import weakref
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from triton_batches import EXPANDS, SHRINKS, Batch, random_slots
+
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.triton_ops import Options, expand, linear, lora_expand, lora_linear, lora_shrink, shrink
+from punica.ops.triton_ops import launch as launching
+
+FP16 = torch.float16
+OPS = ("lora_shrink", "lora_expand", "lora_linear")
+MODULES = {name: import_module(f"punica.ops.triton_ops.{name}") for name in OPS}
+
+
+# ---- the direct launch
+
+
+class Compiled:
+    """Stands in for a compiled kernel and notes how it was started."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+
+class Kernel:
+    """Stands in for a jitted kernel: ``kernel[grid](...)`` gives the compiled one."""
+
+    def __init__(self) -> None:
+        self.compiled, self.launches = Compiled(), 0
+
+    def __getitem__(self, grid: tuple) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Compiled:
+            self.launches += 1
+            return self.compiled
+
+        return launch
+
+
+def launch_of(kernel: Any, grid: int = 2, strides: tuple = (64, 1), constants: tuple = (16,)) -> launching.Launch:
+    where = {"num_warps": 4, "pdl": False, "device": torch.device("cuda:0")}
+    return launching.Launch(kernel, (grid, 1, 1), (FP16,), strides, constants, **where)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+
+
+def test_this_triton_starts_kernels_as_a_direct_launch_does():
+    """When this fails, read `triton.runtime.jit.JITFunction.run` anew: until then every launch takes the public way."""
+    assert launching.launches_directly()
+
+
+@pytest.mark.parametrize(
+    "changed", ["kernel.run(grid_0, stream, *bound_args.values())", "kernel.start(grid_0, grid_1, grid_2)"]
+)
+def test_another_launch_interface_is_noticed(changed: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inspect, "getsource", lambda function: f"def run(self):\n    {changed}\n")
+    assert not launching.launches_directly.__wrapped__()
+
+
+def test_without_source_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch):
+    def no_source(function: Any) -> str:
+        raise OSError("no source")
+
+    monkeypatch.setattr(inspect, "getsource", no_source)
+    assert not launching.launches_directly.__wrapped__()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_second_launch_is_direct_with_addresses_counts_strides_and_constants():
+    kernel, x, weights = Kernel(), torch.zeros(4), (torch.zeros(4), torch.zeros(4))
+    launch = launch_of(kernel)
+    launch((x, weights), (5, 0.5), True)
+    assert (kernel.launches, kernel.compiled.runs) == (1, [])
+    launch((x, weights), (6, 0.25), True)
+    addresses = (x.data_ptr(), tuple(weight.data_ptr() for weight in weights))
+    expected = (2, 1, 1, 77, "function", "metadata", None, None, None, *addresses, 6, 0.25, 64, 1, 16)
+    assert (kernel.launches, kernel.compiled.runs) == (1, [expected])
+    launch((x, weights), (6, 0.25), False)  # an address that the kernel was not compiled for
+    assert (kernel.launches, len(kernel.compiled.runs)) == (2, 1)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_an_unknown_triton_is_always_asked_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launching, "launches_directly", lambda: False)
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    for _ in range(3):
+        launch((torch.zeros(4),), (), True)
+    assert (kernel.launches, kernel.compiled.runs) == (3, [])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_launches_share_a_kernel_that_triton_would_not_compile_anew():
+    kernel = Kernel()
+    first = launch_of(kernel)
+    assert launch_of(kernel, grid=9).binary is first.binary
+    assert launch_of(kernel, strides=(4096, 1)).binary is first.binary  # still a multiple of 16
+    assert launch_of(kernel, strides=(65, 1)).binary is not first.binary
+    assert launch_of(kernel, strides=(64, 2)).binary is not first.binary
+    assert launch_of(kernel, strides=(1 << 40, 1)).binary is not first.binary
+    assert launch_of(kernel, constants=(32,)).binary is not first.binary
+    assert launch_of(Kernel()).binary is not first.binary
+
+
+# ---- plans
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often weights were described and calls planned, over all three ops."""
+    counts = {"describe": 0, "plan": 0}
+    for module in MODULES.values():
+        monkeypatch.setattr(module._PLANS, "sets", {})
+        for what in counts:
+            original = getattr(module._PLANS, what)
+
+            def counted(*arguments: Any, what: str = what, original: Any = original) -> Any:
+                counts[what] += 1
+                return original(*arguments)
+
+            monkeypatch.setattr(module._PLANS, what, counted)
+    return counts
+
+
+def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_config):
+    use_config(shrink=SHRINKS["tiles"], expand=EXPANDS["tiles"])
+    batch = Batch([0] * 40, 32, (16,), 16, 2, FP16, device)
+    step = LoRABatch(64, 2, device)
+    binaries = set()
+    for length in (33, 34, 40, 33):
+        step.fill(RowGroups.of_runs([1], [length]))
+        linear(batch.y[:length], batch.x[:length], batch.a, batch.b, step)
+        (known,) = MODULES["lora_linear"]._PLANS.sets.values()
+        binaries |= {id(part.launch.binary) for plan in known.plans.values() for part in (plan.shrink, plan.expand)}
+    assert looked_at == {"describe": 1, "plan": 3}
+    assert len(binaries) == 2  # one shrink, one expand, whatever the length
+
+
+def test_plans_keep_no_weights_alive(looked_at, device):
+    batch = Batch([0, 1], 32, (16,), 4, 2, FP16, device)
+    linear(batch.y, batch.x, batch.a, batch.b, filled(batch))
+    freed = [weakref.ref(weight) for weight in (*batch.a, *batch.b)]
+    batch.a = batch.b = ()
+    gc.collect()
+    assert all(reference() is None for reference in freed)
+
+
+def test_other_memory_behind_the_same_weight_is_noticed(looked_at, device):
+    batch = Batch([0, 1], 32, (16,), 4, 2, FP16, device)
+    step = filled(batch)
+    for _ in range(2):
+        linear(batch.y, batch.x, batch.a, batch.b, step)
+    batch.a[0].data = batch.a[0].clone()
+    linear(batch.y, batch.x, batch.a, batch.b, step)
+    assert looked_at["describe"] == 2
+
+
+def filled(batch: Batch) -> LoRABatch:
+    step = LoRABatch(max(1, batch.tokens), batch.slot_count, batch.device)
+    step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
+    return step
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device, monkeypatch):
+    """Flat and on a step."""
+    batch, asked = Batch([0, 1, -1], 32, (16,), 4, 2, FP16, device), []
+    configs = import_module("punica.ops.triton_ops.configs")
+
+    def get_config(op_type: str, *arguments: Any) -> dict[str, Any]:
+        asked.append(arguments[-2:])
+        return configs.get_config(op_type, *arguments[:-2], None, arguments[-1])
+
+    monkeypatch.setattr(MODULES[name], "get_config", get_config)
+    monkeypatch.setattr(MODULES[name]._PLANS, "sets", {})
+    h, options = torch.zeros(1, 3, 4, device=device), Options(batch_invariant=True, tuned_dir="folder")
+    flat, step = {"batch_invariant": True, "tuned_dir": "folder"}, filled(batch)
+    if name == "lora_shrink":
+        lora_shrink(batch.x, batch.a, h, *batch.args, 1.0, **flat)
+        shrink(batch.x, batch.a, h.clone(), step, options=options)
+    elif name == "lora_expand":
+        lora_expand(h, batch.b, batch.y, *batch.args, **flat)
+        expand(h, batch.b, batch.y.clone(), step, options=options)
+    else:
+        lora_linear(batch.y, batch.x, batch.a, batch.b, *batch.args, 1.0, **flat)
+        linear(batch.y.clone(), batch.x, batch.a, batch.b, step, options=options)
+    assert set(asked) == {("folder", True)}
+
+
+@pytest.mark.parametrize("slots", [random_slots(9, 3), [-1, -1], [1]], ids=["mixed", "none", "one"])
+def test_a_step_and_its_tensors_give_the_same_bits(slots, device):
+    batch = Batch(slots, 48, (24, 8), 16, 3, FP16, device)
+    step, flat = filled(batch), batch.y.clone()
+    lora_linear(flat, batch.x, batch.a, batch.b, *batch.args, 0.5)
+    linear(batch.y, batch.x, batch.a, batch.b, step, 0.5)
+    assert torch.equal(flat, batch.y)
+    h, other = (torch.zeros(2, len(slots), 16, device=device) for _ in range(2))
+    lora_shrink(batch.x, batch.a, h, *batch.args, 0.5)
+    shrink(batch.x, batch.a, other, step, 0.5)
+    assert torch.equal(h, other)
+    lora_expand(h, batch.b, flat, *batch.args, add_inputs=True)
+    expand(h, batch.b, batch.y, step)
+    assert torch.equal(flat, batch.y)

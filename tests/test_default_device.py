@@ -1,0 +1,102 @@
+"""Under a default device everything is built and run where it was asked for: host tensors stay on the host.
+
+``meta`` stands in for any other device: a host tensor made without saying where would become a meta tensor and fail.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from punica.config import LoRAConfig
+from punica.metadata import LoRABatch, LoRAKernelMeta, LoRAMapping, compute_meta, convert_mapping
+from punica.ops import reference, torch_ops
+from punica.wrapper import PunicaWrapperGPU, get_punica_wrapper
+
+IDS = (7, 0, 9, 7)
+
+
+def step(device: str, backend: str) -> list[torch.Tensor]:
+    """Metadata in every form, and a linear on the wrapper, with all tensors of the caller on ``device``."""
+    mapping = LoRAMapping(IDS, IDS, is_prefill=True)
+    if backend == "kernels":
+        wrapper = PunicaWrapperGPU(8, 8, device, lora_config=LoRAConfig(max_loras=2, max_lora_rank=4))
+    else:
+        wrapper = get_punica_wrapper(8, 8, device, max_loras=2, backend=backend)
+    wrapper.update_metadata(mapping, [7, 9], 3, 100)
+    a = (torch.ones(2, 1, 4, 16, device=device),)
+    b = (torch.ones(2, 1, 16, 4, device=device),)
+    y = torch.zeros(4, 16, device=device)
+    wrapper.add_lora_linear(y, torch.ones(4, 16, device=device), a, b, 0.5, (16,))
+    logits = torch.zeros(4, 16, device=device)
+    wrapper.add_lora_logits(logits, torch.ones(4, 16, device=device), a[0], b[0], 0.5)
+    slots = torch.tensor([1, -1], device="cpu")
+    meta = LoRAKernelMeta.make(2, 4, device)
+    meta.prepare_tensors(slots)
+    h = torch.zeros(1, 2, 4, device="cpu")
+    torch_ops.shrink(torch.ones(2, 16, device="cpu"), (a[0].cpu(),), h, LoRABatch.of_slots(slots))
+    out = torch.zeros(2, 4, device="cpu")
+    reference.bgmv_shrink(torch.ones(2, 16, device="cpu"), a[0].cpu(), out, slots)
+    read = [wrapper.token_lora_indices, wrapper.sampler_indices_padded, wrapper.embeddings_indices]
+    more = [*wrapper.prefill_metadata[:3], *convert_mapping(mapping, [7, 9], 3, 100, 0, device)[:4]]
+    return [y, logits, *meta.meta_args(3)[:6], h, out, *read, *more, *compute_meta(slots)[:3]]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "kernels"])
+def test_metadata_wrappers_and_operators_under_meta(backend: str) -> None:
+    if backend == "kernels" and torch.cuda.is_available():
+        pytest.skip("kernels on CPU tensors need Triton's interpreter; the GPU test runs them on the device")
+    outside = step("cpu", backend)
+    with torch.device("meta"):
+        inside = step("cpu", backend)
+    assert all(tensor.device.type == "cpu" for tensor in inside)
+    for one, other in zip(outside, inside, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_metadata_wrappers_and_operators_under_cuda(backend: str) -> None:
+    outside = step("cuda", backend)
+    with torch.device("cuda"):
+        inside = step("cuda", backend)
+    for one, other in zip(outside, inside, strict=True):
+        assert torch.equal(one, other)
+
+
+SERVE = """
+import tempfile, torch
+torch.set_default_device({device!r})
+from transformers import LlamaConfig
+from punica.adapters import LoRARequest, write_random_adapter
+from punica.engine import Engine, EngineConfig
+from punica.models import LlamaForCausalLM
+shape = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+model = LlamaForCausalLM(shape, device={device!r} if {device!r} != "meta" else "cpu")
+model.init_random_weights(seed=0)
+folder = write_random_adapter(tempfile.mkdtemp() + "/a", shape, rank=4, seed=1)
+config = EngineConfig(max_batch_size=4)
+engine = Engine(model, config.lora_config(max_lora_rank=8), config)
+print(engine.generate([[1, 2, 3]] * 2, [LoRARequest("a", 1, str(folder)), None], max_new_tokens=4))
+"""
+
+
+def served(device: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", SERVE.format(device=device)], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).resolve().parent.parent,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_an_engine_serves_under_a_default_device_meta() -> None:
+    assert served("meta") == served("cpu")
+
+
+@pytest.mark.gpu
+def test_an_engine_serves_under_a_default_device_cuda() -> None:
+    assert served("cuda").startswith("[[")
