@@ -1,9 +1,9 @@
 """`LoRABatch`: one model invocation, as far as LoRA is concerned. Built once per step, read by every layer.
 
-    slots and lengths of the runs of rows  (the engine's layout; or adapter ids, through `mapped_rows`)
-      -> `RowGroups`       which slot each row uses, on the host
-      -> `LoRAKernelMeta`  the same for the Triton kernels: grouped by slot, on the device, at fixed addresses
-      -> `SegmentPlan`     the same for the torch operators: runs of rows that one batched product serves
+slots and lengths of the runs of rows  (the engine's layout; or adapter ids, through `mapped_rows`)
+  -> `RowGroups`       which slot each row uses, on the host
+  -> `LoRAKernelMeta`  the same for the Triton kernels: grouped by slot, on the device, at fixed addresses
+  -> `SegmentPlan`     the same for the torch operators: runs of rows that one batched product serves
 """
 
 from __future__ import annotations

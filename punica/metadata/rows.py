@@ -114,8 +114,10 @@ def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) ->
     if values.size and (values.min() < -1 or (max_loras is not None and values.max() >= max_loras)):
         bad = values < -1 if max_loras is None else (values < -1) | (values >= max_loras)
         row = int(np.flatnonzero(bad)[0])
-        limit = "slots are >= 0, and -1 means no adapter" if max_loras is None else (
-            f"must be in [-1, {max_loras}): -1 for no adapter, else a slot below max_loras={max_loras}"
+        limit = (
+            "slots are >= 0, and -1 means no adapter"
+            if max_loras is None
+            else (f"must be in [-1, {max_loras}): -1 for no adapter, else a slot below max_loras={max_loras}")
         )
         raise ValueError(f"{name}[{row}] is {int(values[row])}; {limit}")
     return values

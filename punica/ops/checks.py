@@ -90,9 +90,7 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
-def describe_weights(
-    name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS
-) -> Weights:
+def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS) -> Weights:
     """The form of checked ``weights``; ``rank_dim`` is the dimension of r: -2 for A ``[L, (1,) r, K]``, -1 for B ``[L,
     (1,) N, r]``.
     """
@@ -230,9 +228,7 @@ def check_slices(output_slices: Any, weights: Any) -> None:
         raise ValueError(f"output_slices is {list(output_slices)}, the B weights are {widths} wide; they must be equal")
 
 
-def described_parts(
-    name: str, parts: Any, weights: Any, rank_dim: int, lora_ranks: Tensor | None
-) -> Sequence[Tensor]:
+def described_parts(name: str, parts: Any, weights: Any, rank_dim: int, lora_ranks: Tensor | None) -> Sequence[Tensor]:
     """n low-rank operands ``[T', r]``, one per slice, checked as far as they must be alike."""
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
@@ -246,9 +242,7 @@ def described_parts(
     shapes = [tuple(part.shape) for part in parts]
     wanted = (parts[0].shape[0] if parts and parts[0].ndim else 0, form.rank)
     if shapes != [wanted] * len(form.widths):
-        raise ValueError(
-            f"{name} has shape {shapes}, expected {len(form.widths)} tensors {list(wanted)} (rows, rank)"
-        )
+        raise ValueError(f"{name} has shape {shapes}, expected {len(form.widths)} tensors {list(wanted)} (rows, rank)")
     return parts
 
 

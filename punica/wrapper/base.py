@@ -102,9 +102,7 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
     metadata yet. ``T' = 0`` rows are legal and do nothing.
     """
 
-    def add_shrink(
-        self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any
-    ) -> None:
+    def add_shrink(self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any) -> None:
         """``y[i][t] += scale * (x[t] @ A_i[slot_t]^T)`` for every slice i.
 
         y: ``[n, T', r]`` or n tensors ``[T', r]``, any floating dtype (float32 keeps the precision). x: ``[T', in]`` or

@@ -200,9 +200,7 @@ class Plans:
             plan = known.plans[key] = self.plan(names_of(batch), known.forms, x, y, batch, switches)
         return plan, known.aligned and not (x.data_ptr() | y.data_ptr()) & 15
 
-    def _weights(
-        self, weights: Sequence[Sequence[Tensor]], lora_ranks: Tensor | None, batch: Batch
-    ) -> WeightSet:
+    def _weights(self, weights: Sequence[Sequence[Tensor]], lora_ranks: Tensor | None, batch: Batch) -> WeightSet:
         tensors: list[Tensor] = []
         for group in weights:
             if not isinstance(group, (tuple, list)):
