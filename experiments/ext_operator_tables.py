@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.operator_shapes import Operator, floor_us, stream_us
+from experiments.benches.operator_shapes import Operator, floor_us, stream_us
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
 from punica.workload.popularity import popularity
@@ -42,7 +42,7 @@ from punica.workload.popularity import popularity
 if TYPE_CHECKING:
     import torch
 
-    from experiments.operator_sets import OperatorSets
+    from experiments.benches.operator_sets import OperatorSets
 
 ANCHORS = Path(__file__).resolve().parents[1] / "paper_results" / "anchors.csv"
 PATTERNS = ("Distinct", "Uniform", "Skewed", "Identical")
@@ -168,7 +168,7 @@ def compile_first(found: list[Line], table: str) -> None:
     """Compile what the table needs, in parallel: alone, one kernel takes about a second."""
     import multiprocessing
 
-    from experiments.tune import Job, compile_all
+    from experiments.benches.operator_pairs import Job, compile_all
     from punica.ops.triton_ops.configs import get_lora_op_configs
 
     jobs: list[Job] = []
@@ -186,7 +186,7 @@ def compile_first(found: list[Line], table: str) -> None:
 
 
 def _normal_shrink(sets: OperatorSets, shrink: dict[str, Any], expand: dict[str, Any], pdl: bool) -> Call:
-    from experiments.tune import pair_plan
+    from experiments.benches.operator_pairs import pair_plan
 
     return pair_plan(sets, shrink, expand, pdl=pdl, pdl_shrink=False)
 
@@ -213,7 +213,7 @@ def torch_calls(sets: OperatorSets) -> dict[str, Call]:
 
 def measure(line: Line, table: str) -> None:
     """Fill in the line's microseconds; ValueError when a result is wrong."""
-    from experiments.operator_sets import OperatorSets, seconds_per_eager_call
+    from experiments.benches.operator_sets import OperatorSets, seconds_per_eager_call
 
     sets = OperatorSets(line.operator)
     chosen = calls(sets, table)

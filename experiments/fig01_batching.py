@@ -32,13 +32,13 @@ from experiments.harness import (
     model_settings,
     sampled,
 )
-from experiments.schema import sizes
+from experiments.harness.schema import sizes
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from experiments.model_steps import Invocation
+    from experiments.benches.model_steps import Invocation
 
 MODES = ("prefill", "decode")
 
@@ -90,8 +90,8 @@ class Fig01(Experiment):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         import torch
 
-        from experiments.model_steps import spans
-        from experiments.operators import protocol
+        from experiments.benches.model_steps import spans
+        from experiments.benches.operators import protocol
         from punica.measure.timing import time_side_by_side
 
         invocation = self._invocation(cfg)
@@ -110,7 +110,7 @@ class Fig01(Experiment):
 
     def _invocation(self, cfg: Config) -> Invocation:
         """The checked model, built once for a whole run."""
-        from experiments.model_steps import Invocation, check_decode, random_llama, step_tokens
+        from experiments.benches.model_steps import Invocation, check_decode, random_llama, step_tokens
 
         if cfg.model.name not in self._held:
             figure = cast(BatchingConf, cfg.figure)

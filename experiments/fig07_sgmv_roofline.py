@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from punica.measure import roofline
 from punica.workload.popularity import popularity
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, main
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -40,8 +40,8 @@ from experiments.harness import (
     main,
     model_settings,
 )
-from experiments.schema import at_least
-from experiments.settings import folders
+from experiments.harness.schema import at_least
+from experiments.harness.settings import folders
 from punica.measure.records import read_rows
 
 if TYPE_CHECKING:

@@ -45,14 +45,14 @@ from experiments.harness import (
     model_settings,
     sampled,
 )
-from experiments.schema import at_least
+from experiments.harness.schema import at_least
 from punica.measure import environment
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from experiments.adapter_loading import Measured
+    from experiments.benches.adapter_loading import Measured
 
 ALONE = ("layer", "model")
 OVERLAP = "overlap"
@@ -114,9 +114,9 @@ class AdapterLoading(Experiment):
         return self.measure_together(cfg, [point])[0]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        from experiments.adapter_loading import measured
-        from experiments.loading_bench import Bench, Decode
-        from experiments.operators import flush_bytes, protocol
+        from experiments.benches.adapter_loading import measured
+        from experiments.benches.loading_bench import Bench, Decode
+        from experiments.benches.operators import flush_bytes, protocol
 
         gc.collect()  # a manager refers to itself: without this, the model of the group before would stay
         first, decode = points[0], None

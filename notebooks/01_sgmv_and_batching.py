@@ -32,13 +32,13 @@ import torch
 from IPython.display import Markdown, display
 
 sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
+from experiments.claims.paper import read_figure
 from experiments.ext_determinism import EXPERIMENT as DETERMINISM
 from experiments.ext_padding import EXPERIMENT as PADDING
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
 from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, how_to_measure, of_the_roof, relative_to
-from punica.measure.paper import read_figure
 from punica.measure.roofline import sgmv_intensity, sgmv_io_bytes
 from punica.metadata import LoRAMapping, compute_meta
 from punica.ops import reference, torch_ops

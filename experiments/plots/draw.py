@@ -10,10 +10,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from experiments.experiment import Experiment
+from experiments.harness.experiment import Experiment
+from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.frames import measured_frame, paper_frame
-from experiments.schema import REPOSITORY
 from punica.measure.records import ensure_writable
 
 KINDS = ("pdf", "png", "json")

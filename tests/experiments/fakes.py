@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from experiments.experiment import CheckFailed, Experiment, Point, Reading, sampled
-from experiments.operator_figure import OperatorConf
-from experiments.schema import Config
+from experiments.benches.operator_conf import OperatorConf
+from experiments.harness import CheckFailed, Experiment, Point, Reading, sampled
+from experiments.harness.schema import Config
 
 
 class Fake(Experiment):
@@ -42,9 +42,9 @@ def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> Di
     """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top."""
     from hydra import compose, initialize_config_dir
 
-    from experiments.catalogue import experiments
-    from experiments.harness import register
-    from experiments.schema import CONF
+    from experiments.harness.catalogue import experiments
+    from experiments.harness.command import register
+    from experiments.harness.schema import CONF
 
     for experiment in experiments():
         register(experiment)

@@ -7,8 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.compare import COLUMNS, Pair, arguments, compare, direction, join, load, main, mean_text, meaning
-from experiments.schema import REPOSITORY, ConfigError
+from experiments.commands.compare import (
+    COLUMNS,
+    Pair,
+    arguments,
+    compare,
+    direction,
+    join,
+    load,
+    main,
+    mean_text,
+    meaning,
+)
+from experiments.harness.schema import REPOSITORY, ConfigError
 from punica.measure.records import Row, RowsError, write_rows
 
 BASE = Row(
@@ -181,7 +192,7 @@ def test_paths_that_are_wrong_are_named(tmp_path):
 
 def test_the_command_line(tmp_path, capsys):
     stored(tmp_path / "a", "fig08", rows())
-    words = [sys.executable, "-m", "experiments.compare"]
+    words = [sys.executable, "-m", "experiments.commands.compare"]
     done = subprocess.run(
         [*words, f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"],
         capture_output=True,
@@ -195,4 +206,4 @@ def test_the_command_line(tmp_path, capsys):
     main([f"a={tmp_path / 'a'}", f"b={tmp_path / 'a'}"])
     assert "1.000 over 3 of 3 rows, same" in capsys.readouterr().out
     main(["--help"])
-    assert "usage: python -m experiments.compare a=" in capsys.readouterr().out
+    assert "usage: python -m experiments.commands.compare a=" in capsys.readouterr().out

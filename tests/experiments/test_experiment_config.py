@@ -7,10 +7,10 @@ from fakes import Fake, composed
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.catalogue import experiments
-from experiments.harness import run
-from experiments.schema import CONF, ConfigError
-from experiments.settings import folders, settle
+from experiments.harness.catalogue import experiments
+from experiments.harness.resume import run
+from experiments.harness.schema import CONF, ConfigError
+from experiments.harness.settings import folders, settle
 
 ALL = {experiment.name: experiment for experiment in experiments()}
 GPU_ONLY = ("ext_determinism",)
@@ -97,7 +97,7 @@ def test_a_choice_narrows_the_grid(tmp_path):
 
 
 def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatch):
-    from experiments import schema
+    from experiments.harness import schema
 
     monkeypatch.setattr(schema.environment, "hardware_slug", lambda: "h200")
     cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
@@ -118,7 +118,7 @@ def test_deciding_what_is_stale_needs_no_torch(tmp_path):
     import subprocess
 
     code = (
-        "import sys, experiments.reproduce; from experiments.catalogue import experiments;"
+        "import sys, experiments.commands.reproduce; from experiments.harness.catalogue import experiments;"
         "heavy = {'torch', 'matplotlib', 'pandas'} & set(sys.modules); assert not heavy, heavy; assert experiments()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=CONF.parent)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import ext_operator_tables as tables
-from experiments.operator_shapes import Operator, floor_us
+from experiments.benches.operator_shapes import Operator, floor_us
 from punica.measure.records import STATISTICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def test_wrong_command_lines_say_the_usage(arguments):
 class TestTuner:
     @pytest.fixture
     def tune(self):
-        return pytest.importorskip("experiments.tune")
+        return pytest.importorskip("experiments.commands.tune")
 
     @pytest.mark.parametrize("group", "ARBCPD")
     def test_candidates_are_legal(self, tune, group):

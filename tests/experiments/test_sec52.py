@@ -9,16 +9,17 @@ import torch
 from fakes import composed
 from omegaconf import OmegaConf
 
-from experiments import adapter_loading, loading_bench, sec52_adapter_loading
-from experiments.adapter_loading import LOADERS, Loader, Measured, check_loader, measured
-from experiments.catalogue import experiments
-from experiments.experiment import CheckFailed, Point
-from experiments.harness import run
-from experiments.loading_bench import Bench, Decode, lora_bytes
-from experiments.operators import protocol
+from experiments import sec52_adapter_loading
+from experiments.benches import adapter_loading, loading_bench
+from experiments.benches.adapter_loading import LOADERS, Loader, Measured, check_loader, measured
+from experiments.benches.loading_bench import Bench, Decode, lora_bytes
+from experiments.benches.operators import protocol
+from experiments.harness import CheckFailed, Point
+from experiments.harness.catalogue import experiments
+from experiments.harness.resume import run
+from experiments.harness.schema import CONF, REPOSITORY, ConfigError, DType, ModelConf
+from experiments.harness.settings import settle
 from experiments.plots.adapter_loading import draw_loading, text_numbers
-from experiments.schema import CONF, REPOSITORY, ConfigError, DType, ModelConf
-from experiments.settings import settle
 from punica.measure.records import read_rows
 
 (SEC52,) = experiments(["sec52"])

@@ -1,0 +1,231 @@
+"""Choose the kernels' block sizes on the GPU at hand, and write them as the tuned tables of `punica.ops.triton_ops`.
+
+    make tune                                   every operator below, resumable
+    make tune ARGS="minutes=5 groups=AB"        groups of `tune_space.operators`; run again to go on
+
+Every operator (decode batches of one Llama-2-7B projection by popularity, packed projections, prefill) is searched in
+rounds: all shrink candidates with one expand, all expand candidates with the best shrink, then the best of each against
+one another. Kernels of a round are compiled by worker processes first. Each timing is also checked against a
+float32 reference, after a single call and after a replay of the whole graph, and counts only when it passes. A
+measurement is one line of ``measurements.jsonl``; what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from experiments.benches.operator_pairs import Config, compile_all, pair_plan
+from experiments.benches.operator_sets import OperatorSets
+from experiments.benches.operator_shapes import Operator
+from experiments.commands.tune_space import (
+    HIDDEN,
+    INTERMEDIATE,
+    expand_candidates,
+    operators,
+    shrink_candidates,
+)
+from punica.ops.triton_ops import configs
+from punica.ops.triton_ops.launch import supports_pdl
+
+TOLERANCE = 1e-3
+# Keys of the tables that are written; (slices, hidden size, output size of a slice) are those of a 7B layer.
+SEGMENT_KEYS = (1, 2, 4, 8, 16, 32, 64)
+ROW_KEYS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512, 2048, 8192)
+RANK_KEYS = (8, 16, 32, 64, 128)
+PROJECTION_KEYS = (
+    (1, HIDDEN, HIDDEN),
+    (1, HIDDEN, INTERMEDIATE),
+    (1, INTERMEDIATE, HIDDEN),
+    (2, HIDDEN, INTERMEDIATE),
+    (3, HIDDEN, HIDDEN),
+)
+
+
+class Tuner:
+    """Measurements of one run, appended to `path` as they come."""
+
+    def __init__(self, path: Path, deadline: float, workers: int) -> None:
+        self.path, self.deadline, self.workers = path, deadline, workers
+        self.times: dict[str, float] = {}
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                self.times[row["key"]] = row["us"]
+        self.sets: OperatorSets | None = None
+
+    def measure(self, op: Operator, shrink: Config, expand: Config) -> float:
+        """Microseconds of `op` with this pair (infinite when it fails its check or does not fit)."""
+        key = json.dumps([[op.k, op.widths, op.rank, op.sizes], shrink, expand])
+        if key not in self.times:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError
+            if self.sets is None or self.sets.operator != op:
+                self.sets = None
+                self.sets = OperatorSets(op)
+            self.times[key] = self._time(self.sets, shrink, expand)
+            with self.path.open("a") as file:
+                file.write(json.dumps({"key": key, "us": self.times[key]}) + "\n")
+        return self.times[key]
+
+    @staticmethod
+    def _time(sets: OperatorSets, shrink: Config, expand: Config) -> float:
+        call = pair_plan(sets, shrink, expand, pdl=supports_pdl(sets.x.device))
+        try:
+            if sets.relative_error(call) > TOLERANCE:
+                return float("inf")
+            us, error = sets.time_graph(call, calls=100, replays=5)
+            return us if error <= TOLERANCE * 4 else float("inf")
+        except (OutOfResources, RuntimeError, ValueError) as error:  # does not fit: too much shared memory
+            print("skipped:", str(error)[:150])
+            torch.cuda.synchronize()
+            return float("inf")
+
+    def search(self, found: list[Operator]) -> None:
+        """Measure until the best pair of every operator is known."""
+        pdl = supports_pdl(torch.device("cuda", torch.cuda.current_device()))
+        default = {op: _defaults(op) for op in found}
+        shrinks = {op: [default[op][0], *shrink_candidates(op)] for op in found}
+        expands = {op: [default[op][1], *expand_candidates(op)] for op in found}
+        compile_all([(op, s, default[op][1], pdl, None) for op in found for s in shrinks[op]], self.workers)
+        ranked_s = {}
+        for op in found:
+            ranked_s[op] = sorted(shrinks[op], key=lambda s, op=op: self.measure(op, s, default[op][1]))  # type: ignore[misc]
+            print(
+                _label(op),
+                "shrink",
+                f"{self.measure(op, ranked_s[op][0], default[op][1]):.2f}",
+                ranked_s[op][0],
+                flush=True,
+            )
+        compile_all([(op, ranked_s[op][0], e, pdl, None) for op in found for e in expands[op]], self.workers)
+        ranked_e = {}
+        for op in found:
+            ranked_e[op] = sorted(expands[op], key=lambda e, op=op: self.measure(op, ranked_s[op][0], e))  # type: ignore[misc]
+            print(
+                _label(op),
+                "expand",
+                f"{self.measure(op, ranked_s[op][0], ranked_e[op][0]):.2f}",
+                ranked_e[op][0],
+                flush=True,
+            )
+        finals = {op: list(itertools.product(ranked_s[op][:4], ranked_e[op][:3])) for op in found}
+        compile_all([(op, s, e, pdl, None) for op in found for s, e in finals[op]], self.workers)
+        for op in found:
+            s, e = min(finals[op], key=lambda pair, op=op: self.measure(op, *pair))  # type: ignore[misc]
+            print(f"{_label(op)} {self.measure(op, s, e):.2f} us", s, e, flush=True)
+
+
+def _defaults(op: Operator) -> tuple[Config, Config]:
+    segments, slices = len(op.sizes), len(op.widths)
+    shrink = configs._default("shrink", segments, op.tokens, op.k, op.rank, slices, False)
+    return shrink, configs._default("expand", segments, op.tokens, max(op.widths), op.rank, slices, False)
+
+
+def _label(op: Operator) -> str:
+    return f"T={op.tokens} G={len(op.sizes)} K={op.k} N={'+'.join(map(str, op.widths))} r={op.rank}"
+
+
+def best_pairs(times: dict[str, float]) -> dict[Operator, tuple[float, Config, Config]]:
+    """The fastest measured pair of every operator."""
+    best: dict[Operator, tuple[float, Config, Config]] = {}
+    for key, us in times.items():
+        (k, widths, rank, sizes), shrink, expand = json.loads(key)
+        op = Operator(k, tuple(widths), rank, tuple(sizes))
+        if us < best.get(op, (float("inf"),))[0]:
+            best[op] = (us, shrink, expand)
+    return best
+
+
+def tables(best: dict[Operator, tuple[float, Config, Config]]) -> dict[str, dict[str, Any]]:
+    """The shrink and the expand table. A look-up takes the nearest key level by level, so that every level holds the
+    same keys below it: a cell that was not tuned gets the configuration of the operator most like it.
+    """
+    cells = itertools.product(SEGMENT_KEYS, ROW_KEYS, RANK_KEYS, PROJECTION_KEYS)
+    out: dict[str, dict[str, Any]] = {"shrink": {}, "expand": {}}
+    for segments, rows, rank, (slices, k, width) in cells:
+        if segments > rows:
+            continue
+
+        def unlike(op: Operator, cell: tuple = (segments, rows, rank, slices, k, width)) -> float:
+            return _distance(op, *cell)
+
+        _, shrink, expand = best[min(best, key=unlike)]
+        keys = (str(segments), str(slices), str(rows))
+        for table, leaf, (first, second) in (("shrink", shrink, (k, rank)), ("expand", expand, (rank, width))):
+            node = out[table]
+            for key in (*keys, str(first)):
+                node = node.setdefault(key, {})
+            node[str(second)] = {name: value for name, value in leaf.items() if _says_something(name, leaf)}
+    return out
+
+
+def _distance(op: Operator, segments: int, rows: int, rank: int, slices: int, k: int, width: int) -> float:
+    """How unlike `op` is to a cell, in powers of two; rank and slices weigh most, as they decide a block's bytes."""
+
+    def powers(a: float, b: float) -> float:
+        return abs(math.log2(a / b))
+
+    shape = 0.25 * powers(op.k, k) + 0.25 * powers(max(op.widths), width) + 1.5 * abs(len(op.widths) - slices)
+    batch = powers(op.tokens, rows) + powers(op.tokens / len(op.sizes), rows / segments)
+    return shape + batch + 1.5 * powers(op.rank, rank)
+
+
+def _says_something(name: str, leaf: Config) -> bool:
+    """False for an optional key that has its default value."""
+    return not (name == "row_wise" and not leaf[name]) and not (name in ("block_r", "tiles_n") and leaf[name] == 1)
+
+
+def write_tables(best: dict[Operator, tuple[float, Config, Config]], folder: Path, gpu_name: str) -> None:
+    """Write the tables that `configs` reads, one leaf a line; adding and overwriting share the expand table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = tables(best)
+    for op_type, add_inputs in (("shrink", None), ("expand", True), ("expand", False)):
+        path = folder / configs.tuned_file_name(op_type, add_inputs, gpu_name)
+        path.write_text(_text(found[op_type]) + "\n")
+
+
+def _text(node: dict[str, Any], depth: int = 0) -> str:
+    if depth == 5:
+        return json.dumps(node)
+    inner = [" " * (depth + 1) + json.dumps(key) + ": " + _text(below, depth + 1) for key, below in node.items()]
+    return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
+
+
+def main() -> None:
+    """Command line: see the module's text. ``work``: folder of the measurements; ``tables``: folder that receives the
+    tables; ``workers``: processes that compile (0: none)."""
+    options = {"groups": "ARBCPD", "minutes": "9", "work": "outputs/tune", "tables": str(configs.PACKAGED)}
+    options["workers"] = str(multiprocessing.cpu_count())
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    if set(given) - set(options):
+        unknown = ", ".join(sorted(set(given) - set(options)))
+        raise SystemExit(f"unknown option {unknown}; known: {', '.join(f'{k}={v}' for k, v in options.items())}")
+    options |= given
+    if not torch.cuda.is_available():
+        raise SystemExit("tuning times kernels and needs a CUDA device; none is visible")
+    work, folder = Path(options["work"]), Path(options["tables"])
+    work.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * float(options["minutes"])
+    tuner = Tuner(work / "measurements.jsonl", deadline, int(options["workers"]))
+    try:
+        for group in options["groups"]:
+            tuner.search(operators(group))
+    except TimeoutError:
+        print("time is up: run again to go on")
+    best = best_pairs(tuner.times)
+    write_tables(best, folder, torch.cuda.get_device_name())
+    print(f"{len(best)} operators measured; tables are in {folder}")
+
+
+if __name__ == "__main__":
+    main()
