@@ -49,7 +49,6 @@ class Determinism(OperatorExperiment):
     """Latency and bits of each variant per popularity (the panels) and batch."""
 
     name, figure, order, conf = "ext_determinism", "ext determinism", 220, DeterminismConf
-    paper_file = "fig08_lora_operator_impls.csv"  # nearest relative; not drawn
 
     def points(self, cfg: Config) -> list[Point]:
         if cfg.hardware.device == "cpu":

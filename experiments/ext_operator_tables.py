@@ -29,15 +29,15 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.benches.operator_shapes import Operator, floor_us, stream_us
+from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator, floor_us, stream_us
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
-from punica.workload.popularity import popularity
+from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,8 @@ if TYPE_CHECKING:
     from experiments.benches.operator_sets import OperatorSets
 
 ANCHORS = Path(__file__).resolve().parents[1] / "paper_results" / "anchors.csv"
-PATTERNS = ("Distinct", "Uniform", "Skewed", "Identical")
 TOLERANCE = 1e-3
-H, I = 4096, 11008  # noqa: E741
-PROJECTIONS = {"qkv": (H, (H, H, H)), "o": (H, (H,)), "gate_up": (H, (I, I)), "down": (I, (H,))}
+UP = HIDDEN, (INTERMEDIATE,)
 Call = Callable[[int], None]
 
 
@@ -67,43 +65,36 @@ def lines(table: str) -> list[Line]:
     """The operators of one table, with the columns of `anchors.csv` that name the same row there."""
     out: list[Line] = []
 
-    def add(
-        label: str,
-        workload: str,
-        k: int,
-        widths: tuple[int, ...],
-        rank: int,
-        sizes: Iterable[int],
-        group: str,
-        case: str,
-        **more: Any,
-    ) -> None:
-        operator = Operator(k, widths, rank, tuple(sizes), **more)
-        anchor = {"group": group, "case": case, "pattern": workload.lower(), "T": str(operator.tokens), "r": str(rank)}
-        out.append(Line(label, operator, workload, anchor))
+    def add(label: str, workload: str, operator: Operator, group: str = "-", case: str = "") -> None:
+        named = {"group": group, "case": case, "pattern": workload.lower()}
+        out.append(Line(label, operator, workload, {**named, "T": str(operator.tokens), "r": str(operator.rank)}))
 
     if table in ("A", "determinism"):
-        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PATTERNS):
+        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PAPER_WORKLOADS):
             if tokens > 1 or pattern == "Distinct":
-                sizes = popularity(pattern).group_sizes(tokens)
-                add(f"T={tokens} {pattern}", pattern, H, (I,), 16, sizes, "A", "op")
+                add(f"T={tokens} {pattern}", pattern, Operator(*UP, 16, rows(pattern, tokens)), "A", "op")
     if table == "ranks":
         for rank, pattern in itertools.product((8, 16, 20, 32, 64, 128), ("Distinct", "Identical")):
-            sizes = popularity(pattern).group_sizes(64)
-            add(f"T=64 {pattern} r={rank}", pattern, H, (I,), rank, sizes, "A", "op")
+            add(f"T=64 {pattern} r={rank}", pattern, Operator(*UP, rank, rows(pattern, 64)), "A", "op")
     if table in ("ranks", "padding"):
+        wide = Operator(*UP, 64, rows("Distinct", 64))
         for rank in (8, 16, 32, 64):
-            add(f"T=64 Distinct all {rank} in 64", "Distinct", H, (I,), 64, [1] * 64, "-", "", ranks=(rank,) * 64)
-        add("T=64 Distinct 8,16,32,64 in 64", "Distinct", H, (I,), 64, [1] * 64, "-", "", ranks=(8, 16, 32, 64) * 16)
-        add("T=64 Distinct padded to 64", "Distinct", H, (I,), 64, [1] * 64, "-", "")
+            add(f"T=64 Distinct all {rank} in 64", "Distinct", replace(wide, ranks=(rank,) * 64))
+        add("T=64 Distinct 8,16,32,64 in 64", "Distinct", replace(wide, ranks=(8, 16, 32, 64) * 16))
+        add("T=64 Distinct padded to 64", "Distinct", wide)
     if table == "B":
-        for pattern, (name, (k, widths)) in itertools.product(PATTERNS, PROJECTIONS.items()):
-            add(f"{pattern} {name}", pattern, k, widths, 16, popularity(pattern).group_sizes(32), "B", name)
+        for pattern, (name, projection) in itertools.product(PAPER_WORKLOADS, PROJECTIONS.items()):
+            add(f"{pattern} {name}", pattern, Operator(*projection, 16, rows(pattern, 32)), "B", name)
     if table in ("C", "determinism"):
         for tokens, adapters, rank in itertools.product((512, 2048, 8192), (1, 4, 16), (16, 64)):
-            sizes = [tokens // adapters] * adapters
-            add(f"T={tokens} {adapters} adapters r={rank}", f"{adapters}ad", H, (H,), rank, sizes, "C", "prefill")
+            operator = Operator(*PROJECTIONS["o"], rank, (tokens // adapters,) * adapters)
+            add(f"T={tokens} {adapters} adapters r={rank}", f"{adapters}ad", operator, "C", "prefill")
     return out
+
+
+def rows(pattern: str, tokens: int) -> tuple[int, ...]:
+    """Rows of each adapter in a batch of `tokens`."""
+    return tuple(popularity(pattern).group_sizes(tokens))
 
 
 def anchors_of(line: Line, rows: list[dict[str, str]]) -> dict[str, float]:
@@ -259,7 +250,7 @@ def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
                 here = line.us[name]
                 text.append(f"{name} {line.label}: {here:.1f} us here, {there:.1f} in the anchors ({here / there:.3f})")
     if table == "B":
-        for pattern in PATTERNS:
+        for pattern in PAPER_WORKLOADS:
             of_pattern = [line for line in found if line.workload == pattern]
             sums = {name: sum(line.us[name] for line in of_pattern) for name in columns}
             text.append(f"sum of one layer, {pattern}: " + ", ".join(f"{name} {us:.1f}" for name, us in sums.items()))

@@ -34,7 +34,6 @@ class Padding(OperatorExperiment):
     """Latency and bytes of each system per popularity (the panels) and batch."""
 
     name, figure, order, conf = "ext_padding", "ext padding", 210, OperatorConf
-    paper_file = "fig09_lora_operator_ranks.csv"  # nearest relative; not drawn
     defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
 
     def points(self, cfg: Config) -> list[Point]:

@@ -71,7 +71,6 @@ class Fig01(Experiment):
     """Step latency of the backbone per mode (the panels), context length and batch."""
 
     name, figure, order, conf = "fig01_batching", "1", 50, BatchingConf
-    paper_file = "fig01_prefill_decode_latency.csv"
 
     def __init__(self) -> None:
         self._held: dict[str, Invocation] = {}

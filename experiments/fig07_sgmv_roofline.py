@@ -31,7 +31,6 @@ class Fig07(OperatorExperiment):
     """FLOP/s, intensity and latency of one expand launch per popularity and batch, and the roof above them."""
 
     name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
-    paper_file = "fig07_sgmv_roofline.csv"
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)

@@ -32,7 +32,6 @@ class Fig08(OperatorExperiment):
     """Latency of each implementation per popularity (the panels) and batch."""
 
     name, figure, order, conf = "fig08_lora_operator", "8", 20, OperatorConf
-    paper_file = "fig08_lora_operator_impls.csv"
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)

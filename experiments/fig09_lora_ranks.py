@@ -28,7 +28,6 @@ class Fig09(OperatorExperiment):
     """Latency per rank (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig09_lora_ranks", "9", 30, OperatorConf
-    paper_file = "fig09_lora_operator_ranks.csv"
     defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
 
     def points(self, cfg: Config) -> list[Point]:

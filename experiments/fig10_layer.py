@@ -46,7 +46,6 @@ class Fig10(Experiment):
     """Latency of one layer per context length (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig10_layer", "10", 60, LayerConf
-    paper_file = "fig10_transformer_layer.csv"
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, int], LayerBench] = {}

@@ -71,7 +71,6 @@ class Fig11(Experiment):
     """Throughput per model (the panels), popularity and system."""
 
     name, figure, order, conf = "fig11_textgen", "11", 70, TextgenConf
-    paper_file = "fig11_text_generation_7b_13b.csv"
 
     def __init__(self) -> None:
         self._held: dict[tuple[Any, ...], World] = {}

@@ -29,7 +29,6 @@ class ReadmeBackbone(OperatorExperiment):
     """Latency of the backbone's projection and of the two LoRA operators per batch."""
 
     name, figure, order, conf = "readme_backbone", "README backbone-vs-sgmv", 40, OperatorConf
-    paper_file = "readme_backbone_vs_sgmv.csv"
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)

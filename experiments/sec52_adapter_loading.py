@@ -78,7 +78,6 @@ class AdapterLoading(Experiment):
     """Load time per rank of a layer and of a model, and what a load and a decode step do to each other."""
 
     name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
-    paper_file = "text_other_numbers.csv"
     defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
 
     def known_systems(self, cfg: Config) -> Sequence[str]:

@@ -54,7 +54,7 @@ class StoredRows:
         if not self.has(experiment):
             return Markdown(f"*No rows of Figure {experiment.figure} yet, see there.*")
         rows = measured_frame(self._file(experiment))
-        return as_markdown(table_of(rows, paper_frame(self.root / "paper_results" / experiment.paper_file)))
+        return as_markdown(table_of(rows, paper_frame(self.root / "paper_results", experiment.figure)))
 
     def verdicts(self, figures: Sequence[str]) -> Markdown:
         """The claims of ``figures`` ("8"), judged as in ``make report`` from all rows of the folder."""

@@ -40,15 +40,6 @@ class Decode:
         return popularity(self.workload).number_of_adapters(self.rows)
 
 
-def lora_bytes(model: ModelConf, rank: int, layers: int | None = None) -> int:
-    """Bytes of A and B of all seven projections in `layers` layers (None: all of the model's), by arithmetic."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    kv = hidden // model.num_attention_heads * model.num_key_value_heads
-    shapes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), *[(hidden, inner)] * 2, (inner, hidden)]
-    per_layer = rank * sum(h_in + h_out for h_in, h_out in shapes) * model.dtype.bytes
-    return per_layer * (layers or model.num_hidden_layers)
-
-
 class Bench:
     """`model` wrapped for adapters of `rank`, its last slot free, and `rotate_bytes` of adapters or more to load there.
 
@@ -74,7 +65,7 @@ class Bench:
     ) -> None:
         self.rank, self.device = rank, torch.device(device)
         self.dtype = getattr(torch, model.dtype.name)
-        self.bytes = lora_bytes(model, rank, layers)
+        self.bytes = model.lora_parameters(rank, layers) * model.dtype.bytes
         config = llama_config(model, layers)
         neighbours = decode.adapters if decode else 0
         count = min(max(2, -(-rotate_bytes // self.bytes)), MOST_ADAPTERS)

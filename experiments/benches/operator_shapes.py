@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+HIDDEN, INTERMEDIATE = 4096, 11008
+PROJECTIONS = {
+    "qkv": (HIDDEN, (HIDDEN,) * 3),
+    "o": (HIDDEN, (HIDDEN,)),
+    "gate_up": (HIDDEN, (INTERMEDIATE,) * 2),
+    "down": (INTERMEDIATE, (HIDDEN,)),
+}
+"""The packed projections of one Llama-2-7B layer: input width, output widths of the slices."""
+
 
 @dataclass(frozen=True)
 class Operator:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows, at, curve, numbers, ratio, smallest_step
+from experiments.claims.rows import SECONDS, NotTestable, Rows, at, curve, numbers, ratio, smallest_step
 from punica.measure.roofline import sgmv_flop, sgmv_intensity
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 H_IN, H_OUT = 16, 4096
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def _flops(frame: pd.DataFrame, workload: str) -> pd.Series:
@@ -19,7 +18,7 @@ def _flops(frame: pd.DataFrame, workload: str) -> pd.Series:
         return curve(frame, "achieved_flops", system="SGMV", workload=workload, rank=H_IN)
     except NotTestable:
         latency = curve(frame, "latency", system="SGMV", workload=workload, rank=H_IN)
-        unit = _SECONDS[frame.loc[frame["metric"] == "latency", "unit"].iloc[0]]
+        unit = SECONDS[frame.loc[frame["metric"] == "latency", "unit"].iloc[0]]
         flop = [sgmv_flop(int(size), H_IN, H_OUT) for size in latency.index]
         return flop / (latency * unit)
 

@@ -6,14 +6,13 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows, at, curve, numbers, pick, ratio, smallest_step
+from experiments.claims.rows import SECONDS, NotTestable, Rows, at, curve, numbers, pick, ratio, smallest_step
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 README = "README"
 BACKBONE = "backbone X@W"
 SHARED = ("Uniform", "Skewed", "Identical")
 RANK = 16
-_MICROSECONDS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def _latency(rows: Rows, system: str, workload: str) -> pd.Series:
@@ -84,7 +83,7 @@ def loop_costs_per_adapter(rows: Rows) -> Finding:
     frame, source = _loop_rows(rows)
     groups, latency = [], []
     for workload in sorted(set(frame["workload"]) & set(PAPER_WORKLOADS) - {"Identical"}):
-        values = curve(frame, "latency", workload=workload) * _MICROSECONDS[frame["unit"].iloc[0]]
+        values = curve(frame, "latency", workload=workload) * (1e6 * SECONDS[frame["unit"].iloc[0]])
         groups += [popularity(workload).number_of_adapters(int(size)) for size in values.index]
         latency += list(values)
     if len(set(groups)) < 3:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from experiments.claims.fig10 import layers
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows, at, curve, model_for, models_in, pick, smallest_step
+from experiments.claims.rows import MODELS, NotTestable, Rows, at, curve, model_for, models_in, pick, smallest_step
 from punica.workload.popularity import PAPER_WORKLOADS
 
 PUNICA, RELEASED_RULE = "punica", "punica_last_admitted"
@@ -79,7 +79,7 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
     """Where the step time of Figure 11 lies between L x layer(512) and L x layer(2048), as a fraction."""
     cell = Serving(rows, "7B")
     scales = set(cell.frame["scale"])
-    if scales != {"paper"} or cell.model not in ("llama2-7b", "7B"):
+    if scales != {"paper"} or cell.model not in MODELS["7B"]:
         raise NotTestable(f"needs the 7B model on full-length requests (rows are {cell.model}, {', '.join(scales)})")
     step = cell.step_ms()
     if step is None:

@@ -4,8 +4,7 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 
 * central statistics only (median, single value, count), and never rows of ``scale=smoke``;
 * per figure the largest scale present (paper before laptop);
-* per figure and metric one timer, as in the figures: ``cuda_graph`` (what the operator itself costs) before ``events``
-  before ``host_clock`` (the paper artifact's protocol, which counts the host's launch and synchronisation too).
+* per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` that is there.
 """
 
 from __future__ import annotations
@@ -16,11 +15,16 @@ from typing import Any
 
 import pandas as pd
 
+from punica.measure.records import TIMERS
+
 CENTRAL = ("median", "value", "count")
 SCALES = ("paper", "laptop")
-TIMERS = ("cuda_graph", "events", "host_clock")
-MODELS = {"7B": ("llama2-7b", "7B", "llama-small"), "13B": ("llama2-13b", "13B"), "70B": ("llama2-70b", "70B")}
-"""The paper's model -> models that play its part, first choice first. On a CPU ``llama-small`` stands in for 7B."""
+MODELS = {"7B": ("llama2-7b", "7B"), "13B": ("llama2-13b", "13B"), "70B": ("llama2-70b", "70B")}
+"""The paper's model -> ours of that size, and its name in the paper's own rows."""
+STAND_INS = {"llama-small": "7B"}
+"""Smaller model -> the paper's model whose part it plays where no model of that size was measured: on a CPU."""
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+"""Unit of time -> seconds."""
 
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
 
@@ -70,19 +74,25 @@ def _preferred(frame: pd.DataFrame, column: str, order: Sequence[str], within: l
 
 def model_for(frame: pd.DataFrame, role: str) -> str:
     """The model in ``frame`` that plays the paper's ``role`` ("7B", "13B", "70B"); NotTestable when none does."""
-    present = set(frame["model"])
-    for name in MODELS[role]:
-        if name in present:
+    players = _players(role)
+    for name in players:
+        if name in set(frame["model"]):
             return name
-    raise NotTestable(f"no rows of the {role} model ({', '.join(MODELS[role])})")
+    raise NotTestable(f"no rows of the {role} model ({', '.join(players)})")
 
 
 def models_in(frame: pd.DataFrame, roles: Sequence[str]) -> dict[str, str]:
     """The ``roles`` that ``frame`` covers -> the model that plays each; NotTestable when it covers none."""
-    found = {role: model for role in roles for model in MODELS[role] if model in set(frame["model"])}
+    present = set(frame["model"])
+    found = {role: model_for(frame, role) for role in roles if present & set(_players(role))}
     if not found:
         raise NotTestable(f"no rows of a {' or '.join(roles)} model")
-    return {role: model_for(frame, role) for role in found}
+    return found
+
+
+def _players(role: str) -> list[str]:
+    """Models that play the paper's ``role``, first choice first."""
+    return [*MODELS[role], *(name for name, played in STAND_INS.items() if played == role)]
 
 
 def pick(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:

@@ -6,18 +6,13 @@ from functools import lru_cache
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows
+from experiments.claims.rows import MODELS, NotTestable, Rows
+from experiments.harness.schema import model_conf
 from punica.workload.lengths import released_lengths
 from punica.workload.popularity import popularity
 from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
 
 RULES = {"continuous": replay_continuous, "one_adapter": replay_one_adapter, "static": replay_static}
-LLAMA2 = {
-    # hidden, intermediate, key-value width, layers, vocabulary
-    "7B": (4096, 11008, 4096, 32, 32000),
-    "13B": (5120, 13824, 5120, 40, 32000),
-    "70B": (8192, 28672, 1024, 80, 32000),
-}
 
 
 @lru_cache
@@ -89,19 +84,6 @@ def _throughput_gaps(rows: Rows) -> list[float]:
 @claim("C44")
 def lora_is_small(rows: Rows) -> Finding:
     """LoRA parameters of all seven projections at rank 16 over backbone parameters, in percent."""
-    percent = {name: 100 * lora_parameters(name, 16) / backbone_parameters(name) for name in LLAMA2}
+    models = {role: model_conf(names[0]) for role, names in MODELS.items()}
+    percent = {role: 100 * one.lora_parameters(16) / one.backbone_parameters() for role, one in models.items()}
     return Finding(percent, ", ".join(f"{value:.3f} ({name})" for name, value in percent.items()), "simulated")
-
-
-def lora_parameters(model: str, rank: int) -> int:
-    """A and B of q, k, v, o, gate, up and down in every layer."""
-    hidden, inner, kv, layers, _ = LLAMA2[model]
-    shapes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), *[(hidden, inner)] * 2, (inner, hidden)]
-    return layers * rank * sum(h_in + h_out for h_in, h_out in shapes)
-
-
-def backbone_parameters(model: str) -> int:
-    """Projections, norms, embedding and output head."""
-    hidden, inner, kv, layers, vocab = LLAMA2[model]
-    per_layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
-    return layers * per_layer + 2 * vocab * hidden + hidden

@@ -8,17 +8,13 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows, model_for, pick
+from experiments.claims.rows import MODELS, SECONDS, NotTestable, Rows, model_for, pick
 
 FIGURE = "text 5.2"
 SYSTEM, LINK = "punica", "link"
 RANK, BATCH = 16, 32
 PAPER_LINK = 25.0
 """GB/s that a PCIe Gen4 x16 link gives in practice (D03); the claim is about that link."""
-PAPER_MODELS = ("llama2-7b", "7B")
-"""Models whose load takes as many bytes as the paper's; a stand-in's microseconds say nothing about 50 us."""
-
-_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 def _loads(rows: Rows) -> tuple[pd.DataFrame, str]:
@@ -30,7 +26,7 @@ def _loads(rows: Rows) -> tuple[pd.DataFrame, str]:
 
 def _milliseconds(frame: pd.DataFrame, panel: str, metric: str, system: str = SYSTEM) -> float:
     found = pick(frame, panel=panel, metric=metric, system=system).iloc[0]
-    return float(found["value"]) * _MILLISECONDS[found["unit"]]
+    return 1e3 * float(found["value"]) * SECONDS[found["unit"]]
 
 
 def _beside(frame: pd.DataFrame) -> pd.DataFrame:
@@ -54,7 +50,7 @@ def loading_takes_milliseconds(rows: Rows) -> Finding:
     scale = bandwidth / PAPER_LINK
     quantities = {"load_over_link": load / link, "load_over_step": load * scale / step}
     layer = 1e3 * _milliseconds(frame, "layer", "load_time")
-    if model in PAPER_MODELS:
+    if model in MODELS["7B"]:  # a stand-in's microseconds say nothing about 50 us
         quantities |= {"layer_us": layer, "model_ms": load}
     text = (
         f"{layer:.0f} us per layer, {load:.3g} ms per model ({model}, {size / 1e6:.3g} MB): {load / link:.2f}x a plain "

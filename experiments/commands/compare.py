@@ -22,8 +22,7 @@ from pathlib import Path
 from experiments.commands.report import rows_files
 from experiments.harness.command import or_exit
 from experiments.harness.schema import ConfigError
-from experiments.plots.frames import TIMER_PREFERENCE
-from punica.measure.records import Row, RowsError, read_rows
+from punica.measure.records import TIMERS, Row, RowsError, read_rows
 
 KEY = ("figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "statistic")
 COLUMNS = (*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better")
@@ -110,7 +109,7 @@ def same_timer(a: dict[str, Row], b: dict[str, Row]) -> Iterator[Pair]:
 
 
 def _preference(timer: str) -> int:
-    return TIMER_PREFERENCE.index(timer) if timer in TIMER_PREFERENCE else len(TIMER_PREFERENCE)
+    return TIMERS.index(timer) if timer in TIMERS else len(TIMERS)
 
 
 def content(rows: Sequence[Row]) -> str:

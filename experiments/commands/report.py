@@ -24,13 +24,13 @@ import pandas as pd
 from omegaconf import DictConfig
 
 from experiments.claims import Verdict, as_frame, counts, judge
+from experiments.claims.rows import STAND_INS
 from experiments.harness.schema import CONF, ConfigError, register_app
 from experiments.harness.settings import Folders, folders
 from punica.measure.records import COLUMNS, RowsError, ensure_writable, read_rows
 
 SOURCES = ("auto", "fresh", "recorded")
 NAME = "claims"
-STAND_INS = {"llama-small": "7B"}
 
 
 def rows_files(folder: Path) -> list[Path]:

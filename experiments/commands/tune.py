@@ -26,10 +26,8 @@ from triton.runtime.errors import OutOfResources
 
 from experiments.benches.operator_pairs import Config, compile_all, pair_plan
 from experiments.benches.operator_sets import OperatorSets
-from experiments.benches.operator_shapes import Operator
+from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, Operator
 from experiments.commands.tune_space import (
-    HIDDEN,
-    INTERMEDIATE,
     expand_candidates,
     operators,
     shrink_candidates,

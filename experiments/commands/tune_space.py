@@ -6,30 +6,22 @@ import itertools
 from collections.abc import Iterable
 
 from experiments.benches.operator_pairs import Config
-from experiments.benches.operator_shapes import Operator
+from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator
 from punica.ops.triton_ops.launch import block_at_least, cdiv
-from punica.workload.popularity import popularity
-
-PATTERNS = ("Distinct", "Uniform", "Skewed", "Identical")
-HIDDEN, INTERMEDIATE = 4096, 11008
+from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 
 def operators(groups: str) -> list[Operator]:
     """The operators to tune: A decode, R ranks, B packed projections of one 7B layer, C prefill,
     P prefill of packed projections, D large decode batches."""
     found: dict[Operator, None] = {}
-    projections = [
-        (HIDDEN, (HIDDEN,) * 3),
-        (HIDDEN, (HIDDEN,)),
-        (HIDDEN, (INTERMEDIATE,) * 2),
-        (INTERMEDIATE, (HIDDEN,)),
-    ]
+    projections = PROJECTIONS.values()
 
     def add(k: int, widths: tuple[int, ...], rank: int, sizes: Iterable[int]) -> None:
         found[Operator(k, widths, rank, tuple(sizes))] = None
 
     if "A" in groups:
-        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PATTERNS):
+        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PAPER_WORKLOADS):
             add(HIDDEN, (INTERMEDIATE,), 16, popularity(pattern).group_sizes(tokens))
     if "R" in groups:
         for rank, pattern in itertools.product((8, 32, 64, 128), ("Distinct", "Identical")):
@@ -37,13 +29,7 @@ def operators(groups: str) -> list[Operator]:
         for tokens, pattern in itertools.product((1, 8, 32), ("Distinct", "Identical")):
             add(HIDDEN, (INTERMEDIATE,), 64, popularity(pattern).group_sizes(tokens))
     if "B" in groups:
-        projections = [
-            (HIDDEN, (HIDDEN,) * 3),
-            (HIDDEN, (HIDDEN,)),
-            (HIDDEN, (INTERMEDIATE,) * 2),
-            (INTERMEDIATE, (HIDDEN,)),
-        ]
-        for (k, widths), pattern in itertools.product(projections, PATTERNS):
+        for (k, widths), pattern in itertools.product(projections, PAPER_WORKLOADS):
             add(k, widths, 16, popularity(pattern).group_sizes(32))
     if "P" in groups:
         for (k, widths), tokens, adapters in itertools.product(projections, (512, 2048), (1, 4)):

@@ -12,7 +12,6 @@
 
         class Fig10(Experiment):
             name, figure, order, conf = "fig10_layer", "10", 60, Fig10Conf
-            paper_file = "fig10_transformer_layer.csv"
 
             def points(self, cfg):                   # cheap, no torch: decides what is stale
                 figure = cast(Fig10Conf, cfg.figure)

@@ -27,8 +27,7 @@ class Experiment(ABC):
     """One figure. Subclass it, set the class attributes and write `points`, `measure` and `plot`."""
 
     name: ClassVar[str]  # the script's and the YAML's file name, e.g. fig08_lora_operator
-    figure: ClassVar[str]  # as in paper_results, e.g. "8"
-    paper_file: ClassVar[str]  # file name in paper_results, e.g. fig08_lora_operator_impls.csv
+    figure: ClassVar[str]  # as in paper_results and `claims.paper.FIGURE_FILES`, e.g. "8"
     order: ClassVar[int]  # place in `make reproduce`
     conf: ClassVar[type[FigureConf]]  # schema of conf/figure/<name>.yaml
     defaults: ClassVar[Mapping[str, str]] = {}  # other choices of config groups, e.g. {"adapters": "paper_ranks"}

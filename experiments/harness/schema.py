@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from punica.measure import environment
+from punica.workload.popularity import PAPER_WORKLOADS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -74,6 +75,22 @@ class ModelConf:
                 f"model.hidden_size={self.hidden_size} must be a multiple of "
                 f"model.num_attention_heads={self.num_attention_heads}"
             )
+
+    def lora_parameters(self, rank: int, layers: int | None = None) -> int:
+        """A and B of q, k, v, o, gate, up and down in `layers` layers (None: all of the model's), by arithmetic."""
+        hidden, inner, kv = self.hidden_size, self.intermediate_size, self._key_value_width()
+        shapes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), *[(hidden, inner)] * 2]
+        per_layer = rank * sum(h_in + h_out for h_in, h_out in (*shapes, (inner, hidden)))
+        return per_layer * (layers or self.num_hidden_layers)
+
+    def backbone_parameters(self) -> int:
+        """Projections, norms, embedding and output head."""
+        hidden, inner, kv = self.hidden_size, self.intermediate_size, self._key_value_width()
+        per_layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
+        return self.num_hidden_layers * per_layer + 2 * self.vocab_size * hidden + hidden
+
+    def _key_value_width(self) -> int:
+        return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
 
 
 @dataclass
@@ -184,7 +201,7 @@ class FigureConf:
 
     title: str = MISSING
     systems: list[str] = field(default_factory=list)  # what `system=all` runs, in drawing order
-    workloads: list[str] = field(default_factory=list)  # what `workload=all` runs
+    workloads: list[str] = field(default_factory=lambda: list(PAPER_WORKLOADS))  # what `workload=all` runs
 
 
 @dataclass
@@ -212,6 +229,12 @@ class BatchConf(Config):
     figures: list[str] = field(default_factory=list)  # names or prefixes (fig08); none: every figure
     source: str = "auto"  # figures: fresh rows of this machine, recorded rows, or auto (fresh where there are some)
     allow_dirty: bool = False  # record: accept rows measured from uncommitted code
+
+
+def model_conf(name: str) -> ModelConf:
+    """The model of `conf/model/<name>.yaml`."""
+    values = OmegaConf.merge(OmegaConf.structured(ModelConf), OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    return cast(ModelConf, OmegaConf.to_object(values))
 
 
 def _detected(what: str) -> str:

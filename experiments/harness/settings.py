@@ -11,12 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.harness.schema import CONF, REPOSITORY, Config, ConfigError, HardwareConf
 from punica.measure import environment
+from punica.measure.records import TIMERS
 
 if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
-
-CPU_TIMERS = ("host_clock",)
-GPU_TIMERS = ("cuda_graph", "events", "host_clock")
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def settle_hardware(hardware: DictConfig) -> DictConfig:
 
 
 def _timer(name: str, device: str) -> str:
-    allowed = GPU_TIMERS if device == "cuda" else CPU_TIMERS
+    allowed = TIMERS if device == "cuda" else TIMERS[-1:]
     if name == "auto":
         return allowed[0]
     if name not in allowed:

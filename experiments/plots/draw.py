@@ -23,7 +23,7 @@ logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every fon
 def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Path) -> list[Path]:
     """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; returns the three files."""
     rows = measured_frame(rows_file)
-    paper = paper_frame(paper_folder / experiment.paper_file)
+    paper = paper_frame(paper_folder, experiment.figure)
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
     with style.themed():

@@ -25,7 +25,6 @@ from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from experiments.systems.weights import Weights
-from punica.adapters.random_adapter import LLAMA_LORA_MODULES
 
 PADDING = 0  # any token id: padded positions are masked
 
@@ -50,7 +49,7 @@ class PeftBackend:
         config = LoraConfig(
             r=weights.rank,
             lora_alpha=weights.alpha,  # type: ignore[arg-type]  # a float works as well
-            target_modules=list(LLAMA_LORA_MODULES),
+            target_modules=weights.target_modules,
             task_type="CAUSAL_LM",
         )
         self.names = [f"place{index}" for index in range(weights.limits.max_batch_size)]

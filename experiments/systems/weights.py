@@ -57,6 +57,7 @@ class Weights:
         self.seed = seed
         self.device = device
         self.vocab_size = model.vocab_size
+        self.target_modules = list(LLAMA_LORA_MODULES)
         self._model = model
         self._backbone = random_llama(model, device)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}
@@ -102,6 +103,6 @@ class Weights:
 
     def adapter(self, adapter_id: int) -> LoRAModel:
         """The adapter for our engine."""
-        config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": list(LLAMA_LORA_MODULES)}
+        config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
         helper = PEFTHelper.from_dict(config)
         return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), helper)

@@ -21,6 +21,9 @@ from pathlib import Path
 
 KINDS = ("measured", "simulated", "paper")
 STATISTICS = ("median", "p10", "p90", "count", "value")
+TIMERS = ("cuda_graph", "events", "host_clock")
+"""The clocks of `punica.measure.timing`, first the one to prefer where a point has rows of several: `cuda_graph` tells
+what a call itself costs, `host_clock` (the paper artifact's protocol) counts the host's launch and wait as well."""
 
 
 class RowsError(RuntimeError):

@@ -13,7 +13,6 @@ class Fake(Experiment):
     """Counts its measurements; `wrong` batch sizes fail their check, `stop_at` ends the run like Ctrl-C."""
 
     name, figure, order, conf = "fig08_lora_operator", "8", 1, OperatorConf
-    paper_file = "fig08_lora_operator_impls.csv"
 
     def __init__(self, wrong: Sequence[int] = (), stop_at: int | None = None) -> None:
         self.wrong, self.stop_at, self.measured = wrong, stop_at, []
