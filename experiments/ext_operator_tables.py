@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator, floor_us, stream_us
+from experiments.harness.source import fingerprint
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
@@ -259,7 +260,7 @@ def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
 
 def rows_of(table: str, found: list[Line]) -> list[Row]:
     """The measurements as rows of the repository's kind."""
-    stamp = environment.stamp()
+    stamp = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve(), "cuda")}
     out = []
     for line in found:
         for name, us in line.us.items():

@@ -20,7 +20,9 @@ VERDICTS = (REPRODUCED, SHAPE, DIFFERS, NOT_TESTABLE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim, judged. ``quantities`` are the numbers that the bounds apply to; ``reason`` is what was missing."""
+    """One claim, judged. ``quantities`` are the numbers that the bounds apply to; ``reason`` is what was missing;
+    ``older_source`` are the claim's figures whose rows were measured by other code than is here now.
+    """
 
     id: str
     statement: str
@@ -35,13 +37,14 @@ class Verdict:
     quantities: str
     kind: str
     hardware: str
+    older_source: str = ""
 
 
 def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
     """A verdict for each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
 
-    ``rows`` has the columns of `punica.measure.records.Row`. ValueError when a column is missing or when rows of
-    several machines are mixed.
+    ``rows`` has the columns of `punica.measure.records.Row`, and perhaps ``older`` (see `Verdict.older_source`).
+    ValueError when a column is missing or when rows of several machines are mixed.
     """
     missing = [name for name in COLUMNS if name not in rows]
     if missing:
@@ -78,6 +81,7 @@ def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, row
         quantities="; ".join(f"{name}={value:.6g}" for name, value in quantities.items()),
         kind=finding.kind if finding else "",
         hardware=hardware,
+        older_source=", ".join(rows.older(statement.figure.split(", "))),
     )
 
 

@@ -40,6 +40,7 @@ class Rows:
         chosen = _one_number_per_point(frame)
         self._figures = {str(name): part for name, part in chosen.groupby("figure")}
         self._smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
+        self._older = list(dict.fromkeys(chosen.loc[chosen["older"], "figure"])) if "older" in chosen else []
 
     def figure(self, *names: str) -> pd.DataFrame:
         """All rows of the figures whose name is, or begins with, one of ``names``; NotTestable when there are none."""
@@ -49,6 +50,10 @@ class Rows:
             hint = " (only at scale=smoke, whose numbers mean nothing)" if smoke else ""
             raise NotTestable(f"no rows of figure {' or '.join(names)} yet{hint}")
         return mine[0] if len(mine) == 1 else pd.concat(mine)
+
+    def older(self, names: Sequence[str]) -> list[str]:
+        """Which of the figures ``names`` have rows here that were measured by other code than is here now."""
+        return [figure for figure in self._older if _one_of(figure, names)]
 
 
 def _one_of(figure: str, names: Sequence[str]) -> bool:

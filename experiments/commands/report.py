@@ -8,14 +8,15 @@ with the bounds in `paper_results/claim_bounds.csv` and writes `claims.csv` and 
     make report ARGS="source=recorded hardware=h200"
     make report ARGS="source=recorded hardware=h200 timer=host_clock"   # only rows of that timer: claims_host_clock.md
 
-It runs with whatever rows exist: a claim without rows is `not testable on this hardware`, with the reason.
+It runs with whatever rows exist: a claim without rows is `not testable on this hardware`, with the reason. Rows that
+other code measured than is here now are judged too, and named: a line above the table, `older_source` in `claims.csv`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from experiments.claims import Verdict, as_frame, counts, judge
 from experiments.claims.rows import STAND_INS
 from experiments.harness.schema import CONF, ConfigError, register_app
 from experiments.harness.settings import Folders, folders
-from punica.measure.records import COLUMNS, RowsError, ensure_writable, read_rows
+from experiments.harness.source import fingerprint, script_of
+from punica.measure.records import COLUMNS, Row, RowsError, ensure_writable, read_rows
 
 SOURCES = ("auto", "fresh", "recorded")
 NAME = "claims"
@@ -39,9 +41,18 @@ def rows_files(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: Path) -> pd.DataFrame:
-    """All rows of all figures in ``folder``. RowsError names file, line and remedy when a file is damaged."""
-    rows = [row for path in rows_files(folder) for row in read_rows(path)]
-    return pd.DataFrame([asdict(row) for row in rows], columns=list(COLUMNS))
+    """All rows of all figures in ``folder``, with a column ``older``: measured by other code than is here now.
+
+    RowsError names file, line and remedy when a file is damaged.
+    """
+    rows = [{**asdict(row), "older": is_older(row, path)} for path in rows_files(folder) for row in read_rows(path)]
+    return pd.DataFrame(rows, columns=[*COLUMNS, "older"])
+
+
+def is_older(row: Row, path: Path) -> bool:
+    """Whether other code decided ``row`` than the script of the rows file ``path`` runs now (its own or a kernel's)."""
+    script = script_of(path)
+    return script is not None and row.source_hash != fingerprint(script, "cpu" if row.hardware == "cpu" else "cuda")
 
 
 def write_report(rows: Path, target: Path, figures: Path, paper: Path, timer: str = "auto") -> list[Verdict]:
@@ -71,7 +82,15 @@ def markdown(verdicts: Sequence[Verdict], rows: pd.DataFrame, figures: Path, tar
     total = ", ".join(f"{number} {verdict}" for verdict, number in counts(list(verdicts)).items())
     table = ["| claim | statement | paper | ours | tested | verdict | figure |", "| --- " * 7 + "|"]
     table += [_line(verdict, figures, target) for verdict in verdicts]
-    return "\n".join(["# The paper's claims on this hardware", "", f"{total}.", "", _machine(rows), "", *table, ""])
+    older = older_note(rows.loc[rows["older"], "figure"])
+    about = [f"{total}.", "", _machine(rows), *([older] if older else []), ""]
+    return "\n".join(["# The paper's claims on this hardware", "", *about, *table, ""])
+
+
+def older_note(figures: Iterable[str]) -> str:
+    """A line about the figures that were measured by other code than is here now; empty without any."""
+    named = ", ".join(dict.fromkeys(figures))
+    return f"Rows of older source, to be measured again (make reproduce): figure {named}." if named else ""
 
 
 def _line(verdict: Verdict, figures: Path, target: Path) -> str:
@@ -140,7 +159,9 @@ def summary(verdicts: Sequence[Verdict], source: str, target: Path, name: str = 
     """What `make report` prints: counts per verdict, then where the table is."""
     width = max(len(name) for name in counts(list(verdicts)))
     lines = [f"  {name:<{width}}  {number:2d}" for name, number in counts(list(verdicts)).items()]
-    return "\n".join([f"{len(verdicts)} claims, {source} rows", *lines, f"Table: {target / f'{name}.md'}"])
+    older = older_note(figure for verdict in verdicts for figure in verdict.older_source.split(", ") if figure)
+    notes = [*([older] if older else []), f"Table: {target / f'{name}.md'}"]
+    return "\n".join([f"{len(verdicts)} claims, {source} rows", *lines, *notes])
 
 
 def job(cfg: DictConfig) -> None:

@@ -66,7 +66,7 @@ def config_hash(experiment: Experiment, cfg: Config, point: Point, machine: Mapp
     """Twelve hex digits over everything that decides the number of `point`: its columns and settings, the
     experiment's version, the protocol (timer, repeats, flush, threads) and the `machine` (device, torch).
 
-    The source code is not part of it: after changing a kernel, measure again with force=true.
+    The code that decides it is not part of it: see `experiments.harness.source`.
     """
     protocol = {
         "timer": cfg.timer.name,

@@ -17,6 +17,7 @@ from experiments.harness.experiment import CheckFailed, Experiment, config_hash
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import Folders, folders, settle
+from experiments.harness.source import source_of
 from punica.measure import environment
 from punica.measure.records import Row, RowFile, ensure_writable
 
@@ -48,7 +49,8 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
     digest = partial(config_hash, experiment, settled, machine=_machine())
     points = list(experiment.points(settled))
-    done = set() if settled.force else {row.config_hash for row in rows.rows}
+    source = source_of(experiment, settled.hardware.device)
+    done = set() if settled.force else {row.config_hash for row in rows.rows if row.source_hash == source}
     pending = [point for point in points if digest(point) not in done]
     outcome = Outcome(experiment.name, len(points), skipped=len(points) - len(pending), rows_file=str(rows.path))
     if pending:
@@ -56,7 +58,8 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
         _prepare(settled)
         rows.path.with_suffix(".json").write_text(_configuration(cfg), encoding="utf-8")
         try:
-            _measure(experiment, settled, pending, digest, rows, outcome)
+            stamp = {**environment.stamp(), "source_hash": source}
+            _measure(experiment, settled, pending, digest, stamp, rows, outcome)
         finally:
             experiment.release()
     if settled.draw and rows.rows:
@@ -90,11 +93,11 @@ def _measure(
     cfg: Config,
     pending: list[Point],
     digest: Callable[[Point], str],
+    stamp: Mapping[str, str],
     rows: RowFile,
     outcome: Outcome,
 ) -> None:
     """Measure `pending` group by group; every finished group is on disk before the next one starts."""
-    stamp = environment.stamp()
     with tqdm(total=len(pending), desc=experiment.name, unit="point", dynamic_ncols=True) as progress:
         for group in experiment.together(pending):
             progress.set_postfix_str(group[0].label(), refresh=True)

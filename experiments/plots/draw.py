@@ -51,6 +51,7 @@ def provenance(experiment: Experiment, rows: pd.DataFrame, rows_file: Path) -> d
         "rows": len(rows),
         "commits": values("commit"),
         "config_hashes": values("config_hash"),
+        "source_hashes": values("source_hash"),
         "hardware": values("hardware"),
         "devices": values("device"),
         "timers": values("timer"),
