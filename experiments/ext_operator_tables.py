@@ -18,8 +18,7 @@ batches of 64: their ratio to the anchors' says how alike the two machines and c
 
 Columns: ``punica`` both kernels start early, behind one another (a layer's LoRA operators in a row); ``normal shrink``
 only expand does; ``no overlap`` plain launches; ``rank table`` as ``punica``, the ranks read from the layer's table, as
-a server does. ``eager`` is host time per call. Option: ``out=FOLDER`` (default outputs/<hardware>/rows)
-receives the rows.
+a server does. ``eager`` is host time per call.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from __future__ import annotations
 import csv
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,6 +33,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator, floor_us, stream_us
+from experiments.harness.command import with_options
+from experiments.harness.schema import ConfigError
 from experiments.harness.source import fingerprint
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from experiments.benches.operator_sets import OperatorSets
 
 ANCHORS = Path(__file__).resolve().parents[1] / "paper_results" / "anchors.csv"
+TABLES = ("A", "ranks", "B", "C", "padding", "determinism")
 TOLERANCE = 1e-3
 UP = HIDDEN, (INTERMEDIATE,)
 Call = Callable[[int], None]
@@ -288,17 +289,23 @@ def rows_of(table: str, found: list[Line]) -> list[Row]:
     return out
 
 
-def main(arguments: list[str]) -> None:
-    """Command line: table=NAME, out=FOLDER."""
+@dataclass
+class Options:
+    """The command line."""
+
+    table: str = "A"
+    out: str | None = None  # folder that receives the rows; null: outputs/<hardware>/rows
+
+
+def tabulate(options: Options) -> None:
+    """Measure, print and write one table."""
+    table = options.table
+    if table not in TABLES:
+        raise ConfigError(f"table={table} is unknown: choose table={' or table='.join(TABLES)}")
     import torch
 
-    options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    table = options.get("table", "A")
-    known = ("A", "ranks", "B", "C", "padding", "determinism")
-    if table not in known or set(options) - {"table", "out"} or len(options) != len(arguments):
-        raise SystemExit(f"usage: python -m experiments.ext_operator_tables table={'|'.join(known)} [out=FOLDER]")
     if not torch.cuda.is_available():
-        raise SystemExit("the operator tables time GPU kernels; no CUDA device is visible")
+        raise ConfigError("the operator tables time GPU kernels; no CUDA device is visible")
     with ANCHORS.open(newline="") as file:
         anchors = list(csv.DictReader(file))
     found = lines(table)
@@ -306,16 +313,12 @@ def main(arguments: list[str]) -> None:
     started = time.monotonic()
     for line in found:
         measure(line, table)
-        print(
-            f"[{time.monotonic() - started:5.0f} s] {line.label}: "
-            + ", ".join(f"{k} {v:.2f}" for k, v in line.us.items()),
-            flush=True,
-        )
+        times = ", ".join(f"{name} {us:.2f}" for name, us in line.us.items())
+        print(f"[{time.monotonic() - started:5.0f} s] {line.label}: {times}", flush=True)
     print(show(table, found, anchors))
-    folder = Path(options.get("out", f"outputs/{environment.hardware_slug()}/rows"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(options.out or f"outputs/{environment.hardware_slug()}/rows")
     write_rows(folder / f"ext_operator_tables_{table}.csv", rows_of(table, found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with_options("ext_operator_tables", __doc__ or "", "ext_operator_tables", Options, tabulate)

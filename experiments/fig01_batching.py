@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 from omegaconf import MISSING
 
 from experiments.harness import (
+    PROTOCOL,
     Config,
     ConfigError,
     Experiment,
@@ -71,6 +72,7 @@ class Fig01(Experiment):
     """Step latency of the backbone per mode (the panels), context length and batch."""
 
     name, figure, order, conf = "fig01_batching", "1", 50, BatchingConf
+    reads, clock = ("model", *PROTOCOL), "host_clock"
 
     def __init__(self) -> None:
         self._held: dict[str, Invocation] = {}

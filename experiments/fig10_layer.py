@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main, model_settings, sampled
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, model_settings, sampled
 from experiments.harness.schema import sizes
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Fig10(Experiment):
     """Latency of one layer per context length (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig10_layer", "10", 60, LayerConf
+    reads = ("model", "workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, int], LayerBench] = {}

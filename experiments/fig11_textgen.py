@@ -72,6 +72,11 @@ class Fig11(Experiment):
     """Throughput per model (the panels), popularity and system."""
 
     name, figure, order, conf = "fig11_textgen", "11", 70, TextgenConf
+    reads = (
+        "model", "workload", "engine", "adapters.ranks", "adapters.alpha", "adapters.seed", "scale.requests",
+        "scale.max_len", "scale.max_steps",
+    )  # fmt: skip
+    clock = "host_clock"
 
     def __init__(self) -> None:
         self._held: dict[tuple[Any, ...], World] = {}

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, cast
 from omegaconf import MISSING
 
 from experiments.harness import (
+    PROTOCOL,
     Config,
     ConfigError,
     Experiment,
@@ -79,6 +80,7 @@ class AdapterLoading(Experiment):
 
     name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
     defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
+    reads = ("model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", *PROTOCOL)
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         figure = cast(LoadingConf, cfg.figure)

@@ -8,11 +8,13 @@ from typing import cast
 
 from tqdm import tqdm
 
-from experiments.harness import Config, Experiment, Point, Reading, by_cell, sampled
+from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, by_cell, sampled
 
 
 class OperatorExperiment(Experiment):
     """Times the systems of a cell (same popularity, batch and rank) interleaved, after checking every one."""
+
+    reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
 
     def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
         return by_cell(points)

@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-import hydra
 from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments.harness.catalogue import experiments
-from experiments.harness.command import or_exit, register
+from experiments.harness.command import given, launch, register
 from experiments.harness.experiment import CheckFailed, Experiment
-from experiments.harness.schema import CONF, ConfigError, register_app
+from experiments.harness.schema import ConfigError, register_app
+from experiments.harness.settings import ALWAYS_READ, keys_read, refuse_unread
 from punica.measure.records import RowsError
 
-BATCH_KEYS = ("figures", "source", "allow_dirty", "schema")
+BATCH_KEYS = ("figures", "source", "allow_dirty")
 
 
-def batch_main(name: str, doc: str, job: Callable[[DictConfig], int]) -> None:
-    """Command line of `experiments.<name>`: `job(cfg)` returns the exit code."""
-    register_app(name, doc.strip(), schema="batch")
+def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: str, measures: bool = False) -> None:
+    """Command line of `experiments.commands.<name>`: `job(cfg)` returns the exit code.
+
+    `reads`: the keys that it reads beside hardware, scale and folders; with `measures` also what the chosen figures
+    read. An override of any other key is refused.
+    """
+    register_app(name, doc.strip(), f"commands.{name}", schema="batch")
     for experiment in experiments():
         register(experiment)
 
-    def task(cfg: DictConfig) -> None:
-        code = or_exit(lambda: job(cfg))
-        if code:
-            raise SystemExit(code)
+    def task(cfg: DictConfig) -> int:
+        chosen = experiments(cfg.figures) if measures else []
+        who = f"any of {', '.join(experiment.name for experiment in chosen)}" if chosen else f"make {name}"
+        refuse_unread(given(), {*ALWAYS_READ, *reads}.union(*map(keys_read, chosen)), who)
+        return job(cfg)
 
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
+    launch(name, task)
 
 
 def composed(experiment: Experiment) -> DictConfig:
     """The configuration of `experiment` under this command's own overrides (scale, hardware, paths, ...)."""
-    given = HydraConfig.get().overrides.task
-    passed = [text for text in given if text.lstrip("+~").split("=")[0].split(".")[0] not in BATCH_KEYS]
+    passed = [text for text in given() if text.lstrip("+~").split("=")[0].split(".")[0] not in BATCH_KEYS]
     return compose(config_name=experiment.name, overrides=passed)
 
 
@@ -61,8 +63,3 @@ def each(cfg: DictConfig, step: Callable[[Experiment], Any]) -> tuple[dict[str, 
         if experiment.name in failures:
             print(f"{experiment.name} failed: {failures[experiment.name]}", file=sys.stderr, flush=True)
     return results, failures
-
-
-def finish(**facts: Any) -> None:
-    """The last line on stdout: one compact JSON."""
-    print(json.dumps(facts, separators=(",", ":")), flush=True)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import MISSING
+
 from experiments.commands.report import rows_files
-from experiments.harness.command import or_exit
+from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
 from punica.measure.records import TIMERS, Row, RowsError, read_rows
 
@@ -28,7 +29,15 @@ KEY = ("figure", "panel", "system", "workload", "model", "batch_size", "seq_len"
 COLUMNS = (*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better")
 HEADER = ",".join(COLUMNS).encode()
 TIMES = ("s", "ms", "us", "ns")
-USAGE = "python -m experiments.commands.compare a=<file or folder> b=<file or folder> [out=<file.csv>]"
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    a: str = MISSING  # a file of rows, or a folder of them
+    b: str = MISSING  # the same
+    out: str | None = None  # file.csv that receives the pairs
 
 
 @dataclass(frozen=True)
@@ -215,29 +224,13 @@ def write_csv(path: Path, pairs: Sequence[Pair]) -> None:
         raise RowsError(f"cannot write out={path} ({error.strerror}): choose another file") from None
 
 
-def arguments(words: Sequence[str]) -> dict[str, Path]:
-    """`a`, `b` and perhaps `out` from `key=value` words. Raises `ConfigError` for anything else."""
-    found: dict[str, Path] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in ("a", "b", "out") or not value:
-            raise ConfigError(f"{word!r} is not understood{'' if equals else ' (no =)'}; usage: {USAGE}")
-        if key in found:
-            raise ConfigError(f"{key}= is given twice; usage: {USAGE}")
-        found[key] = Path(value)
-    for key in ("a", "b"):
-        if key not in found:
-            raise ConfigError(f"{key}= is missing; usage: {USAGE}")
-    return found
-
-
-def compare(words: Sequence[str]) -> None:
+def compare(a: str, b: str, out: str | None = None) -> None:
     """Join, print, write."""
-    chosen = arguments(words)
-    sides = {key: load(key, chosen[key]) for key in ("a", "b")}
+    chosen = {"a": Path(a), "b": Path(b)}
+    sides = {key: load(key, path) for key, path in chosen.items()}
     pairs = join(sides["a"], sides["b"])
-    if "out" in chosen:
-        write_csv(chosen["out"], pairs)
+    if out is not None:
+        write_csv(Path(out), pairs)
     print("\n".join(described(key.upper(), chosen[key], rows) for key, rows in sides.items()))
     scales = {row.scale for rows in sides.values() for row in rows}
     if "smoke" in scales and len(scales) > 1:
@@ -248,13 +241,5 @@ def compare(words: Sequence[str]) -> None:
     print(table(pairs), means(pairs), sep="\n\n")
 
 
-def main(words: Sequence[str]) -> None:
-    """The command line."""
-    if {"-h", "--help"} & set(words):
-        print((__doc__ or "").strip(), f"usage: {USAGE}", sep="\n\n")
-        return
-    or_exit(lambda: compare(words))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with_options("compare", __doc__ or "", "commands.compare", Options, lambda given: compare(**vars(given)))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.commands.batch import batch_main, each, finish
+from experiments.commands.batch import batch_main, each
+from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
@@ -48,4 +49,4 @@ def redraw(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
-    batch_main("figures", __doc__ or "", redraw)
+    batch_main("figures", __doc__ or "", redraw, "figures", "source")

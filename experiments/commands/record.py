@@ -13,7 +13,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.commands.batch import batch_main, each, finish
+from experiments.commands.batch import batch_main, each
+from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.settings import folders
 from punica.measure.records import Row, RowsError, read_rows, write_rows
@@ -56,4 +57,4 @@ def refuse(source: Path, rows: list[Row], allow_dirty: bool) -> None:
 
 
 if __name__ == "__main__":
-    batch_main("record", __doc__ or "", record)
+    batch_main("record", __doc__ or "", record, "figures", "allow_dirty")

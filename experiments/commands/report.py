@@ -15,21 +15,20 @@ other code measured than is here now are judged too, and named: a line above the
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 import pandas as pd
 from omegaconf import DictConfig
 
 from experiments.claims import Verdict, as_frame, counts, judge
 from experiments.claims.rows import STAND_INS
-from experiments.harness.schema import CONF, ConfigError, register_app
+from experiments.commands.batch import batch_main
+from experiments.harness.schema import ConfigError
 from experiments.harness.settings import Folders, folders
 from experiments.harness.source import fingerprint, script_of
-from punica.measure.records import COLUMNS, Row, RowsError, ensure_writable, read_rows
+from punica.measure.records import COLUMNS, Row, ensure_writable, read_rows
 
 SOURCES = ("auto", "fresh", "recorded")
 NAME = "claims"
@@ -164,23 +163,14 @@ def summary(verdicts: Sequence[Verdict], source: str, target: Path, name: str = 
     return "\n".join([f"{len(verdicts)} claims, {source} rows", *lines, *notes])
 
 
-def job(cfg: DictConfig) -> None:
-    """Write and print the report that ``cfg`` asks for; what a user can mend ends with one line and status 2."""
-    try:
-        places = folders(cfg)
-        source, rows, target, figures = choose(places, cfg.source)
-        verdicts = write_report(rows, target, figures, places.paper, cfg.timer.name)
-    except (ConfigError, RowsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+def report(cfg: DictConfig) -> int:
+    """Write and print the report that ``cfg`` asks for."""
+    places = folders(cfg)
+    source, rows, target, figures = choose(places, cfg.source)
+    verdicts = write_report(rows, target, figures, places.paper, cfg.timer.name)
     print(summary(verdicts, source, target, file_name(cfg.timer.name)))
-
-
-def main() -> None:
-    """The command line: ``python -m experiments.commands.report source=fresh hardware=cpu``."""
-    register_app("report", (__doc__ or "").strip(), schema="batch")
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="report")(job)()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    batch_main("report", __doc__ or "", report, "source", "timer")

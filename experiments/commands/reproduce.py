@@ -14,7 +14,8 @@ import time
 
 from omegaconf import DictConfig
 
-from experiments.commands.batch import batch_main, composed, each, finish
+from experiments.commands.batch import batch_main, composed, each
+from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.resume import Outcome, run
 from experiments.harness.settings import folders
@@ -65,4 +66,4 @@ def _report(cfg: DictConfig, changed: bool) -> str:
 
 
 if __name__ == "__main__":
-    batch_main("reproduce", __doc__ or "", reproduce)
+    batch_main("reproduce", __doc__ or "", reproduce, "figures", measures=True)

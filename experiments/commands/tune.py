@@ -16,8 +16,8 @@ import itertools
 import json
 import math
 import multiprocessing
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from experiments.commands.tune_space import (
     operators,
     shrink_candidates,
 )
+from experiments.harness.command import with_options
+from experiments.harness.schema import ConfigError
 from punica.ops.triton_ops import configs
 from punica.ops.triton_ops.launch import supports_pdl
 
@@ -199,24 +201,26 @@ def _text(node: dict[str, Any], depth: int = 0) -> str:
     return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
 
 
-def main() -> None:
-    """Command line: see the module's text. ``work``: folder of the measurements; ``tables``: folder that receives the
-    tables; ``workers``: processes that compile (0: none)."""
-    options = {"groups": "ARBCPD", "minutes": "9", "work": "outputs/tune", "tables": str(configs.PACKAGED)}
-    options["workers"] = str(multiprocessing.cpu_count())
-    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    if set(given) - set(options):
-        unknown = ", ".join(sorted(set(given) - set(options)))
-        raise SystemExit(f"unknown option {unknown}; known: {', '.join(f'{k}={v}' for k, v in options.items())}")
-    options |= given
+@dataclass
+class Options:
+    """The command line."""
+
+    groups: str = "ARBCPD"  # of `tune_space.operators`
+    minutes: float = 9
+    work: str = "outputs/tune"  # folder of the measurements
+    tables: str = str(configs.PACKAGED)  # folder that receives the tables
+    workers: int = multiprocessing.cpu_count()  # processes that compile; 0: none
+
+
+def tune(options: Options) -> None:
+    """Search until every operator is done or the time is up, and write the tables of what was found."""
     if not torch.cuda.is_available():
-        raise SystemExit("tuning times kernels and needs a CUDA device; none is visible")
-    work, folder = Path(options["work"]), Path(options["tables"])
+        raise ConfigError("tuning times kernels and needs a CUDA device; none is visible")
+    work, folder = Path(options.work), Path(options.tables)
     work.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + 60 * float(options["minutes"])
-    tuner = Tuner(work / "measurements.jsonl", deadline, int(options["workers"]))
+    tuner = Tuner(work / "measurements.jsonl", time.monotonic() + 60 * options.minutes, options.workers)
     try:
-        for group in options["groups"]:
+        for group in options.groups:
             tuner.search(operators(group))
     except TimeoutError:
         print("time is up: run again to go on")
@@ -226,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with_options("tune", __doc__ or "", "commands.tune", Options, tune)

@@ -12,6 +12,7 @@
 
         class Fig10(Experiment):
             name, figure, order, conf = "fig10_layer", "10", 60, Fig10Conf
+            reads = ("model", "workload", "adapters", *PROTOCOL)   # any other key on the command line is refused
 
             def points(self, cfg):                   # cheap, no torch: decides what is stale
                 figure = cast(Fig10Conf, cfg.figure)
@@ -44,11 +45,11 @@ To time several systems interleaved, override `together` (see `by_cell`) and `me
 """
 
 from experiments.harness.command import main
-from experiments.harness.experiment import CheckFailed, Experiment
+from experiments.harness.experiment import PROTOCOL, CheckFailed, Experiment
 from experiments.harness.points import Point, Reading, by_cell, model_settings, sampled
 from experiments.harness.schema import Config, ConfigError, FigureConf
 
 __all__ = [
-    "CheckFailed", "Config", "ConfigError", "Experiment", "FigureConf", "Point", "Reading", "by_cell", "main",
-    "model_settings", "sampled",
+    "PROTOCOL", "CheckFailed", "Config", "ConfigError", "Experiment", "FigureConf", "Point", "Reading", "by_cell",
+    "main", "model_settings", "sampled",
 ]  # fmt: skip

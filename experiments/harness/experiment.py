@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point")
+"""What an experiment reads when `punica.measure.timing` times it."""
+
+
 class CheckFailed(RuntimeError):
     """A result is wrong, so its speed means nothing: raised by `measure`, and the point gets no row."""
 
@@ -31,6 +35,8 @@ class Experiment(ABC):
     order: ClassVar[int]  # place in `make reproduce`
     conf: ClassVar[type[FigureConf]]  # schema of conf/figure/<name>.yaml
     defaults: ClassVar[Mapping[str, str]] = {}  # other choices of config groups, e.g. {"adapters": "paper_ranks"}
+    reads: ClassVar[Sequence[str]] = ()  # groups and keys of the configuration, see `harness.settings.keys_read`
+    clock: ClassVar[str | None] = None  # the one clock that it is timed with; None: the one of `timer=`
     version: ClassVar[int] = 1  # raise it when `measure` changes what its numbers mean: old rows become stale
 
     @abstractmethod

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from experiments.harness.experiment import CheckFailed, Experiment, config_hash
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config, ConfigError
-from experiments.harness.settings import Folders, folders, settle
+from experiments.harness.settings import Folders, folders, is_read, keys_read, settle
 from experiments.harness.source import source_of
 from punica.measure import environment
 from punica.measure.records import Row, RowFile, ensure_writable
@@ -56,7 +56,7 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     if pending:
         ensure_writable(places.fresh_rows)
         _prepare(settled)
-        rows.path.with_suffix(".json").write_text(_configuration(cfg), encoding="utf-8")
+        rows.path.with_suffix(".json").write_text(_configuration(cfg, experiment), encoding="utf-8")
         try:
             stamp = {**environment.stamp(), "source_hash": source}
             _measure(experiment, settled, pending, digest, stamp, rows, outcome)
@@ -72,10 +72,18 @@ def _machine() -> dict[str, str]:
     return {"device": environment.device_name(), "torch": environment.installed("torch")}
 
 
-def _configuration(cfg: DictConfig) -> str:
-    """The composed configuration as JSON, kept beside the rows for the figure's provenance; folders are left out."""
+def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
+    """What `experiment` reads of the composed configuration, as JSON, kept beside the rows for the figure's provenance;
+    folders are left out.
+    """
     content = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
-    return json.dumps({key: value for key, value in content.items() if key != "paths"}, indent=1) + "\n"
+    keys = keys_read(experiment) - {"paths"}
+
+    def read(part: dict[str, Any], above: str = "") -> dict[str, Any]:
+        kept = {key: value for key, value in part.items() if is_read(above + key, keys)}
+        return {key: read(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
+
+    return json.dumps(read(content), indent=1) + "\n"
 
 
 def _prepare(cfg: Config) -> None:

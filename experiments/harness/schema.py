@@ -7,6 +7,8 @@ Ranges that a type cannot express are checked in `__post_init__`, which runs in 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -16,7 +18,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from punica.measure import environment
-from punica.workload.popularity import PAPER_WORKLOADS
+from punica.measure.records import TIMERS
+from punica.workload.popularity import PAPER_WORKLOADS, WORKLOADS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -116,7 +119,10 @@ class HardwareConf:
 
 @dataclass
 class NamesConf:
-    """A choice that narrows a figure's grid: names of workloads or systems, none of them meaning the figure's own."""
+    """A choice that narrows a figure's grid: names of workloads or systems, none of them meaning the figure's own.
+
+    `workload=` has a choice per entry of the registry, `system=` one per system of a figure (`conf/figure/*.yaml`).
+    """
 
     names: list[str] = field(default_factory=list)
 
@@ -214,7 +220,7 @@ class Config:
     workload: NamesConf = MISSING
     adapters: AdaptersConf = MISSING
     system: NamesConf = MISSING
-    engine: EngineConf = MISSING
+    engine: EngineConf = field(default_factory=EngineConf)
     timer: TimerConf = MISSING
     scale: ScaleConf = MISSING
     paths: PathsConf = MISSING
@@ -244,23 +250,48 @@ def _detected(what: str) -> str:
     return {"name": name, "device": "cpu" if on_cpu else "cuda", "dtype": "float32" if on_cpu else "float16"}[what]
 
 
+def choice(name: str) -> str:
+    """How the command line spells a name: `skewed`, `gather_bmm`, and `backbone` for its projection X@W too."""
+    return re.sub(r"\W+", "_", name.removesuffix(" X@W").lower())
+
+
 def register_schemas() -> None:
-    """Put the schemas and the one resolver where Hydra finds them; safe to call again."""
+    """Put the schemas, the choices of `workload=` and `timer=` and the one resolver where Hydra finds them; safe to
+    call again.
+    """
     OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
     store = ConfigStore.instance()
     store.store(name="run", group="schema", node=Config, package="_global_")
     store.store(name="batch", group="schema", node=BatchConf, package="_global_")
+    register_names("workload", WORKLOADS.names())
+    register_names("system", [])
+    for timer in ("auto", *TIMERS):
+        store.store(name=timer, group="timer", node=TimerConf(timer))
 
 
-def register_app(name: str, header: str, node: Any = None, **overrides: str | None) -> None:
-    """Register the primary config `name`: `conf/config.yaml` with `overrides` of its groups, and `--help` text.
+def register_names(group: str, names: Iterable[str]) -> None:
+    """Make each of `names` a choice of `group` (workload or system), beside `all`, which means the figure's own."""
+    store = ConfigStore.instance()
+    store.store(name="all", group=group, node=NamesConf())
+    for name in names:
+        store.store(name=choice(name), group=group, node=NamesConf([name if group == "workload" else choice(name)]))
 
-    `node` is the schema of the app's own `figure` group, if it has one.
+
+def register_app(name: str, header: str, module: str, **overrides: str | None) -> None:
+    """Register the primary config `name` of `python -m experiments.<module>`: `conf/config.yaml` with `overrides` of
+    its groups, and the text of `--help`.
     """
     register_schemas()
-    store = ConfigStore.instance()
-    if node is not None:
-        store.store(name=name, group="schema/figure", node=node, package="figure")
     primary: list[Any] = ["config", *({f"override {key}": value} for key, value in overrides.items()), "_self_"]
-    hydra = {"job": {"name": name}, "help": {"app_name": name, "header": header}}
+    hydra = {"job": {"name": name}, "help": {"app_name": module, "header": header}}
+    ConfigStore.instance().store(name=name, node={"defaults": primary, "hydra": hydra})
+
+
+def register_options(name: str, header: str, module: str, node: Any) -> None:
+    """Register `name` as a command whose whole configuration are the fields of the dataclass `node`, without files."""
+    store = ConfigStore.instance()
+    store.store(name=name, group="schema", node=node, package="_global_")
+    primary: list[Any] = [{"schema": name}, {"override hydra/job_logging": "stdout"}, "_self_"]
+    usage = f"{header}\n\nUsage: python -m experiments.{module} [key=value] ...\n\n$CONFIG\n"
+    hydra = {"job": {"name": name}, "help": {"template": usage}, "run": {"dir": "."}, "output_subdir": None}
     store.store(name=name, node={"defaults": primary, "hydra": hydra})

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.harness.schema import CONF, REPOSITORY, Config, ConfigError, HardwareConf
+from experiments.harness.schema import CONF, REPOSITORY, Config, ConfigError, HardwareConf, choice
 from punica.measure import environment
 from punica.measure.records import TIMERS
+from punica.workload.popularity import WORKLOADS
 
 if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
+
+
+ALWAYS_READ = ("hardware", "scale.name", "paths")
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def settle(cfg: DictConfig, experiment: Experiment) -> Config:
         raise ConfigError(
             f"figure={settled.figure.title!r} is not {experiment.name}'s own: leave figure= out, or run its script"
         )
-    settled.timer.name = _timer(settled.timer.name, settled.hardware.device)
+    settled.timer.name = experiment.clock or _timer(settled.timer.name, settled.hardware.device)
     settled.workload.names = _workloads(settled)
     settled.system.names = _systems(settled, experiment)
     return settled
@@ -88,24 +94,50 @@ def _timer(name: str, device: str) -> str:
 
 
 def _workloads(cfg: Config) -> list[str]:
-    from punica.workload.popularity import WORKLOADS
-
     names = cfg.workload.names or cfg.figure.workloads
     for name in names:
         if name not in WORKLOADS.names():
             raise ConfigError(
                 f"workload.names has {name!r}, which is unknown; known: {', '.join(WORKLOADS.names())}. "
-                "Choose workload=<one of conf/workload>, or register yours in punica/workload/popularity.py"
+                "Choose workload=all or one of these, or register yours in punica/workload/popularity.py"
             )
     return list(names)
 
 
 def _systems(cfg: Config, experiment: Experiment) -> list[str]:
-    known = experiment.known_systems(cfg)
+    known, chosen = experiment.known_systems(cfg), []
     for name in cfg.system.names:
-        if name not in known:
+        found = [own for own in known if name in (own, choice(own))]
+        if not found:
             raise ConfigError(
                 f"system.names has {name!r}, which {experiment.name} does not have; it has {', '.join(known)}. "
                 "Choose system=all or one of these"
             )
-    return list(cfg.system.names or cfg.figure.systems)
+        chosen += found
+    return chosen or list(cfg.figure.systems)
+
+
+def keys_read(experiment: Experiment) -> set[str]:
+    """Groups (`model`) and single keys (`adapters.ranks`) of the configuration that decide what `experiment` measures.
+
+    Those that every experiment reads, those that it declares (`Experiment.reads`), `timer` unless it has a clock of its
+    own, and those that its `conf/figure/<name>.yaml` interpolates.
+    """
+    interpolated = re.findall(r"\$\{(\w+\.\w+)", (CONF / "figure" / f"{experiment.name}.yaml").read_text("utf-8"))
+    timer = [] if experiment.clock else ["timer"]
+    return {"figure", "system", "force", "draw", *ALWAYS_READ, *timer, *experiment.reads, *interpolated}
+
+
+def is_read(key: str, keys: Iterable[str]) -> bool:
+    """Whether `key` is one of `keys`, or lies in one, or holds one."""
+    return any(f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}.") for known in keys)
+
+
+def refuse_unread(given: Iterable[str], keys: Collection[str], who: str) -> None:
+    """Raise `ConfigError` for the first of the command line's overrides `given` that is none of `keys` (`is_read`):
+    it would be ignored, and still stand in the configuration that is kept beside the rows.
+    """
+    for override in given:
+        key = re.split(r"[=@]", override.lstrip("+~"))[0]
+        if not is_read(key, keys):
+            raise ConfigError(f"{override} would change nothing, {key} is not read by {who}: leave it out")

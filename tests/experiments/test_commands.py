@@ -121,6 +121,27 @@ def test_a_figure_that_fails_does_not_stop_the_others(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_choice_that_no_chosen_figure_reads_is_refused(tmp_path):
+    words = [f"paths.outputs={tmp_path}", "figures=[fig08,readme]", "model=llama-tiny"]
+    done = command("commands.reproduce", *words)
+    assert done.returncode == 2
+    assert (
+        "error: model=llama-tiny would change nothing, model is not read by any of fig08_lora_operator" in done.stderr
+    )
+    done = command("commands.report", f"paths.outputs={tmp_path}", "model=llama-tiny")
+    assert done.returncode == 2
+    assert "model is not read by make report" in done.stderr
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+@pytest.mark.slow
+def test_a_choice_that_one_chosen_figure_reads_is_taken(tmp_path):
+    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,fig01]", "model=llama-tiny"]
+    done = command("commands.reproduce", *words, "draw=false")
+    assert done.returncode == 0, done.stderr
+    assert last_json(done)["measured"] == ["fig08_lora_operator", "fig01_batching"]
+
+
 def test_an_unknown_figure_is_refused(tmp_path):
     done = command("commands.reproduce", f"paths.outputs={tmp_path}", "figures=[fig99]")
     assert done.returncode == 2
