@@ -34,23 +34,23 @@ $(VENV)/.dev: $(VENV)/.experiments
 setup: $(VENV)/.dev ## Create .venv and install everything, pinned by constraints.txt
 
 reproduce: $(VENV)/.experiments ## Measure every figure on this machine, compare with the paper, draw, judge
-	@$(RUN) -m experiments.reproduce $(ARGS)
+	@$(RUN) -m experiments.commands.reproduce $(ARGS)
 
 figure: $(VENV)/.experiments ## Measure and draw one figure: make figure FIG=fig08
 	@test -n "$(FIG)" || { echo "Say which figure: make figure FIG=fig08"; exit 2; }
-	@$(RUN) -m experiments.reproduce figures=[$(FIG)] $(ARGS)
+	@$(RUN) -m experiments.commands.reproduce figures=[$(FIG)] $(ARGS)
 
 figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (results/), no measuring
-	@$(RUN) -m experiments.figures $(ARGS)
+	@$(RUN) -m experiments.commands.figures $(ARGS)
 
 report: $(VENV)/.experiments ## Judge the paper's claims on this machine's rows: claims.csv and claims.md
-	@$(RUN) -m experiments.report $(ARGS)
+	@$(RUN) -m experiments.commands.report $(ARGS)
 
 record: $(VENV)/.experiments ## Promote this machine's rows and figures to results/ and figures/
-	@$(RUN) -m experiments.record $(ARGS)
+	@$(RUN) -m experiments.commands.record $(ARGS)
 
 smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few minutes)
-	@$(RUN) -m experiments.reproduce scale=smoke $(ARGS)
+	@$(RUN) -m experiments.commands.reproduce scale=smoke $(ARGS)
 
 notebooks: $(VENV)/.dev ## Execute the notebooks again on the recorded rows
 	@set -e; for source in notebooks/[0-9]*.py; do $(BIN)/jupytext --to ipynb --execute $$source; done
@@ -69,11 +69,11 @@ lint: $(VENV)/.dev ## ruff and mypy
 	@$(BIN)/mypy
 
 tune: $(VENV)/.experiments ## Search kernel configurations for this GPU, resumable: make tune ARGS="minutes=9"
-	@$(RUN) -m experiments.tune $(ARGS)
+	@$(RUN) -m experiments.commands.tune $(ARGS)
 
 compare: $(VENV)/.experiments ## Ratios of two sets of rows: make compare A=results/h200 B=outputs/h200/rows
 	@test -n "$(A)" -a -n "$(B)" || { echo "Say which rows: make compare A=results/h200 B=outputs/h200/rows"; exit 2; }
-	@$(RUN) -m experiments.compare a=$(A) b=$(B) $(ARGS)
+	@$(RUN) -m experiments.commands.compare a=$(A) b=$(B) $(ARGS)
 
 clean: ## Remove the environment and caches; measurements in outputs/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,12 +1,12 @@
 """Extension: the price of determinism. Needs a GPU: on a CPU there is one operator, and it is deterministic.
 
-Not in the paper. Claims: SGMV without atomic
-adds gives the same bits in every run and is not slower than split-K with atomic adds, which needs a zero-fill; a form
-that also keeps a row's bits whatever else is in its batch (`batch_invariant`) costs more, and this says how much.
-Expected shape: `deterministic` lowest everywhere, `batch invariant` at or above it, bits that change between runs only
-for atomics that split K. Bits may depend on the batch for `deterministic` too, which chooses its kernel by shape.
+Not in the paper. Claims: SGMV without atomic adds gives the same bits in every run and is not slower than split-K with
+atomic adds, which needs a zero-fill; a form that also keeps a row's bits whatever else is in its batch
+(`batch_invariant`) costs more, and this says how much. Expected shape: `deterministic` lowest everywhere, `batch
+invariant` at or above it, bits that change between runs only for atomics that split K. Bits may depend on the batch for
+`deterministic` too, which chooses its kernel by shape.
 
-Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every variant (`experiments.determinism`) after a
+Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every variant (`benches.determinism`) after a
 check against the reference. Facts measured beside it, per variant, popularity and batch: the share of outputs whose
 bits differ in any of `figure.runs` runs of one call, and between each row in its batch and the row alone, with the
 largest difference, absolute and in units in the last place.
@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, cast
 from omegaconf import MISSING
 from tqdm import tqdm
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
-from experiments.schema import at_least
+from experiments.harness.schema import at_least
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +49,6 @@ class Determinism(OperatorExperiment):
     """Latency and bits of each variant per popularity (the panels) and batch."""
 
     name, figure, order, conf = "ext_determinism", "ext determinism", 220, DeterminismConf
-    paper_file = "fig08_lora_operator_impls.csv"  # nearest relative; not drawn
 
     def points(self, cfg: Config) -> list[Point]:
         if cfg.hardware.device == "cpu":
@@ -70,13 +70,13 @@ class Determinism(OperatorExperiment):
         ]
 
     def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
-        import experiments.determinism  # noqa: F401  (registers the variants)
+        import experiments.benches.determinism  # noqa: F401  (registers the variants)
 
         return super().samples(cfg, points)
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        from experiments.determinism import between_runs, from_row_alone
-        from experiments.operators import problems
+        from experiments.benches.determinism import between_runs, from_row_alone
+        from experiments.benches.operators import problems
 
         figure = cast(DeterminismConf, operator_conf(cfg))
         batch = problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))[0]

@@ -18,8 +18,7 @@ batches of 64: their ratio to the anchors' says how alike the two machines and c
 
 Columns: ``punica`` both kernels start early, behind one another (a layer's LoRA operators in a row); ``normal shrink``
 only expand does; ``no overlap`` plain launches; ``rank table`` as ``punica``, the ranks read from the layer's table, as
-a server does. ``eager`` is host time per call. Option: ``out=FOLDER`` (default outputs/<hardware>/rows)
-receives the rows.
+a server does. ``eager`` is host time per call.
 """
 
 from __future__ import annotations
@@ -27,28 +26,29 @@ from __future__ import annotations
 import csv
 import itertools
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.operator_shapes import Operator, floor_us, stream_us
+from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator, floor_us, stream_us
+from experiments.harness.command import with_options
+from experiments.harness.schema import ConfigError
+from experiments.harness.source import fingerprint
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
-from punica.workload.popularity import popularity
+from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 if TYPE_CHECKING:
     import torch
 
-    from experiments.operator_sets import OperatorSets
+    from experiments.benches.operator_sets import OperatorSets
 
 ANCHORS = Path(__file__).resolve().parents[1] / "paper_results" / "anchors.csv"
-PATTERNS = ("Distinct", "Uniform", "Skewed", "Identical")
+TABLES = ("A", "ranks", "B", "C", "padding", "determinism")
 TOLERANCE = 1e-3
-H, I = 4096, 11008  # noqa: E741
-PROJECTIONS = {"qkv": (H, (H, H, H)), "o": (H, (H,)), "gate_up": (H, (I, I)), "down": (I, (H,))}
+UP = HIDDEN, (INTERMEDIATE,)
 Call = Callable[[int], None]
 
 
@@ -67,43 +67,36 @@ def lines(table: str) -> list[Line]:
     """The operators of one table, with the columns of `anchors.csv` that name the same row there."""
     out: list[Line] = []
 
-    def add(
-        label: str,
-        workload: str,
-        k: int,
-        widths: tuple[int, ...],
-        rank: int,
-        sizes: Iterable[int],
-        group: str,
-        case: str,
-        **more: Any,
-    ) -> None:
-        operator = Operator(k, widths, rank, tuple(sizes), **more)
-        anchor = {"group": group, "case": case, "pattern": workload.lower(), "T": str(operator.tokens), "r": str(rank)}
-        out.append(Line(label, operator, workload, anchor))
+    def add(label: str, workload: str, operator: Operator, group: str = "-", case: str = "") -> None:
+        named = {"group": group, "case": case, "pattern": workload.lower()}
+        out.append(Line(label, operator, workload, {**named, "T": str(operator.tokens), "r": str(operator.rank)}))
 
     if table in ("A", "determinism"):
-        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PATTERNS):
+        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PAPER_WORKLOADS):
             if tokens > 1 or pattern == "Distinct":
-                sizes = popularity(pattern).group_sizes(tokens)
-                add(f"T={tokens} {pattern}", pattern, H, (I,), 16, sizes, "A", "op")
+                add(f"T={tokens} {pattern}", pattern, Operator(*UP, 16, rows(pattern, tokens)), "A", "op")
     if table == "ranks":
         for rank, pattern in itertools.product((8, 16, 20, 32, 64, 128), ("Distinct", "Identical")):
-            sizes = popularity(pattern).group_sizes(64)
-            add(f"T=64 {pattern} r={rank}", pattern, H, (I,), rank, sizes, "A", "op")
+            add(f"T=64 {pattern} r={rank}", pattern, Operator(*UP, rank, rows(pattern, 64)), "A", "op")
     if table in ("ranks", "padding"):
+        wide = Operator(*UP, 64, rows("Distinct", 64))
         for rank in (8, 16, 32, 64):
-            add(f"T=64 Distinct all {rank} in 64", "Distinct", H, (I,), 64, [1] * 64, "-", "", ranks=(rank,) * 64)
-        add("T=64 Distinct 8,16,32,64 in 64", "Distinct", H, (I,), 64, [1] * 64, "-", "", ranks=(8, 16, 32, 64) * 16)
-        add("T=64 Distinct padded to 64", "Distinct", H, (I,), 64, [1] * 64, "-", "")
+            add(f"T=64 Distinct all {rank} in 64", "Distinct", replace(wide, ranks=(rank,) * 64))
+        add("T=64 Distinct 8,16,32,64 in 64", "Distinct", replace(wide, ranks=(8, 16, 32, 64) * 16))
+        add("T=64 Distinct padded to 64", "Distinct", wide)
     if table == "B":
-        for pattern, (name, (k, widths)) in itertools.product(PATTERNS, PROJECTIONS.items()):
-            add(f"{pattern} {name}", pattern, k, widths, 16, popularity(pattern).group_sizes(32), "B", name)
+        for pattern, (name, projection) in itertools.product(PAPER_WORKLOADS, PROJECTIONS.items()):
+            add(f"{pattern} {name}", pattern, Operator(*projection, 16, rows(pattern, 32)), "B", name)
     if table in ("C", "determinism"):
         for tokens, adapters, rank in itertools.product((512, 2048, 8192), (1, 4, 16), (16, 64)):
-            sizes = [tokens // adapters] * adapters
-            add(f"T={tokens} {adapters} adapters r={rank}", f"{adapters}ad", H, (H,), rank, sizes, "C", "prefill")
+            operator = Operator(*PROJECTIONS["o"], rank, (tokens // adapters,) * adapters)
+            add(f"T={tokens} {adapters} adapters r={rank}", f"{adapters}ad", operator, "C", "prefill")
     return out
+
+
+def rows(pattern: str, tokens: int) -> tuple[int, ...]:
+    """Rows of each adapter in a batch of `tokens`."""
+    return tuple(popularity(pattern).group_sizes(tokens))
 
 
 def anchors_of(line: Line, rows: list[dict[str, str]]) -> dict[str, float]:
@@ -129,10 +122,11 @@ def calls(sets: OperatorSets, table: str) -> dict[str, Call]:
     op, pdl = sets.operator, supports_pdl(sets.x.device)
     segments, slices = len(op.sizes), len(op.widths)
 
+    *tensors, count = sets.meta_args
+
     def ours(ranks: torch.Tensor | None = sets.lora_ranks, **options: Any) -> Call:
-        return lambda i: lora_linear(
-            sets.y[i], sets.x[i], sets.a[i], sets.b[i], *sets.meta_args, 1.0, lora_ranks=ranks, **options
-        )
+        chosen = {"num_active_loras": count, "lora_ranks": ranks, **options}
+        return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
 
     shrink = get_lora_op_configs("shrink", segments, op.tokens, op.k, op.rank, slices)
     expand = get_lora_op_configs("expand", segments, op.tokens, max(op.widths), op.rank, slices, add_inputs=True)
@@ -168,7 +162,7 @@ def compile_first(found: list[Line], table: str) -> None:
     """Compile what the table needs, in parallel: alone, one kernel takes about a second."""
     import multiprocessing
 
-    from experiments.tune import Job, compile_all
+    from experiments.benches.operator_pairs import Job, compile_all
     from punica.ops.triton_ops.configs import get_lora_op_configs
 
     jobs: list[Job] = []
@@ -186,7 +180,7 @@ def compile_first(found: list[Line], table: str) -> None:
 
 
 def _normal_shrink(sets: OperatorSets, shrink: dict[str, Any], expand: dict[str, Any], pdl: bool) -> Call:
-    from experiments.tune import pair_plan
+    from experiments.benches.operator_pairs import pair_plan
 
     return pair_plan(sets, shrink, expand, pdl=pdl, pdl_shrink=False)
 
@@ -213,7 +207,7 @@ def torch_calls(sets: OperatorSets) -> dict[str, Call]:
 
 def measure(line: Line, table: str) -> None:
     """Fill in the line's microseconds; ValueError when a result is wrong."""
-    from experiments.operator_sets import OperatorSets, seconds_per_eager_call
+    from experiments.benches.operator_sets import OperatorSets, seconds_per_eager_call
 
     sets = OperatorSets(line.operator)
     chosen = calls(sets, table)
@@ -259,7 +253,7 @@ def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
                 here = line.us[name]
                 text.append(f"{name} {line.label}: {here:.1f} us here, {there:.1f} in the anchors ({here / there:.3f})")
     if table == "B":
-        for pattern in PATTERNS:
+        for pattern in PAPER_WORKLOADS:
             of_pattern = [line for line in found if line.workload == pattern]
             sums = {name: sum(line.us[name] for line in of_pattern) for name in columns}
             text.append(f"sum of one layer, {pattern}: " + ", ".join(f"{name} {us:.1f}" for name, us in sums.items()))
@@ -268,7 +262,7 @@ def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
 
 def rows_of(table: str, found: list[Line]) -> list[Row]:
     """The measurements as rows of the repository's kind."""
-    stamp = environment.stamp()
+    stamp = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve(), "cuda")}
     out = []
     for line in found:
         for name, us in line.us.items():
@@ -296,17 +290,23 @@ def rows_of(table: str, found: list[Line]) -> list[Row]:
     return out
 
 
-def main(arguments: list[str]) -> None:
-    """Command line: table=NAME, out=FOLDER."""
+@dataclass
+class Options:
+    """The command line."""
+
+    table: str = "A"
+    out: str | None = None  # folder that receives the rows; null: outputs/<hardware>/rows
+
+
+def tabulate(options: Options) -> None:
+    """Measure, print and write one table."""
+    table = options.table
+    if table not in TABLES:
+        raise ConfigError(f"table={table} is unknown: choose table={' or table='.join(TABLES)}")
     import torch
 
-    options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    table = options.get("table", "A")
-    known = ("A", "ranks", "B", "C", "padding", "determinism")
-    if table not in known or set(options) - {"table", "out"} or len(options) != len(arguments):
-        raise SystemExit(f"usage: python -m experiments.ext_operator_tables table={'|'.join(known)} [out=FOLDER]")
     if not torch.cuda.is_available():
-        raise SystemExit("the operator tables time GPU kernels; no CUDA device is visible")
+        raise ConfigError("the operator tables time GPU kernels; no CUDA device is visible")
     with ANCHORS.open(newline="") as file:
         anchors = list(csv.DictReader(file))
     found = lines(table)
@@ -314,16 +314,12 @@ def main(arguments: list[str]) -> None:
     started = time.monotonic()
     for line in found:
         measure(line, table)
-        print(
-            f"[{time.monotonic() - started:5.0f} s] {line.label}: "
-            + ", ".join(f"{k} {v:.2f}" for k, v in line.us.items()),
-            flush=True,
-        )
+        times = ", ".join(f"{name} {us:.2f}" for name, us in line.us.items())
+        print(f"[{time.monotonic() - started:5.0f} s] {line.label}: {times}", flush=True)
     print(show(table, found, anchors))
-    folder = Path(options.get("out", f"outputs/{environment.hardware_slug()}/rows"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(options.out or f"outputs/{environment.hardware_slug()}/rows")
     write_rows(folder / f"ext_operator_tables_{table}.csv", rows_of(table, found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with_options("ext_operator_tables", __doc__ or "", "ext_operator_tables", Options, tabulate)

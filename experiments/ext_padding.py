@@ -9,8 +9,8 @@ delivers more than rank 8 asks for. On a CPU, true ranks also break the batched 
 one per adapter, so that many small adapters can lose more than they save.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, every system after a check against the reference, interleaved. Ranks are
-rotated so that each appears equally often in every sample (see `experiments.mixed_ranks`). Rows also carry the bytes
-read, by arithmetic: A and B of the adapters present, x and y.
+rotated so that each appears equally often in every sample (see `benches.mixed_ranks`). Rows also carry the bytes read,
+by arithmetic: A and B of the adapters present, x and y.
 
 Cost at scale=laptop: about half a minute on two cores, 1 GB.
 """
@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, by_cell, main, sampled
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from punica.workload.popularity import popularity
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ class Padding(OperatorExperiment):
     """Latency and bytes of each system per popularity (the panels) and batch."""
 
     name, figure, order, conf = "ext_padding", "ext padding", 210, OperatorConf
-    paper_file = "fig09_lora_operator_ranks.csv"  # nearest relative; not drawn
     defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
 
     def points(self, cfg: Config) -> list[Point]:
@@ -51,7 +51,7 @@ class Padding(OperatorExperiment):
         return by_cell(points, "system", "rank")
 
     def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
-        from experiments import mixed_ranks, operators
+        from experiments.benches import mixed_ranks, operators
 
         calls, batches_per_call = {}, 1
         for index, point in enumerate(points):
@@ -62,7 +62,7 @@ class Padding(OperatorExperiment):
         return [[value / batches_per_call for value in samples[index]] for index in range(len(points))]
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        from experiments.mixed_ranks import TRUE_RANK, bytes_read, variant
+        from experiments.benches.mixed_ranks import TRUE_RANK, bytes_read, variant
 
         figure, rows, ranks = operator_conf(cfg), cast(int, point.batch_size), cfg.adapters.ranks
         adapters = popularity(point.workload).number_of_adapters(rows)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 from omegaconf import MISSING
 
 from experiments.harness import (
+    PROTOCOL,
     Config,
     ConfigError,
     Experiment,
@@ -32,13 +33,13 @@ from experiments.harness import (
     model_settings,
     sampled,
 )
-from experiments.schema import sizes
+from experiments.harness.schema import sizes
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from experiments.model_steps import Invocation
+    from experiments.benches.model_steps import Invocation
 
 MODES = ("prefill", "decode")
 
@@ -71,7 +72,7 @@ class Fig01(Experiment):
     """Step latency of the backbone per mode (the panels), context length and batch."""
 
     name, figure, order, conf = "fig01_batching", "1", 50, BatchingConf
-    paper_file = "fig01_prefill_decode_latency.csv"
+    reads, clock = ("model", *PROTOCOL), "host_clock"
 
     def __init__(self) -> None:
         self._held: dict[str, Invocation] = {}
@@ -90,8 +91,8 @@ class Fig01(Experiment):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         import torch
 
-        from experiments.model_steps import spans
-        from experiments.operators import protocol
+        from experiments.benches.model_steps import spans
+        from experiments.benches.operators import protocol
         from punica.measure.timing import time_side_by_side
 
         invocation = self._invocation(cfg)
@@ -110,7 +111,7 @@ class Fig01(Experiment):
 
     def _invocation(self, cfg: Config) -> Invocation:
         """The checked model, built once for a whole run."""
-        from experiments.model_steps import Invocation, check_decode, random_llama, step_tokens
+        from experiments.benches.model_steps import Invocation, check_decode, random_llama, step_tokens
 
         if cfg.model.name not in self._held:
             figure = cast(BatchingConf, cfg.figure)

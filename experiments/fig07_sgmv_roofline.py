@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from punica.measure import roofline
 from punica.workload.popularity import popularity
 
@@ -30,7 +31,6 @@ class Fig07(OperatorExperiment):
     """FLOP/s, intensity and latency of one expand launch per popularity and batch, and the roof above them."""
 
     name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
-    paper_file = "fig07_sgmv_roofline.csv"
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)

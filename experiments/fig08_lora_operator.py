@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, main
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +32,6 @@ class Fig08(OperatorExperiment):
     """Latency of each implementation per popularity (the panels) and batch."""
 
     name, figure, order, conf = "fig08_lora_operator", "8", 20, OperatorConf
-    paper_file = "fig08_lora_operator_impls.csv"
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, main
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +28,6 @@ class Fig09(OperatorExperiment):
     """Latency per rank (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig09_lora_ranks", "9", 30, OperatorConf
-    paper_file = "fig09_lora_operator_ranks.csv"
     defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
 
     def points(self, cfg: Config) -> list[Point]:

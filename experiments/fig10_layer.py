@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main, model_settings, sampled
-from experiments.schema import sizes
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, model_settings, sampled
+from experiments.harness.schema import sizes
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from experiments.layer_bench import LayerBench
+    from experiments.benches.layer_bench import LayerBench
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Fig10(Experiment):
     """Latency of one layer per context length (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig10_layer", "10", 60, LayerConf
-    paper_file = "fig10_transformer_layer.csv"
+    reads = ("model", "workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, int], LayerBench] = {}
@@ -71,7 +71,7 @@ class Fig10(Experiment):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         import torch
 
-        from experiments.operators import protocol
+        from experiments.benches.operators import protocol
         from punica.measure.timing import time_side_by_side
         from punica.workload.popularity import popularity
 
@@ -90,8 +90,8 @@ class Fig10(Experiment):
 
     def _bench(self, cfg: Config, rank: int) -> LayerBench:
         """The layer with its adapters, built once per rank."""
-        from experiments.layer_bench import LayerBench
-        from experiments.model_steps import step_tokens
+        from experiments.benches.layer_bench import LayerBench
+        from experiments.benches.model_steps import step_tokens
 
         key = (cfg.model.name, rank)
         if key not in self._held:

@@ -40,8 +40,9 @@ from experiments.harness import (
     main,
     model_settings,
 )
-from experiments.schema import at_least
-from experiments.settings import folders
+from experiments.harness.schema import at_least
+from experiments.harness.settings import folders
+from experiments.harness.source import source_of
 from punica.measure.records import read_rows
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ class Fig11(Experiment):
     """Throughput per model (the panels), popularity and system."""
 
     name, figure, order, conf = "fig11_textgen", "11", 70, TextgenConf
-    paper_file = "fig11_text_generation_7b_13b.csv"
+    reads = (
+        "model", "workload", "engine", "adapters.ranks", "adapters.alpha", "adapters.seed", "scale.requests",
+        "scale.max_len", "scale.max_steps",
+    )  # fmt: skip
+    clock = "host_clock"
 
     def __init__(self) -> None:
         self._held: dict[tuple[Any, ...], World] = {}
@@ -161,12 +166,12 @@ def _throughputs(cfg: Config, point: Point) -> dict[str, float]:
     because its check failed.
     """
     rows = read_rows(folders(cfg).fresh_rows / f"{EXPERIMENT.name}.csv")
-    panel = point.panel.removesuffix(f" {RATIOS}")
+    panel, source = point.panel.removesuffix(f" {RATIOS}"), source_of(EXPERIMENT, cfg.hardware.device)
     cell = (panel, point.workload, point.model, point.batch_size, cfg.scale.name, cfg.timer.name)
     found = {
         row.system: row.value
         for row in rows
-        if row.metric == "throughput" and row.rank in (None, point.rank)
+        if row.metric == "throughput" and row.rank in (None, point.rank) and row.source_hash == source
         if (row.panel, row.workload, row.model, row.batch_size, row.scale, row.timer) == cell
     }
     if missing := [name for name in cfg.system.names if name not in found]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, by_cell, main
-from experiments.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +29,6 @@ class ReadmeBackbone(OperatorExperiment):
     """Latency of the backbone's projection and of the two LoRA operators per batch."""
 
     name, figure, order, conf = "readme_backbone", "README backbone-vs-sgmv", 40, OperatorConf
-    paper_file = "readme_backbone_vs_sgmv.csv"
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)

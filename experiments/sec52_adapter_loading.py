@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, cast
 from omegaconf import MISSING
 
 from experiments.harness import (
+    PROTOCOL,
     Config,
     ConfigError,
     Experiment,
@@ -45,14 +46,14 @@ from experiments.harness import (
     model_settings,
     sampled,
 )
-from experiments.schema import at_least
+from experiments.harness.schema import at_least
 from punica.measure import environment
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from experiments.adapter_loading import Measured
+    from experiments.benches.adapter_loading import Measured
 
 ALONE = ("layer", "model")
 OVERLAP = "overlap"
@@ -78,8 +79,8 @@ class AdapterLoading(Experiment):
     """Load time per rank of a layer and of a model, and what a load and a decode step do to each other."""
 
     name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
-    paper_file = "text_other_numbers.csv"
     defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
+    reads = ("model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", *PROTOCOL)
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         figure = cast(LoadingConf, cfg.figure)
@@ -114,9 +115,9 @@ class AdapterLoading(Experiment):
         return self.measure_together(cfg, [point])[0]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        from experiments.adapter_loading import measured
-        from experiments.loading_bench import Bench, Decode
-        from experiments.operators import flush_bytes, protocol
+        from experiments.benches.adapter_loading import measured
+        from experiments.benches.loading_bench import Bench, Decode
+        from experiments.benches.operators import flush_bytes, protocol
 
         gc.collect()  # a manager refers to itself: without this, the model of the group before would stay
         first, decode = points[0], None

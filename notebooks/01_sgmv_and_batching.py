@@ -32,15 +32,15 @@ import torch
 from IPython.display import Markdown, display
 
 sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
+from experiments.claims.paper import read_figure
 from experiments.ext_determinism import EXPERIMENT as DETERMINISM
 from experiments.ext_padding import EXPERIMENT as PADDING
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
 from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, how_to_measure, of_the_roof, relative_to
-from punica.measure.paper import read_figure
 from punica.measure.roofline import sgmv_intensity, sgmv_io_bytes
-from punica.metadata import LoRAMapping, compute_meta
+from punica.metadata import LoRABatch, LoRAMapping, compute_meta
 from punica.ops import reference, torch_ops
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 from punica.wrapper import PunicaWrapperCPU
@@ -144,18 +144,19 @@ print("what shrink left for them:     ", shrunk[slots == -1].tolist())
 # %% [markdown]
 # ### Any order of rows
 # Rows of one adapter need not be neighbours; long segments only make the work cheaper, so an engine groups its rows by
-# adapter. On the host, once per step, `plan_segments` finds the *runs* (equal segments of neighbouring slots, one
+# adapter. On the host, once per step, a `LoRABatch` finds the *runs* (equal segments of neighbouring slots, one
 # batched matrix product each), and sorts the rows when that saves enough of them. The result belongs to the row, not
 # to the place where it stands:
 
 # %%
 order = torch.tensor([3, 0, 2, 4, 1, 5])
 shuffled = backbone.clone()
-plan = torch_ops.plan_segments(slots[order])
+step = LoRABatch.of_slots(slots[order])
 v = torch.zeros(1, 6, 2)
-torch_ops.shrink(x[order], (a,), v, plan)
-torch_ops.expand(v, (b,), shuffled, plan)
+torch_ops.shrink(x[order], (a,), v, step)
+torch_ops.expand(v, (b,), shuffled, step)
 print("slots", slots[order].tolist(), "-> runs of (slot, first row, segments, rows in each):")
+plan = step.plan
 print([tuple(run)[:4] for run in plan.runs], "of", "sorted rows" if plan.rows is not None else "the rows as they lie")
 print("equal to the loop, row by row:", torch.equal(shuffled, y[order]))
 

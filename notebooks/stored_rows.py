@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import pandas as pd
 from IPython.display import Image, Markdown
 
-from experiments.experiment import Experiment
+from experiments.claims import counts, judge
+from experiments.commands.report import read_folder, rows_files
+from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
 from experiments.plots.frames import centre, described, measured_frame, paper_frame
-from experiments.report import read_folder, rows_files
-from punica.measure.claims import counts, judge
 
 PAPER = "paper, A100"
 TableOf = Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame]
@@ -54,7 +54,7 @@ class StoredRows:
         if not self.has(experiment):
             return Markdown(f"*No rows of Figure {experiment.figure} yet, see there.*")
         rows = measured_frame(self._file(experiment))
-        return as_markdown(table_of(rows, paper_frame(self.root / "paper_results" / experiment.paper_file)))
+        return as_markdown(table_of(rows, paper_frame(self.root / "paper_results", experiment.figure)))
 
     def verdicts(self, figures: Sequence[str]) -> Markdown:
         """The claims of ``figures`` ("8"), judged as in ``make report`` from all rows of the folder."""

@@ -15,13 +15,13 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from experiments.experiment import Experiment
+from experiments.claims.paper import as_rows, read_figure
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
+from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
 from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, of_the_roof, relative_to
-from punica.measure.paper import as_rows, read_figure
 from punica.measure.records import COLUMNS, Row, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from punica.measure.paper import FIGURE_FILES, SOURCES, SYSTEMS, as_rows, paper_file, read_claims, read_figure
+from experiments.claims.paper import FIGURE_FILES, SOURCES, SYSTEMS, as_rows, paper_file, read_claims, read_figure
 from punica.measure.records import COLUMNS
 from punica.workload import PAPER_WORKLOADS, popularity, released_lengths
 

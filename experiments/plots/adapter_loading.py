@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from experiments.claims.paper import paper_file
+from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.frames import centre, described, interval, series
-from experiments.schema import REPOSITORY
-from punica.measure.paper import paper_file
 
 PAPER_RANK = 16  # of D03; the text names none
 LINK = "link"

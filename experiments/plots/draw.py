@@ -10,10 +10,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from experiments.experiment import Experiment
+from experiments.harness.experiment import Experiment
+from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.frames import measured_frame, paper_frame
-from experiments.schema import REPOSITORY
 from punica.measure.records import ensure_writable
 
 KINDS = ("pdf", "png", "json")
@@ -23,7 +23,7 @@ logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every fon
 def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Path) -> list[Path]:
     """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; returns the three files."""
     rows = measured_frame(rows_file)
-    paper = paper_frame(paper_folder / experiment.paper_file)
+    paper = paper_frame(paper_folder, experiment.figure)
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
     with style.themed():
@@ -51,6 +51,7 @@ def provenance(experiment: Experiment, rows: pd.DataFrame, rows_file: Path) -> d
         "rows": len(rows),
         "commits": values("commit"),
         "config_hashes": values("config_hash"),
+        "source_hashes": values("source_hash"),
         "hardware": values("hardware"),
         "devices": values("device"),
         "timers": values("timer"),

@@ -7,31 +7,22 @@ from pathlib import Path
 
 import pandas as pd
 
-from punica.measure.records import COLUMNS, read_rows
-
-TIMER_PREFERENCE = ("cuda_graph", "events", "host_clock")
-_PAPER_SOURCES = ("digitised", "derived", "figure label")
-_TEXT = ("panel", "system", "workload", "model")
+from experiments.claims.paper import FIGURE_FILES, read_figure
+from punica.measure.records import COLUMNS, TIMERS, read_rows
 
 
 def measured_frame(path: Path) -> pd.DataFrame:
-    """All measured rows of `path`; of several timers only the first of `TIMER_PREFERENCE` that is there."""
+    """All measured rows of `path`; of several timers only the first of `TIMERS` that is there."""
     frame = pd.DataFrame([asdict(row) for row in read_rows(path)], columns=list(COLUMNS))
-    for timer in TIMER_PREFERENCE:
+    for timer in TIMERS:
         if (frame["timer"] == timer).any():
             return frame[frame["timer"].isin([timer, ""])].reset_index(drop=True)
     return frame
 
 
-def paper_frame(path: Path) -> pd.DataFrame:
-    """The paper's rows of one figure: the digitised value of each quantity, else the derived one, else the label."""
-    frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXT, str), keep_default_na=False, na_values={"value": [""]})
-    frame = frame[frame["source"].isin(_PAPER_SOURCES)].copy()
-    for name in ("batch_size", "seq_len", "rank", "value"):
-        frame[name] = pd.to_numeric(frame[name], errors="coerce")
-    frame["preference"] = frame["source"].map(_PAPER_SOURCES.index)
-    same = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
-    return frame.sort_values("preference", kind="stable").drop_duplicates(same).sort_index().drop(columns="preference")
+def paper_frame(folder: Path, figure: str) -> pd.DataFrame:
+    """The paper's rows of `figure` in the folder `paper_results`; none where the paper has no such figure."""
+    return read_figure(folder, figure) if figure in FIGURE_FILES else pd.DataFrame(columns=list(COLUMNS))
 
 
 def series(frame: pd.DataFrame, x: str, y: str = "value") -> tuple[list[float], list[float]]:

@@ -10,15 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from experiments.claims.paper import SYSTEMS
 from experiments.plots import style
 from experiments.plots.frames import centre, described
 
-PAPER_NAMES = {
-    "punica": "Punica",
-    "continuous_batching": "vLLM",
-    "static_batching": "FasterTransformer",
-    "hf_peft": "HuggingFace Transformers",
-}
+PAPER_NAMES = {ours: theirs for theirs, ours in reversed(SYSTEMS.items())}
 """Our system -> the paper's that it stands for. The paper's DeepSpeed has the policy of FasterTransformer and is not
 drawn."""
 REFERENCE = "punica"
@@ -74,9 +70,8 @@ def by_cell(frame: pd.DataFrame, relative: bool) -> dict[tuple[str, str], float]
 
 def paper_cells(frame: pd.DataFrame, relative: bool) -> dict[tuple[str, str], float]:
     """The same of the paper, under our names."""
-    ours = {theirs: mine for mine, theirs in PAPER_NAMES.items()}
-    known = frame[frame["system"].isin(list(ours))]
-    return by_cell(known.assign(system=known["system"].map(ours)), relative)
+    known = frame[frame["system"].isin(list(SYSTEMS))]
+    return by_cell(known.assign(system=known["system"].map(SYSTEMS)), relative)
 
 
 def _colour(system: str) -> tuple[float, float, float]:

@@ -23,7 +23,8 @@ from experiments.systems import engine_systems, hf_systems
 from experiments.systems.check import check_tokens
 from experiments.systems.serving import SYSTEMS, Served, ServingSystem
 from experiments.systems.stream import Job, paper_stream, prefix_of_steps
-from experiments.systems.world import Limits, World
+from experiments.systems.weights import Limits
+from experiments.systems.world import World
 
 __all__ = [
     "SYSTEMS", "Job", "Limits", "Served", "ServingSystem", "World", "check_tokens", "engine_systems", "hf_systems",

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from experiments.experiment import CheckFailed
+from experiments.harness.experiment import CheckFailed
 from experiments.systems.serving import ServingSystem
 from experiments.systems.stream import Job
 from experiments.systems.world import World

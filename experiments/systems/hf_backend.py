@@ -18,16 +18,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from punica.adapters.synthetic import LLAMA_LORA_MODULES
-
-if TYPE_CHECKING:
-    from experiments.systems.world import World
+from experiments.systems.weights import Weights
 
 PADDING = 0  # any token id: padded positions are masked
 
@@ -42,34 +39,34 @@ class Generated:
 
 
 class PeftBackend:
-    """The backbone of `world` with one PEFT adapter per place in the batch."""
+    """The backbone of `weights` with one PEFT adapter per place in the batch."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        with torch.device(world.device):
-            model = AutoModelForCausalLM.from_config(world.config, dtype=world.dtype, attn_implementation="sdpa")
-        model.load_state_dict(world.exported(), assign=True)
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        with torch.device(weights.device):
+            model = AutoModelForCausalLM.from_config(weights.config, dtype=weights.dtype, attn_implementation="sdpa")
+        model.load_state_dict(weights.exported(), assign=True)
         config = LoraConfig(
-            r=world.rank,
-            lora_alpha=world.alpha,  # type: ignore[arg-type]  # a float works as well
-            target_modules=list(LLAMA_LORA_MODULES),
+            r=weights.rank,
+            lora_alpha=weights.alpha,  # type: ignore[arg-type]  # a float works as well
+            target_modules=weights.target_modules,
             task_type="CAUSAL_LM",
         )
-        self.names = [f"place{index}" for index in range(world.limits.max_batch_size)]
+        self.names = [f"place{index}" for index in range(weights.limits.max_batch_size)]
         with warnings.catch_warnings():
             # PEFT reads an attribute that Transformers is renaming; it concerns training only
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
             self.model: Any = PeftModel(model, config, self.names[0])
             for name in self.names[1:]:
                 self.model.add_adapter(name, config)
-        self.model.to(world.device, world.dtype).eval()
+        self.model.to(weights.device, weights.dtype).eval()
         self._held: dict[str, int] = {}
 
     def load(self, name: str, adapter_id: int) -> None:
         """Give the PEFT adapter `name` the weights of `adapter_id`."""
-        if self._held.get(name) != self.world.adapter_set(adapter_id):
-            set_peft_model_state_dict(self.model, self.world.adapter_tensors(adapter_id), adapter_name=name)
-            self._held[name] = self.world.adapter_set(adapter_id)
+        if self._held.get(name) != self.weights.adapter_set(adapter_id):
+            set_peft_model_state_dict(self.model, self.weights.adapter_tensors(adapter_id), adapter_name=name)
+            self._held[name] = self.weights.adapter_set(adapter_id)
 
     @contextmanager
     def adapter(self, adapter_id: int | None) -> Iterator[None]:
@@ -98,7 +95,7 @@ class PeftBackend:
         named = {} if rows is None else {"adapter_names": rows}
         width = max(len(prompt) for prompt in prompts)
         padded = [[PADDING] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        ids = torch.tensor(padded, device=self.world.device)
+        ids = torch.tensor(padded, device=self.weights.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
         column = torch.arange(width + new_tokens, device=ids.device)
         mask = (column >= (width - lengths)[:, None]).long()

@@ -21,6 +21,9 @@ from pathlib import Path
 
 KINDS = ("measured", "simulated", "paper")
 STATISTICS = ("median", "p10", "p90", "count", "value")
+TIMERS = ("cuda_graph", "events", "host_clock")
+"""The clocks of `punica.measure.timing`, first the one to prefer where a point has rows of several: `cuda_graph` tells
+what a call itself costs, `host_clock` (the paper artifact's protocol) counts the host's launch and wait as well."""
 
 
 class RowsError(RuntimeError):
@@ -52,6 +55,7 @@ class Row:
     timer: str = ""
     scale: str = ""
     config_hash: str = ""
+    source_hash: str = ""  # of the code that decided the number; empty in files written before rows knew it
     commit: str = ""
     date: str = ""
     device: str = ""
@@ -71,6 +75,7 @@ class Row:
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _INTEGERS = ("batch_size", "seq_len", "rank")
+_BEFORE_SOURCE = tuple(name for name in COLUMNS if name != "source_hash")  # of files that are older than that column
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -90,18 +95,18 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def _parse(path: Path, reader: Iterable[list[str]]) -> list[Row]:
     lines = iter(reader)
-    header = next(lines, [])
-    if tuple(header) != COLUMNS:
+    header = tuple(next(lines, []))
+    if header not in (COLUMNS, _BEFORE_SOURCE):
         missing = [name for name in COLUMNS if name not in header]
         reason = f"misses the columns {', '.join(missing)}" if missing else f"has the columns {', '.join(header)}"
         raise RowsError(f"{path}, line 1: the header {reason}; {_remedy(path)}")
-    return [_row(path, number, cells) for number, cells in enumerate(lines, start=2)]
+    return [_row(path, number, header, cells) for number, cells in enumerate(lines, start=2)]
 
 
-def _row(path: Path, number: int, cells: list[str]) -> Row:
-    if len(cells) != len(COLUMNS):
-        raise RowsError(f"{path}, line {number}: {len(cells)} cells instead of {len(COLUMNS)}; {_remedy(path)}")
-    values: dict[str, object] = dict(zip(COLUMNS, cells, strict=True))
+def _row(path: Path, number: int, header: tuple[str, ...], cells: list[str]) -> Row:
+    if len(cells) != len(header):
+        raise RowsError(f"{path}, line {number}: {len(cells)} cells instead of {len(header)}; {_remedy(path)}")
+    values: dict[str, object] = dict(zip(header, cells, strict=True))
     for name in (*_INTEGERS, "value"):
         cell = str(values[name])
         try:
@@ -164,10 +169,6 @@ class RowFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.rows: list[Row] = read_rows(self.path) if self.path.exists() else []
-
-    def has(self, config_hash: str) -> bool:
-        """Whether a finished point with exactly these settings is on disk."""
-        return any(row.config_hash == config_hash for row in self.rows)
 
     def replace(self, rows: Sequence[Row]) -> None:
         """Add `rows`, in place of any rows of the same points, and write the file atomically."""

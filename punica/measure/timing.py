@@ -23,9 +23,10 @@ from typing import TypeVar
 
 import torch
 
+from punica.measure.records import TIMERS
+
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
-TIMERS = ("host_clock", "events", "cuda_graph")
 CALLS_PER_GRAPH = 48
 
 

@@ -1,19 +1,20 @@
 """An experiment that costs nothing, for tests of the harness."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from omegaconf import DictConfig
 
-from experiments.experiment import CheckFailed, Experiment, Point, Reading, sampled
-from experiments.operator_figure import OperatorConf
-from experiments.schema import Config
+from experiments.benches.operator_conf import OperatorConf
+from experiments.harness import PROTOCOL, CheckFailed, Experiment, Point, Reading, sampled
+from experiments.harness.schema import Config
 
 
 class Fake(Experiment):
     """Counts its measurements; `wrong` batch sizes fail their check, `stop_at` ends the run like Ctrl-C."""
 
     name, figure, order, conf = "fig08_lora_operator", "8", 1, OperatorConf
-    paper_file = "fig08_lora_operator_impls.csv"
+    reads = ("workload", "adapters.ranks", *PROTOCOL)
 
     def __init__(self, wrong: Sequence[int] = (), stop_at: int | None = None) -> None:
         self.wrong, self.stop_at, self.measured = wrong, stop_at, []
@@ -38,16 +39,22 @@ class Fake(Experiment):
         raise AssertionError("these tests draw nothing")
 
 
+@cache
+def _register_all() -> None:
+    from experiments.harness.catalogue import experiments
+    from experiments.harness.command import register
+
+    for experiment in experiments():
+        register(experiment)
+
+
 def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> DictConfig:
     """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top."""
     from hydra import compose, initialize_config_dir
 
-    from experiments.catalogue import experiments
-    from experiments.harness import register
-    from experiments.schema import CONF
+    from experiments.harness.schema import CONF
 
-    for experiment in experiments():
-        register(experiment)
+    _register_all()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         given = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", f"paths.results={tmp_path}/results"]
         return compose(name, overrides=[*given, f"paths.figures={tmp_path}/figures", "draw=false", *overrides])

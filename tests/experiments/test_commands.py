@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fakes import composed
 
-from experiments.catalogue import experiments
-from experiments.harness import run
+from experiments.harness.catalogue import experiments
+from experiments.harness.resume import run
+from experiments.harness.schema import REPOSITORY
 from experiments.plots.draw import draw
-from experiments.schema import REPOSITORY
 from punica.measure.records import Row, RowsError, read_rows, write_rows
 
 ALL = {experiment.name: experiment for experiment in experiments()}
@@ -96,15 +96,15 @@ def test_every_experiment_measures_and_draws_at_smoke_scale(tmp_path, name):
 @pytest.mark.slow
 def test_reproduce_resumes_redoes_only_what_was_deleted_and_reports(tmp_path):
     words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
-    first = command("reproduce", *words)
+    first = command("commands.reproduce", *words)
     assert first.returncode == 0, first.stderr
     assert last_json(first)["measured"] == ["fig08_lora_operator", "readme_backbone"]
     assert Path(last_json(first)["report"]).exists()
-    second = last_json(command("reproduce", *words))
+    second = last_json(command("commands.reproduce", *words))
     assert second["measured"] == []
     assert second["seconds"] < 5
     (tmp_path / "cpu" / "smoke" / "rows" / "readme_backbone.csv").unlink()
-    assert last_json(command("reproduce", *words))["measured"] == ["readme_backbone"]
+    assert last_json(command("commands.reproduce", *words))["measured"] == ["readme_backbone"]
 
 
 @pytest.mark.slow
@@ -112,15 +112,38 @@ def test_a_figure_that_fails_does_not_stop_the_others(tmp_path):
     rows = tmp_path / "cpu" / "smoke" / "rows"
     rows.mkdir(parents=True)
     (rows / "fig08_lora_operator.csv").write_text("not,rows\n")
-    done = command("reproduce", "scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]")
+    done = command(
+        "commands.reproduce", "scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"
+    )
     assert done.returncode == 1
     assert last_json(done)["measured"] == ["readme_backbone"]
     assert "line 1" in last_json(done)["failed"]["fig08_lora_operator"]
     assert "Traceback" not in done.stderr
 
 
+def test_a_choice_that_no_chosen_figure_reads_is_refused(tmp_path):
+    words = [f"paths.outputs={tmp_path}", "figures=[fig08,readme]", "model=llama-tiny"]
+    done = command("commands.reproduce", *words)
+    assert done.returncode == 2
+    assert (
+        "error: model=llama-tiny would change nothing, model is not read by any of fig08_lora_operator" in done.stderr
+    )
+    done = command("commands.report", f"paths.outputs={tmp_path}", "model=llama-tiny")
+    assert done.returncode == 2
+    assert "model is not read by make report" in done.stderr
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+@pytest.mark.slow
+def test_a_choice_that_one_chosen_figure_reads_is_taken(tmp_path):
+    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,fig01]", "model=llama-tiny"]
+    done = command("commands.reproduce", *words, "draw=false")
+    assert done.returncode == 0, done.stderr
+    assert last_json(done)["measured"] == ["fig08_lora_operator", "fig01_batching"]
+
+
 def test_an_unknown_figure_is_refused(tmp_path):
-    done = command("reproduce", f"paths.outputs={tmp_path}", "figures=[fig99]")
+    done = command("commands.reproduce", f"paths.outputs={tmp_path}", "figures=[fig99]")
     assert done.returncode == 2
     assert "figures has 'fig99'" in done.stderr
 
@@ -144,7 +167,7 @@ def fake_rows(scale: str = "laptop", commit: str = "0123456789ab") -> list[Row]:
     ids=["smoke", "dirty", "no-commit"],
 )
 def test_rows_that_cannot_be_repeated_are_not_recorded(rows, message):
-    from experiments.record import refuse
+    from experiments.commands.record import refuse
 
     with pytest.raises(RowsError, match=message):
         refuse(Path("rows.csv"), rows, allow_dirty=False)
@@ -154,10 +177,10 @@ def test_rows_that_cannot_be_repeated_are_not_recorded(rows, message):
 def test_record_promotes_rows_and_figures(tmp_path):
     write_rows(tmp_path / "cpu" / "rows" / "fig08_lora_operator.csv", fake_rows(commit="0123-dirty"))
     words = ["hardware=cpu", f"paths.outputs={tmp_path}", f"paths.results={tmp_path}/r", f"paths.figures={tmp_path}/f"]
-    done = command("record", *words)
+    done = command("commands.record", *words)
     assert done.returncode == 1
     assert not (tmp_path / "r").exists()
-    done = command("record", *words, "allow_dirty=true")
+    done = command("commands.record", *words, "allow_dirty=true")
     assert done.returncode == 0, done.stderr
     assert len(read_rows(tmp_path / "r" / "cpu" / "fig08_lora_operator.csv")) == 9
     assert (tmp_path / "f" / "cpu" / "fig08_lora_operator.png").exists()
@@ -172,12 +195,12 @@ def test_figures_draws_recorded_rows_without_measuring(tmp_path):
         f"paths.results={tmp_path}/r",
         f"paths.figures={tmp_path}/f",
     ]
-    done = command("figures", *words)
+    done = command("commands.figures", *words)
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "f" / "h200" / "fig08_lora_operator.json").read_text())
     assert (facts["commits"], facts["hardware"], facts["rows"]) == (["0123456789ab"], ["h200"], 9)
     assert not (tmp_path / "o" / "h200" / "figures").exists()
-    nothing = command("figures", "hardware=cpu", *words[1:])
+    nothing = command("commands.figures", "hardware=cpu", *words[1:])
     assert nothing.returncode == 2
     assert "no rows to draw" in nothing.stderr
 

@@ -1,16 +1,22 @@
 """Configuration: every experiment composes at every scale, and mistakes are refused with a message that helps."""
 
+import json
+import re
 import sys
 
 import pytest
 from fakes import Fake, composed
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.catalogue import experiments
-from experiments.harness import run
-from experiments.schema import CONF, ConfigError
-from experiments.settings import folders, settle
+from experiments.harness.catalogue import experiments
+from experiments.harness.resume import run
+from experiments.harness.schema import CONF, ConfigError, choice
+from experiments.harness.settings import folders, keys_read, refuse_unread, settle
+from punica.measure.records import TIMERS
+from punica.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
 GPU_ONLY = ("ext_determinism",)
@@ -30,10 +36,38 @@ def test_every_figure_file_has_its_script():
     assert {path.stem for path in (CONF / "figure").glob("*.yaml")} == set(ALL)
 
 
-def test_every_choice_of_every_group_composes(tmp_path):
-    for group in ("model", "hardware", "workload", "adapters", "system", "engine", "timer"):
-        for path in (CONF / group).glob("*.yaml"):
-            assert composed(tmp_path, f"{group}={path.stem}")[group] is not None
+def choices(tmp_path, group):
+    """What `group=` takes: files of conf/ and what the registries put into Hydra's ConfigStore."""
+    composed(tmp_path)
+    stored = [name for name in ConfigStore.instance().repo.get(group, {})]
+    return [*(path.stem for path in (CONF / group).glob("*.yaml")), *(name.removesuffix(".yaml") for name in stored)]
+
+
+@pytest.mark.parametrize("group", ["model", "hardware", "workload", "adapters", "system", "timer"])
+def test_every_choice_of_every_group_composes(tmp_path, group):
+    found = choices(tmp_path, group)
+    assert len(found) >= 3
+    for name in found:
+        assert composed(tmp_path, f"{group}={name}")[group] is not None
+
+
+def test_workloads_systems_and_timers_are_choices_by_being_registered(tmp_path):
+    assert set(choices(tmp_path, "workload")) == {"all", *(name.lower() for name in WORKLOADS.names())}
+    assert set(choices(tmp_path, "timer")) == {"auto", *TIMERS}
+    systems = {name for experiment in ALL.values() for name in composed(tmp_path, name=experiment.name).figure.systems}
+    assert set(choices(tmp_path, "system")) == {"all", *(choice(name) for name in systems)}
+    assert {"punica", "hf_peft_mixed", "gather_bmm", "sgmv", "backbone", "true_rank"} <= set(
+        choices(tmp_path, "system")
+    )
+    assert not [group for group in ("workload", "system", "timer") if (CONF / group).exists()]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_system_of_a_figure_can_be_chosen_alone(tmp_path, name):
+    hardware = "h200" if name in (*GPU_ONLY, "sec52_adapter_loading") else "cpu"
+    for system in composed(tmp_path, name=name).figure.systems:
+        cfg = settle(composed(tmp_path, f"hardware={hardware}", f"system={choice(system)}", name=name), ALL[name])
+        assert cfg.system.names == [system]
 
 
 def test_the_scale_chooses_the_model_unless_the_user_does(tmp_path):
@@ -97,7 +131,7 @@ def test_a_choice_narrows_the_grid(tmp_path):
 
 
 def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatch):
-    from experiments import schema
+    from experiments.harness import schema
 
     monkeypatch.setattr(schema.environment, "hardware_slug", lambda: "h200")
     cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
@@ -118,7 +152,71 @@ def test_deciding_what_is_stale_needs_no_torch(tmp_path):
     import subprocess
 
     code = (
-        "import sys, experiments.reproduce; from experiments.catalogue import experiments;"
+        "import sys, experiments.commands.reproduce; from experiments.harness.catalogue import experiments;"
         "heavy = {'torch', 'matplotlib', 'pandas'} & set(sys.modules); assert not heavy, heavy; assert experiments()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=CONF.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "key"),
+    [
+        ("fig08_lora_operator", "model=llama-tiny", "model"),
+        ("fig08_lora_operator", "adapters.alpha=8", "adapters.alpha"),
+        ("fig08_lora_operator", "engine.page_size=8", "engine.page_size"),
+        ("fig08_lora_operator", "scale.seq_lens=[16]", "scale.seq_lens"),
+        ("fig01_batching", "workload=skewed", "workload"),
+        ("fig01_batching", "timer=host_clock", "timer"),
+        ("fig11_textgen", "scale.batch_sizes=[1]", "scale.batch_sizes"),
+        ("fig11_textgen", "adapters.slots=4", "adapters.slots"),
+    ],
+)
+def test_what_an_experiment_does_not_read_is_refused(name, override, key):
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(override)} would change nothing, {key} is not read by {name}: "
+    ):
+        refuse_unread(["scale=smoke", override], keys_read(ALL[name]), name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_an_experiment_reads_is_not_refused(name):
+    given = [
+        "scale=smoke",
+        "hardware=cpu",
+        "+paths.outputs=x",
+        "force=true",
+        "draw=false",
+        "system=all",
+        "figure.title=T",
+    ]
+    refuse_unread(given, keys_read(ALL[name]), name)
+    refuse_unread([f"{key}=1" for key in ALL[name].reads], keys_read(ALL[name]), name)
+
+
+def test_every_declared_key_exists(tmp_path):
+    for experiment in ALL.values():
+        cfg = composed(tmp_path, name=experiment.name)
+        for key in keys_read(experiment):
+            OmegaConf.select(cfg, key, throw_on_missing=True)
+            assert OmegaConf.select(cfg, key.rpartition(".")[0] or key) is not None, (experiment.name, key)
+            assert key.rpartition(".")[2] in (cfg if "." not in key else cfg[key.split(".")[0]])
+
+
+def test_the_kept_configuration_holds_what_is_read_and_nothing_else(tmp_path):
+    run(composed(tmp_path, "workload=distinct", "figure.batch_sizes=[1]"), Fake())
+    kept = json.loads((tmp_path / "cpu/smoke/rows/fig08_lora_operator.json").read_text())
+    assert set(kept) == {"figure", "hardware", "workload", "adapters", "system", "timer", "scale", "force", "draw"}
+    assert kept["figure"]["h1"] == kept["scale"]["hidden_size"] == 96
+    assert set(kept["adapters"]) == {"ranks"}
+    assert {"name", "repeats", "batch_sizes"} <= set(kept["scale"])
+    assert not {"seq_lens", "requests", "model_batch_sizes"} & set(kept["scale"])
+
+
+@pytest.mark.parametrize("name", ["fig01_batching", "fig11_textgen"])
+def test_what_only_the_host_clock_can_time_says_so_on_a_gpu(tmp_path, name):
+    for timer in ("auto", "cuda_graph"):
+        cfg = settle(composed(tmp_path, "hardware=h200", f"timer={timer}", name=name), ALL[name])
+        assert cfg.timer.name == "host_clock"
+    assert (
+        settle(composed(tmp_path, "hardware=h200", name="fig10_layer"), ALL["fig10_layer"]).timer.name == "cuda_graph"
+    )

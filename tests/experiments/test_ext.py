@@ -11,12 +11,12 @@ import pytest
 import torch
 from fakes import composed
 
-from experiments import mixed_ranks, operators
-from experiments.catalogue import experiments
-from experiments.experiment import CheckFailed
-from experiments.harness import run
-from experiments.schema import REPOSITORY
-from experiments.settings import settle
+from experiments.benches import mixed_ranks, operators
+from experiments.harness.catalogue import experiments
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.resume import run
+from experiments.harness.schema import REPOSITORY
+from experiments.harness.settings import settle
 from punica.measure.records import read_rows
 from punica.workload.popularity import popularity
 
@@ -166,8 +166,8 @@ INTERPRETED = """
 import sys, json
 sys.path.insert(0, "tests/experiments")
 from fakes import composed
-from experiments.catalogue import experiments
-from experiments.settings import settle
+from experiments.harness.catalogue import experiments
+from experiments.harness.settings import settle
 (experiment,) = experiments(["ext_determinism"])
 cfg = settle(composed(sys.argv[1], *sys.argv[2:], name=experiment.name), experiment)
 points = experiment.grid(cfg)
@@ -208,7 +208,7 @@ def test_every_variant_is_right_and_its_bits_are_compared(tmp_path, dtype):
 
 
 def test_bits_that_change_between_runs_are_seen(monkeypatch):
-    from experiments import determinism
+    from experiments.benches import determinism
 
     problem = operators.Problem(
         torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.zeros(2, 5), torch.zeros(2).long(), (2,)
@@ -231,7 +231,7 @@ def test_bits_that_change_between_runs_are_seen(monkeypatch):
 
 
 def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch):
-    from experiments import determinism
+    from experiments.benches import determinism
 
     problem = operators.Problem(
         torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.zeros(2, 5), torch.zeros(2).long(), (2,)
@@ -257,7 +257,7 @@ def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch):
     ids=["float32", "float16", "bfloat16-negative", "float16-around-zero", "zeros"],
 )
 def test_differences_count_units_in_the_last_place(dtype, a, b, ulp):
-    from experiments.determinism import differences
+    from experiments.benches.determinism import differences
 
     changed, _, found = differences(torch.tensor([a, 3.0], dtype=dtype), torch.tensor([b, 3.0], dtype=dtype))
     assert (found, changed.tolist()) == (ulp, [ulp > 0, False])

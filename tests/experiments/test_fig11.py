@@ -8,11 +8,11 @@ import pytest
 from fakes import composed
 from omegaconf import OmegaConf
 
-from experiments.experiment import CheckFailed
 from experiments.fig11_textgen import BASELINES, EXPERIMENT, Fig11, ratios
-from experiments.harness import run
-from experiments.schema import REPOSITORY, ConfigError
-from experiments.settings import settle
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.resume import run
+from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.harness.settings import settle
 from punica.measure.records import read_rows
 
 NAME = "fig11_textgen"

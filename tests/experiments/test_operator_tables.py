@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments import ext_operator_tables as tables
-from experiments.operator_shapes import Operator, floor_us
+from experiments.benches.operator_shapes import Operator, floor_us
 from punica.measure.records import STATISTICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,16 +60,26 @@ def test_the_listing_of_experiments_does_not_pay_for_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("arguments", [["table=Z"], ["A"], ["table=A", "speed=1"]], ids=" ".join)
-def test_wrong_command_lines_say_the_usage(arguments):
-    with pytest.raises(SystemExit, match="usage"):
-        tables.main(arguments)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table=Z"], "error: table=Z is unknown: choose table=A"),
+        (["A"], "Error parsing override 'A'"),
+        (["table=A", "speed=1"], "Key 'speed' not in 'Options'"),
+    ],
+    ids=["table", "no-key", "option"],
+)
+def test_wrong_command_lines_say_what_is_wrong(words, message):
+    command = [sys.executable, "-m", "experiments.ext_operator_tables", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert message in done.stderr
 
 
 class TestTuner:
     @pytest.fixture
     def tune(self):
-        return pytest.importorskip("experiments.tune")
+        return pytest.importorskip("experiments.commands.tune")
 
     @pytest.mark.parametrize("group", "ARBCPD")
     def test_candidates_are_legal(self, tune, group):
@@ -135,7 +145,8 @@ class TestTuner:
             assert len({json.dumps(config) for config in named.values()}) == len(named)
             assert tune.sparse(table) == table
 
-    def test_unknown_options_are_refused(self, tune, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["tune", "minute=3"])
-        with pytest.raises(SystemExit, match="minute"):
-            tune.main()
+    def test_unknown_options_are_refused(self, tune):
+        command = [sys.executable, "-m", tune.__name__, "minute=3"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert "Key 'minute' not in 'Options'" in done.stderr

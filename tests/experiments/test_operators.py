@@ -4,11 +4,11 @@ import pytest
 import torch
 from fakes import composed
 
-from experiments import operators
-from experiments.catalogue import experiments
-from experiments.experiment import CheckFailed, Point
-from experiments.operators import OPERATORS, Prepared, problems
-from experiments.settings import settle
+from experiments.benches import operators
+from experiments.benches.operators import OPERATORS, Prepared, problems
+from experiments.harness import CheckFailed, Point
+from experiments.harness.catalogue import experiments
+from experiments.harness.settings import settle
 
 FIG08 = next(experiment for experiment in experiments(["fig08"]))
 

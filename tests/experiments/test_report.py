@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.report import SOURCES, choose, read_folder, write_report
-from experiments.schema import REPOSITORY, ConfigError
-from experiments.settings import Folders
+from experiments.commands.report import SOURCES, choose, read_folder, write_report
+from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.harness.settings import Folders
 from punica.measure.records import Row, RowsError, write_rows
 
 PAPER = REPOSITORY / "paper_results"
@@ -111,7 +111,7 @@ def test_damaged_rows_are_named_and_no_table_is_written(places):
 
 def command_line(tmp_path, *overrides):
     paths = [f"paths.{name}={tmp_path / name}" for name in ("outputs", "results", "figures")]
-    command = [sys.executable, "-m", "experiments.report", "hardware=cpu", *paths, *overrides]
+    command = [sys.executable, "-m", "experiments.commands.report", "hardware=cpu", *paths, *overrides]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, check=False)
 
 

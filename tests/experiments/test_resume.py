@@ -3,7 +3,8 @@
 import pytest
 from fakes import Fake, composed
 
-from experiments.harness import or_exit, run
+from experiments.harness.command import or_exit
+from experiments.harness.resume import run
 from punica.measure.records import RowsError, read_rows, write_rows
 
 GRID = ("workload=distinct", "figure.batch_sizes=[1,2,4]")

@@ -7,18 +7,18 @@ import pandas as pd
 import pytest
 import torch
 from fakes import composed
-from omegaconf import OmegaConf
 
-from experiments import adapter_loading, loading_bench, sec52_adapter_loading
-from experiments.adapter_loading import LOADERS, Loader, Measured, check_loader, measured
-from experiments.catalogue import experiments
-from experiments.experiment import CheckFailed, Point
-from experiments.harness import run
-from experiments.loading_bench import Bench, Decode, lora_bytes
-from experiments.operators import protocol
+from experiments import sec52_adapter_loading
+from experiments.benches import adapter_loading, loading_bench
+from experiments.benches.adapter_loading import LOADERS, Loader, Measured, check_loader, measured
+from experiments.benches.loading_bench import Bench, Decode
+from experiments.benches.operators import protocol
+from experiments.harness import CheckFailed, Point
+from experiments.harness.catalogue import experiments
+from experiments.harness.resume import run
+from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf, model_conf
+from experiments.harness.settings import settle
 from experiments.plots.adapter_loading import draw_loading, text_numbers
-from experiments.schema import CONF, REPOSITORY, ConfigError, DType, ModelConf
-from experiments.settings import settle
 from punica.measure.records import read_rows
 
 (SEC52,) = experiments(["sec52"])
@@ -56,15 +56,14 @@ def paper_bytes():
 @pytest.mark.parametrize(("model", "metric", "expected"), paper_bytes(), ids=str)
 def test_bytes_are_those_of_the_paper(model, metric, expected):
     """D03: 2.50 MB per layer and 80.0 MB in all for 7B at rank 16."""
-    text = OmegaConf.load(CONF / "model" / f"llama2-{model.lower()}.yaml")
-    conf = ModelConf(**{**text, "dtype": DType[text.dtype]})
-    assert lora_bytes(conf, 16, 1 if "layer" in metric else None) == expected
+    conf = model_conf(f"llama2-{model.lower()}")
+    assert conf.lora_parameters(16, 1 if "layer" in metric else None) * conf.dtype.bytes == expected
 
 
 def test_adapters_and_slots_have_these_bytes_or_nothing_is_timed(bench, monkeypatch):
     tensors = [tensor for weights in bench.adapters[0].loras.values() for tensor in weights.pair()]
     assert sum(tensor.nbytes for tensor in tensors) == bench.bytes == bench.manager.slot_bytes == 73_984
-    monkeypatch.setattr(loading_bench, "lora_bytes", lambda *_: 70_000)
+    monkeypatch.setattr(ModelConf, "lora_parameters", lambda *_: 70_000 // TINY.dtype.bytes)
     with pytest.raises(CheckFailed, match="73984 bytes in an adapter, 73984 in a slot, 70000 by arithmetic"):
         Bench(TINY, 8, "cpu")
 

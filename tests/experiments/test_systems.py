@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.experiment import CheckFailed
-from experiments.schema import DType, ModelConf
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import DType, ModelConf
 from experiments.systems import SYSTEMS, Job, Limits, World, check_tokens, paper_stream, prefix_of_steps
 from experiments.systems.check import reference_tokens
 from experiments.systems.stream import shortened, steps_taken

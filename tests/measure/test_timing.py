@@ -57,7 +57,7 @@ def test_garbage_collection_is_off_while_timing_and_on_again_after():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"timer": "stopwatch"}, "known: host_clock, events, cuda_graph"),
+        ({"timer": "stopwatch"}, "known: cuda_graph, events, host_clock"),
         ({"timer": "cuda_graph"}, "needs a CUDA device"),
         ({"repeats": 0}, "at least 1"),
     ],

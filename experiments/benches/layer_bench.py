@@ -1,0 +1,81 @@
+"""One decoder layer with LoRA in a decode step: what Figure 10 times.
+
+All seven projections carry adapters, every slot its own copy of the weights. Metadata (which row uses which slot)
+is set once per step, outside the timing, as a server does once for all layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from experiments.benches.model_steps import TOLERANCE, Invocation, llama_config, random_llama, spans
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import ModelConf
+from punica.adapters import LoRAModelManager, random_adapter
+from punica.config import LoRAConfig
+from punica.metadata import LoRAMapping
+
+
+class LayerBench:
+    """Layer 0 of `model`, `slots` random adapters of `rank`, a cache of `max_tokens` places."""
+
+    def __init__(self, model: ModelConf, rank: int, slots: int, max_tokens: int, device: str) -> None:
+        llama = random_llama(model, device, layers=1)
+        self.invocation = Invocation(llama, max_tokens)
+        self.layer = llama.model.layers[0]
+        self.rotary = llama.model.rotary
+        self.hidden_size = model.hidden_size
+        self.dtype = getattr(torch, model.dtype.name)
+        self.manager = LoRAModelManager(
+            llama, slots, slots, model.vocab_size, LoRAConfig(max_lora_rank=rank, max_loras=slots), device
+        )
+        config = llama_config(model, layers=1)
+        for adapter_id in range(1, slots + 1):
+            self.manager.add_adapter(random_adapter(adapter_id, config, rank, adapter_id, dtype=self.dtype))
+            self.manager.activate_adapter(adapter_id)
+
+    def rows(self, batch_size: int) -> torch.Tensor:
+        """Hidden states `[batch_size, hidden]`, the same first rows for every batch size."""
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(batch_size, self.hidden_size, generator=generator)
+        return x.to(self.dtype).to(self.invocation.device)
+
+    def begin(self, adapter_ids: list[int], kv_length: int, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set the metadata and the layout of a decode step; cos and sin of its positions.
+
+        `adapter_ids`: one per row, 0 for none. Row i reads the pages of request `first_row + i`.
+        """
+        requests = spans(first_row + len(adapter_ids), 1, kv_length)[first_row:]
+        layout = [replace(span, start=row) for row, span in enumerate(requests)]
+        _, positions = self.invocation.begin(layout)
+        self.manager.set_adapter_mapping(LoRAMapping(adapter_ids, adapter_ids))
+        cos, sin = self.rotary(positions)
+        return cos, sin
+
+    def run(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """The layer: `[T, hidden]` to the same shape."""
+        return self.layer(x, cos, sin, self.invocation.attention)
+
+    @torch.inference_mode()
+    def check(self, adapter_ids: list[int], kv_length: int) -> None:
+        """First and last row of the batch come out as when each runs alone, and not as without its adapter.
+
+        Raises `CheckFailed` when they do not.
+        """
+        batch_size = len(adapter_ids)
+        x = self.rows(batch_size)
+        together = self.run(x, *self.begin(adapter_ids, kv_length))
+        for row in {0, batch_size - 1}:
+            alone = self.run(x[row : row + 1], *self.begin([adapter_ids[row]], kv_length, row))
+            plain = self.run(x[row : row + 1], *self.begin([0], kv_length, row))
+            error = _difference(together[row : row + 1], alone)
+            if not error <= TOLERANCE[self.dtype]:
+                raise CheckFailed(f"row {row} of {batch_size} differs by {error:.2e} from the same row alone")
+            if _difference(plain, alone) <= TOLERANCE[self.dtype]:
+                raise CheckFailed(f"row {row} of {batch_size} comes out as if it had no adapter")
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

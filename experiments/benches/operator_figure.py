@@ -1,0 +1,53 @@
+"""What Figures 7, 8, 9 and README share: a grid over popularity, batch and rank, systems timed side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from tqdm import tqdm
+
+from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, by_cell, sampled
+
+
+class OperatorExperiment(Experiment):
+    """Times the systems of a cell (same popularity, batch and rank) interleaved, after checking every one."""
+
+    reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
+
+    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
+        return by_cell(points)
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        return self.measure_together(cfg, [point])[0]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        samples = self.samples(cfg, points)
+        return [self.readings(cfg, point, one) if one else [] for point, one in zip(points, samples, strict=True)]
+
+    def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
+        """The rows of one point from its microseconds."""
+        return sampled("latency", samples, "us")
+
+    def operator(self, point: Point) -> str:
+        """Name in `experiments.benches.operators.OPERATORS` of what is timed as `point.system`."""
+        return point.system
+
+    def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
+        """Checked microseconds of each point, all timed interleaved; none for what this torch cannot run."""
+        from experiments.benches import operators
+
+        calls = {}
+        for index, point in enumerate(points):
+            rows = cast(int, point.batch_size)
+            if point.rank is None:
+                calls[index] = operators.prepare_backbone(cfg, rows)
+                continue
+            batches = operators.problems(cfg, point.workload, rows, point.rank)
+            try:
+                calls[index] = operators.prepare_checked(batches, self.operator(point))
+            except operators.Unsupported as error:
+                tqdm.write(f"{self.name}: no row for {point.label()}: {error}", file=sys.stderr)
+        samples = operators.microseconds(cfg, calls)
+        return [samples.get(index, []) for index in range(len(points))]

@@ -1,0 +1,88 @@
+"""The LoRA operator with block sizes of one's own choice, and its kernels compiled in parallel beforehand."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from experiments.benches.operator_sets import OperatorSets
+from experiments.benches.operator_shapes import Operator
+from punica.ops.checks import FLAT, describe_stored
+from punica.ops.triton_ops.launch import Launch
+from punica.ops.triton_ops.lora_linear import plan_linear
+
+Config = dict[str, Any]
+Job = tuple[Operator, Config, Config, bool, bool | None]  # operator, shrink, expand, pdl, pdl_shrink
+
+
+def pair_plan(
+    sets: OperatorSets, shrink: Config, expand: Config, *, pdl: bool, pdl_shrink: bool | None = None
+) -> Callable[[int], None]:
+    """``call(i)``: the operator on set i with the given configurations, as `lora_linear` runs it, without the
+    dispatcher.
+    """
+    op = sets.operator
+    a, b = describe_stored(FLAT.a, sets.a[0], -2), describe_stored(FLAT.b, sets.b[0], -1)
+    *meta, _, count = sets.meta_args
+    ranks = sets.lora_ranks
+    plan = plan_linear(
+        sets.y[0], sets.x[0], a, b, int(count), meta[4].numel(), shrink, expand,
+        has_ranks=bool(op.ranks), pdl=pdl, pdl_shrink=pdl_shrink,
+    )  # fmt: skip
+    planes = torch.empty(plan.planes, dtype=torch.float32, device=sets.x.device)
+
+    def call(i: int) -> None:
+        plan.shrink.run(sets.x[i], sets.a[i], planes, meta, ranks, 1.0, True)
+        plan.expand.run(planes, sets.b[i], sets.y[i], meta, ranks, True)
+
+    return call
+
+
+class _MetaSets:
+    """Stands in for `OperatorSets` in a worker that only compiles: the same shapes and strides, no memory."""
+
+    def __init__(self, op: Operator) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        adapters = len(op.sizes)
+        self.operator = op
+        self.x, self.y = empty(1, op.tokens, op.k), empty(1, op.tokens, sum(op.widths))
+        self.a = [tuple(empty(adapters, op.rank, op.k) for _ in op.widths)]
+        self.b = [tuple(empty(adapters, n, op.rank) for n in op.widths)]
+        entries = max(64, adapters) + 1
+        lengths = (op.tokens, op.tokens, entries, entries + 1, entries)
+        tensors = [empty(n, dtype=torch.int32) for n in lengths]
+        self.meta_args = (*tensors, None, adapters)
+        self.lora_ranks = empty(len(op.widths), adapters, dtype=torch.int32) if op.ranks else None
+
+
+def _compile(job: Job) -> str:
+    op, shrink, expand, pdl, pdl_shrink = job
+    Launch.compile_only = True
+    try:
+        pair_plan(_MetaSets(op), shrink, expand, pdl=pdl, pdl_shrink=pdl_shrink)(0)  # type: ignore[arg-type]
+    except Exception as error:  # a candidate that does not fit the GPU is simply not a candidate
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def compile_all(jobs: list[Job], workers: int) -> None:
+    """Compile the kernels of `jobs` in parallel; those that fail are met again, and skipped, when timed."""
+    unique = {json.dumps([_code_form(job[0]), *job[1:]]): job for job in jobs}
+    if workers == 0 or not unique:
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for message in pool.map(_compile, unique.values(), chunksize=4):
+            if message:
+                print("not compiled:", message[:200])
+
+
+def _code_form(op: Operator) -> tuple:
+    """What of an operator decides which code its kernels are (row counts do not)."""
+    return op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1

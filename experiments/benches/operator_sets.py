@@ -1,0 +1,129 @@
+"""Inputs for timing the LoRA operator on a GPU, and the clock: what `tune.py` and `ext_operator_tables.py` share.
+
+Weights must come from HBM, as they do in a server, where a whole model runs between two uses of one layer's adapters.
+So an operator is timed on many *sets* (x, y, A, B), together more bytes than any cache holds, used in turn by the calls
+of one CUDA graph. The time of a call is the time of a replay over its calls: what one call costs inside a long graph.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from experiments.benches.operator_shapes import Operator
+from punica.metadata import LoRAKernelMeta
+
+ROTATING_BYTES = 256 << 20
+"""Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""
+
+
+class OperatorSets:
+    """Rotating inputs of one operator. ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i;
+    ``meta_args`` is shared.
+    """
+
+    def __init__(
+        self, operator: Operator, *, dtype: torch.dtype = torch.float16, max_loras: int = 64, seed: int = 0
+    ) -> None:
+        self.operator = operator
+        adapters, tokens, slices = len(operator.sizes), operator.tokens, len(operator.widths)
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        per_set = 2 * (tokens * (operator.k + sum(operator.widths)))
+        per_set += 2 * adapters * operator.rank * (operator.k * slices + sum(operator.widths))
+        self.count = max(2, -(-ROTATING_BYTES // per_set))
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            out = torch.empty(self.count, *shape, device="cuda", dtype=dtype)
+            return out.normal_(generator=generator).mul_(scale)
+
+        self.x = normal(tokens, operator.k)
+        self.y = torch.zeros(self.count, tokens, sum(operator.widths), device="cuda", dtype=dtype)
+        a = [normal(adapters, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
+        b = [normal(adapters, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
+        self.a = [tuple(weight[i] for weight in a) for i in range(self.count)]
+        self.b = [tuple(weight[i] for weight in b) for i in range(self.count)]
+        self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
+        self.meta = LoRAKernelMeta.make(max(max_loras, adapters), tokens, "cuda")
+        self.meta.prepare_tensors(self.slots)
+        self.meta_args = self.meta.meta_args(tokens, True)
+        self._references: dict[int, torch.Tensor] = {}
+        self.lora_ranks: torch.Tensor | None = None
+        if operator.ranks:
+            self.lora_ranks = torch.tensor([operator.ranks] * slices, dtype=torch.int32, device="cuda")
+
+    def reference(self, i: int) -> torch.Tensor:
+        """What one call must add to y[i], in float32."""
+        out = torch.zeros_like(self.y[i], dtype=torch.float32)
+        start = 0
+        for slot, size in enumerate(self.operator.sizes):
+            rank = self.operator.ranks[slot] if self.operator.ranks else self.operator.rank
+            x = self.x[i, start : start + size].float()
+            deltas = [
+                x @ a[slot, :rank].float().T @ b[slot, :, :rank].float().T
+                for a, b in zip(self.a[i], self.b[i], strict=True)
+            ]
+            out[start : start + size] = torch.cat(deltas, 1)
+            start += size
+        return out
+
+    def _reference(self, i: int) -> torch.Tensor:
+        if i not in self._references:
+            self._references[i] = self.reference(i)
+        return self._references[i]
+
+    def relative_error(self, call: Callable[[int], object]) -> float:
+        """``|added - reference| / |reference|``, the worse of the first and the last set, from y = 0."""
+        worst = 0.0
+        for i in (0, self.count - 1):
+            self.y[i].zero_()
+            call(i)
+            expected = self._reference(i)
+            error = float((self.y[i].float() - expected).norm() / expected.norm())
+            worst = max(worst, error) if error == error else float("inf")
+            self.y[i].zero_()
+        return worst
+
+    def time_graph(self, call: Callable[[int], object], *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
+        """Microseconds per call in a graph of at least `calls` calls (median over replays), and the relative error left
+        by one whole replay from y = 0: calls that overlap wrongly would show there."""
+        rounds = max(1, calls // self.count)
+        for i in range(min(self.count, 2)):
+            call(i)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for i in range(self.count):
+                    call(i)
+        self.y.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        errors = []
+        for i in (0, self.count - 1):
+            expected = self._reference(i) * rounds
+            errors.append(float((self.y[i].float() - expected).norm() / expected.norm()))
+        times = []
+        for _ in range(replays):
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            graph.replay()
+            after.record()
+            after.synchronize()
+            times.append(before.elapsed_time(after) * 1e3 / (rounds * self.count))
+        self.y.zero_()
+        return statistics.median(times), max(errors)
+
+
+def seconds_per_eager_call(call: Callable[[int], object], sets: int, calls: int = 300) -> float:
+    """Host-bound seconds per call of back-to-back eager calls."""
+    for i in range(20):
+        call(i % sets)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for i in range(calls):
+        call(i % sets)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / calls

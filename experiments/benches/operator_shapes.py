@@ -1,0 +1,63 @@
+"""The LoRA operators that are tuned and tabled: shapes, bytes and the time of the bytes. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+HIDDEN, INTERMEDIATE = 4096, 11008
+PROJECTIONS = {
+    "qkv": (HIDDEN, (HIDDEN,) * 3),
+    "o": (HIDDEN, (HIDDEN,)),
+    "gate_up": (HIDDEN, (INTERMEDIATE,) * 2),
+    "down": (INTERMEDIATE, (HIDDEN,)),
+}
+"""The packed projections of one Llama-2-7B layer: input width, output widths of the slices."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One timed operator: `sizes` are the rows of each adapter (their sum is T), `widths` the output sizes of the
+    slices.
+    """
+
+    k: int
+    widths: tuple[int, ...]
+    rank: int
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+    """True rank of each adapter; empty: all of them `rank`, and the kernels get no table of ranks."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the batch."""
+        return sum(self.sizes)
+
+    def bytes(self, itemsize: int = 2) -> int:
+        """Bytes that must move: the weights of the adapters present, x read, y read and written."""
+        weights = sum(
+            r * (self.k * len(self.widths) + sum(self.widths)) for r in self.ranks or [self.rank] * len(self.sizes)
+        )
+        return itemsize * (weights + self.tokens * (self.k + 2 * sum(self.widths)))
+
+
+def floor_us(operator: Operator, terabytes_per_second: float = 4.25) -> float:
+    """Time of the bytes alone, at the device-to-device copy rate of an H200."""
+    return operator.bytes() / terabytes_per_second / 1e6
+
+
+STREAM = ((1.1, 2.8), (2.2, 3.0), (8.7, 3.9), (17.3, 6.0), (34.6, 9.9))
+"""MB -> us of two dependent kernels that only read that much, half each, and pass one vector, both starting early: the
+practical floor of a two-kernel design, measured with the anchors on an H200 (paper_results/README.md)."""
+
+
+def stream_us(operator: Operator) -> float:
+    """The two-kernel stream at the operator's bytes: interpolated, and beyond the last point at the copy rate."""
+    megabytes = operator.bytes() / 1e6
+    if megabytes >= STREAM[-1][0]:
+        return STREAM[-1][1] + (megabytes - STREAM[-1][0]) / 4.25
+    points = [(0.0, STREAM[0][1]), *STREAM]
+    for (low, before), (high, after) in pairwise(points):
+        if megabytes < high:
+            return before + (after - before) * (megabytes - low) / (high - low)
+    return STREAM[-1][1]

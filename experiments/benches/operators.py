@@ -1,0 +1,308 @@
+"""The LoRA operators of Figures 7, 8, 9 and README, ready to be checked and timed on either device.
+
+A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
+y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. Preparing one builds what a server builds once per
+step (segment plan, kernel metadata) outside the timing, and gives the call that is timed together with its result, so
+that the result can be checked first.
+
+On a CPU one problem is enough, because the timer empties the caches between calls. Under `cuda_graph` nothing does, so
+`problems` returns as many as it takes for their adapters to exceed the caches; each has its own x, y and adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import accumulate
+
+import torch
+
+from experiments.benches.operator_conf import operator_conf
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import Config, DType
+from punica.measure.timing import Call, Name, Protocol, time_side_by_side
+from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs
+from punica.ops import baselines, reference, torch_ops
+from punica.registry import Registry
+from punica.workload.popularity import popularity
+
+
+class Unsupported(RuntimeError):
+    """This torch cannot run an operator on this device in this dtype; the point gets no row."""
+
+
+TOLERANCE = {DType.float32: 1e-5, DType.float16: 2e-3, DType.bfloat16: 1.6e-2}
+"""Largest relative error ||result - reference|| / ||reference|| that a timed operator may have."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One batch on one device; see the module's text for the shapes."""
+
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    y: torch.Tensor
+    slots: torch.Tensor  # [T] int64 on the host
+    sizes: tuple[int, ...]  # rows per segment
+    ranks: torch.Tensor | None = None  # [1, L] int32 on the device: true ranks, above which weights are 0; None: all r
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(slot, start, end) of each segment."""
+        ends = list(accumulate(self.sizes))
+        return [(int(self.slots[end - 1]), end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+
+    def rounded(self, dtype: torch.dtype) -> Problem:
+        """A copy in another dtype, with a result of its own."""
+        parts = {name: getattr(self, name).to(dtype) for name in ("x", "a", "b")}
+        return replace(self, y=torch.zeros_like(self.y, dtype=dtype), **parts)
+
+    def shrunk(self) -> torch.Tensor:
+        """v = x A^T by the reference, [T, r] float32."""
+        v = torch.zeros(self.x.shape[0], self.a.shape[1], dtype=torch.float32, device=self.x.device)
+        reference.bgmv_shrink(self.x, self.a, v, self.slots.to(self.x.device))
+        return v
+
+    def expected(self) -> torch.Tensor:
+        """x A^T B^T by the reference, [T, h2] float32."""
+        return self.expanded(self.shrunk())
+
+    def expanded(self, v: torch.Tensor) -> torch.Tensor:
+        """v B^T by the reference, [T, h2] float32."""
+        out = torch.zeros(self.y.shape, dtype=torch.float32, device=self.y.device)
+        reference.bgmv_expand(v, self.b, out, self.slots.to(v.device), add_inputs=False)
+        return out
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call to time, the tensor it writes or adds into, and what that must hold after one call on zeros."""
+
+    call: Call
+    result: Callable[[], torch.Tensor]
+    expected: Callable[[], torch.Tensor]
+
+
+Prepare = Callable[[Problem], Prepared]
+OPERATORS: Registry[Prepare] = Registry("operator")
+"""Name in rows and plots -> how to prepare a problem for it."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """SGMV on one kind of device: `sgmv(problem, v)` shrinks into v and expands into y; `expand` only expands."""
+
+    sgmv: Callable[[Problem, torch.Tensor], Call]
+    expand: Callable[[Problem, torch.Tensor], Call]
+
+
+BACKENDS: Registry[Callable[[], Backend]] = Registry("op backend")
+"""Device type -> the SGMV that runs there."""
+
+
+@BACKENDS.register("cpu")
+def _torch_backend() -> Backend:
+    def expand(problem: Problem, v: torch.Tensor) -> Call:
+        step = LoRABatch.of_slots(problem.slots)
+        return lambda: torch_ops.expand(v, (problem.b,), problem.y, step, lora_ranks=problem.ranks)
+
+    def sgmv(problem: Problem, v: torch.Tensor) -> Call:
+        step = LoRABatch.of_slots(problem.slots)
+        operands = problem.y, problem.x, (problem.a,), (problem.b,)
+        return lambda: torch_ops.linear(*operands, step, lora_ranks=problem.ranks, buffer=v)
+
+    return Backend(sgmv, expand)
+
+
+@BACKENDS.register("cuda")
+def _triton_backend() -> Backend:
+    from punica.ops.triton_ops.lora_expand import lora_expand
+    from punica.ops.triton_ops.lora_linear import lora_linear
+
+    def sgmv(problem: Problem, v: torch.Tensor) -> Call:
+        *tensors, count = kernel_meta_args(problem)
+        operands = problem.y, problem.x, (problem.a,), (problem.b,)
+        return lambda: lora_linear(*operands, *tensors, 1.0, num_active_loras=count, lora_ranks=problem.ranks)
+
+    def expand(problem: Problem, v: torch.Tensor) -> Call:
+        *tensors, count = kernel_meta_args(problem)
+        chosen = {"num_active_loras": count, "add_inputs": True, "lora_ranks": problem.ranks}
+        return lambda: lora_expand(v, (problem.b,), problem.y, *tensors, **chosen)
+
+    return Backend(sgmv, expand)
+
+
+def kernel_meta_args(problem: Problem) -> MetaArgs:
+    """The seven metadata arguments of the Triton operators for the rows of `problem`."""
+    rows = problem.x.shape[0]
+    meta = LoRAKernelMeta.make(problem.a.shape[0], rows, problem.x.device)
+    meta.prepare_tensors(problem.slots)
+    return meta.meta_args(rows, specialize_active_lora=True)
+
+
+def backend(device: torch.device) -> Backend:
+    """The SGMV backend of `device`."""
+    return BACKENDS.get(device.type)()
+
+
+@OPERATORS.register("SGMV")
+def _sgmv(problem: Problem) -> Prepared:
+    v = torch.empty(1, problem.x.shape[0], problem.a.shape[1], dtype=torch.float32, device=problem.x.device)
+    return _adding(problem, backend(v.device).sgmv(problem, v))
+
+
+@OPERATORS.register("SGMV expand")
+def _expand(problem: Problem) -> Prepared:
+    v = problem.shrunk()
+    return Prepared(backend(v.device).expand(problem, v[None]), lambda: problem.y, lambda: problem.expanded(v))
+
+
+@OPERATORS.register("Loop")
+def _loop(problem: Problem) -> Prepared:
+    segments = problem.segments()
+    return _adding(problem, lambda: baselines.lora_loop(problem.y, problem.x, problem.a, problem.b, segments))
+
+
+@OPERATORS.register("Gather")
+def _gather(problem: Problem) -> Prepared:
+    slots = problem.slots.to(problem.x.device)
+
+    def copies(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.flatten() for part in pair])
+
+    def by_row() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = problem.slots.tolist()
+        return torch.stack([problem.a[slot] for slot in rows]), torch.stack([problem.b[slot] for slot in rows])
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return baselines.gather_weights(problem.a, problem.b, slots)
+
+    return Prepared(call, lambda: copies(call()), lambda: copies(by_row()))
+
+
+@OPERATORS.register("BMM")
+def _bmm(problem: Problem) -> Prepared:
+    a_rows, b_rows = baselines.gather_weights(problem.a, problem.b, problem.slots.to(problem.x.device))
+    return _adding(problem, lambda: baselines.lora_bmm(problem.y, problem.x, a_rows, b_rows))
+
+
+@OPERATORS.register("Gather-BMM")
+def _gather_bmm(problem: Problem) -> Prepared:
+    slots = problem.slots.to(problem.x.device)
+    return _adding(problem, lambda: baselines.lora_gather_bmm(problem.y, problem.x, problem.a, problem.b, slots))
+
+
+@OPERATORS.register("grouped_mm")
+def _grouped_mm(problem: Problem) -> Prepared:
+    if not baselines.grouped_mm_available(problem.x.device, problem.x.dtype):
+        raise Unsupported(f"torch {torch.__version__} has no grouped_mm for {problem.x.dtype} on {problem.x.device}")
+    if problem.x.is_cuda:  # for other types torch reads the group ends on the host, which no CUDA graph can hold
+        problem = problem.rounded(torch.bfloat16)
+    ends = baselines.slot_ends(problem.slots, problem.a.shape[0]).to(problem.x.device)
+    return _adding(problem, lambda: baselines.lora_grouped_mm(problem.y, problem.x, problem.a, problem.b, ends))
+
+
+def _adding(problem: Problem, call: Call) -> Prepared:
+    """A whole operator: it adds into y."""
+    return Prepared(call, lambda: problem.y, problem.expected)
+
+
+@lru_cache(maxsize=1)
+def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [slots, rank, h1] and B [slots, h2, rank], random, scaled so that v and y have unit variance."""
+    generator = torch.Generator(device).manual_seed(0)
+    kind = getattr(torch, dtype.name)
+    a = torch.randn(slots, rank, h1, generator=generator, device=device, dtype=torch.float32) * h1**-0.5
+    b = torch.randn(slots, h2, rank, generator=generator, device=device, dtype=torch.float32) * rank**-0.5
+    return a.to(kind), b.to(kind)
+
+
+def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Problem]:
+    """The batch of `workload` in the shapes of `cfg.figure`, as often as the timer needs it."""
+    figure, device = operator_conf(cfg), cfg.hardware.device
+    h1, h2, dtype = figure.h1, figure.h2, figure.dtype
+    sizes = popularity(workload).group_sizes(batch_size)
+    slots = torch.from_numpy(popularity(workload).slots(batch_size))
+    resident = total = max(figure.resident(cfg), len(sizes))
+    if cfg.timer.name == "cuda_graph":
+        per_slot = rank * (h1 + h2) * dtype.bytes
+        total = max(resident, -(-flush_bytes(cfg) // per_slot))
+    a, b = bank(total, rank, h1, h2, dtype, device)
+    copies = total // len(sizes) if cfg.timer.name == "cuda_graph" else 1
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(copies, batch_size, h1, generator=generator, device=device).to(a.dtype)
+    y = torch.zeros(copies, batch_size, h2, dtype=a.dtype, device=device)
+    made = []
+    for i in range(copies):
+        first = i * len(sizes)
+        seen = window(first, resident, total)
+        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), tuple(sizes)))
+    return made
+
+
+def window(first: int, resident: int, total: int) -> slice:
+    """Which of the bank's `total` slots one problem sees whose adapters begin at slot `first`: as many as are resident
+    on a server, however many the timer rotates through, since kernels search among all slots they see.
+    """
+    start = max(0, min(first, total - resident))
+    return slice(start, min(start + resident, total))
+
+
+def flush_bytes(cfg: Config) -> int:
+    """How many bytes the caches cannot hold."""
+    return (cfg.hardware.flush_mib or 0) << 20
+
+
+def prepare_checked(batches: Sequence[Problem], name: str) -> list[Call]:
+    """The calls of operator `name` on `batches`, the first of them checked against the reference.
+
+    Raises `CheckFailed` with the operator, its error and the tolerance when the result is wrong.
+    """
+    prepared = [OPERATORS.get(name)(batch) for batch in batches]
+    batches[0].y.zero_()
+    prepared[0].call()
+    result = prepared[0].result()
+    _check(name, result, prepared[0].expected(), TOLERANCE[DType(str(result.dtype).removeprefix("torch."))])
+    return [one.call for one in prepared]
+
+
+def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
+    """The calls of the backbone's projection X @ W [h1, h2] that LoRA is added to, the first of them checked."""
+    figure, device = operator_conf(cfg), cfg.hardware.device
+    h1, h2, dtype = figure.h1, figure.h2, figure.dtype
+    kind, copies = getattr(torch, dtype.name), 1
+    if cfg.timer.name == "cuda_graph":
+        copies = -(-flush_bytes(cfg) // (h1 * h2 * dtype.bytes))
+    generator = torch.Generator(device).manual_seed(2)
+    x = torch.randn(copies, batch_size, h1, generator=generator, device=device).to(kind)
+    w = (torch.randn(copies, h1, h2, generator=generator, device=device) * h1**-0.5).to(kind)
+    out = torch.empty(copies, batch_size, h2, dtype=kind, device=device)
+    torch.mm(x[0], w[0], out=out[0])
+    _check("backbone X@W", out[0], x[0].double() @ w[0].double(), TOLERANCE[dtype])
+    return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(copies)]
+
+
+def microseconds(cfg: Config, calls: Mapping[Name, Sequence[Call]]) -> dict[Name, list[float]]:
+    """Samples of `calls`, interleaved, under `cfg`'s timer and scale, in microseconds."""
+    seconds = time_side_by_side(calls, protocol(cfg))
+    return {name: [value * 1e6 for value in values] for name, values in seconds.items()}
+
+
+def protocol(cfg: Config) -> Protocol:
+    """The timing protocol that `cfg` asks for."""
+    return Protocol(
+        timer=cfg.timer.name,
+        device=cfg.hardware.device,
+        warmup=cfg.scale.warmup,
+        repeats=cfg.scale.repeats,
+        min_repeats=cfg.scale.min_repeats,
+        seconds=cfg.scale.seconds_per_point,
+        flush_mib=cfg.hardware.flush_mib or 0,
+    )
+
+
+def _check(name: str, result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error = float((result.double() - expected).norm() / expected.double().norm())
+    if not error <= tolerance:
+        raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative), above {tolerance:.0e}")

@@ -1,0 +1,36 @@
+"""The paper's 52 claims, judged from rows. No verdict is typed by hand: functions compute values, bounds are data.
+
+>>> from experiments.claims import judge
+>>> verdicts = judge(rows, "paper_results")      # doctest: +SKIP
+>>> verdicts[0].verdict                          # doctest: +SKIP
+'reproduced'
+
+To add a claim's function, write it in the module of its figure with `@claim("C45")` and add its bounds to
+``paper_results/claim_bounds.csv``.
+"""
+
+from experiments.claims import fig01, fig07, fig08, fig09, fig10, fig11, scheduling, sec52  # they fill CLAIMS
+from experiments.claims.finding import CLAIMS, Finding, claim
+from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
+from experiments.claims.rows import NotTestable
+
+__all__ = [
+    "CLAIMS",
+    "VERDICTS",
+    "Finding",
+    "NotTestable",
+    "Verdict",
+    "as_frame",
+    "claim",
+    "counts",
+    "decide",
+    "fig01",
+    "fig07",
+    "fig08",
+    "fig09",
+    "fig10",
+    "fig11",
+    "judge",
+    "scheduling",
+    "sec52",
+]  # fmt: skip

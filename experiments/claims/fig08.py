@@ -1,0 +1,171 @@
+"""Claims of Figure 8 and of the README figure: SGMV against the other ways to apply LoRA (C09 to C18, C51, C52)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from experiments.claims.finding import Finding, claim
+from experiments.claims.rows import SECONDS, NotTestable, Rows, at, curve, numbers, pick, ratio, smallest_step
+from punica.workload.popularity import PAPER_WORKLOADS, popularity
+
+README = "README"
+BACKBONE = "backbone X@W"
+SHARED = ("Uniform", "Skewed", "Identical")
+RANK = 16
+
+
+def _latency(rows: Rows, system: str, workload: str) -> pd.Series:
+    return curve(rows.figure("8"), "latency", system=system, workload=workload, rank=RANK)
+
+
+def _advantage(rows: Rows, system: str, workload: str) -> pd.Series:
+    """Latency of ``system`` over that of SGMV, at the batch sizes that both have."""
+    both = (_latency(rows, system, workload) / _latency(rows, "SGMV", workload)).dropna()
+    if both.empty:
+        raise NotTestable(f"{system} and SGMV share no batch size in {workload}")
+    return both
+
+
+def _sgmv_growth(rows: Rows, workload: str) -> tuple[float, str]:
+    latency = _latency(rows, "SGMV", workload)
+    growth = ratio(latency, 64, 1)
+    return growth, f"{growth:.2f} {workload} ({latency.loc[1]:.4g} -> {latency.loc[64]:.4g} us)"
+
+
+@claim("C09")
+def distinct_grows(rows: Rows) -> Finding:
+    """SGMV latency at batch 64 over batch 1, Distinct."""
+    growth, text = _sgmv_growth(rows, "Distinct")
+    return Finding({"ratio": growth}, text)
+
+
+@claim("C10")
+def shared_grows_little(rows: Rows) -> Finding:
+    """The same for Uniform and Skewed, and against Distinct."""
+    (uniform, text_u), (skewed, text_s) = _sgmv_growth(rows, "Uniform"), _sgmv_growth(rows, "Skewed")
+    distinct, _ = _sgmv_growth(rows, "Distinct")
+    worst = max(uniform, skewed)
+    quantities = {"uniform": uniform, "skewed": skewed, "largest": worst, "largest_over_distinct": worst / distinct}
+    return Finding(quantities, f"{text_u}; {text_s}; Distinct {distinct:.2f}")
+
+
+@claim("C11")
+def identical_is_flat(rows: Rows) -> Finding:
+    """The same for Identical."""
+    growth, text = _sgmv_growth(rows, "Identical")
+    return Finding({"ratio": growth}, text)
+
+
+@claim("C12")
+def beats_gather_bmm(rows: Rows) -> Finding:
+    """Gather-BMM over SGMV: smallest over batch sizes, by workload."""
+    advantage = {workload: _advantage(rows, "Gather-BMM", workload) for workload in PAPER_WORKLOADS}
+    least = {workload: float(values.min()) for workload, values in advantage.items()}
+    text = ", ".join(f"{value:.2f} {name} (bs {advantage[name].idxmin():g})" for name, value in least.items())
+    return Finding({**{name.lower(): value for name, value in least.items()}, "smallest": min(least.values())}, text)
+
+
+@claim("C13")
+def beats_loop(rows: Rows) -> Finding:
+    """Loop over SGMV: at batch 1, at batch 64 Identical, and smallest anywhere."""
+    advantage = {workload: _advantage(rows, "Loop", workload) for workload in PAPER_WORKLOADS}
+    first = min(at(values, 1) for values in advantage.values())
+    last = at(advantage["Identical"], 64)
+    least = min(float(values.min()) for values in advantage.values())
+    text = f"{first:.2f} at bs1; {last:.2f} at bs64 Identical; smallest {least:.2f}"
+    return Finding({"batch_1": first, "batch_64_identical": last, "smallest": least}, text)
+
+
+@claim("C14")
+def loop_costs_per_adapter(rows: Rows) -> Finding:
+    """Line through Loop latency against the number of adapters; flatness where that number is one."""
+    frame, source = _loop_rows(rows)
+    groups, latency = [], []
+    for workload in sorted(set(frame["workload"]) & set(PAPER_WORKLOADS) - {"Identical"}):
+        values = curve(frame, "latency", workload=workload) * (1e6 * SECONDS[frame["unit"].iloc[0]])
+        groups += [popularity(workload).number_of_adapters(int(size)) for size in values.index]
+        latency += list(values)
+    if len(set(groups)) < 3:
+        raise NotTestable("a line needs Loop at three different numbers of adapters")
+    slope = float(np.polyfit(groups, latency, 1)[0])
+    fit = float(np.corrcoef(groups, latency)[0, 1] ** 2)
+    identical = _latency(rows, "Loop", "Identical")
+    flatness = float(identical.max() / identical.min())
+    text = f"{slope:.1f} us per group, R2 {fit:.3f} ({source}); Identical max/min {flatness:.2f}"
+    return Finding({"slope_us": slope, "r2": fit, "identical_max_over_min": flatness}, text)
+
+
+def _loop_rows(rows: Rows) -> tuple[pd.DataFrame, str]:
+    """Loop in the README figure, where the paper's slope was read; otherwise in Figure 8."""
+    try:
+        return pick(rows.figure(README), system="Loop", metric="latency"), "README figure"
+    except NotTestable:
+        return pick(rows.figure("8"), system="Loop", metric="latency"), "figure 8"
+
+
+@claim("C15")
+def bmm_does_not_see_the_workload(rows: Rows) -> Finding:
+    """BMM over workloads: largest max / min of any batch size."""
+    table = pd.DataFrame({workload: _latency(rows, "BMM", workload) for workload in PAPER_WORKLOADS}).dropna()
+    if table.empty:
+        raise NotTestable("BMM has no batch size that all four workloads share")
+    spread = table.max(axis=1) / table.min(axis=1)
+    return Finding({"largest_spread": float(spread.max())}, f"{spread.max():.2f} (bs {spread.idxmax():g})")
+
+
+@claim("C16")
+def gather_bmm_gets_cheaper(rows: Rows) -> Finding:
+    """Gather-BMM, Distinct, Skewed, Uniform, Identical: smallest ratio of neighbours at batch 32, and from 16 on."""
+    order = ("Distinct", "Skewed", "Uniform", "Identical")
+    table = pd.DataFrame({workload: _latency(rows, "Gather-BMM", workload) for workload in order}).dropna()
+    table = table[table.index >= 16]
+    if 32 not in table.index:
+        raise NotTestable("Gather-BMM at batch 32 was not measured in all four workloads")
+    falls = {size: smallest_step(row[::-1]) for size, *row in table.itertuples()}
+    text = f"{numbers([at(table[name], 32) for name in order], 4)} us at bs32 ({', '.join(order)})"
+    return Finding({"step_at_32": falls[32], "smallest_step": min(falls.values())}, text)
+
+
+@claim("C17")
+def beats_bmm_with_one_model(rows: Rows) -> Finding:
+    """BMM over SGMV, Identical: range over batch sizes."""
+    advantage = _advantage(rows, "BMM", "Identical")
+    text = f"{advantage.min():.2f} - {advantage.max():.2f} (smallest at bs {advantage.idxmin():g})"
+    return Finding({"smallest": float(advantage.min())}, text)
+
+
+@claim("C18")
+def gather_bmm_moves_more(rows: Rows) -> Finding:
+    """Elements that Gather-BMM moves beyond SGMV, over s h_i h_o: counted for every workload at batch 64.
+
+    SGMV reads each of the n weights once. Gather reads them once, writes one copy per row, and BMM reads those copies.
+    """
+    h_in, h_out, size = 16, 11008, 64
+    extra = []
+    for workload in PAPER_WORKLOADS:
+        weights = popularity(workload).number_of_adapters(size) * h_in * h_out
+        copies = size * h_in * h_out
+        gather_bmm, sgmv = weights + copies + copies, weights
+        extra.append((gather_bmm - sgmv) / copies)
+    text = f"{extra[0]:g} s h_i h_o elements in every workload"
+    return Finding({"smallest": min(extra), "largest": max(extra)}, text, "simulated")
+
+
+@claim("C51")
+def backbone_is_free_to_batch(rows: Rows) -> Finding:
+    """Latency of X @ W at batch 64 over batch 1, 4096 x 11008."""
+    latency = curve(rows.figure(README), "latency", system=BACKBONE)
+    growth = ratio(latency, 64, 1)
+    return Finding({"ratio": growth}, f"{growth:.3f} ({latency.loc[1]:.4g} -> {latency.loc[64]:.4g} us)")
+
+
+@claim("C52")
+def lora_stays_below_backbone(rows: Rows) -> Finding:
+    """SGMV over X @ W at batch 64, and the largest over all batch sizes."""
+    frame = rows.figure(README)
+    sgmv = curve(frame, "latency", system="SGMV", workload="Skewed")
+    share = (sgmv / curve(frame, "latency", system=BACKBONE)).dropna()
+    last = at(share, 64)
+    text = f"{last:.2f} at bs64; largest {share.max():.2f} (bs {share.idxmax():g})"
+    return Finding({"batch_64": last, "largest": float(share.max())}, text)

@@ -1,0 +1,232 @@
+"""Claims of Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41)."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from experiments.claims.fig10 import layers
+from experiments.claims.finding import Finding, claim
+from experiments.claims.rows import MODELS, NotTestable, Rows, at, curve, model_for, models_in, pick, smallest_step
+from punica.workload.popularity import PAPER_WORKLOADS
+
+PUNICA, RELEASED_RULE = "punica", "punica_last_admitted"
+CONTINUOUS, STATIC, HF = "continuous_batching", "static_batching", "hf_peft"
+BASELINES = (HF, "deepspeed", STATIC, CONTINUOUS)
+"""Systems of the paper whose batches hold one adapter; PEFT's mixed batches are not among them."""
+MIXED = ("Distinct", "Uniform", "Skewed")
+LAYERS_7B = 32
+
+
+class Serving:
+    """Throughput in token/s of one model, by system and workload, at batch 32 (or the largest limit there is)."""
+
+    def __init__(self, rows: Rows, role: str) -> None:
+        self.role = role
+        frame = rows.figure("12" if role == "70B" else "11")
+        self.model = model_for(frame, role)
+        frame = pick(frame, model=self.model)
+        self.batch = 32 if (frame["batch_size"] == 32).any() else frame["batch_size"].max()
+        self.frame = frame[(frame["batch_size"] == self.batch) | frame["batch_size"].isna()]
+
+    def has(self, system: str) -> bool:
+        return bool(((self.frame["system"] == system) & (self.frame["metric"] == "throughput")).any())
+
+    def throughput(self, system: str) -> pd.Series:
+        """By workload; NotTestable when the system was not measured."""
+        return curve(self.frame, "throughput", over="workload", system=system)
+
+    def get(self, system: str, workload: str) -> float:
+        values = self.throughput(system)
+        if workload not in values.index:
+            raise NotTestable(f"{system} was not measured on {workload} ({self.model})")
+        return float(values[workload])
+
+    def best_baseline(self, workload: str) -> float:
+        """The fastest baseline; the continuous-batching one, which wins in the paper, must be among them."""
+        self.get(CONTINUOUS, workload)
+        return max(self.get(system, workload) for system in BASELINES if self.has(system))
+
+    def step_ms(self) -> float | None:
+        """Time of an engine step of Punica on Identical: a row, or tokens / throughput / steps; None when unknown."""
+        cells = self.frame[(self.frame["system"] == PUNICA) & (self.frame["workload"] == "Identical")]
+        known = cells.drop_duplicates("metric").set_index("metric")["value"]
+        if "implied_time_per_step" in known:
+            return float(known["implied_time_per_step"])
+        if {"total_tokens", "steps"} <= set(known.index):
+            return float(1e3 * known["total_tokens"] / self.get(PUNICA, "Identical") / known["steps"])
+        return None
+
+
+def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
+    """One `Serving` per role that was measured; NotTestable when none was."""
+    frame = rows.figure("11", "12") if "70B" in roles else rows.figure("11")
+    return [Serving(rows, role) for role in models_in(frame, roles)]
+
+
+def _flatness(rows: Rows, role: str) -> Finding:
+    cell = Serving(rows, role)
+    values = [cell.get(PUNICA, workload) for workload in PAPER_WORKLOADS]
+    flat = min(values) / max(values)
+    text = f"{', '.join(f'{value:.4g}' for value in values)} token/s, min/max {flat:.3f} ({cell.model})"
+    if cell.has(RELEASED_RULE):
+        released = cell.throughput(RELEASED_RULE)
+        text += f"; with the released index rule (D04) min/max {released.min() / released.max():.3f}"
+    return Finding({"min_over_max": flat}, text)
+
+
+@claim("C25")
+def layer_times_layers_is_the_step(rows: Rows) -> Finding:
+    """Where the step time of Figure 11 lies between L x layer(512) and L x layer(2048), as a fraction."""
+    cell = Serving(rows, "7B")
+    scales = set(cell.frame["scale"])
+    if scales != {"paper"} or cell.model not in MODELS["7B"]:
+        raise NotTestable(f"needs the 7B model on full-length requests (rows are {cell.model}, {', '.join(scales)})")
+    step = cell.step_ms()
+    if step is None:
+        raise NotTestable("figure 11 has no steps and total_tokens of punica, Identical")
+    frame, _, short, long = layers(rows)
+    if (short, long) != (512, 2048):
+        raise NotTestable(f"figure 10 needs len 512 and 2048, measured: {short:g} and {long:g}")
+    cells = pick(frame, model=model_for(frame, "7B"), workload="Identical")
+    bounds = [LAYERS_7B * at(curve(cells, "layer_latency", seq_len=length), 32) / 1e3 for length in (short, long)]
+    place = (step - bounds[0]) / (bounds[1] - bounds[0])
+    return Finding({"place": place}, f"{step:.1f} ms against {bounds[0]:.1f}-{bounds[1]:.1f} ms ({cell.model})")
+
+
+@claim("C26")
+def flat_7b(rows: Rows) -> Finding:
+    """Smallest over largest throughput of Punica over the four workloads, 7B."""
+    return _flatness(rows, "7B")
+
+
+@claim("C27")
+def flat_13b(rows: Rows) -> Finding:
+    """The same for 13B."""
+    return _flatness(rows, "13B")
+
+
+@claim("C28")
+def distinct_costs_no_more(rows: Rows) -> Finding:
+    """Punica on Distinct over Punica on Identical, with the right index per request and with the released rule."""
+    cells = serving(rows, ("7B", "13B", "70B"))
+    correct = {cell.model: cell.get(PUNICA, "Distinct") / cell.get(PUNICA, "Identical") for cell in cells}
+    released = {
+        cell.model: cell.get(RELEASED_RULE, "Distinct") / cell.get(RELEASED_RULE, "Identical")
+        for cell in cells
+        if cell.has(RELEASED_RULE)
+    }
+    text = ", ".join(f"{value:.3f} ({model})" for model, value in correct.items())
+    quantities = {"correct_rule": min(correct.values())}
+    if released:
+        quantities["released_rule"] = min(released.values())
+        text += f"; released index rule (D04) {', '.join(f'{value:.3f}' for value in released.values())}"
+    return Finding(quantities, text)
+
+
+@claim("C29")
+def twelvefold(rows: Rows) -> Finding:
+    """Punica over the best baseline, Distinct, 7B."""
+    cell = Serving(rows, "7B")
+    speedup = cell.get(PUNICA, "Distinct") / cell.best_baseline("Distinct")
+    compared = ", ".join(system for system in BASELINES if cell.has(system))
+    return Finding({"speedup": speedup}, f"{speedup:.2f} ({cell.model}, max batch {cell.batch:g}, against {compared})")
+
+
+@claim("C30")
+def speedup_by_workload(rows: Rows) -> Finding:
+    """Punica over the best baseline on Distinct, Uniform, Skewed, for every model that was measured."""
+    quantities: dict[str, float] = {}
+    texts, steps = [], []
+    for cell in serving(rows, ("7B", "13B", "70B")):
+        speedup = [cell.get(PUNICA, workload) / cell.best_baseline(workload) for workload in MIXED]
+        quantities |= {f"{cell.role} {w}": value for w, value in zip(MIXED, speedup, strict=True)}
+        steps.append(smallest_step(speedup[::-1]))
+        texts.append(f"{cell.model}: {', '.join(f'{value:.2f}' for value in speedup)}")
+    smallest = min(quantities.values())
+    return Finding({**quantities, "smallest_step": min(steps), "smallest": smallest}, "; ".join(texts))
+
+
+@claim("C31")
+def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
+    """Continuous batching without LoRA over Punica, Identical."""
+    cells = serving(rows, ("7B", "13B", "70B"))
+    gain = {cell.role: cell.get(CONTINUOUS, "Identical") / cell.get(PUNICA, "Identical") for cell in cells}
+    text = ", ".join(f"{gain[cell.role]:.3f} ({cell.model})" for cell in cells)
+    return Finding({**gain, "smallest": min(gain.values()), "largest": max(gain.values())}, text)
+
+
+@claim("C32")
+def order_with_one_model(rows: Rows) -> Finding:
+    """Throughputs on Identical, largest expected first: smallest ratio of neighbours."""
+    cells = serving(rows, ("7B", "13B"))
+    first, second, third, static = [], [], [], []
+    texts = []
+    for cell in cells:
+        names = [CONTINUOUS, PUNICA, STATIC, *(name for name in ("deepspeed",) if cell.has(name)), HF]
+        value = {name: cell.get(name, "Identical") for name in names}
+        statics = [value[name] for name in names if name in (STATIC, "deepspeed")]
+        first.append(value[CONTINUOUS] / value[PUNICA])
+        second.append(value[PUNICA] / max(statics))
+        third.append(min(statics) / value[HF])
+        static.append(value[CONTINUOUS] / max(statics))
+        texts.append(f"{cell.model}: " + ", ".join(f"{name} {v:.4g}" for name, v in value.items()))
+    quantities = {
+        "continuous_over_punica": min(first),
+        "punica_over_static": min(second),
+        "static_over_hf": min(third),
+        "continuous_over_static": min(static),
+    }
+    return Finding(quantities, "; ".join(texts))
+
+
+@claim("C33")
+def baselines_collapse(rows: Rows) -> Finding:
+    """Continuous batching of one adapter: Distinct over Identical."""
+    cells = serving(rows, ("7B", "13B", "70B"))
+    left = {cell.model: cell.get(CONTINUOUS, "Distinct") / cell.get(CONTINUOUS, "Identical") for cell in cells}
+    text = ", ".join(f"{value:.3f} ({model})" for model, value in left.items())
+    return Finding({"largest": max(left.values()), "smallest": min(left.values())}, text)
+
+
+@claim("C34")
+def baselines_gain_little(rows: Rows) -> Finding:
+    """Continuous batching of one adapter: Uniform and Skewed over Distinct, 7B."""
+    cell = Serving(rows, "7B")
+    uniform, skewed = (cell.get(CONTINUOUS, w) / cell.get(CONTINUOUS, "Distinct") for w in ("Uniform", "Skewed"))
+    return Finding({"uniform": uniform, "skewed": skewed}, f"{uniform:.3f}, {skewed:.3f} ({cell.model})")
+
+
+@claim("C38")
+def flat_70b(rows: Rows) -> Finding:
+    """Smallest over largest throughput of Punica over the four workloads, 70B."""
+    return _flatness(rows, "70B")
+
+
+@claim("C39")
+def baseline_collapses_70b(rows: Rows) -> Finding:
+    """70B: the baseline's Distinct over its Identical, and Punica over it on Distinct."""
+    cell = Serving(rows, "70B")
+    left = cell.get(CONTINUOUS, "Distinct") / cell.get(CONTINUOUS, "Identical")
+    speedup = cell.get(PUNICA, "Distinct") / cell.get(CONTINUOUS, "Distinct")
+    text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.model})"
+    return Finding({"distinct_over_identical": left, "speedup": speedup}, text)
+
+
+@claim("C40")
+def alike_70b(rows: Rows) -> Finding:
+    """70B: Punica over the baseline, Identical."""
+    cell = Serving(rows, "70B")
+    share = cell.get(PUNICA, "Identical") / cell.get(CONTINUOUS, "Identical")
+    return Finding({"ratio": share}, f"{share:.3f} ({cell.model})")
+
+
+@claim("C41")
+def lora_adds_two_milliseconds(rows: Rows) -> Finding:
+    """Step time with LoRA minus without, Identical: share of the step, and in ms where the number of steps is known."""
+    cell = Serving(rows, "7B")
+    share = 1 - cell.get(PUNICA, "Identical") / cell.get(CONTINUOUS, "Identical")
+    quantities, text = {"share": share}, f"{100 * share:.1f} % of the step ({cell.model})"
+    if (step := cell.step_ms()) is not None:
+        quantities["extra_ms"] = step * share
+        text = f"{step * share:.2f} ms, {text}"
+    return Finding(quantities, text)

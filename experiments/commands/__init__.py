@@ -1,0 +1,1 @@
+"""What `make` calls: reproduce, report, figures, record, tune and compare."""

@@ -1,0 +1,65 @@
+"""What the commands over many figures share: their Hydra entry, and running one step per figure without giving up."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hydra import compose
+from omegaconf import DictConfig
+
+from experiments.harness.catalogue import experiments
+from experiments.harness.command import given, launch, register
+from experiments.harness.experiment import CheckFailed, Experiment
+from experiments.harness.schema import ConfigError, register_app
+from experiments.harness.settings import ALWAYS_READ, keys_read, refuse_unread
+from punica.measure.records import RowsError
+
+BATCH_KEYS = ("figures", "source", "allow_dirty")
+
+
+def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: str, measures: bool = False) -> None:
+    """Command line of `experiments.commands.<name>`: `job(cfg)` returns the exit code.
+
+    `reads`: the keys that it reads beside hardware, scale and folders; with `measures` also what the chosen figures
+    read. An override of any other key is refused.
+    """
+    register_app(name, doc.strip(), f"commands.{name}", schema="batch")
+    for experiment in experiments():
+        register(experiment)
+
+    def task(cfg: DictConfig) -> int:
+        chosen = experiments(cfg.figures) if measures else []
+        who = f"any of {', '.join(experiment.name for experiment in chosen)}" if chosen else f"make {name}"
+        refuse_unread(given(), {*ALWAYS_READ, *reads}.union(*map(keys_read, chosen)), who)
+        return job(cfg)
+
+    launch(name, task)
+
+
+def composed(experiment: Experiment) -> DictConfig:
+    """The configuration of `experiment` under this command's own overrides (scale, hardware, paths, ...)."""
+    passed = [text for text in given() if text.lstrip("+~").split("=")[0].split(".")[0] not in BATCH_KEYS]
+    return compose(config_name=experiment.name, overrides=passed)
+
+
+def each(cfg: DictConfig, step: Callable[[Experiment], Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`step(experiment)` for each chosen figure: results by name, and what went wrong by name.
+
+    One figure that fails does not stop the others; what is not a message for the user comes with its traceback.
+    """
+    results: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+    for experiment in experiments(cfg.figures):
+        try:
+            results[experiment.name] = step(experiment)
+        except (ConfigError, RowsError, CheckFailed) as error:
+            failures[experiment.name] = str(error)
+        except Exception as error:  # the other figures must still run; the exit code tells
+            traceback.print_exc()
+            failures[experiment.name] = f"{type(error).__name__}: {error}"
+        if experiment.name in failures:
+            print(f"{experiment.name} failed: {failures[experiment.name]}", file=sys.stderr, flush=True)
+    return results, failures

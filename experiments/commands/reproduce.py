@@ -1,0 +1,69 @@
+"""Reproduce the paper: measure what is missing or stale of every figure, draw what changed, judge the claims.
+
+Run again, it does nothing; delete one file of rows, and it redoes that figure. `figures=[fig08]` chooses figures by
+name or prefix; any other override (`scale=smoke`, `hardware=cpu`, `force=true`, ...) goes to every figure.
+A figure that fails does not stop the others, and the exit code says so at the end.
+
+    python -m experiments.commands.reproduce scale=laptop
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from omegaconf import DictConfig
+
+from experiments.commands.batch import batch_main, composed, each
+from experiments.harness.command import finish
+from experiments.harness.experiment import Experiment
+from experiments.harness.resume import Outcome, run
+from experiments.harness.settings import folders
+from punica.measure.records import RowsError
+
+
+def reproduce(cfg: DictConfig) -> int:
+    """Run every chosen figure, then the report if any row changed; 0 when all went well."""
+    started = time.perf_counter()
+
+    def one(experiment: Experiment) -> Outcome:
+        outcome = run(composed(experiment), experiment)
+        state = f"{outcome.measured} measured, {outcome.skipped} up to date, {len(outcome.failed)} failed"
+        print(f"{experiment.name}: {state}, {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
+        return outcome
+
+    outcomes, failures = each(cfg, one)
+    failures |= {name: "; ".join(outcome.failed) for name, outcome in outcomes.items() if outcome.failed}
+    changed = [name for name, outcome in outcomes.items() if outcome.measured]
+    try:
+        report = _report(cfg, bool(changed))
+    except RowsError as error:  # a damaged file of any figure: the figures above are done, the verdicts are not
+        report, failures["report"] = "", str(error)
+    finish(
+        command="reproduce",
+        measured=changed,
+        up_to_date=[name for name in outcomes if name not in changed],
+        failed=failures,
+        figures=[path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")],
+        rows_files=[outcome.rows_file for outcome in outcomes.values()],
+        report=report,
+        seconds=round(time.perf_counter() - started, 2),
+    )
+    return 1 if failures else 0
+
+
+def _report(cfg: DictConfig, changed: bool) -> str:
+    """Judge the claims when rows changed or no verdict is there yet; the path of the table, or an empty string."""
+    places = folders(cfg)
+    target = places.fresh_rows.parent
+    table = target / "claims.md"
+    if places.fresh_rows.is_dir() and (changed or not table.exists()):
+        from experiments.commands.report import summary, write_report
+
+        verdicts = write_report(places.fresh_rows, target, places.fresh_figures, places.paper)
+        print(summary(verdicts, "fresh", target), file=sys.stderr)
+    return str(table) if table.exists() else ""
+
+
+if __name__ == "__main__":
+    batch_main("reproduce", __doc__ or "", reproduce, "figures", measures=True)

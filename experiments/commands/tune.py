@@ -1,0 +1,259 @@
+"""Choose the kernels' block sizes on the GPU at hand, and write them as the tuned tables of `punica.ops.triton_ops`.
+
+    make tune                                   every operator below, resumable
+    make tune ARGS="minutes=5 groups=AB"        groups of `tune_space.operators`; run again to go on
+
+Every operator (decode batches of one Llama-2-7B projection by popularity, packed projections, prefill) is searched in
+rounds: all shrink candidates with one expand, all expand candidates with the best shrink, then the best of each against
+one another. Kernels of a round are compiled by worker processes first. Each timing is also checked against a
+float32 reference, after a single call and after a replay of the whole graph, and counts only when it passes. A
+measurement is one line of ``measurements.jsonl``; what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from experiments.benches.operator_pairs import Config, compile_all, pair_plan
+from experiments.benches.operator_sets import OperatorSets
+from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, Operator
+from experiments.commands.tune_space import (
+    expand_candidates,
+    operators,
+    shrink_candidates,
+)
+from experiments.harness.command import with_options
+from experiments.harness.schema import ConfigError
+from punica.ops.triton_ops import configs
+from punica.ops.triton_ops.launch import supports_pdl
+
+TOLERANCE = 1e-3
+# Keys of the tables that are written; (slices, hidden size, output size of a slice) are those of a 7B layer.
+SEGMENT_KEYS = (1, 2, 4, 8, 16, 32, 64)
+ROW_KEYS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512, 2048, 8192)
+RANK_KEYS = (8, 16, 32, 64, 128)
+PROJECTION_KEYS = (
+    (1, HIDDEN, HIDDEN),
+    (1, HIDDEN, INTERMEDIATE),
+    (1, INTERMEDIATE, HIDDEN),
+    (2, HIDDEN, INTERMEDIATE),
+    (3, HIDDEN, HIDDEN),
+)
+
+
+class Tuner:
+    """Measurements of one run, appended to `path` as they come."""
+
+    def __init__(self, path: Path, deadline: float, workers: int) -> None:
+        self.path, self.deadline, self.workers = path, deadline, workers
+        self.times: dict[str, float] = {}
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                self.times[row["key"]] = row["us"]
+        self.sets: OperatorSets | None = None
+
+    def measure(self, op: Operator, shrink: Config, expand: Config) -> float:
+        """Microseconds of `op` with this pair (infinite when it fails its check or does not fit)."""
+        key = json.dumps([[op.k, op.widths, op.rank, op.sizes], shrink, expand])
+        if key not in self.times:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError
+            if self.sets is None or self.sets.operator != op:
+                self.sets = None
+                self.sets = OperatorSets(op)
+            self.times[key] = self._time(self.sets, shrink, expand)
+            with self.path.open("a") as file:
+                file.write(json.dumps({"key": key, "us": self.times[key]}) + "\n")
+        return self.times[key]
+
+    @staticmethod
+    def _time(sets: OperatorSets, shrink: Config, expand: Config) -> float:
+        call = pair_plan(sets, shrink, expand, pdl=supports_pdl(sets.x.device))
+        try:
+            if sets.relative_error(call) > TOLERANCE:
+                return float("inf")
+            us, error = sets.time_graph(call, calls=100, replays=5)
+            return us if error <= TOLERANCE * 4 else float("inf")
+        except (OutOfResources, RuntimeError, ValueError) as error:  # does not fit: too much shared memory
+            print("skipped:", str(error)[:150])
+            torch.cuda.synchronize()
+            return float("inf")
+
+    def search(self, found: list[Operator]) -> None:
+        """Measure until the best pair of every operator is known."""
+        pdl = supports_pdl(torch.device("cuda", torch.cuda.current_device()))
+        default = {op: _defaults(op) for op in found}
+        shrinks = {op: [default[op][0], *shrink_candidates(op)] for op in found}
+        expands = {op: [default[op][1], *expand_candidates(op)] for op in found}
+        compile_all([(op, s, default[op][1], pdl, None) for op in found for s in shrinks[op]], self.workers)
+        ranked_s = {}
+        for op in found:
+            ranked_s[op] = sorted(shrinks[op], key=lambda s, op=op: self.measure(op, s, default[op][1]))  # type: ignore[misc]
+            print(
+                _label(op),
+                "shrink",
+                f"{self.measure(op, ranked_s[op][0], default[op][1]):.2f}",
+                ranked_s[op][0],
+                flush=True,
+            )
+        compile_all([(op, ranked_s[op][0], e, pdl, None) for op in found for e in expands[op]], self.workers)
+        ranked_e = {}
+        for op in found:
+            ranked_e[op] = sorted(expands[op], key=lambda e, op=op: self.measure(op, ranked_s[op][0], e))  # type: ignore[misc]
+            print(
+                _label(op),
+                "expand",
+                f"{self.measure(op, ranked_s[op][0], ranked_e[op][0]):.2f}",
+                ranked_e[op][0],
+                flush=True,
+            )
+        finals = {op: list(itertools.product(ranked_s[op][:4], ranked_e[op][:3])) for op in found}
+        compile_all([(op, s, e, pdl, None) for op in found for s, e in finals[op]], self.workers)
+        for op in found:
+            s, e = min(finals[op], key=lambda pair, op=op: self.measure(op, *pair))  # type: ignore[misc]
+            print(f"{_label(op)} {self.measure(op, s, e):.2f} us", s, e, flush=True)
+
+
+def _defaults(op: Operator) -> tuple[Config, Config]:
+    segments, slices = len(op.sizes), len(op.widths)
+    shrink = configs._default("shrink", segments, op.tokens, op.k, op.rank, slices, False)
+    return shrink, configs._default("expand", segments, op.tokens, max(op.widths), op.rank, slices, False)
+
+
+def _label(op: Operator) -> str:
+    return f"T={op.tokens} G={len(op.sizes)} K={op.k} N={'+'.join(map(str, op.widths))} r={op.rank}"
+
+
+def best_pairs(times: dict[str, float]) -> dict[Operator, tuple[float, Config, Config]]:
+    """The fastest measured pair of every operator."""
+    best: dict[Operator, tuple[float, Config, Config]] = {}
+    for key, us in times.items():
+        (k, widths, rank, sizes), shrink, expand = json.loads(key)
+        op = Operator(k, tuple(widths), rank, tuple(sizes))
+        if us < best.get(op, (float("inf"),))[0]:
+            best[op] = (us, shrink, expand)
+    return best
+
+
+def tables(best: dict[Operator, tuple[float, Config, Config]]) -> dict[str, dict[str, Any]]:
+    """The shrink and the expand table. A look-up takes the nearest key level by level, so that every level holds the
+    same keys below it: a cell that was not tuned gets the configuration of the operator most like it.
+    """
+    cells = itertools.product(SEGMENT_KEYS, ROW_KEYS, RANK_KEYS, PROJECTION_KEYS)
+    out: dict[str, dict[str, Any]] = {"shrink": {}, "expand": {}}
+    for segments, rows, rank, (slices, k, width) in cells:
+        if segments > rows:
+            continue
+
+        def unlike(op: Operator, cell: tuple = (segments, rows, rank, slices, k, width)) -> float:
+            return _distance(op, *cell)
+
+        _, shrink, expand = best[min(best, key=unlike)]
+        keys = (str(segments), str(slices), str(rows))
+        for table, leaf, (first, second) in (("shrink", shrink, (k, rank)), ("expand", expand, (rank, width))):
+            node = out[table]
+            for key in (*keys, str(first)):
+                node = node.setdefault(key, {})
+            optional = configs.OPTIONAL_KEYS[table]
+            node[str(second)] = {name: value for name, value in leaf.items() if optional.get(name) != value}
+    return out
+
+
+def _distance(op: Operator, segments: int, rows: int, rank: int, slices: int, k: int, width: int) -> float:
+    """How unlike `op` is to a cell, in powers of two; rank and slices weigh most, as they decide a block's bytes."""
+
+    def powers(a: float, b: float) -> float:
+        return abs(math.log2(a / b))
+
+    shape = 0.25 * powers(op.k, k) + 0.25 * powers(max(op.widths), width) + 1.5 * abs(len(op.widths) - slices)
+    batch = powers(op.tokens, rows) + powers(op.tokens / len(op.sizes), rows / segments)
+    return shape + batch + 1.5 * powers(op.rank, rank)
+
+
+def sparse(node: dict[str, Any], level: int = 0) -> dict[str, Any]:
+    """The part of a table that every look-up of the whole is answered from: of neighbouring keys with the same below
+    them stay the first and the last, at an end of the axis only the one that faces the others. So all half-way points,
+    where a look-up changes from one key to the next, stay where they are.
+    """
+    if level == 5:
+        return node
+    below = {key: sparse(node[key], level + 1) for key in sorted(node, key=int)}
+    if level == 1:  # the number of slices must match
+        return below
+    alike = [list(keys) for _, keys in itertools.groupby(below, key=below.__getitem__)]
+    edges = [key for left, right in itertools.pairwise(alike) for key in (left[-1], right[0])]
+    return {key: below[key] for key in edges or alike[0][:1]}
+
+
+def write_tables(best: dict[Operator, tuple[float, Config, Config]], folder: Path, gpu_name: str) -> None:
+    """Write the tables that `configs` reads, as sparse as they can be; adding and overwriting share the expand table,
+    so that earlier tables of one of both, which would hide it, go.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for op_type, table in tables(best).items():
+        (folder / configs.tuned_file_name(op_type, None, gpu_name)).write_text(table_text(sparse(table)))
+    for add_inputs in (True, False):
+        (folder / configs.tuned_file_name("expand", add_inputs, gpu_name)).unlink(missing_ok=True)
+
+
+def table_text(table: dict[str, Any]) -> str:
+    """A table as a file: its configurations, one a line, then a line per number of rows with the names of these."""
+    names: dict[str, str] = {}
+
+    def named(node: dict[str, Any], level: int = 0) -> Any:
+        if level < 5:
+            return {key: named(below, level + 1) for key, below in node.items()}
+        form = "rows" if node.get("row_wise") else "tiles"
+        return names.setdefault(json.dumps(node), f"{form}_{len(names)}")
+
+    def text(node: dict[str, Any], level: int = 0) -> str:
+        if level == 3 or not isinstance(next(iter(node.values())), dict):
+            return json.dumps(node)
+        inner = [" " * (level + 1) + json.dumps(key) + ": " + text(below, level + 1) for key, below in node.items()]
+        return "{\n" + ",\n".join(inner) + "\n" + " " * level + "}"
+
+    cells = named(table)
+    return text({"configurations": {name: json.loads(leaf) for leaf, name in names.items()}} | cells) + "\n"
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    groups: str = "ARBCPD"  # of `tune_space.operators`
+    minutes: float = 9
+    work: str = "outputs/tune"  # folder of the measurements
+    tables: str = str(configs.PACKAGED)  # folder that receives the tables
+    workers: int = multiprocessing.cpu_count()  # processes that compile; 0: none
+
+
+def tune(options: Options) -> None:
+    """Search until every operator is done or the time is up, and write the tables of what was found."""
+    if not torch.cuda.is_available():
+        raise ConfigError("tuning times kernels and needs a CUDA device; none is visible")
+    work, folder = Path(options.work), Path(options.tables)
+    work.mkdir(parents=True, exist_ok=True)
+    tuner = Tuner(work / "measurements.jsonl", time.monotonic() + 60 * options.minutes, options.workers)
+    try:
+        for group in options.groups:
+            tuner.search(operators(group))
+    except TimeoutError:
+        print("time is up: run again to go on")
+    best = best_pairs(tuner.times)
+    write_tables(best, folder, torch.cuda.get_device_name())
+    print(f"{len(best)} operators measured; tables are in {folder}")
+
+
+if __name__ == "__main__":
+    with_options("tune", __doc__ or "", "commands.tune", Options, tune)

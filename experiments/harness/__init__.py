@@ -1,0 +1,55 @@
+"""Runs an experiment: configuration, resume, progress, rows, figure.
+
+**To add an experiment** write two files and one test.
+
+1. `experiments/figNN_name.py`: a docstring (the claim, the expected shape, the cost), a `FigureConf` dataclass with
+   the figure's own fields, an `Experiment` subclass and two closing statements::
+
+        @dataclass
+        class Fig10Conf(FigureConf):                 # title, systems, workloads are there already
+            batch_sizes: list[int] = MISSING
+            seq_lens: list[int] = MISSING
+
+        class Fig10(Experiment):
+            name, figure, order, conf = "fig10_layer", "10", 60, Fig10Conf
+            reads = ("model", "workload", "adapters", *PROTOCOL)   # any other key on the command line is refused
+
+            def points(self, cfg):                   # cheap, no torch: decides what is stale
+                figure = cast(Fig10Conf, cfg.figure)
+                return [Point(system="punica", workload=w, model=cfg.model.name, batch_size=b, seq_len=s, rank=r,
+                              settings={"model": model_settings(cfg.model), "slots": cfg.adapters.slots})
+                        for w in cfg.workload.names for s in figure.seq_lens
+                        for r in cfg.adapters.ranks for b in figure.batch_sizes]
+
+            def measure(self, cfg, point):           # imports torch here; check first, CheckFailed when wrong
+                ...
+                return sampled("layer_latency", microseconds, "us")      # median, p10, p90, count
+                # or [Reading("throughput", 1053.6, "token/s"), ...]
+
+            def plot(self, rows, paper):             # pandas frames; experiments.plots.overlay draws both
+                ...
+
+        EXPERIMENT = Fig10()
+        if __name__ == "__main__":
+            main(EXPERIMENT)
+
+2. `conf/figure/figNN_name.yaml`, which begins with `defaults: [{/schema/figure@_here_: figNN_name}, _self_]` and takes
+   what depends on the scale from there (`batch_sizes: ${scale.model_batch_sizes}`).
+
+Nothing else: `experiments.harness.catalogue` finds the script, `make reproduce` runs it in its `order`.
+
+`cfg` is a typed `Config` in which `auto` is decided: `cfg.system.names`, `cfg.workload.names`, `cfg.hardware.device`
+("cpu" or "cuda"), `cfg.timer.name`. The harness sets torch's threads and seed before the first measurement. Everything
+that decides a point's number must be a column of its `Point` or in its `settings`: that is what makes rows stale.
+To time several systems interleaved, override `together` (see `by_cell`) and `measure_together`.
+"""
+
+from experiments.harness.command import main
+from experiments.harness.experiment import PROTOCOL, CheckFailed, Experiment
+from experiments.harness.points import Point, Reading, by_cell, model_settings, sampled
+from experiments.harness.schema import Config, ConfigError, FigureConf
+
+__all__ = [
+    "PROTOCOL", "CheckFailed", "Config", "ConfigError", "Experiment", "FigureConf", "Point", "Reading", "by_cell",
+    "main", "model_settings", "sampled",
+]  # fmt: skip

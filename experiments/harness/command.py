@@ -1,0 +1,104 @@
+"""The command line of every script here: Hydra composes, mistakes are one line, an interruption loses nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.harness.experiment import Experiment
+from experiments.harness.resume import run
+from experiments.harness.schema import CONF, ConfigError, register_app, register_names, register_options
+from experiments.harness.settings import folders, keys_read, refuse_unread
+from punica.measure.records import RowsError, ensure_writable
+
+
+class CheckOutputs(Callback):
+    """Hydra callback: an unwritable output folder is one clear line, before Hydra makes its run folder there."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        or_exit(lambda: ensure_writable(folders(config).fresh_rows.parent))
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        self.on_run_start(config)
+
+
+def or_exit(work: Callable[[], Any]) -> Any:
+    """`work()`; what a user can mend ends the run with its message and no traceback."""
+    try:
+        return work()
+    except (ConfigError, RowsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted: finished rows are on disk; run the same command again to go on", file=sys.stderr)
+        raise SystemExit(130) from None
+    raise SystemExit(2)
+
+
+def register(experiment: Experiment) -> None:
+    """Make `experiment` a primary config of Hydra, with its schema, its systems and its own defaults."""
+    described = sys.modules[type(experiment).__module__].__doc__ or experiment.name
+    choices = {"figure": experiment.name, **experiment.defaults}
+    register_app(experiment.name, described.strip(), experiment.name, **choices)
+    register_names("system", OmegaConf.load(CONF / "figure" / f"{experiment.name}.yaml").systems)
+    store = ConfigStore.instance()
+    store.store(name=experiment.name, group="schema/figure", node=experiment.conf, package="figure")
+
+
+def main(experiment: Experiment) -> None:
+    """The command line of a figure's script: compose, run, print the outcome as one line of JSON."""
+    register(experiment)
+
+    def job(cfg: DictConfig) -> int:
+        refuse_unread(given(), keys_read(experiment), experiment.name)
+        outcome = run(cfg, experiment)
+        finish(**asdict(outcome))
+        return 1 if outcome.failed else 0
+
+    launch(experiment.name, job)
+
+
+def with_options(name: str, doc: str, module: str, conf: type[Any], job: Callable[[Any], None]) -> None:
+    """The command line of a command without figures: `job(options)` gets its options as a `conf`.
+
+    Every option of `conf` without a default must be given, and none twice: `ConfigError` says which.
+    """
+    register_options(name, doc.strip(), module, conf)
+
+    def task(cfg: DictConfig) -> None:
+        keys = [override.partition("=")[0] for override in given()]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ConfigError(f"{twice[0]}= is given twice: give it once")
+        if missing := sorted(str(key) for key, value in cfg.items_ex(resolve=False) if value in ("", "???")):
+            raise ConfigError(f"{missing[0]}= is missing; python -m experiments.{module} --help lists the options")
+        job(OmegaConf.to_object(cfg))
+
+    launch(name, task)
+
+
+def given() -> list[str]:
+    """The overrides of the command line that started this run."""
+    return list(HydraConfig.get().overrides.task)
+
+
+def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
+    """Compose the primary config `name` from the command line and run `job` on it; it may return an exit code."""
+
+    def task(cfg: DictConfig) -> None:
+        if code := or_exit(lambda: job(cfg)):
+            raise SystemExit(code)
+
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
+
+
+def finish(**facts: Any) -> None:
+    """The last line on stdout: one compact JSON."""
+    print(json.dumps(facts, separators=(",", ":")), flush=True)

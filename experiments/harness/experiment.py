@@ -1,0 +1,85 @@
+"""What an experiment is: a grid of points, a way to measure one, a way to draw them all.
+
+See `experiments.harness` for how to add one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from experiments.harness.points import Point, Reading
+from experiments.harness.schema import Config, FigureConf
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point")
+"""What an experiment reads when `punica.measure.timing` times it."""
+
+
+class CheckFailed(RuntimeError):
+    """A result is wrong, so its speed means nothing: raised by `measure`, and the point gets no row."""
+
+
+class Experiment(ABC):
+    """One figure. Subclass it, set the class attributes and write `points`, `measure` and `plot`."""
+
+    name: ClassVar[str]  # the script's and the YAML's file name, e.g. fig08_lora_operator
+    figure: ClassVar[str]  # as in paper_results and `claims.paper.FIGURE_FILES`, e.g. "8"
+    order: ClassVar[int]  # place in `make reproduce`
+    conf: ClassVar[type[FigureConf]]  # schema of conf/figure/<name>.yaml
+    defaults: ClassVar[Mapping[str, str]] = {}  # other choices of config groups, e.g. {"adapters": "paper_ranks"}
+    reads: ClassVar[Sequence[str]] = ()  # groups and keys of the configuration, see `harness.settings.keys_read`
+    clock: ClassVar[str | None] = None  # the one clock that it is timed with; None: the one of `timer=`
+    version: ClassVar[int] = 1  # raise it when `measure` changes what its numbers mean: old rows become stale
+
+    @abstractmethod
+    def points(self, cfg: Config) -> list[Point]:
+        """The grid that `cfg` asks for, in measuring order. Cheap: no torch."""
+
+    @abstractmethod
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        """Check `point`'s result against a reference (`CheckFailed` when it is wrong), then time it."""
+
+    @abstractmethod
+    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+        """Draw measured `rows` beside the `paper`'s; see `experiments.plots.overlay`."""
+
+    def release(self) -> None:  # noqa: B027 (optional: most experiments keep nothing)
+        """Drop what `measure` built and kept (models, caches): called once a run has measured everything."""
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        """Names that `system=` may choose."""
+        return cfg.figure.systems
+
+    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
+        """Split `points` into groups that `measure_together` gets at once; by default one at a time."""
+        for point in points:
+            yield [point]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        """Readings of each of `points`; overridden where systems are timed interleaved, side by side."""
+        return [self.measure(cfg, point) for point in points]
+
+
+def config_hash(experiment: Experiment, cfg: Config, point: Point, machine: Mapping[str, Any]) -> str:
+    """Twelve hex digits over everything that decides the number of `point`: its columns and settings, the
+    experiment's version, the protocol (timer, repeats, flush, threads) and the `machine` (device, torch).
+
+    The code that decides it is not part of it: see `experiments.harness.source`.
+    """
+    protocol = {
+        "timer": cfg.timer.name,
+        "scale": [cfg.scale.warmup, cfg.scale.repeats, cfg.scale.min_repeats, cfg.scale.seconds_per_point],
+        "flush_mib": cfg.hardware.flush_mib,
+        "threads": cfg.hardware.threads,
+        "hardware": cfg.hardware.name,
+    }
+    content = [experiment.name, experiment.version, point.key(), protocol, dict(machine)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,82 @@
+"""What is measured and what comes out: points of a grid, readings of a point, cells that are timed side by side."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from experiments.harness.schema import ModelConf
+from punica.measure.statistics import quantiles
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing to measure. The named fields become columns of its rows; `settings` holds whatever else decides the
+    number (shapes, dtype, seeds, limits; JSON values), so that a change of any of them makes the old rows stale.
+    """
+
+    panel: str = ""
+    system: str = ""
+    workload: str = ""
+    model: str = ""
+    batch_size: int | None = None
+    seq_len: int | None = None
+    rank: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Any]:
+        """The row columns that this point decides."""
+        names = ("panel", "system", "workload", "model", "batch_size", "seq_len", "rank")
+        return {name: getattr(self, name) for name in names}
+
+    def key(self) -> str:
+        """Canonical text of everything that this point decides."""
+        return json.dumps({**self.columns(), "settings": dict(self.settings)}, sort_keys=True)
+
+    def label(self) -> str:
+        """Short text for the progress bar."""
+        numbers = (("batch", self.batch_size), ("len", self.seq_len), ("rank", self.rank))
+        parts = [self.panel, self.system, self.workload, self.model]
+        parts += [f"{name} {value}" for name, value in numbers if value is not None]
+        return ", ".join(dict.fromkeys(part for part in parts if part))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One number that `measure` found for a point; the harness makes it a row."""
+
+    metric: str
+    value: float
+    unit: str
+    statistic: str = "value"
+    kind: str = "measured"
+
+
+def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
+    """The readings of raw `samples` (already in `unit`): median, p10, p90 and count."""
+    return [
+        Reading(metric, value, "samples" if statistic == "count" else unit, statistic)
+        for statistic, value in quantiles(samples).items()
+    ]
+
+
+def model_settings(model: ModelConf) -> dict[str, Any]:
+    """`model` as JSON values, for `Point.settings`."""
+    return {**asdict(model), "dtype": model.dtype.name}
+
+
+def by_cell(points: Sequence[Point], *differing: str) -> Iterator[list[Point]]:
+    """Groups of consecutive points that are equal but for the columns `differing` (by default `system`): the cells
+    that are timed side by side.
+    """
+    apart = differing or ("system",)
+
+    def cell(point: Point) -> str:
+        same = {name: value for name, value in point.columns().items() if name not in apart}
+        return json.dumps([same, dict(point.settings)], sort_keys=True)
+
+    for _, group in itertools.groupby(points, key=cell):
+        yield list(group)

@@ -1,0 +1,154 @@
+"""Measures what is missing or stale of an experiment, row by row on disk, and draws it if its rows changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from experiments.harness.experiment import CheckFailed, Experiment, config_hash
+from experiments.harness.points import Point, Reading
+from experiments.harness.schema import Config, ConfigError
+from experiments.harness.settings import Folders, folders, is_read, keys_read, settle
+from experiments.harness.source import source_of
+from punica.measure import environment
+from punica.measure.records import Row, RowFile, ensure_writable
+
+
+@dataclass
+class Outcome:
+    """What a run did; its JSON is the last line on stdout."""
+
+    experiment: str
+    points: int = 0
+    measured: int = 0
+    skipped: int = 0
+    failed: list[str] = field(default_factory=list)
+    rows_file: str = ""
+    figures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
+    """Measure what is missing or stale of `experiment` under `cfg`, then draw it if its rows changed.
+
+    Rows are on disk after every point, so an interruption loses at most the point in progress. A point whose result
+    fails its check is listed in `Outcome.failed` and gets no row. Raises `ConfigError` for a choice that cannot run
+    and `RowsError` for files that cannot be read or written, both before anything is measured.
+    """
+    started = time.perf_counter()
+    settled = settle(cfg, experiment)
+    places = folders(settled)
+    rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
+    digest = partial(config_hash, experiment, settled, machine=_machine())
+    points = list(experiment.points(settled))
+    source = source_of(experiment, settled.hardware.device)
+    done = set() if settled.force else {row.config_hash for row in rows.rows if row.source_hash == source}
+    pending = [point for point in points if digest(point) not in done]
+    outcome = Outcome(experiment.name, len(points), skipped=len(points) - len(pending), rows_file=str(rows.path))
+    if pending:
+        ensure_writable(places.fresh_rows)
+        _prepare(settled)
+        rows.path.with_suffix(".json").write_text(_configuration(cfg, experiment), encoding="utf-8")
+        try:
+            stamp = {**environment.stamp(), "source_hash": source}
+            _measure(experiment, settled, pending, digest, stamp, rows, outcome)
+        finally:
+            experiment.release()
+    if settled.draw and rows.rows:
+        outcome.figures = _draw(experiment, rows, places)
+    outcome.seconds = round(time.perf_counter() - started, 2)
+    return outcome
+
+
+def _machine() -> dict[str, str]:
+    return {"device": environment.device_name(), "torch": environment.installed("torch")}
+
+
+def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
+    """What `experiment` reads of the composed configuration, as JSON, kept beside the rows for the figure's provenance;
+    folders are left out.
+    """
+    content = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+    keys = keys_read(experiment) - {"paths"}
+
+    def read(part: dict[str, Any], above: str = "") -> dict[str, Any]:
+        kept = {key: value for key, value in part.items() if is_read(above + key, keys)}
+        return {key: read(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
+
+    return json.dumps(read(content), indent=1) + "\n"
+
+
+def _prepare(cfg: Config) -> None:
+    """Give torch its threads and seed, and prove that the device is there."""
+    import torch
+
+    torch.set_num_threads(cfg.hardware.threads or environment.usable_cores())
+    torch.manual_seed(0)
+    if cfg.hardware.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"hardware={cfg.hardware.name} needs a GPU and torch sees none: choose hardware=cpu")
+
+
+def _measure(
+    experiment: Experiment,
+    cfg: Config,
+    pending: list[Point],
+    digest: Callable[[Point], str],
+    stamp: Mapping[str, str],
+    rows: RowFile,
+    outcome: Outcome,
+) -> None:
+    """Measure `pending` group by group; every finished group is on disk before the next one starts."""
+    with tqdm(total=len(pending), desc=experiment.name, unit="point", dynamic_ncols=True) as progress:
+        for group in experiment.together(pending):
+            progress.set_postfix_str(group[0].label(), refresh=True)
+            try:
+                readings = experiment.measure_together(cfg, group)
+            except CheckFailed as error:
+                outcome.failed.append(f"{group[0].label()}: {error}")
+                progress.write(f"{experiment.name}: no row for {group[0].label()}: {error}", file=sys.stderr)
+            else:
+                to_row = partial(_row, experiment, cfg, stamp)
+                found = zip(group, readings, strict=True)
+                rows.replace([to_row(point, digest(point), one) for point, many in found for one in many])
+                outcome.measured += len(group)
+                progress.set_postfix_str(_just_measured(group[-1], readings[-1]), refresh=False)
+            progress.update(len(group))
+
+
+def _row(
+    experiment: Experiment, cfg: Config, stamp: Mapping[str, Any], point: Point, digest: str, reading: Reading
+) -> Row:
+    return Row(
+        figure=experiment.figure,
+        hardware=cfg.hardware.name,
+        timer=cfg.timer.name,
+        scale=cfg.scale.name,
+        config_hash=digest,
+        device=environment.device_name() if cfg.hardware.device == "cuda" else environment.cpu_name(),
+        **asdict(reading),
+        **point.columns(),
+        **stamp,
+    )
+
+
+def _just_measured(point: Point, readings: Sequence[Reading]) -> str:
+    first = readings[0] if readings else None
+    return f"{point.label()}: {first.metric} {first.value:.4g} {first.unit}" if first else point.label()
+
+
+def _draw(experiment: Experiment, rows: RowFile, places: Folders) -> list[str]:
+    """Draw the figure unless it is newer than its rows; matplotlib is not imported when there is nothing to draw."""
+    target = places.fresh_figures / f"{experiment.name}.png"
+    if not target.exists() or target.stat().st_mtime < rows.path.stat().st_mtime:
+        from experiments.plots.draw import draw
+
+        return [str(path) for path in draw(experiment, rows.path, places.fresh_figures, places.paper)]
+    return [str(target)]

@@ -1,0 +1,297 @@
+"""The typed configuration: what may be written in `conf/` and on the command line.
+
+YAML files under `conf/` hold values; the dataclasses here are their schema, registered in Hydra's ConfigStore. A key
+that no dataclass has, or a value of the wrong type, fails while the configuration is composed, before anything runs.
+Ranges that a type cannot express are checked in `__post_init__`, which runs in `harness.settings.settle`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from punica.measure import environment
+from punica.measure.records import TIMERS
+from punica.workload.popularity import PAPER_WORKLOADS, WORKLOADS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONF = REPOSITORY / "conf"
+
+
+class ConfigError(ValueError):
+    """A configuration that composes but cannot be run; the message names key, value and remedy."""
+
+
+class DType(Enum):
+    """Element types of weights and activations; the name is torch's."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self is DType.float32 else 2
+
+
+def at_least(minimum: float, **values: float | None) -> None:
+    """Raise `ConfigError` for the first of `values` (key=value; `__` stands for a dot) below `minimum`."""
+    for key, value in values.items():
+        if value is not None and value < minimum:
+            name = key.replace("__", ".")
+            raise ConfigError(f"{name}={value} must be at least {minimum}: choose {name}={minimum} or more")
+
+
+def sizes(key: str, values: list[int]) -> None:
+    """Raise `ConfigError` unless `values` is a list of at least one positive integer."""
+    if not values or min(values) < 1:
+        raise ConfigError(f"{key}={values} must hold at least one integer, all 1 or more: for example {key}=[1,8,64]")
+
+
+@dataclass
+class ModelConf:
+    """One Llama-family model, in the field names of its Hugging Face config (`conf/model/*.yaml`)."""
+
+    name: str = MISSING
+    paper_name: str = MISSING  # the model of the paper that ours is drawn beside: 7B, 13B or 70B
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_hidden_layers: int = MISSING
+    num_attention_heads: int = MISSING
+    num_key_value_heads: int = MISSING
+    vocab_size: int = MISSING
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    dtype: DType = MISSING
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} must be a multiple of "
+                f"model.num_attention_heads={self.num_attention_heads}"
+            )
+
+    def lora_parameters(self, rank: int, layers: int | None = None) -> int:
+        """A and B of q, k, v, o, gate, up and down in `layers` layers (None: all of the model's), by arithmetic."""
+        hidden, inner, kv = self.hidden_size, self.intermediate_size, self._key_value_width()
+        shapes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), *[(hidden, inner)] * 2]
+        per_layer = rank * sum(h_in + h_out for h_in, h_out in (*shapes, (inner, hidden)))
+        return per_layer * (layers or self.num_hidden_layers)
+
+    def backbone_parameters(self) -> int:
+        """Projections, norms, embedding and output head."""
+        hidden, inner, kv = self.hidden_size, self.intermediate_size, self._key_value_width()
+        per_layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
+        return self.num_hidden_layers * per_layer + 2 * self.vocab_size * hidden + hidden
+
+    def _key_value_width(self) -> int:
+        return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
+
+
+@dataclass
+class HardwareConf:
+    """The device that is measured and its ceilings (`conf/hardware/*.yaml`).
+
+    `bandwidth_gb_s` and `tflop_s` are datasheet numbers; null where the roofline must measure them
+    (`punica.measure.roofline`). Under `hardware=auto`, null means: as in the file of the hardware that was found.
+    """
+
+    name: str = MISSING  # slug, as in outputs/<name>
+    device: str = MISSING  # cpu or cuda
+    dtype: DType = MISSING  # what the operator figures compute in
+    bandwidth_gb_s: float | None = None
+    tflop_s: float | None = None
+    flush_mib: int | None = 256  # size of the buffer that host_clock and events zero to empty the caches
+    threads: int | None = None  # CPU threads of torch; null: OMP_NUM_THREADS, else every usable core
+
+    def __post_init__(self) -> None:
+        at_least(0, hardware__flush_mib=self.flush_mib)
+        at_least(1, hardware__threads=self.threads)
+
+
+@dataclass
+class NamesConf:
+    """A choice that narrows a figure's grid: names of workloads or systems, none of them meaning the figure's own.
+
+    `workload=` has a choice per entry of the registry, `system=` one per system of a figure (`conf/figure/*.yaml`).
+    """
+
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class AdaptersConf:
+    """The LoRA adapters of a figure: every rank in `ranks` is measured; `slots` null means the largest batch."""
+
+    ranks: list[int] = MISSING
+    alpha: float = 16.0
+    slots: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes("adapters.ranks", self.ranks)
+        at_least(1, adapters__slots=self.slots)
+
+
+@dataclass
+class EngineConf:
+    """Limits of the serving engine (figures 11 to 13)."""
+
+    max_batch_size: int = 32
+    block_size: int = 16
+    num_blocks: int | None = None  # null: enough for max_batch_size requests of scale.max_len tokens
+
+    def __post_init__(self) -> None:
+        at_least(1, engine__max_batch_size=self.max_batch_size, engine__block_size=self.block_size)
+        at_least(1, engine__num_blocks=self.num_blocks)
+
+
+@dataclass
+class TimerConf:
+    """Which clock (`punica.measure.timing`); auto: cuda_graph on a GPU, host_clock on a CPU."""
+
+    name: str = MISSING
+
+
+@dataclass
+class ScaleConf:
+    """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,paper}.yaml`)."""
+
+    name: str = MISSING
+    warmup: int = MISSING  # untimed calls per system and point
+    repeats: int = MISSING  # timed calls per system and point, at most
+    min_repeats: int = MISSING  # ... and at least, whatever they cost
+    seconds_per_point: float = MISSING  # once spent, a point stops at min_repeats or later
+    batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
+    hidden_size: int = MISSING  # operator figures: h1 of the projection
+    intermediate_size: int = MISSING  # operator figures: h2 of the projection
+    model_batch_sizes: list[int] = MISSING  # figures 1 and 10
+    seq_lens: list[int] = MISSING  # figure 1
+    layer_seq_lens: list[int] = MISSING  # figure 10
+    prefill_seq_lens: list[int] = MISSING  # figure 1: the lengths whose prefill is timed too
+    requests: int = MISSING  # figure 11
+    max_len: int = MISSING  # figure 11: longest prompt + output
+    max_steps: int | None = MISSING  # figure 11: model invocations per system, see systems.stream; null: no limit
+
+    def __post_init__(self) -> None:
+        at_least(0, scale__warmup=self.warmup, scale__seconds_per_point=self.seconds_per_point)
+        at_least(1, scale__repeats=self.repeats, scale__min_repeats=self.min_repeats, scale__requests=self.requests)
+        at_least(1, scale__hidden_size=self.hidden_size, scale__intermediate_size=self.intermediate_size)
+        at_least(3, scale__max_len=self.max_len)
+        at_least(1, scale__max_steps=self.max_steps)
+        for key in ("batch_sizes", "model_batch_sizes", "seq_lens", "layer_seq_lens", "prefill_seq_lens"):
+            sizes(f"scale.{key}", getattr(self, key))
+
+
+@dataclass
+class PathsConf:
+    """The only place with directories; relative ones start at the repository's root."""
+
+    outputs: str = MISSING
+    results: str = MISSING
+    figures: str = MISSING
+    paper_results: str = MISSING
+
+
+@dataclass
+class FigureConf:
+    """What every figure has; an experiment subclasses it with its own fields and a file in `conf/figure/`."""
+
+    title: str = MISSING
+    systems: list[str] = field(default_factory=list)  # what `system=all` runs, in drawing order
+    workloads: list[str] = field(default_factory=lambda: list(PAPER_WORKLOADS))  # what `workload=all` runs
+
+
+@dataclass
+class Config:
+    """A run of one figure."""
+
+    figure: FigureConf = MISSING
+    model: ModelConf = MISSING
+    hardware: HardwareConf = MISSING
+    workload: NamesConf = MISSING
+    adapters: AdaptersConf = MISSING
+    system: NamesConf = MISSING
+    engine: EngineConf = field(default_factory=EngineConf)
+    timer: TimerConf = MISSING
+    scale: ScaleConf = MISSING
+    paths: PathsConf = MISSING
+    force: bool = False  # measure again what is already on disk
+    draw: bool = True  # draw the figure after measuring
+
+
+@dataclass
+class BatchConf(Config):
+    """A run over many figures: `reproduce`, `figures`, `record` and `report` of `experiments.commands`."""
+
+    figures: list[str] = field(default_factory=list)  # names or prefixes (fig08); none: every figure
+    source: str = "auto"  # figures: fresh rows of this machine, recorded rows, or auto (fresh where there are some)
+    allow_dirty: bool = False  # record: accept rows measured from uncommitted code
+
+
+def model_conf(name: str) -> ModelConf:
+    """The model of `conf/model/<name>.yaml`."""
+    values = OmegaConf.merge(OmegaConf.structured(ModelConf), OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    return cast(ModelConf, OmegaConf.to_object(values))
+
+
+def _detected(what: str) -> str:
+    """`name`, `device` or `dtype` of this machine, for `conf/hardware/auto.yaml`."""
+    name = environment.hardware_slug()
+    on_cpu = name == "cpu"
+    return {"name": name, "device": "cpu" if on_cpu else "cuda", "dtype": "float32" if on_cpu else "float16"}[what]
+
+
+def choice(name: str) -> str:
+    """How the command line spells a name: `skewed`, `gather_bmm`, and `backbone` for its projection X@W too."""
+    return re.sub(r"\W+", "_", name.removesuffix(" X@W").lower())
+
+
+def register_schemas() -> None:
+    """Put the schemas, the choices of `workload=` and `timer=` and the one resolver where Hydra finds them; safe to
+    call again.
+    """
+    OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
+    store = ConfigStore.instance()
+    store.store(name="run", group="schema", node=Config, package="_global_")
+    store.store(name="batch", group="schema", node=BatchConf, package="_global_")
+    register_names("workload", WORKLOADS.names())
+    register_names("system", [])
+    for timer in ("auto", *TIMERS):
+        store.store(name=timer, group="timer", node=TimerConf(timer))
+
+
+def register_names(group: str, names: Iterable[str]) -> None:
+    """Make each of `names` a choice of `group` (workload or system), beside `all`, which means the figure's own."""
+    store = ConfigStore.instance()
+    store.store(name="all", group=group, node=NamesConf())
+    for name in names:
+        store.store(name=choice(name), group=group, node=NamesConf([name if group == "workload" else choice(name)]))
+
+
+def register_app(name: str, header: str, module: str, **overrides: str | None) -> None:
+    """Register the primary config `name` of `python -m experiments.<module>`: `conf/config.yaml` with `overrides` of
+    its groups, and the text of `--help`.
+    """
+    register_schemas()
+    primary: list[Any] = ["config", *({f"override {key}": value} for key, value in overrides.items()), "_self_"]
+    hydra = {"job": {"name": name}, "help": {"app_name": module, "header": header}}
+    ConfigStore.instance().store(name=name, node={"defaults": primary, "hydra": hydra})
+
+
+def register_options(name: str, header: str, module: str, node: Any) -> None:
+    """Register `name` as a command whose whole configuration are the fields of the dataclass `node`, without files."""
+    store = ConfigStore.instance()
+    store.store(name=name, group="schema", node=node, package="_global_")
+    primary: list[Any] = [{"schema": name}, {"override hydra/job_logging": "stdout"}, "_self_"]
+    usage = f"{header}\n\nUsage: python -m experiments.{module} [key=value] ...\n\n$CONFIG\n"
+    hydra = {"job": {"name": name}, "help": {"template": usage}, "run": {"dir": "."}, "output_subdir": None}
+    store.store(name=name, node={"defaults": primary, "hydra": hydra})

@@ -1,0 +1,143 @@
+"""From a composed configuration to one that can run: `auto` is decided, names are checked, folders are known."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.harness.schema import CONF, REPOSITORY, Config, ConfigError, HardwareConf, choice
+from punica.measure import environment
+from punica.measure.records import TIMERS
+from punica.workload.popularity import WORKLOADS
+
+if TYPE_CHECKING:
+    from experiments.harness.experiment import Experiment
+
+
+ALWAYS_READ = ("hardware", "scale.name", "paths")
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where one hardware's rows and figures are. `fresh` folders are this machine's, `recorded` ones are committed."""
+
+    fresh_rows: Path
+    fresh_figures: Path
+    recorded_rows: Path
+    recorded_figures: Path
+    paper: Path
+
+
+def folders(cfg: Config | DictConfig) -> Folders:
+    """Folders of `cfg.hardware` and `cfg.scale`; smoke rows lie apart, so that they never replace real ones."""
+    hardware = cfg.hardware.name
+    root = {name: REPOSITORY / getattr(cfg.paths, name) for name in ("outputs", "results", "figures", "paper_results")}
+    fresh = root["outputs"] / hardware
+    fresh = fresh / "smoke" if cfg.scale.name == "smoke" else fresh
+    return Folders(
+        fresh_rows=fresh / "rows",
+        fresh_figures=fresh / "figures",
+        recorded_rows=root["results"] / hardware,
+        recorded_figures=root["figures"] / hardware,
+        paper=root["paper_results"],
+    )
+
+
+def settle(cfg: DictConfig, experiment: Experiment) -> Config:
+    """`cfg` as typed objects with hardware, timer, workloads and systems decided for `experiment`.
+
+    Raises `ConfigError` for a choice that this machine or figure does not have.
+    """
+    cfg = cfg.copy()
+    if OmegaConf.is_missing(cfg, "figure") or cfg.figure is None:
+        raise ConfigError(f"figure is not chosen: run python -m experiments.{experiment.name}")
+    cfg.hardware = settle_hardware(cfg.hardware)
+    settled = cast(Config, OmegaConf.to_object(cfg))
+    if not isinstance(settled.figure, experiment.conf):
+        raise ConfigError(
+            f"figure={settled.figure.title!r} is not {experiment.name}'s own: leave figure= out, or run its script"
+        )
+    settled.timer.name = experiment.clock or _timer(settled.timer.name, settled.hardware.device)
+    settled.workload.names = _workloads(settled)
+    settled.system.names = _systems(settled, experiment)
+    return settled
+
+
+def settle_hardware(hardware: DictConfig) -> DictConfig:
+    """`hardware` with nulls filled in from `conf/hardware/<name>.yaml`, and the number of CPU threads decided."""
+    known = CONF / "hardware" / f"{hardware.name}.yaml"
+    usual = dict(OmegaConf.load(known)) if known.exists() else {"flush_mib": HardwareConf.flush_mib}  # type: ignore[arg-type]
+    for key in ("bandwidth_gb_s", "tflop_s", "flush_mib"):
+        if hardware[key] is None:
+            hardware[key] = usual.get(key)
+    if hardware.device not in ("cpu", "cuda"):
+        raise ConfigError(f"hardware.device={hardware.device!r} must be cpu or cuda: choose hardware=auto")
+    if hardware.threads is None:
+        set_by_user = os.environ.get("OMP_NUM_THREADS", "")
+        hardware.threads = int(set_by_user) if set_by_user.isdigit() else environment.usable_cores()
+    return hardware
+
+
+def _timer(name: str, device: str) -> str:
+    allowed = TIMERS if device == "cuda" else TIMERS[-1:]
+    if name == "auto":
+        return allowed[0]
+    if name not in allowed:
+        raise ConfigError(f"timer={name!r} does not exist on {device}: choose timer={' or timer='.join(allowed)}")
+    return name
+
+
+def _workloads(cfg: Config) -> list[str]:
+    names = cfg.workload.names or cfg.figure.workloads
+    for name in names:
+        if name not in WORKLOADS.names():
+            raise ConfigError(
+                f"workload.names has {name!r}, which is unknown; known: {', '.join(WORKLOADS.names())}. "
+                "Choose workload=all or one of these, or register yours in punica/workload/popularity.py"
+            )
+    return list(names)
+
+
+def _systems(cfg: Config, experiment: Experiment) -> list[str]:
+    known, chosen = experiment.known_systems(cfg), []
+    for name in cfg.system.names:
+        found = [own for own in known if name in (own, choice(own))]
+        if not found:
+            raise ConfigError(
+                f"system.names has {name!r}, which {experiment.name} does not have; it has {', '.join(known)}. "
+                "Choose system=all or one of these"
+            )
+        chosen += found
+    return chosen or list(cfg.figure.systems)
+
+
+def keys_read(experiment: Experiment) -> set[str]:
+    """Groups (`model`) and single keys (`adapters.ranks`) of the configuration that decide what `experiment` measures.
+
+    Those that every experiment reads, those that it declares (`Experiment.reads`), `timer` unless it has a clock of its
+    own, and those that its `conf/figure/<name>.yaml` interpolates.
+    """
+    interpolated = re.findall(r"\$\{(\w+\.\w+)", (CONF / "figure" / f"{experiment.name}.yaml").read_text("utf-8"))
+    timer = [] if experiment.clock else ["timer"]
+    return {"figure", "system", "force", "draw", *ALWAYS_READ, *timer, *experiment.reads, *interpolated}
+
+
+def is_read(key: str, keys: Iterable[str]) -> bool:
+    """Whether `key` is one of `keys`, or lies in one, or holds one."""
+    return any(f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}.") for known in keys)
+
+
+def refuse_unread(given: Iterable[str], keys: Collection[str], who: str) -> None:
+    """Raise `ConfigError` for the first of the command line's overrides `given` that is none of `keys` (`is_read`):
+    it would be ignored, and still stand in the configuration that is kept beside the rows.
+    """
+    for override in given:
+        key = re.split(r"[=@]", override.lstrip("+~"))[0]
+        if not is_read(key, keys):
+            raise ConfigError(f"{override} would change nothing, {key} is not read by {who}: leave it out")

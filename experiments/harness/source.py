@@ -1,0 +1,109 @@
+"""Which code a number comes from: a short hash over the modules that decide it, kept in every row.
+
+Those modules are the experiment's script and, from there, everything of `experiments` and `punica` that it imports, at
+any depth and also inside functions; for a GPU the kernels' tuned tables count too. Left out are rooms that only show or
+judge numbers (plots, commands, claims) and what only a type checker imports. The hash is taken over the syntax tree
+without docstrings and comments, so that rows become stale when code changes and not when a text about it does.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from experiments.harness.schema import REPOSITORY
+
+PACKAGES = ("experiments", "punica")
+ONLY_SHOW = (
+    "experiments.plots", "experiments.commands", "experiments.claims", "experiments.harness.catalogue",
+    "experiments.harness.command", "experiments.harness.source",
+)  # fmt: skip
+TABLES = "tuned"
+"""Folder of tuned tables beside the module that reads them."""
+
+
+@lru_cache(maxsize=64)
+def fingerprint(script: Path, device: str, root: Path = REPOSITORY) -> str:
+    """Twelve hex digits over the code below `root` that decides the numbers of `script` on `device` (cpu or cuda)."""
+    modules = decisive(script, root)
+    found = {_name(path, root): _code(path)[0] for path in modules}
+    if device != "cpu":
+        folders = {path.parent / TABLES for path in modules}
+        found |= {path.name: path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.json")}
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
+
+
+def source_of(experiment: object, device: str) -> str:
+    """The fingerprint of `experiment`'s own script."""
+    return fingerprint(Path(inspect.getfile(type(experiment))).resolve(), device)
+
+
+def script_of(rows_file: Path) -> Path | None:
+    """The script of `experiments/` whose rows lie in `rows_file`: the one whose name the file's begins with."""
+    scripts = (REPOSITORY / "experiments").glob("*.py")
+    return next((path for path in scripts if rows_file.stem.startswith(path.stem)), None)
+
+
+def decisive(script: Path, root: Path = REPOSITORY) -> set[Path]:
+    """The files that decide the numbers of `script`, itself among them."""
+    seen, waiting = set(), [script]
+    while waiting:
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            waiting += [file for name in _code(path)[1] for file in _files(name, root)]
+    return seen
+
+
+def _name(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
+def _files(name: str, root: Path) -> Iterator[Path]:
+    """The module files that importing the dotted `name` runs: packages on the way, the module, if `name` is one."""
+    parts = name.split(".")
+    if parts[0] not in PACKAGES or name.startswith(ONLY_SHOW):
+        return
+    for end in range(1, len(parts) + 1):
+        place = root.joinpath(*parts[:end])
+        yield from (path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file())
+
+
+@lru_cache(maxsize=512)
+def _code(path: Path) -> tuple[str, tuple[str, ...]]:
+    """The code of a file as text in which only code counts, and the dotted names that it imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return _canonical(tree), tuple(_imports(tree))
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child)
+
+
+def _canonical(value: object) -> str:
+    """`ast.dump` without docstrings and empty fields: the same text on every Python that parses the same code."""
+    if isinstance(value, list):
+        return f"[{','.join(_canonical(entry) for entry in value if not _is_text(entry))}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = [(name, entry) for name, entry in ast.iter_fields(value) if entry is not None and entry != []]
+    return f"{type(value).__name__}({','.join(f'{name}={_canonical(entry)}' for name, entry in fields)})"
+
+
+def _is_text(statement: object) -> bool:
+    """A string that stands alone: a docstring, of a module, class, function or variable."""
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True
+    return False

@@ -1,0 +1,107 @@
+"""What all systems of Figure 11 compute with: one random backbone, one set of adapters, the limits of a batch.
+
+Weights exist once. Engines with and without LoRA, and the Hugging Face model, are built around the same tensors
+(`exported` gives views under Hugging Face names), so that differences in speed are differences of systems, and tokens
+can be compared one by one.
+
+As in the released harness (D10) there are at most `max_batch_size` different adapters; further ones are copies under
+their own id, which costs a system the same as a different one would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig
+
+from experiments.benches.model_steps import llama_config, random_llama
+from experiments.harness.schema import ModelConf
+from punica.adapters import LoRAModel, PEFTHelper, random_adapter_tensors
+from punica.adapters.synthetic import LLAMA_LORA_MODULES
+from punica.engine import EngineConfig
+from punica.models import LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a batch: requests, tokens per request, and our engine's KV blocks (None: as many as can be needed)."""
+
+    max_batch_size: int
+    max_len: int
+    block_size: int = 16
+    num_blocks: int | None = None
+
+    def engine_config(self, lora: bool, index_rule: str = "per_request") -> EngineConfig:
+        """The same for our engine; without LoRA adapters steer admission only."""
+        return EngineConfig(
+            max_batch_size=self.max_batch_size,
+            block_size=self.block_size,
+            max_model_len=self.max_len,
+            num_blocks=self.num_blocks,
+            adapter_index_rule=index_rule,
+            ignore_adapters=not lora,
+        )
+
+
+class Weights:
+    """Backbone and adapters of one model on one device."""
+
+    def __init__(
+        self, model: ModelConf, device: str, limits: Limits, rank: int, alpha: float = 16.0, seed: int = 0
+    ) -> None:
+        self.limits = limits
+        self.rank = rank
+        self.alpha = alpha
+        self.seed = seed
+        self.device = device
+        self.vocab_size = model.vocab_size
+        self.target_modules = list(LLAMA_LORA_MODULES)
+        self._model = model
+        self._backbone = random_llama(model, device)
+        self._adapters: dict[int, dict[str, torch.Tensor]] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self._backbone.lm_head.weight.dtype
+
+    @property
+    def config(self) -> LlamaConfig:
+        """A new Hugging Face config of the backbone."""
+        return llama_config(self._model)
+
+    def backbone(self) -> LlamaForCausalLM:
+        """The backbone with modules of its own (an engine with LoRA replaces them) around the shared weights."""
+        model = LlamaForCausalLM(self.config, dtype=self.dtype, device=self.device)
+        for mine, shared in zip(model.parameters(), self._backbone.parameters(), strict=True):
+            mine.data = shared.data
+        return model
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        """The weights under Hugging Face names; parts of packed matrices are views of their rows."""
+        state: dict[str, torch.Tensor] = {}
+        used: dict[int, int] = {}
+        for entry in self._backbone.checkpoint_entries():
+            start = used.get(id(entry.parameter), 0)
+            state[entry.name] = entry.parameter.data.narrow(0, start, entry.shape[0])
+            used[id(entry.parameter)] = start + entry.shape[0]
+        return state
+
+    def adapter_set(self, adapter_id: int) -> int:
+        """Which of the `max_batch_size` different weight sets this adapter has."""
+        return (adapter_id - 1) % self.limits.max_batch_size
+
+    def adapter_tensors(self, adapter_id: int) -> dict[str, torch.Tensor]:
+        """The adapter's tensors under PEFT names."""
+        index = self.adapter_set(adapter_id)
+        if index not in self._adapters:
+            seed = self.seed + index
+            self._adapters[index] = random_adapter_tensors(self.config, self.rank, seed, dtype=self.dtype)
+        return self._adapters[index]
+
+    def adapter(self, adapter_id: int) -> LoRAModel:
+        """The adapter for our engine."""
+        config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
+        helper = PEFTHelper.from_dict(config)
+        return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), helper)
