@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 from tqdm import tqdm
@@ -55,19 +55,10 @@ class Determinism(OperatorExperiment):
             text = "nothing to measure on a CPU, whose one operator is deterministic; it needs a GPU"
             tqdm.write(f"{self.name}: {text}", file=sys.stderr)
             return []
-        return self.grid(cfg)
+        return super().points(cfg)
 
-    def grid(self, cfg: Config) -> list[Point]:
-        """The points on a device that runs Triton kernels."""
-        figure = cast(DeterminismConf, operator_conf(cfg))
-        settings = {**figure.settings(cfg), "runs": figure.runs}
-        return [
-            Point(workload, system, workload, batch_size=rows, rank=rank, settings=settings)
-            for rank in cfg.adapters.ranks
-            for rows in figure.batch_sizes
-            for workload in cfg.workload.names
-            for system in cfg.system.names
-        ]
+    def settings(self, cfg: Config) -> dict[str, Any]:
+        return {**super().settings(cfg), "runs": cast(DeterminismConf, cfg.figure).runs}
 
     def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
         import experiments.benches.determinism  # noqa: F401  (registers the variants)

@@ -16,17 +16,16 @@ Cost at scale=laptop: about 1 minute on two cores, 2 GB.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, model_settings, sampled
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Overlay, main
+from experiments.harness.points import Point, Reading, model_settings, sampled
 from experiments.harness.schema import sizes
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from experiments.benches.layer_bench import LayerBench
 
 
@@ -47,9 +46,7 @@ class Fig10(Experiment):
 
     name, figure, order, conf = "fig10_layer", "10", 60, LayerConf
     reads = ("model", "workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, int], LayerBench] = {}
+    overlay = Overlay("Figure 10: one layer with LoRA, decode", metric="layer_latency", panel="panel", line="workload")
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(LayerConf, cfg.figure)
@@ -93,27 +90,10 @@ class Fig10(Experiment):
         from experiments.benches.layer_bench import LayerBench
         from experiments.benches.model_steps import step_tokens
 
-        key = (cfg.model.name, rank)
-        if key not in self._held:
-            figure = cast(LayerConf, cfg.figure)
-            self._held.clear()
-            needed = step_tokens(max(figure.batch_sizes), max(figure.seq_lens))
-            self._held[key] = LayerBench(cfg.model, rank, self._slots(cfg), needed, cfg.hardware.device)
-        return self._held[key]
-
-    def release(self) -> None:
-        self._held.clear()
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.overlay import Overlay, panels
-
-        return panels(
-            rows,
-            paper,
-            Overlay(
-                panel="panel", line="workload", metric="layer_latency", title="Figure 10: one layer with LoRA, decode"
-            ),
-        )
+        figure = cast(LayerConf, cfg.figure)
+        needed = step_tokens(max(figure.batch_sizes), max(figure.seq_lens))
+        make = partial(LayerBench, cfg.model, rank, self._slots(cfg), needed, cfg.hardware.device)
+        return self.kept((cfg.model.name, rank), make)
 
 
 EXPERIMENT = Fig10()

@@ -33,19 +33,8 @@ from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import (
-    PROTOCOL,
-    Config,
-    ConfigError,
-    Experiment,
-    FigureConf,
-    Point,
-    Reading,
-    by_cell,
-    main,
-    model_settings,
-    sampled,
-)
+from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
+from experiments.harness.points import Point, Reading, by_cell, model_settings, sampled
 from experiments.harness.schema import at_least
 from punica.measure import environment
 
