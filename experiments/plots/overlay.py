@@ -50,8 +50,8 @@ def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spe
     for axis in (above, below):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.xaxis.set_major_formatter(style.PLAIN)
+        axis.yaxis.set_major_formatter(style.PLAIN)
         axis.yaxis.set_minor_formatter(plt.FuncFormatter(partial(_minor_label, axis)))
         axis.tick_params(which="minor", length=0)
     below.set_xlabel(spec.x_label)
