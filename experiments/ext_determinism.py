@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
 from tqdm import tqdm
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from experiments.harness.schema import at_least
+from experiments.harness.schema import low
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,11 +37,7 @@ if TYPE_CHECKING:
 class DeterminismConf(OperatorConf):
     """`runs`: how often one call is repeated to compare its bits."""
 
-    runs: int = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(2, figure__runs=self.runs)
+    runs: int = low(2)
 
 
 class Determinism(OperatorExperiment):

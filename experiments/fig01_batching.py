@@ -23,7 +23,6 @@ from omegaconf import MISSING
 
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, Overlay, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
-from experiments.harness.schema import sizes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,11 +39,6 @@ class BatchingConf(FigureConf):
     batch_sizes: list[int] = MISSING
     seq_lens: list[int] = MISSING
     prefill_seq_lens: list[int] = MISSING  # prefill costs in proportion to its tokens: minutes on a CPU
-
-    def __post_init__(self) -> None:
-        sizes("figure.batch_sizes", self.batch_sizes)
-        sizes("figure.seq_lens", self.seq_lens)
-        sizes("figure.prefill_seq_lens", self.prefill_seq_lens)
 
 
 def fits(seq_lens: list[int], cfg: Config) -> list[int]:

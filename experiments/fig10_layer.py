@@ -23,7 +23,6 @@ from omegaconf import MISSING
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Overlay, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
-from experiments.harness.schema import sizes
 
 if TYPE_CHECKING:
     from experiments.benches.layer_bench import LayerBench
@@ -35,10 +34,6 @@ class LayerConf(FigureConf):
 
     batch_sizes: list[int] = MISSING
     seq_lens: list[int] = MISSING
-
-    def __post_init__(self) -> None:
-        sizes("figure.batch_sizes", self.batch_sizes)
-        sizes("figure.seq_lens", self.seq_lens)
 
 
 class Fig10(Experiment):
@@ -68,8 +63,7 @@ class Fig10(Experiment):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         import torch
 
-        from experiments.benches.operators import protocol
-        from punica.measure.timing import time_side_by_side
+        from experiments.benches.operators import microseconds
         from punica.workload.popularity import popularity
 
         bench = self._bench(cfg, point.rank)
@@ -82,8 +76,7 @@ class Fig10(Experiment):
         def layer() -> None:
             bench.run(x, cos, sin)
 
-        samples = time_side_by_side({"layer": [layer]}, protocol(cfg))["layer"]
-        return sampled("layer_latency", [1e6 * seconds for seconds in samples], "us")
+        return sampled("layer_latency", microseconds(cfg, {"layer": [layer]})["layer"], "us")
 
     def _bench(self, cfg: Config, rank: int) -> LayerBench:
         """The layer with its adapters, built once per rank."""

@@ -92,7 +92,7 @@ def _mixed_bank(
     return a, b, table[None].to(device)
 
 
-def _weights(cfg: Config, chosen: Variant) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _weights(cfg: Config, chosen: Variant) -> operators.Weights:
     """A, B and the table of ranks of all slots. Narrow slots lie in the same memory as wide ones."""
     figure, device, ranks = operator_conf(cfg), cfg.hardware.device, tuple(cfg.adapters.ranks)
     slots, shape = bank_slots(cfg), (figure.h1, figure.h2, figure.dtype, device)
@@ -109,7 +109,7 @@ def _weights(cfg: Config, chosen: Variant) -> tuple[torch.Tensor, torch.Tensor, 
 def batches(cfg: Config, workload: str, rows: int, chosen: Variant) -> list[Problem]:
     """The batches of one variant: whole rounds, each batch on its own x, y and adapters."""
     count = copies(cfg, workload, rows, chosen.mean_rank)
-    return operators.rotated(cfg, workload, rows, count, *_weights(cfg, chosen))
+    return operators.rotated(cfg, workload, rows, count, _weights(cfg, chosen))
 
 
 def checked_rounds(cfg: Config, problems: Sequence[Problem]) -> tuple[list[Call], int]:

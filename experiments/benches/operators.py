@@ -84,6 +84,8 @@ class Prepared:
     expected: Callable[[], torch.Tensor]
 
 
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""A [slots, r, h1], B [slots, h2, r] and, or None where all are r, the true ranks [1, slots]."""
 Prepare = Callable[[Problem], Prepared]
 OPERATORS: Registry[Prepare] = Registry("operator")
 """Name in rows and plots -> how to prepare a problem for it."""
@@ -231,21 +233,12 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
         total = max(total, -(-flush_bytes(cfg) // per_slot))
         copies = total // adapters
     a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
-    return rotated(cfg, workload, batch_size, copies, a, b)
+    return rotated(cfg, workload, batch_size, copies, (a, b, None))
 
 
-def rotated(
-    cfg: Config,
-    workload: str,
-    rows: int,
-    copies: int,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ranks: torch.Tensor | None = None,
-) -> list[Problem]:
-    """`copies` batches of `workload`, each on its own x, y and adapters out of all the slots of A and B (and their true
-    `ranks`, [1, slots]).
-    """
+def rotated(cfg: Config, workload: str, rows: int, copies: int, weights: Weights) -> list[Problem]:
+    """`copies` batches of `workload`, each on its own x, y and adapters out of all slots of `weights`."""
+    a, b, ranks = weights
     figure, device = operator_conf(cfg), cfg.hardware.device
     sizes = tuple(popularity(workload).group_sizes(rows))
     slots = torch.from_numpy(popularity(workload).slots(rows))
