@@ -19,15 +19,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
 from tqdm import tqdm
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from experiments.harness.schema import at_least
+from experiments.harness.schema import low
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,11 +37,7 @@ if TYPE_CHECKING:
 class DeterminismConf(OperatorConf):
     """`runs`: how often one call is repeated to compare its bits."""
 
-    runs: int = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(2, figure__runs=self.runs)
+    runs: int = low(2)
 
 
 class Determinism(OperatorExperiment):
@@ -55,19 +50,10 @@ class Determinism(OperatorExperiment):
             text = "nothing to measure on a CPU, whose one operator is deterministic; it needs a GPU"
             tqdm.write(f"{self.name}: {text}", file=sys.stderr)
             return []
-        return self.grid(cfg)
+        return super().points(cfg)
 
-    def grid(self, cfg: Config) -> list[Point]:
-        """The points on a device that runs Triton kernels."""
-        figure = cast(DeterminismConf, operator_conf(cfg))
-        settings = {**figure.settings(cfg), "runs": figure.runs}
-        return [
-            Point(workload, system, workload, batch_size=rows, rank=rank, settings=settings)
-            for rank in cfg.adapters.ranks
-            for rows in figure.batch_sizes
-            for workload in cfg.workload.names
-            for system in cfg.system.names
-        ]
+    def settings(self, cfg: Config) -> dict[str, Any]:
+        return {**super().settings(cfg), "runs": cast(DeterminismConf, cfg.figure).runs}
 
     def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
         import experiments.benches.determinism  # noqa: F401  (registers the variants)

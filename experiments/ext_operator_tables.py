@@ -115,12 +115,11 @@ def calls(sets: OperatorSets, table: str) -> dict[str, Call]:
     """Column -> the call on set i."""
     import torch
 
-    from punica.ops.triton_ops.configs import get_lora_op_configs
+    from experiments.benches.operator_pairs import pair_plan, tuned
     from punica.ops.triton_ops.launch import supports_pdl
     from punica.ops.triton_ops.lora_linear import lora_linear
 
     op, pdl = sets.operator, supports_pdl(sets.x.device)
-    segments, slices = len(op.sizes), len(op.widths)
 
     *tensors, count = sets.meta_args
 
@@ -128,8 +127,8 @@ def calls(sets: OperatorSets, table: str) -> dict[str, Call]:
         chosen = {"num_active_loras": count, "lora_ranks": ranks, **options}
         return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
 
-    shrink = get_lora_op_configs("shrink", segments, op.tokens, op.k, op.rank, slices)
-    expand = get_lora_op_configs("expand", segments, op.tokens, max(op.widths), op.rank, slices, add_inputs=True)
+    shrink, expand = tuned(op)
+    normal = pair_plan(sets, shrink, expand, pdl=pdl, pdl_shrink=False)
     if table == "determinism":
         from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
 
@@ -141,19 +140,11 @@ def calls(sets: OperatorSets, table: str) -> dict[str, Call]:
                 sets.y[0], sets.x[0], sets.a[0], sets.b[0], sets.meta_args, config, expand, overlap=pdl
             )
             variants[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.a[i], sets.b[i])
-        return {
-            "punica": ours(),
-            "no early shrink": _normal_shrink(sets, shrink, expand, pdl),
-            "batch invariant": ours(batch_invariant=True),
-            **variants,
-        }
-    columns = {
-        "punica": ours(),
-        "normal shrink": _normal_shrink(sets, shrink, expand, pdl),
-        "no overlap": ours(pdl=False),
-    }
+        columns = {"punica": ours(), "no early shrink": normal, "batch invariant": ours(batch_invariant=True)}
+        return {**columns, **variants}
+    columns = {"punica": ours(), "normal shrink": normal, "no overlap": ours(pdl=False)}
     if not op.ranks and table in ("A", "B"):
-        table_of_ranks = torch.full((slices, segments), op.rank, dtype=torch.int32, device=sets.x.device)
+        table_of_ranks = torch.full((len(op.widths), len(op.sizes)), op.rank, dtype=torch.int32, device=sets.x.device)
         columns["rank table"] = ours(table_of_ranks)
     return columns
 
@@ -162,27 +153,15 @@ def compile_first(found: list[Line], table: str) -> None:
     """Compile what the table needs, in parallel: alone, one kernel takes about a second."""
     import multiprocessing
 
-    from experiments.benches.operator_pairs import Job, compile_all
-    from punica.ops.triton_ops.configs import get_lora_op_configs
+    from experiments.benches.operator_pairs import Job, compile_all, tuned
 
     jobs: list[Job] = []
     for op in [line.operator for line in found]:
-        shape = (len(op.sizes), op.tokens)
-        for invariant in (False, True) if table == "determinism" else (False,):
-            shrink = get_lora_op_configs("shrink", *shape, op.k, op.rank, len(op.widths), batch_invariant=invariant)
-            expand = get_lora_op_configs(
-                "expand", *shape, max(op.widths), op.rank, len(op.widths), add_inputs=True, batch_invariant=invariant
-            )
-            jobs += [(op, shrink, expand, True, None)]
-            if not invariant:
-                jobs += [(op, shrink, expand, True, False), (op, shrink, expand, False, None)]
+        pair = tuned(op)
+        jobs += [(op, *pair, True, None), (op, *pair, True, False), (op, *pair, False, None)]
+        if table == "determinism":
+            jobs.append((op, *tuned(op, batch_invariant=True), True, None))
     compile_all(jobs, multiprocessing.cpu_count())
-
-
-def _normal_shrink(sets: OperatorSets, shrink: dict[str, Any], expand: dict[str, Any], pdl: bool) -> Call:
-    from experiments.benches.operator_pairs import pair_plan
-
-    return pair_plan(sets, shrink, expand, pdl=pdl, pdl_shrink=False)
 
 
 def torch_calls(sets: OperatorSets) -> dict[str, Call]:
@@ -262,31 +241,17 @@ def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
 
 def rows_of(table: str, found: list[Line]) -> list[Row]:
     """The measurements as rows of the repository's kind."""
-    stamp = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve(), "cuda")}
+    about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve(), "cuda")}
+    about |= {"figure": "operator tables", "hardware": environment.hardware_slug(), "device": environment.device_name()}
+    about |= {"unit": "us", "statistic": "median", "model": "", "seq_len": None}
     out = []
     for line in found:
+        operator = {"batch_size": line.operator.tokens, "rank": line.operator.rank, "workload": line.workload}
         for name, us in line.us.items():
-            eager = name == "eager"
-            out.append(
-                Row(
-                    figure="operator tables",
-                    panel=f"{table}: {line.label}",
-                    system="punica" if eager else name,
-                    workload=line.workload,
-                    model="",
-                    hardware=environment.hardware_slug(),
-                    batch_size=line.operator.tokens,
-                    seq_len=None,
-                    rank=line.operator.rank,
-                    metric="host_latency" if eager else "latency",
-                    value=us,
-                    unit="us",
-                    statistic="median",
-                    timer="host_clock" if eager else "cuda_graph",
-                    device=environment.device_name(),
-                    **stamp,
-                )
-            )
+            what = {"system": name, "metric": "latency", "timer": "cuda_graph"}
+            if name == "eager":
+                what = {"system": "punica", "metric": "host_latency", "timer": "host_clock"}
+            out.append(Row(panel=f"{table}: {line.label}", value=us, **operator, **what, **about))
     return out
 
 

@@ -21,23 +21,11 @@ from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import (
-    PROTOCOL,
-    Config,
-    ConfigError,
-    Experiment,
-    FigureConf,
-    Point,
-    Reading,
-    main,
-    model_settings,
-    sampled,
-)
-from experiments.harness.schema import sizes
+from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, Overlay, main
+from experiments.harness.points import Point, Reading, model_settings, sampled
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
     from experiments.benches.model_steps import Invocation
 
@@ -51,11 +39,6 @@ class BatchingConf(FigureConf):
     batch_sizes: list[int] = MISSING
     seq_lens: list[int] = MISSING
     prefill_seq_lens: list[int] = MISSING  # prefill costs in proportion to its tokens: minutes on a CPU
-
-    def __post_init__(self) -> None:
-        sizes("figure.batch_sizes", self.batch_sizes)
-        sizes("figure.seq_lens", self.seq_lens)
-        sizes("figure.prefill_seq_lens", self.prefill_seq_lens)
 
 
 def fits(seq_lens: list[int], cfg: Config) -> list[int]:
@@ -73,9 +56,7 @@ class Fig01(Experiment):
 
     name, figure, order, conf = "fig01_batching", "1", 50, BatchingConf
     reads, clock = ("model", *PROTOCOL), "host_clock"
-
-    def __init__(self) -> None:
-        self._held: dict[str, Invocation] = {}
+    overlay = Overlay("Figure 1: a step of the backbone", metric="step_latency", panel="panel", line="length")
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(BatchingConf, cfg.figure)
@@ -113,33 +94,19 @@ class Fig01(Experiment):
         """The checked model, built once for a whole run."""
         from experiments.benches.model_steps import Invocation, check_decode, random_llama, step_tokens
 
-        if cfg.model.name not in self._held:
+        def checked() -> Invocation:
             figure = cast(BatchingConf, cfg.figure)
-            self._held.clear()
             longest = max(fits(figure.seq_lens + figure.prefill_seq_lens, cfg))
             needed = step_tokens(max(figure.batch_sizes), longest)
             invocation = Invocation(random_llama(cfg.model, cfg.hardware.device), needed)
             check_decode(invocation)
-            self._held[cfg.model.name] = invocation
-        return self._held[cfg.model.name]
+            return invocation
 
-    def release(self) -> None:
-        self._held.clear()
+        return self.kept(cfg.model.name, checked)
 
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.overlay import Overlay, panels
-
-        rows, paper = (_with_length(frame) for frame in (rows, paper))
-        return panels(
-            rows,
-            paper,
-            Overlay(panel="panel", line="length", metric="step_latency", title="Figure 1: a step of the backbone"),
-        )
-
-
-def _with_length(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame` with the context length as a line name."""
-    return frame.assign(length="len " + frame["seq_len"].astype("Int64").astype(str))
+    def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """`frame` with the context length as a line name."""
+        return frame.assign(length="len " + frame["seq_len"].astype("Int64").astype(str))
 
 
 EXPERIMENT = Fig01()

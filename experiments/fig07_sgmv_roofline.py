@@ -33,15 +33,12 @@ class Fig07(OperatorExperiment):
     name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
 
     def points(self, cfg: Config) -> list[Point]:
-        figure = operator_conf(cfg)
-        ceilings = {"dtype": figure.dtype.name, "datasheet": [cfg.hardware.bandwidth_gb_s, cfg.hardware.tflop_s]}
-        return [Point(panel="roof", settings=ceilings)] + [
-            Point(system=system, workload=workload, batch_size=rows, rank=rank, settings=figure.settings(cfg))
-            for system in cfg.system.names
-            for rank in cfg.adapters.ranks
-            for rows in figure.batch_sizes
-            for workload in cfg.workload.names
-        ]
+        dtype = operator_conf(cfg).dtype.name
+        ceilings = {"dtype": dtype, "datasheet": [cfg.hardware.bandwidth_gb_s, cfg.hardware.tflop_s]}
+        return [Point(panel="roof", settings=ceilings), *super().points(cfg)]
+
+    def panel(self, workload: str, rank: int) -> str:
+        return ""
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         return [_roof(cfg)] if points[0].panel == "roof" else super().measure_together(cfg, points)

@@ -17,38 +17,16 @@ Cost at scale=laptop: about 1 minute on two cores, 0.5 GB.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_conf import OperatorConf
 from experiments.benches.operator_figure import OperatorExperiment
-from experiments.harness import Config, Point, main
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from experiments.harness import Overlay, main
 
 
 class Fig08(OperatorExperiment):
     """Latency of each implementation per popularity (the panels) and batch."""
 
     name, figure, order, conf = "fig08_lora_operator", "8", 20, OperatorConf
-
-    def points(self, cfg: Config) -> list[Point]:
-        figure = operator_conf(cfg)
-        return [
-            Point(workload, system, workload, batch_size=rows, rank=rank, settings=figure.settings(cfg))
-            for rank in cfg.adapters.ranks
-            for rows in figure.batch_sizes
-            for workload in cfg.workload.names
-            for system in cfg.system.names
-        ]
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.overlay import Overlay, panels
-
-        return panels(
-            rows, paper, Overlay(panel="workload", line="system", metric="latency", title="Figure 8: LoRA operator")
-        )
+    overlay = Overlay("Figure 8: LoRA operator", metric="latency", panel="workload", line="system")
 
 
 EXPERIMENT = Fig08()

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_conf import OperatorConf
 from experiments.benches.operator_figure import OperatorExperiment
-from experiments.harness import Config, Point, main
+from experiments.harness import Overlay, main
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 
 class Fig09(OperatorExperiment):
@@ -29,24 +28,13 @@ class Fig09(OperatorExperiment):
 
     name, figure, order, conf = "fig09_lora_ranks", "9", 30, OperatorConf
     defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
+    overlay = Overlay("Figure 9: SGMV at four ranks", metric="latency", panel="panel", line="workload")
 
-    def points(self, cfg: Config) -> list[Point]:
-        figure = operator_conf(cfg)
-        return [
-            Point(f"r={rank}", system, workload, batch_size=rows, rank=rank, settings=figure.settings(cfg))
-            for rank in cfg.adapters.ranks
-            for rows in figure.batch_sizes
-            for workload in cfg.workload.names
-            for system in cfg.system.names
-        ]
+    def panel(self, workload: str, rank: int) -> str:
+        return f"r={rank}"
 
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.overlay import Overlay, panels
-
-        whole = rows[rows["system"] == "SGMV"]
-        return panels(
-            whole, paper, Overlay("Figure 9: SGMV at four ranks", metric="latency", panel="panel", line="workload")
-        )
+    def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[frame["system"] == "SGMV"]
 
 
 EXPERIMENT = Fig09()

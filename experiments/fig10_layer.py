@@ -16,17 +16,15 @@ Cost at scale=laptop: about 1 minute on two cores, 2 GB.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, model_settings, sampled
-from experiments.harness.schema import sizes
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Overlay, main
+from experiments.harness.points import Point, Reading, model_settings, sampled
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from experiments.benches.layer_bench import LayerBench
 
 
@@ -37,19 +35,13 @@ class LayerConf(FigureConf):
     batch_sizes: list[int] = MISSING
     seq_lens: list[int] = MISSING
 
-    def __post_init__(self) -> None:
-        sizes("figure.batch_sizes", self.batch_sizes)
-        sizes("figure.seq_lens", self.seq_lens)
-
 
 class Fig10(Experiment):
     """Latency of one layer per context length (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig10_layer", "10", 60, LayerConf
     reads = ("model", "workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, int], LayerBench] = {}
+    overlay = Overlay("Figure 10: one layer with LoRA, decode", metric="layer_latency", panel="panel", line="workload")
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(LayerConf, cfg.figure)
@@ -71,8 +63,7 @@ class Fig10(Experiment):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         import torch
 
-        from experiments.benches.operators import protocol
-        from punica.measure.timing import time_side_by_side
+        from experiments.benches.operators import microseconds
         from punica.workload.popularity import popularity
 
         bench = self._bench(cfg, point.rank)
@@ -85,35 +76,17 @@ class Fig10(Experiment):
         def layer() -> None:
             bench.run(x, cos, sin)
 
-        samples = time_side_by_side({"layer": [layer]}, protocol(cfg))["layer"]
-        return sampled("layer_latency", [1e6 * seconds for seconds in samples], "us")
+        return sampled("layer_latency", microseconds(cfg, {"layer": [layer]})["layer"], "us")
 
     def _bench(self, cfg: Config, rank: int) -> LayerBench:
         """The layer with its adapters, built once per rank."""
         from experiments.benches.layer_bench import LayerBench
         from experiments.benches.model_steps import step_tokens
 
-        key = (cfg.model.name, rank)
-        if key not in self._held:
-            figure = cast(LayerConf, cfg.figure)
-            self._held.clear()
-            needed = step_tokens(max(figure.batch_sizes), max(figure.seq_lens))
-            self._held[key] = LayerBench(cfg.model, rank, self._slots(cfg), needed, cfg.hardware.device)
-        return self._held[key]
-
-    def release(self) -> None:
-        self._held.clear()
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.overlay import Overlay, panels
-
-        return panels(
-            rows,
-            paper,
-            Overlay(
-                panel="panel", line="workload", metric="layer_latency", title="Figure 10: one layer with LoRA, decode"
-            ),
-        )
+        figure = cast(LayerConf, cfg.figure)
+        needed = step_tokens(max(figure.batch_sizes), max(figure.seq_lens))
+        make = partial(LayerBench, cfg.model, rank, self._slots(cfg), needed, cfg.hardware.device)
+        return self.kept((cfg.model.name, rank), make)
 
 
 EXPERIMENT = Fig10()

@@ -25,22 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import (
-    CheckFailed,
-    Config,
-    ConfigError,
-    Experiment,
-    FigureConf,
-    Point,
-    Reading,
-    main,
-    model_settings,
-)
-from experiments.harness.schema import at_least
+from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
+from experiments.harness.points import Point, Reading, model_settings
 from experiments.harness.settings import folders
 from experiments.harness.source import source_of
 from punica.measure.records import read_rows
@@ -64,9 +55,6 @@ class TextgenConf(FigureConf):
     check_requests: int = MISSING
     check_tokens: int = MISSING
 
-    def __post_init__(self) -> None:
-        at_least(1, figure__check_requests=self.check_requests, figure__check_tokens=self.check_tokens)
-
 
 class Fig11(Experiment):
     """Throughput per model (the panels), popularity and system."""
@@ -77,9 +65,6 @@ class Fig11(Experiment):
         "scale.max_len", "scale.max_steps",
     )  # fmt: skip
     clock = "host_clock"
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], World] = {}
 
     def points(self, cfg: Config) -> list[Point]:
         _check_sizes(cfg)
@@ -114,15 +99,10 @@ class Fig11(Experiment):
 
         rank = point.rank or cfg.adapters.ranks[0]
         key = (cfg.model.name, rank, cfg.engine.max_batch_size, cfg.scale.max_len, cfg.hardware.device)
-        if key not in self._held:
-            self._held.clear()
-            engine, adapters = cfg.engine, cfg.adapters
-            limits = Limits(engine.max_batch_size, cfg.scale.max_len, engine.block_size, engine.num_blocks)
-            self._held[key] = World(cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
-        return self._held[key]
-
-    def release(self) -> None:
-        self._held.clear()
+        engine, adapters = cfg.engine, cfg.adapters
+        limits = Limits(engine.max_batch_size, cfg.scale.max_len, engine.block_size, engine.num_blocks)
+        make = partial(World, cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
+        return self.kept(key, make)
 
     def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         from experiments.plots.serving_bars import draw_serving

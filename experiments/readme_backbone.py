@@ -12,15 +12,10 @@ Cost at scale=laptop: about half a minute on two cores, 0.5 GB.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
-from experiments.harness import Config, Point, by_cell, main
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from experiments.harness import Config, Overlay, Point, by_cell, main
 
 BACKBONE = "backbone X@W"
 
@@ -29,6 +24,7 @@ class ReadmeBackbone(OperatorExperiment):
     """Latency of the backbone's projection and of the two LoRA operators per batch."""
 
     name, figure, order, conf = "readme_backbone", "README backbone-vs-sgmv", 40, OperatorConf
+    overlay = Overlay("README: backbone X@W and LoRA", metric="latency", line="system")
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)
@@ -48,13 +44,6 @@ class ReadmeBackbone(OperatorExperiment):
 
     def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
         return by_cell(points, "system", "workload", "rank")
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.overlay import Overlay, panels
-
-        return panels(
-            rows, paper, Overlay(panel=None, line="system", metric="latency", title="README: backbone X@W and LoRA")
-        )
 
 
 EXPERIMENT = ReadmeBackbone()

@@ -33,20 +33,8 @@ from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import (
-    PROTOCOL,
-    Config,
-    ConfigError,
-    Experiment,
-    FigureConf,
-    Point,
-    Reading,
-    by_cell,
-    main,
-    model_settings,
-    sampled,
-)
-from experiments.harness.schema import at_least
+from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
+from experiments.harness.points import Point, Reading, by_cell, model_settings, sampled
 from punica.measure import environment
 
 if TYPE_CHECKING:
@@ -69,10 +57,6 @@ class LoadingConf(FigureConf):
     overlap_rank: int = MISSING
     batch_size: int | None = None
     seq_len: int = MISSING
-
-    def __post_init__(self) -> None:
-        at_least(1, figure__overlap_rank=self.overlap_rank, figure__batch_size=self.batch_size)
-        at_least(1, figure__seq_len=self.seq_len)
 
 
 class AdapterLoading(Experiment):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from experiments.benches.loading_bench import Bench, difference
-from experiments.benches.model_steps import TOLERANCE
+from experiments.benches.loading_bench import Bench
+from experiments.benches.model_steps import TOLERANCE, difference
 from experiments.harness.experiment import CheckFailed
 from punica.adapters import CopyHandle
 from punica.adapters.write import CopyEvent, ReadyCopy

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from experiments.benches.model_steps import TOLERANCE, Invocation, llama_config, random_llama, spans
+from experiments.benches.model_steps import TOLERANCE, Invocation, difference, llama_config, random_llama, spans
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.adapters import LoRAModelManager, random_adapter
@@ -70,12 +70,8 @@ class LayerBench:
         for row in {0, batch_size - 1}:
             alone = self.run(x[row : row + 1], *self.begin([adapter_ids[row]], kv_length, row))
             plain = self.run(x[row : row + 1], *self.begin([0], kv_length, row))
-            error = _difference(together[row : row + 1], alone)
+            error = difference(together[row : row + 1], alone)
             if not error <= TOLERANCE[self.dtype]:
                 raise CheckFailed(f"row {row} of {batch_size} differs by {error:.2e} from the same row alone")
-            if _difference(plain, alone) <= TOLERANCE[self.dtype]:
+            if difference(plain, alone) <= TOLERANCE[self.dtype]:
                 raise CheckFailed(f"row {row} of {batch_size} comes out as if it had no adapter")
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())

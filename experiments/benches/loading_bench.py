@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.benches.model_steps import TOLERANCE, Invocation, llama_config, random_llama, spans, step_tokens
+from experiments.benches.model_steps import (
+    TOLERANCE,
+    Invocation,
+    difference,
+    llama_config,
+    random_llama,
+    spans,
+    step_tokens,
+)
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, random_adapter
@@ -183,8 +191,3 @@ class CapturedRun:
         """Run it again; the result is overwritten by the next call."""
         self.graph.replay()
         return self.output
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error of `found`."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())

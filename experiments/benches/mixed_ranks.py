@@ -92,7 +92,7 @@ def _mixed_bank(
     return a, b, table[None].to(device)
 
 
-def _weights(cfg: Config, chosen: Variant) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _weights(cfg: Config, chosen: Variant) -> operators.Weights:
     """A, B and the table of ranks of all slots. Narrow slots lie in the same memory as wide ones."""
     figure, device, ranks = operator_conf(cfg), cfg.hardware.device, tuple(cfg.adapters.ranks)
     slots, shape = bank_slots(cfg), (figure.h1, figure.h2, figure.dtype, device)
@@ -108,21 +108,8 @@ def _weights(cfg: Config, chosen: Variant) -> tuple[torch.Tensor, torch.Tensor, 
 
 def batches(cfg: Config, workload: str, rows: int, chosen: Variant) -> list[Problem]:
     """The batches of one variant: whole rounds, each batch on its own x, y and adapters."""
-    figure, device = operator_conf(cfg), cfg.hardware.device
-    sizes = tuple(popularity(workload).group_sizes(rows))
-    slots = torch.from_numpy(popularity(workload).slots(rows))
-    a, b, table = _weights(cfg, chosen)
     count = copies(cfg, workload, rows, chosen.mean_rank)
-    generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(count, rows, figure.h1, generator=generator, device=device).to(a.dtype)
-    y = torch.zeros(count, rows, figure.h2, dtype=a.dtype, device=device)
-    made = []
-    for i in range(count):
-        first = i * len(sizes)
-        seen = operators.window(first, figure.resident(cfg), a.shape[0])
-        ranks = None if table is None else table[:, seen].contiguous()
-        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), sizes, ranks))
-    return made
+    return operators.rotated(cfg, workload, rows, count, _weights(cfg, chosen))
 
 
 def checked_rounds(cfg: Config, problems: Sequence[Problem]) -> tuple[list[Call], int]:

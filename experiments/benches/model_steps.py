@@ -104,6 +104,11 @@ def check_decode(invocation: Invocation) -> None:
     invocation.llama(ids[kept], positions[kept], invocation.attention)
     invocation.begin([Span(row, 1, length, span.block_table) for row, span in enumerate(whole)])
     found = invocation.llama(ids[~kept], positions[~kept], invocation.attention)
-    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    error = difference(found, expected)
     if not error <= TOLERANCE[found.dtype]:
         raise CheckFailed(f"decoding through pages differs from the whole sequence by {error:.2e} (relative)")
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error of `found`."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

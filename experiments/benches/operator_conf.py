@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from omegaconf import MISSING
 
-from experiments.harness.schema import Config, DType, FigureConf, at_least, sizes
+from experiments.harness.schema import Config, DType, FigureConf
 
 
 @dataclass
@@ -18,10 +18,6 @@ class OperatorConf(FigureConf):
     h2: int = MISSING
     batch_sizes: list[int] = MISSING
     dtype: DType = MISSING
-
-    def __post_init__(self) -> None:
-        at_least(1, figure__h1=self.h1, figure__h2=self.h2)
-        sizes("figure.batch_sizes", self.batch_sizes)
 
     def settings(self, cfg: Config) -> dict[str, Any]:
         """What decides an operator's time beside batch, popularity and rank."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
+from experiments.benches.operator_conf import operator_conf
 from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, by_cell, sampled
 
 
@@ -15,6 +16,25 @@ class OperatorExperiment(Experiment):
     """Times the systems of a cell (same popularity, batch and rank) interleaved, after checking every one."""
 
     reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
+
+    def points(self, cfg: Config) -> list[Point]:
+        """Every system at every rank, batch and popularity."""
+        settings = self.settings(cfg)
+        return [
+            Point(self.panel(workload, rank), system, workload, batch_size=rows, rank=rank, settings=settings)
+            for rank in cfg.adapters.ranks
+            for rows in operator_conf(cfg).batch_sizes
+            for workload in cfg.workload.names
+            for system in cfg.system.names
+        ]
+
+    def panel(self, workload: str, rank: int) -> str:
+        """The panel of the figure that a point is drawn in."""
+        return workload
+
+    def settings(self, cfg: Config) -> dict[str, Any]:
+        """What decides a point's number beside its columns."""
+        return operator_conf(cfg).settings(cfg)
 
     def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
         return by_cell(points)

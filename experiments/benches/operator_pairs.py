@@ -13,11 +13,20 @@ import torch
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from punica.ops.checks import FLAT, describe_stored
+from punica.ops.triton_ops import configs
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import plan_linear
 
 Config = dict[str, Any]
 Job = tuple[Operator, Config, Config, bool, bool | None]  # operator, shrink, expand, pdl, pdl_shrink
+
+
+def tuned(op: Operator, **options: bool) -> tuple[Config, Config]:
+    """What the library chooses for the shrink and the expand of `op`."""
+    shape, slices = (len(op.sizes), op.tokens), len(op.widths)
+    shrink = configs.get_lora_op_configs("shrink", *shape, op.k, op.rank, slices, **options)
+    expand = configs.get_lora_op_configs("expand", *shape, max(op.widths), op.rank, slices, add_inputs=True, **options)
+    return shrink, expand
 
 
 def pair_plan(

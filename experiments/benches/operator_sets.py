@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from experiments.benches.operator_shapes import Operator
+from punica.measure.timing import seconds_between_events
 from punica.metadata import LoRAKernelMeta
 
 ROTATING_BYTES = 256 << 20
@@ -105,14 +106,7 @@ class OperatorSets:
         for i in (0, self.count - 1):
             expected = self._reference(i) * rounds
             errors.append(float((self.y[i].float() - expected).norm() / expected.norm()))
-        times = []
-        for _ in range(replays):
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            graph.replay()
-            after.record()
-            after.synchronize()
-            times.append(before.elapsed_time(after) * 1e3 / (rounds * self.count))
+        times = [seconds_between_events(graph.replay) * 1e6 / (rounds * self.count) for _ in range(replays)]
         self.y.zero_()
         return statistics.median(times), max(errors)
 

@@ -84,6 +84,8 @@ class Prepared:
     expected: Callable[[], torch.Tensor]
 
 
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""A [slots, r, h1], B [slots, h2, r] and, or None where all are r, the true ranks [1, slots]."""
 Prepare = Callable[[Problem], Prepared]
 OPERATORS: Registry[Prepare] = Registry("operator")
 """Name in rows and plots -> how to prepare a problem for it."""
@@ -220,24 +222,31 @@ def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> 
 
 def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Problem]:
     """The batch of `workload` in the shapes of `cfg.figure`, as often as the timer needs it."""
-    figure, device = operator_conf(cfg), cfg.hardware.device
-    h1, h2, dtype = figure.h1, figure.h2, figure.dtype
-    sizes = popularity(workload).group_sizes(batch_size)
-    slots = torch.from_numpy(popularity(workload).slots(batch_size))
-    resident = total = max(figure.resident(cfg), len(sizes))
+    figure, adapters = operator_conf(cfg), popularity(workload).number_of_adapters(batch_size)
+    total, copies = max(figure.resident(cfg), adapters), 1
     if cfg.timer.name == "cuda_graph":
-        per_slot = rank * (h1 + h2) * dtype.bytes
-        total = max(resident, -(-flush_bytes(cfg) // per_slot))
-    a, b = bank(total, rank, h1, h2, dtype, device)
-    copies = total // len(sizes) if cfg.timer.name == "cuda_graph" else 1
+        per_slot = rank * (figure.h1 + figure.h2) * figure.dtype.bytes
+        total = max(total, -(-flush_bytes(cfg) // per_slot))
+        copies = total // adapters
+    a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
+    return rotated(cfg, workload, batch_size, copies, (a, b, None))
+
+
+def rotated(cfg: Config, workload: str, rows: int, copies: int, weights: Weights) -> list[Problem]:
+    """`copies` batches of `workload`, each on its own x, y and adapters out of all slots of `weights`."""
+    a, b, ranks = weights
+    figure, device = operator_conf(cfg), cfg.hardware.device
+    sizes = tuple(popularity(workload).group_sizes(rows))
+    slots = torch.from_numpy(popularity(workload).slots(rows))
     generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(copies, batch_size, h1, generator=generator, device=device).to(a.dtype)
-    y = torch.zeros(copies, batch_size, h2, dtype=a.dtype, device=device)
+    x = torch.randn(copies, rows, figure.h1, generator=generator, device=device).to(a.dtype)
+    y = torch.zeros(copies, rows, figure.h2, dtype=a.dtype, device=device)
     made = []
     for i in range(copies):
         first = i * len(sizes)
-        seen = window(first, resident, total)
-        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), tuple(sizes)))
+        seen = window(first, max(figure.resident(cfg), len(sizes)), a.shape[0])
+        true = None if ranks is None else ranks[:, seen].contiguous()
+        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), sizes, true))
     return made
 
 

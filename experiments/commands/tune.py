@@ -37,6 +37,7 @@ from experiments.harness.schema import ConfigError
 from punica.ops.triton_ops import configs
 from punica.ops.triton_ops.launch import supports_pdl
 
+Pair = tuple[Config, Config]  # shrink, expand
 TOLERANCE = 1e-3
 # Keys of the tables that are written; (slices, hidden size, output size of a slice) are those of a 7B layer.
 SEGMENT_KEYS = (1, 2, 4, 8, 16, 32, 64)
@@ -92,40 +93,27 @@ class Tuner:
 
     def search(self, found: list[Operator]) -> None:
         """Measure until the best pair of every operator is known."""
-        pdl = supports_pdl(torch.device("cuda", torch.cuda.current_device()))
         default = {op: _defaults(op) for op in found}
-        shrinks = {op: [default[op][0], *shrink_candidates(op)] for op in found}
-        expands = {op: [default[op][1], *expand_candidates(op)] for op in found}
-        compile_all([(op, s, default[op][1], pdl, None) for op in found for s in shrinks[op]], self.workers)
-        ranked_s = {}
-        for op in found:
-            ranked_s[op] = sorted(shrinks[op], key=lambda s, op=op: self.measure(op, s, default[op][1]))  # type: ignore[misc]
-            print(
-                _label(op),
-                "shrink",
-                f"{self.measure(op, ranked_s[op][0], default[op][1]):.2f}",
-                ranked_s[op][0],
-                flush=True,
-            )
-        compile_all([(op, ranked_s[op][0], e, pdl, None) for op in found for e in expands[op]], self.workers)
-        ranked_e = {}
-        for op in found:
-            ranked_e[op] = sorted(expands[op], key=lambda e, op=op: self.measure(op, ranked_s[op][0], e))  # type: ignore[misc]
-            print(
-                _label(op),
-                "expand",
-                f"{self.measure(op, ranked_s[op][0], ranked_e[op][0]):.2f}",
-                ranked_e[op][0],
-                flush=True,
-            )
-        finals = {op: list(itertools.product(ranked_s[op][:4], ranked_e[op][:3])) for op in found}
-        compile_all([(op, s, e, pdl, None) for op in found for s, e in finals[op]], self.workers)
-        for op in found:
-            s, e = min(finals[op], key=lambda pair, op=op: self.measure(op, *pair))  # type: ignore[misc]
-            print(f"{_label(op)} {self.measure(op, s, e):.2f} us", s, e, flush=True)
+        shrinks = {op: [(s, e) for s in (first, *shrink_candidates(op))] for op, (first, e) in default.items()}
+        ranked_s = self._ranked(shrinks, "shrink")
+        best = {op: ranked_s[op][0][0] for op in found}
+        expands = {op: [(best[op], e) for e in (first, *expand_candidates(op))] for op, (_, first) in default.items()}
+        ranked_e = self._ranked(expands, "expand")
+        pairs = {op: itertools.product(ranked_s[op][:4], ranked_e[op][:3]) for op in found}
+        self._ranked({op: [(s, e) for (s, _), (_, e) in finals] for op, finals in pairs.items()}, "both")
+
+    def _ranked(self, pairs: dict[Operator, list[Pair]], what: str) -> dict[Operator, list[Pair]]:
+        """The pairs of each operator, fastest first: compiled in parallel, then measured."""
+        pdl = supports_pdl(torch.device("cuda", torch.cuda.current_device()))
+        compile_all([(op, *pair, pdl, None) for op, several in pairs.items() for pair in several], self.workers)
+        ranked = {}
+        for op, several in pairs.items():
+            ranked[op] = sorted(several, key=lambda pair, op=op: self.measure(op, *pair))  # type: ignore[misc]
+            print(_label(op), what, f"{self.measure(op, *ranked[op][0]):.2f} us", *ranked[op][0], flush=True)
+        return ranked
 
 
-def _defaults(op: Operator) -> tuple[Config, Config]:
+def _defaults(op: Operator) -> Pair:
     segments, slices = len(op.sizes), len(op.widths)
     shrink = configs._default("shrink", segments, op.tokens, op.k, op.rank, slices, False)
     return shrink, configs._default("expand", segments, op.tokens, max(op.widths), op.rank, slices, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import triton
 
@@ -11,6 +11,9 @@ from experiments.benches.operator_pairs import Config
 from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator
 from punica.ops.triton_ops.launch import block_at_least
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
+
+SHRINK = ("row_wise", "block_m", "block_n", "block_k", "block_r", "split_k", "num_warps", "num_stages")
+EXPAND = ("row_wise", "block_m", "block_n", "block_k", "tiles_n", "num_warps", "num_stages")
 
 
 def operators(groups: str) -> list[Operator]:
@@ -62,7 +65,7 @@ def shrink_candidates(op: Operator) -> list[Config]:
                 continue
             split_k = triton.cdiv(op.k, block_k)
             if split_k <= 16 and (op.tokens <= 16 or op.tokens * triton.cdiv(op.rank, block_r) * split_k <= 8192):
-                out.append(_rows_shrink(block_r, block_k, split_k, warps))
+                out.append(_config(SHRINK, True, 16, 16, block_k, block_r, split_k, warps, 1))
     if op.tokens >= 4 and op.tokens > len(op.sizes):
         tiles_m = (16,) if op.tokens <= 64 else (16, 32) if op.tokens <= 512 else (32, 64, 128)
         for block_m, block_k, split_k, stages in itertools.product(
@@ -76,7 +79,8 @@ def shrink_candidates(op: Operator) -> list[Config]:
             bytes_per_stage = 2 * block_k * (block_m + block_at_least(op.rank))
             if not 32 <= programs <= 400 or bytes_per_stage * stages > 200_000 or block_k * block_m > 32 * 512:
                 continue
-            out.append(_tiles_shrink(block_m, min(64, block_at_least(op.rank)), block_k, split_k, 4, stages))
+            block_n = min(64, block_at_least(op.rank))
+            out.append(_config(SHRINK, False, block_m, block_n, block_k, 1, split_k, 4, stages))
     return out
 
 
@@ -89,17 +93,7 @@ def expand_candidates(op: Operator) -> list[Config]:
         for block_n, warps in itertools.product((32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
             per_thread = block_n * lanes // (32 * warps)
             if 16 <= per_thread <= 128:
-                out.append(
-                    {
-                        "row_wise": True,
-                        "block_m": 16,
-                        "block_n": block_n,
-                        "block_k": 16,
-                        "tiles_n": 1,
-                        "num_warps": warps,
-                        "num_stages": 1,
-                    }
-                )
+                out.append(_config(EXPAND, True, 16, block_n, 16, 1, warps, 1))
     if op.tokens >= 4 and op.tokens > len(op.sizes):
         tiles_m = (16,) if op.tokens <= 64 else (16, 32, 64) if op.tokens <= 512 else (32, 64, 128)
         for block_m, block_n, tiles_n, warps, stages in itertools.product(
@@ -116,41 +110,10 @@ def expand_candidates(op: Operator) -> list[Config]:
                 continue
             if stages > tiles_n or (stages == 2 and op.tokens < 8192):
                 continue
-            out.append(
-                {
-                    "row_wise": False,
-                    "block_m": block_m,
-                    "block_n": block_n,
-                    "block_k": min(128, block_at_least(op.rank)),
-                    "tiles_n": tiles_n,
-                    "num_warps": warps,
-                    "num_stages": stages,
-                }
-            )
+            block_k = min(128, block_at_least(op.rank))
+            out.append(_config(EXPAND, False, block_m, block_n, block_k, tiles_n, warps, stages))
     return out
 
 
-def _rows_shrink(block_r: int, block_k: int, split_k: int, warps: int) -> Config:
-    return {
-        "row_wise": True,
-        "block_m": 16,
-        "block_n": 16,
-        "block_k": block_k,
-        "block_r": block_r,
-        "split_k": split_k,
-        "num_warps": warps,
-        "num_stages": 1,
-    }
-
-
-def _tiles_shrink(block_m: int, block_n: int, block_k: int, split_k: int, warps: int, stages: int) -> Config:
-    return {
-        "row_wise": False,
-        "block_m": block_m,
-        "block_n": block_n,
-        "block_k": block_k,
-        "block_r": 1,
-        "split_k": split_k,
-        "num_warps": warps,
-        "num_stages": stages,
-    }
+def _config(names: Sequence[str], *values: int) -> Config:
+    return dict(zip(names, values, strict=True))

@@ -26,8 +26,8 @@
                 return sampled("layer_latency", microseconds, "us")      # median, p10, p90, count
                 # or [Reading("throughput", 1053.6, "token/s"), ...]
 
-            def plot(self, rows, paper):             # pandas frames; experiments.plots.overlay draws both
-                ...
+            overlay = Overlay("Figure 10: one layer", metric="layer_latency", panel="panel", line="workload")
+            # or def plot(self, rows, paper), two pandas frames, which returns a matplotlib figure
 
         EXPERIMENT = Fig10()
         if __name__ == "__main__":
@@ -45,11 +45,11 @@ To time several systems interleaved, override `together` (see `by_cell`) and `me
 """
 
 from experiments.harness.command import main
-from experiments.harness.experiment import PROTOCOL, CheckFailed, Experiment
+from experiments.harness.experiment import PROTOCOL, CheckFailed, Experiment, Overlay
 from experiments.harness.points import Point, Reading, by_cell, model_settings, sampled
 from experiments.harness.schema import Config, ConfigError, FigureConf
 
 __all__ = [
-    "PROTOCOL", "CheckFailed", "Config", "ConfigError", "Experiment", "FigureConf", "Point", "Reading", "by_cell",
-    "main", "model_settings", "sampled",
+    "PROTOCOL", "CheckFailed", "Config", "ConfigError", "Experiment", "FigureConf", "Overlay", "Point", "Reading",
+    "by_cell", "main", "model_settings", "sampled",
 ]  # fmt: skip

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config, FigureConf
@@ -19,8 +20,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+T = TypeVar("T")
 PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point")
 """What an experiment reads when `punica.measure.timing` times it."""
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What `experiments.plots.overlay` draws: one panel per value of column `panel` (None: one), one line per value of
+    column `line`.
+    """
+
+    title: str
+    metric: str
+    line: str
+    panel: str | None = None
+    x: str = "batch_size"
+    x_label: str = "batch size"
 
 
 class CheckFailed(RuntimeError):
@@ -28,7 +44,7 @@ class CheckFailed(RuntimeError):
 
 
 class Experiment(ABC):
-    """One figure. Subclass it, set the class attributes and write `points`, `measure` and `plot`."""
+    """One figure. Subclass it, set the class attributes, write `points`, `measure` and, without `overlay`, `plot`."""
 
     name: ClassVar[str]  # the script's and the YAML's file name, e.g. fig08_lora_operator
     figure: ClassVar[str]  # as in paper_results and `claims.paper.FIGURE_FILES`, e.g. "8"
@@ -37,7 +53,9 @@ class Experiment(ABC):
     defaults: ClassVar[Mapping[str, str]] = {}  # other choices of config groups, e.g. {"adapters": "paper_ranks"}
     reads: ClassVar[Sequence[str]] = ()  # groups and keys of the configuration, see `harness.settings.keys_read`
     clock: ClassVar[str | None] = None  # the one clock that it is timed with; None: the one of `timer=`
+    overlay: ClassVar[Overlay | None] = None  # how rows are drawn; None: as `plot` does
     version: ClassVar[int] = 1  # raise it when `measure` changes what its numbers mean: old rows become stale
+    _kept: tuple[object, object] = (None, None)
 
     @abstractmethod
     def points(self, cfg: Config) -> list[Point]:
@@ -47,12 +65,24 @@ class Experiment(ABC):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         """Check `point`'s result against a reference (`CheckFailed` when it is wrong), then time it."""
 
-    @abstractmethod
     def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        """Draw measured `rows` beside the `paper`'s; see `experiments.plots.overlay`."""
+        """Draw measured `rows` beside the `paper`'s, where no `overlay` says how."""
+        raise NotImplementedError(f"{self.name} must have an overlay, or override plot")
 
-    def release(self) -> None:  # noqa: B027 (optional: most experiments keep nothing)
-        """Drop what `measure` built and kept (models, caches): called once a run has measured everything."""
+    def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The rows of `frame`, measured or the paper's, that `overlay` draws."""
+        return frame
+
+    def kept(self, key: object, build: Callable[[], T]) -> T:
+        """`build()`, built once for all points that need it under the same `key` (a model, a cache); one at a time."""
+        if self._kept[0] != key:
+            self.release()
+            self._kept = (key, build())
+        return cast(T, self._kept[1])
+
+    def release(self) -> None:
+        """Drop what is kept: called once a run has measured everything."""
+        self._kept = (None, None)
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         """Names that `system=` may choose."""

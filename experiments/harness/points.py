@@ -29,8 +29,7 @@ class Point:
 
     def columns(self) -> dict[str, Any]:
         """The row columns that this point decides."""
-        names = ("panel", "system", "workload", "model", "batch_size", "seq_len", "rank")
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in vars(self).items() if name != "settings"}
 
     def key(self) -> str:
         """Canonical text of everything that this point decides."""

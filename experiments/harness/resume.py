@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -47,7 +47,8 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     settled = settle(cfg, experiment)
     places = folders(settled)
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
-    digest = partial(config_hash, experiment, settled, machine=_machine())
+    machine = {"device": environment.device_name(), "torch": environment.installed("torch")}
+    digest = partial(config_hash, experiment, settled, machine=machine)
     points = list(experiment.points(settled))
     source = source_of(experiment, settled.hardware.device)
     done = set() if settled.force else {row.config_hash for row in rows.rows if row.source_hash == source}
@@ -58,8 +59,12 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
         _prepare(settled)
         rows.path.with_suffix(".json").write_text(_configuration(cfg, experiment), encoding="utf-8")
         try:
-            stamp = {**environment.stamp(), "source_hash": source}
-            _measure(experiment, settled, pending, digest, stamp, rows, outcome)
+            columns = {"figure": experiment.figure, "source_hash": source, **_columns(settled)}
+
+            def to_row(point: Point, reading: Reading) -> Row:
+                return Row(config_hash=digest(point), **columns, **point.columns(), **asdict(reading))
+
+            _measure(experiment, settled, pending, to_row, rows, outcome)
         finally:
             experiment.release()
     if settled.draw and rows.rows:
@@ -68,8 +73,11 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     return outcome
 
 
-def _machine() -> dict[str, str]:
-    return {"device": environment.device_name(), "torch": environment.installed("torch")}
+def _columns(cfg: Config) -> dict[str, str]:
+    """What all rows of a run have in common: where, how and when it was measured."""
+    device = environment.device_name() if cfg.hardware.device == "cuda" else environment.cpu_name()
+    chosen = {"hardware": cfg.hardware.name, "timer": cfg.timer.name, "scale": cfg.scale.name, "device": device}
+    return {**chosen, **environment.stamp()}
 
 
 def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
@@ -100,8 +108,7 @@ def _measure(
     experiment: Experiment,
     cfg: Config,
     pending: list[Point],
-    digest: Callable[[Point], str],
-    stamp: Mapping[str, str],
+    to_row: Callable[[Point, Reading], Row],
     rows: RowFile,
     outcome: Outcome,
 ) -> None:
@@ -115,33 +122,12 @@ def _measure(
                 outcome.failed.append(f"{group[0].label()}: {error}")
                 progress.write(f"{experiment.name}: no row for {group[0].label()}: {error}", file=sys.stderr)
             else:
-                to_row = partial(_row, experiment, cfg, stamp)
                 found = zip(group, readings, strict=True)
-                rows.replace([to_row(point, digest(point), one) for point, many in found for one in many])
+                rows.replace([to_row(point, one) for point, many in found for one in many])
                 outcome.measured += len(group)
-                progress.set_postfix_str(_just_measured(group[-1], readings[-1]), refresh=False)
+                values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
+                progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
             progress.update(len(group))
-
-
-def _row(
-    experiment: Experiment, cfg: Config, stamp: Mapping[str, Any], point: Point, digest: str, reading: Reading
-) -> Row:
-    return Row(
-        figure=experiment.figure,
-        hardware=cfg.hardware.name,
-        timer=cfg.timer.name,
-        scale=cfg.scale.name,
-        config_hash=digest,
-        device=environment.device_name() if cfg.hardware.device == "cuda" else environment.cpu_name(),
-        **asdict(reading),
-        **point.columns(),
-        **stamp,
-    )
-
-
-def _just_measured(point: Point, readings: Sequence[Reading]) -> str:
-    first = readings[0] if readings else None
-    return f"{point.label()}: {first.metric} {first.value:.4g} {first.unit}" if first else point.label()
 
 
 def _draw(experiment: Experiment, rows: RowFile, places: Folders) -> list[str]:

@@ -2,14 +2,14 @@
 
 YAML files under `conf/` hold values; the dataclasses here are their schema, registered in Hydra's ConfigStore. A key
 that no dataclass has, or a value of the wrong type, fails while the configuration is composed, before anything runs.
-Ranges that a type cannot express are checked in `__post_init__`, which runs in `harness.settings.settle`.
+Ranges that a type cannot express are checked in `harness.settings.settle`, by `check_ranges` and `__post_init__`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -41,18 +41,25 @@ class DType(Enum):
         return 4 if self is DType.float32 else 2
 
 
-def at_least(minimum: float, **values: float | None) -> None:
-    """Raise `ConfigError` for the first of `values` (key=value; `__` stands for a dot) below `minimum`."""
-    for key, value in values.items():
-        if value is not None and value < minimum:
-            name = key.replace("__", ".")
-            raise ConfigError(f"{name}={value} must be at least {minimum}: choose {name}={minimum} or more")
+def low(minimum: int, default: Any = MISSING) -> Any:
+    """A field whose value must be at least `minimum`; for whole numbers without it that is 1."""
+    return field(default=default, metadata={"low": minimum})
 
 
-def sizes(key: str, values: list[int]) -> None:
-    """Raise `ConfigError` unless `values` is a list of at least one positive integer."""
-    if not values or min(values) < 1:
-        raise ConfigError(f"{key}={values} must hold at least one integer, all 1 or more: for example {key}=[1,8,64]")
+def check_ranges(cfg: Config) -> None:
+    """Raise `ConfigError` for the first number of `cfg` below its field's minimum (see `low`), and for the first list
+    of whole numbers that is empty or holds one below 1.
+    """
+    groups = ((group.name, getattr(cfg, group.name)) for group in fields(cfg))
+    for group, values in groups:
+        for one in fields(values) if is_dataclass(values) else ():
+            key, value = f"{group}.{one.name}", getattr(values, one.name)
+            if str(one.type) == "list[int]" and (not value or min(value) < 1):
+                example = f"for example {key}=[1,8,64]"
+                raise ConfigError(f"{key}={value} must hold at least one integer, all 1 or more: {example}")
+            minimum = one.metadata.get("low", 1 if str(one.type).startswith("int") else None)
+            if minimum is not None and value is not None and value < minimum:
+                raise ConfigError(f"{key}={value} must be at least {minimum}: choose {key}={minimum} or more")
 
 
 @dataclass
@@ -109,12 +116,8 @@ class HardwareConf:
     dtype: DType = MISSING  # what the operator figures compute in
     bandwidth_gb_s: float | None = None
     tflop_s: float | None = None
-    flush_mib: int | None = 256  # size of the buffer that host_clock and events zero to empty the caches
+    flush_mib: int | None = low(0, 256)  # size of the buffer that host_clock and events zero to empty the caches
     threads: int | None = None  # CPU threads of torch; null: OMP_NUM_THREADS, else every usable core
-
-    def __post_init__(self) -> None:
-        at_least(0, hardware__flush_mib=self.flush_mib)
-        at_least(1, hardware__threads=self.threads)
 
 
 @dataclass
@@ -134,11 +137,7 @@ class AdaptersConf:
     ranks: list[int] = MISSING
     alpha: float = 16.0
     slots: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        sizes("adapters.ranks", self.ranks)
-        at_least(1, adapters__slots=self.slots)
+    seed: int = low(0, 0)
 
 
 @dataclass
@@ -148,10 +147,6 @@ class EngineConf:
     max_batch_size: int = 32
     block_size: int = 16
     num_blocks: int | None = None  # null: enough for max_batch_size requests of scale.max_len tokens
-
-    def __post_init__(self) -> None:
-        at_least(1, engine__max_batch_size=self.max_batch_size, engine__block_size=self.block_size)
-        at_least(1, engine__num_blocks=self.num_blocks)
 
 
 @dataclass
@@ -166,10 +161,10 @@ class ScaleConf:
     """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,paper}.yaml`)."""
 
     name: str = MISSING
-    warmup: int = MISSING  # untimed calls per system and point
+    warmup: int = low(0)  # untimed calls per system and point
     repeats: int = MISSING  # timed calls per system and point, at most
     min_repeats: int = MISSING  # ... and at least, whatever they cost
-    seconds_per_point: float = MISSING  # once spent, a point stops at min_repeats or later
+    seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
     hidden_size: int = MISSING  # operator figures: h1 of the projection
     intermediate_size: int = MISSING  # operator figures: h2 of the projection
@@ -178,17 +173,8 @@ class ScaleConf:
     layer_seq_lens: list[int] = MISSING  # figure 10
     prefill_seq_lens: list[int] = MISSING  # figure 1: the lengths whose prefill is timed too
     requests: int = MISSING  # figure 11
-    max_len: int = MISSING  # figure 11: longest prompt + output
+    max_len: int = low(3)  # figure 11: longest prompt + output
     max_steps: int | None = MISSING  # figure 11: model invocations per system, see systems.stream; null: no limit
-
-    def __post_init__(self) -> None:
-        at_least(0, scale__warmup=self.warmup, scale__seconds_per_point=self.seconds_per_point)
-        at_least(1, scale__repeats=self.repeats, scale__min_repeats=self.min_repeats, scale__requests=self.requests)
-        at_least(1, scale__hidden_size=self.hidden_size, scale__intermediate_size=self.intermediate_size)
-        at_least(3, scale__max_len=self.max_len)
-        at_least(1, scale__max_steps=self.max_steps)
-        for key in ("batch_sizes", "model_batch_sizes", "seq_lens", "layer_seq_lens", "prefill_seq_lens"):
-            sizes(f"scale.{key}", getattr(self, key))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.harness.schema import CONF, REPOSITORY, Config, ConfigError, HardwareConf, choice
+from experiments.harness.schema import CONF, REPOSITORY, Config, ConfigError, HardwareConf, check_ranges, choice
 from punica.measure import environment
 from punica.measure.records import TIMERS
 from punica.workload.popularity import WORKLOADS
@@ -59,6 +59,7 @@ def settle(cfg: DictConfig, experiment: Experiment) -> Config:
         raise ConfigError(f"figure is not chosen: run python -m experiments.{experiment.name}")
     cfg.hardware = settle_hardware(cfg.hardware)
     settled = cast(Config, OmegaConf.to_object(cfg))
+    check_ranges(settled)
     if not isinstance(settled.figure, experiment.conf):
         raise ConfigError(
             f"figure={settled.figure.title!r} is not {experiment.name}'s own: leave figure= out, or run its script"

@@ -14,7 +14,6 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments.claims.paper import paper_file
 from experiments.harness.schema import REPOSITORY
@@ -105,15 +104,7 @@ def _size(rows: pd.DataFrame) -> str:
 def _logarithmic(axis: Axes, ranks: list[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(ranks, [str(rank) for rank in ranks])
-    _log_y(axis)
-
-
-def _log_y(axis: Axes) -> None:
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.tick_params(which="minor", length=0)
+    style.log_y(axis)
 
 
 def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str, float]) -> None:
@@ -141,7 +132,7 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
     above.annotate(f"step {step:.3g}", (-0.45, step), xytext=(0, 2), textcoords="offset points", fontsize=6.5)
     above.hlines(said["decode_step"], end - 0.5, end + 0.5, color=style.PAPER_GREY, linestyle="--", linewidth=1.0)
     _write(above, end, said["decode_step"])
-    _log_y(above)
+    style.log_y(above)
     low, high = above.get_ylim()
     above.set_ylim(low, high * (high / low) ** 0.1)
     above.set_ylabel("time (ms)")

@@ -14,6 +14,7 @@ from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.frames import measured_frame, paper_frame
+from experiments.plots.overlay import panels
 from punica.measure.records import ensure_writable
 
 KINDS = ("pdf", "png", "json")
@@ -27,7 +28,10 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
     with style.themed():
-        figure = experiment.plot(rows, paper)
+        if experiment.overlay is None:
+            figure = experiment.plot(rows, paper)
+        else:
+            figure = panels(experiment.shown(rows), experiment.shown(paper), experiment.overlay)
         about = provenance(experiment, rows, rows_file)
         words = f"commit {', '.join(about['commits'])}; config {', '.join(about['config_hashes'][:4])}"
         figure.savefig(pdf, metadata={"Title": experiment.name, "Keywords": words, "CreationDate": None})

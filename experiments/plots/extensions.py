@@ -11,7 +11,6 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments.plots import style
 from experiments.plots.frames import centre, described
@@ -108,12 +107,9 @@ def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True) -> None:
             looks = {"linestyle": "--", "markerfacecolor": "white"}
         axis.plot(line.index.astype(float), line.astype(float), color=colour, marker=marker, label=name, **looks)
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_major_formatter(style.PLAIN)
     if log:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        style.log_y(axis)
     axis.tick_params(which="minor", length=0)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,20 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from experiments.harness.experiment import Overlay
 from experiments.plots import style
 from experiments.plots.frames import centre, described, interval, series
-
-
-@dataclass(frozen=True)
-class Overlay:
-    """What to draw: one panel per value of column `panel` (None: one), one line per value of column `line`."""
-
-    title: str
-    metric: str
-    line: str
-    panel: str | None = None
-    x: str = "batch_size"
-    x_label: str = "batch size"
 
 
 def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
@@ -62,8 +50,8 @@ def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spe
     for axis in (above, below):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.xaxis.set_major_formatter(style.PLAIN)
+        axis.yaxis.set_major_formatter(style.PLAIN)
         axis.yaxis.set_minor_formatter(plt.FuncFormatter(partial(_minor_label, axis)))
         axis.tick_params(which="minor", length=0)
     below.set_xlabel(spec.x_label)

@@ -11,8 +11,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 PAPER_GREY = "0.55"
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of ten
 PAPER_LABEL = "paper, A100"
 PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
 
@@ -63,6 +66,15 @@ def themed() -> Iterator[None]:
             }
         )  # fmt: skip
         yield
+
+
+def log_y(axis: Axes) -> None:
+    """A logarithmic vertical axis that is labelled at 1, 2 and 5 of every decade."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(PLAIN)
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.tick_params(which="minor", length=0)
 
 
 def measured_style(name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ The two policy baselines run on our engine with our kernels, and without LoRA, a
 batching policy costs. The Hugging Face systems are the real libraries.
 
 **To add a system**: a `ServingSystem` with `@SYSTEMS.register("name")` in a module imported here, its name in
-`conf/figure/fig11_textgen.yaml`, a file in `conf/system/`, and a test.
+`conf/figure/fig11_textgen.yaml`, and a test.
 """
 
 from experiments.systems import engine_systems, hf_systems

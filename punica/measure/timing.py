@@ -98,16 +98,20 @@ def _host_clock(options: Sequence[Call], flush: Call, device: str) -> Callable[[
 
 def _events(options: Sequence[Call], flush: Call) -> Callable[[int], float]:
     def sample(i: int) -> float:
-        call = options[i % len(options)]
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush()
-        before.record()
-        call()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
+        return seconds_between_events(options[i % len(options)])
 
     return sample
+
+
+def seconds_between_events(call: Call) -> float:
+    """Seconds that the current CUDA stream takes for `call`."""
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
 
 
 def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
@@ -124,16 +128,7 @@ def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
             for call in options:
                 call()
     graph.replay()
-
-    def sample(_: int) -> float:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3 / (rounds * len(options))
-
-    return sample
+    return lambda _: seconds_between_events(graph.replay) / (rounds * len(options))
 
 
 def _flusher(protocol: Protocol) -> Call:

@@ -117,6 +117,9 @@ def test_a_choice_that_cannot_run_is_refused_before_measuring(tmp_path, override
         ("adapters.ranks=[16,0]", r"adapters\.ranks=\[16, 0\]"),
         ("figure.batch_sizes=[]", r"figure\.batch_sizes=\[\]"),
         ("hardware.threads=0", r"hardware\.threads=0"),
+        ("scale.warmup=-1", r"scale\.warmup=-1 must be at least 0: choose scale\.warmup=0 or more"),
+        ("scale.max_len=2", r"scale\.max_len=2 must be at least 3"),
+        ("figure.h1=0", r"figure\.h1=0 must be at least 1"),
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_limit(tmp_path, override, message):

@@ -166,11 +166,12 @@ INTERPRETED = """
 import sys, json
 sys.path.insert(0, "tests/experiments")
 from fakes import composed
+from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import settle
 (experiment,) = experiments(["ext_determinism"])
 cfg = settle(composed(sys.argv[1], *sys.argv[2:], name=experiment.name), experiment)
-points = experiment.grid(cfg)
+points = OperatorExperiment.points(experiment, cfg)
 for group in experiment.together(points):
     for point, readings in zip(group, experiment.measure_together(cfg, group), strict=True):
         values = {f"{one.metric} {one.statistic}": one.value for one in readings}

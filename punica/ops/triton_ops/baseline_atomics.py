@@ -24,19 +24,11 @@ __all__ = ["prepare_lora_atomics"]
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _atomic_shrink_rows_kernel(
-    x_ptr,
-    a_ptrs,
-    out_ptr,
-    mapping_ptr,
+    x_ptr, a_ptrs, out_ptr, mapping_ptr,
     num_tokens,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    K: tl.constexpr, R: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, added into ``out[slice, row]``."""
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -62,28 +54,12 @@ def _atomic_shrink_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_segments"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _atomic_shrink_tiles_kernel(
-    x_ptr,
-    a_ptrs,
-    out_ptr,
-    mapping_ptr,
-    sorted_ptr,
-    counts_ptr,
-    starts_ptr,
-    ids_ptr,
-    num_tokens,
-    num_segments,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SEGMENTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    x_ptr, a_ptrs, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr,
+    num_tokens, num_segments,
+    K: tl.constexpr, R: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of one segment x BLOCK_R ranks x one K split, added into ``out[slice, rows]``."""
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)

@@ -67,24 +67,11 @@ def _column_block(pid_n, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.c
 
 @triton.jit
 def _expand_row(
-    h_ptr,
-    b_ptr,
-    y_ptr,
-    first_n,
-    width,
-    rank,
-    stride_hp,
-    stride_hr,
-    stride_bn,
-    stride_br,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PLANES: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    h_ptr, b_ptr, y_ptr,
+    first_n, width, rank, stride_hp, stride_hr, stride_bn, stride_br,
+    COLUMNS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PLANES: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row x STEPS blocks of COLUMNS columns, each LANES ranks wide; the next block is fetched before one is
     summed.
     """
@@ -118,32 +105,13 @@ def _expand_row(
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_expand_rows_kernel(
-    h_ptr,
-    b_ptrs,
-    y_ptr,
-    mapping_ptr,
-    ranks_ptr,
-    num_slots,
-    stride_hp,
-    stride_hs,
-    stride_ht,
-    stride_hr,
-    stride_yt,
-    R: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr,
-    VECTOR: tl.constexpr,
-    LANES: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PLANES: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    ADD: tl.constexpr,
+    h_ptr, b_ptrs, y_ptr, mapping_ptr, ranks_ptr,
+    num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One row x BLOCK_N columns of one slice. The true rank chooses among the ascending LANES the width in ranks of a
     block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many elements either
     way.
@@ -180,42 +148,14 @@ def _lora_expand_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_segments", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_expand_tiles_kernel(
-    h_ptr,
-    b_ptrs,
-    y_ptr,
-    mapping_ptr,
-    sorted_ptr,
-    counts_ptr,
-    starts_ptr,
-    ids_ptr,
-    ranks_ptr,
-    num_segments,
-    num_slots,
-    stride_hp,
-    stride_hs,
-    stride_ht,
-    stride_hr,
-    stride_yt,
-    R: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_SEGMENTS: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PLANES: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    h_ptr, b_ptrs, y_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
+    num_segments, num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
+    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of one segment x TILES_N blocks of BLOCK_N columns of one slice."""
     pid = tl.program_id(0)
     tile = pid // NUM_BLOCKS

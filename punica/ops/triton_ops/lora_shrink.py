@@ -53,30 +53,12 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_shrink_rows_kernel(
-    x_ptr,
-    a_ptrs,
-    out_ptr,
-    mapping_ptr,
-    ranks_ptr,
-    num_tokens,
-    num_slots,
-    scaling,
-    stride_xt,
-    stride_xk,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PROGRAMS_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    DIRECT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, a_ptrs, out_ptr, mapping_ptr, ranks_ptr,
+    num_tokens, num_slots, scaling, stride_xt, stride_xk,
+    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
     programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
     once.
@@ -139,39 +121,13 @@ def _lora_shrink_rows_kernel(
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _lora_shrink_tiles_kernel(
-    x_ptr,
-    a_ptrs,
-    out_ptr,
-    mapping_ptr,
-    sorted_ptr,
-    counts_ptr,
-    starts_ptr,
-    ids_ptr,
-    ranks_ptr,
-    num_tokens,
-    num_segments,
-    num_tiles,
-    num_slots,
-    scaling,
-    stride_xt,
-    stride_xk,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SEGMENTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    DIRECT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    x_ptr, a_ptrs, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
+    num_tokens, num_segments, num_tiles, num_slots, scaling, stride_xt, stride_xk,
+    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of one segment x BLOCK_R ranks x one K split. With DIRECT, programs past the tiles zero bare
     rows.
     """

@@ -88,16 +88,10 @@ def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
 
 @triton.jit
 def _write_tile(
-    part_ptr,
-    target_ptr,
-    tile,
-    slot_size,
-    cols,
-    part_rows,
-    part_cols,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    part_ptr, target_ptr,
+    tile, slot_size, cols, part_rows, part_cols,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """One tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all zero."""
     UNITS: tl.constexpr = BLOCK // UNIT
     first = tile * BLOCK + tl.arange(0, UNITS) * UNIT
@@ -114,18 +108,10 @@ def _write_tile(
 
 @triton.jit(do_not_specialize=["index", "num_tiles"])
 def _slot_write_kernel(
-    table_ptr,
-    tiles_ptr,
-    image_ptr,
-    data_ptr,
-    index,
-    num_tiles,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEADER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    table_ptr, tiles_ptr, image_ptr, data_ptr,
+    index, num_tiles,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     for pid in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         matrix = tl.load(tiles_ptr + 2 * pid).to(tl.int64)
         tile = tl.load(tiles_ptr + 2 * pid + 1)
