@@ -183,14 +183,14 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         check_keywords("add_lora_linear", kwargs, ("add_inputs", "lora_ranks"))
         check_bool("add_inputs", kwargs.get("add_inputs", True))
         batch = self._step()
-        if buffer is not None:
-            self._check_buffer(buffer, x, lora_b_stacked)
-        if batch.no_lora:
+        if buffer is None and batch.no_lora:
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
         check_slices(output_slices, lora_b_stacked)
-        if x.shape[0] or y.shape[0]:
-            self._linear(y, x, lora_a_stacked, lora_b_stacked, batch, scale, **kwargs, **_given(buffer))
+        if buffer is not None:
+            self._linear_through(buffer, y, x, lora_a_stacked, lora_b_stacked, batch, scale, **kwargs)
+        elif x.shape[0] or y.shape[0]:
+            self._linear(y, x, lora_a_stacked, lora_b_stacked, batch, scale, **kwargs)
 
     def add_lora_logits(
         self,
@@ -210,19 +210,18 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         """
         check_keywords("add_lora_logits", kwargs, ("lora_ranks",))
         batch = self._step().sampled
-        weights_a, weights_b = (lora_a_stacked,), (lora_b_stacked,)
-        if isinstance(buffer, torch.Tensor) and buffer.ndim == 2:
-            buffer = buffer.unsqueeze(0)
-        if buffer is not None:
-            self._check_buffer(buffer, x, weights_b)
-        if batch.no_lora:
+        if buffer is None and batch.no_lora:
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
-        if x.shape[0] or y.shape[0]:
-            self._linear(y, x, weights_a, weights_b, batch, scale, **kwargs, **_given(buffer))
+        if buffer is not None:
+            parts = buffer.unsqueeze(0) if isinstance(buffer, torch.Tensor) and buffer.ndim == 2 else buffer
+            self._linear_through(parts, y, x, (lora_a_stacked,), (lora_b_stacked,), batch, scale, **kwargs)
+        elif x.shape[0] or y.shape[0]:
+            self._linear(y, x, (lora_a_stacked,), (lora_b_stacked,), batch, scale, **kwargs)
 
-    def _check_buffer(self, buffer: Slices, x: torch.Tensor, lora_b_stacked: Weights) -> None:
-        """A backend that makes its own intermediate refuses one here."""
+    def _linear_through(self, buffer: Slices, *operands: Any, **options: Any) -> None:
+        """`_linear` that leaves its intermediate in ``buffer``, for a backend that can."""
+        raise ValueError(f"buffer is created internally by {type(self).__name__}; call without it")
 
     def _shrink(self, *operands: Any, **options: Any) -> None:
         """Backend: `punica.ops.torch_ops.shrink`, or an operator that takes the same arguments."""
@@ -264,10 +263,6 @@ def check_rows_of(name: str, value: Any) -> None:
     check_dtype(name, value, FLOATS)
     if value.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected rows: at least 2 dimensions")
-
-
-def _given(buffer: Slices | None) -> dict[str, Slices]:
-    return {} if buffer is None else {"buffer": buffer}
 
 
 def _slice_groups(

@@ -32,30 +32,27 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         self._shrink = torch_ops.shrink  # type: ignore[method-assign]
         self._expand = torch_ops.expand  # type: ignore[method-assign]
+        self._linear = torch_ops.linear  # type: ignore[method-assign]
 
-    def _check_buffer(self, buffer: Slices, x: torch.Tensor, lora_b_stacked: Weights) -> None:
-        form = describe_weights(STEP.b, lora_b_stacked, -1)
-        if isinstance(buffer, torch.Tensor):
-            check_low_rank("buffer", buffer, form, x.shape[:-1].numel(), (torch.float32,))
-        else:
-            described_parts("buffer", buffer, lora_b_stacked, -1, None)
-
-    def _linear(  # type: ignore[override]
+    def _linear_through(  # type: ignore[override]
         self,
+        buffer: Slices,
         y: torch.Tensor,
         x: torch.Tensor,
         lora_a: Weights,
         lora_b: Weights,
         batch: LoRABatch,
         scale: float,
-        *,
-        buffer: Slices | None = None,
         **options: Any,
     ) -> None:
-        if buffer is None:
-            torch_ops.linear(y, x, lora_a, lora_b, batch, scale, **options)
+        form = describe_weights(STEP.b, lora_b, -1)
+        if isinstance(buffer, torch.Tensor):
+            check_low_rank("buffer", buffer, form, x.shape[0], (torch.float32,))
+        else:
+            described_parts("buffer", buffer, lora_b, -1, None)
+        if batch.no_lora:
             return
-        low_rank = torch.empty(len(buffer), x.shape[0], lora_b[0].shape[-1], dtype=torch.float32, device=x.device)
+        low_rank = torch.empty(len(buffer), x.shape[0], form.rank, dtype=torch.float32, device=x.device)
         torch_ops.linear(y, x, lora_a, lora_b, batch, scale, buffer=low_rank, **options)
         for part, result in zip(buffer, low_rank, strict=True):
             part.copy_(result)

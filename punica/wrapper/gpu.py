@@ -8,7 +8,7 @@ import torch
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
-from punica.wrapper.base import PunicaWrapperBase, Slices, Weights
+from punica.wrapper.base import PunicaWrapperBase
 from punica.wrapper.step import Segments
 
 
@@ -66,6 +66,3 @@ class PunicaWrapperGPU(PunicaWrapperBase):
             torch.from_numpy(part.copy()).to(self.device) for part in (rows.starts, rows.lengths, rows.slots)
         )
         return starts, lengths, slots, self.batch_size, self.max_length, self.token_nums
-
-    def _check_buffer(self, buffer: Slices, x: torch.Tensor, lora_b_stacked: Weights) -> None:
-        raise ValueError("buffer is created internally by PunicaWrapperGPU; call without it")

@@ -326,19 +326,26 @@ def plan_expand(
     return ExpandPlan(launch, False, (segments, weights.slots))
 
 
-def _describe(names: Names, lora_b: Sequence[Tensor], lora_ranks: Tensor | None) -> Weights:
-    weights = describe_stored(names.b, lora_b, -1)
-    check_ranks(lora_ranks, weights)
-    return weights
+def _describe(names: Names, lora_b: Sequence[Tensor]) -> Weights:
+    return describe_stored(names.b, lora_b, -1)
 
 
-def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, switches: tuple) -> ExpandPlan | None:
+def _plan(
+    names: Names,
+    weights: Weights,
+    x: Tensor,
+    y: Tensor,
+    lora_ranks: Tensor | None,
+    batch: Batch,
+    switches: tuple,
+) -> ExpandPlan | None:
     """The remaining checks, then the launch; None when there is nothing to add."""
-    offset_start, add_inputs, has_ranks, options = switches
+    offset_start, add_inputs, options = switches
     check_stored_output(names.output, y, weights, offset_start)
     tokens, rank, segments, width = y.shape[0], weights.rank, batch.max_segments, max(weights.widths)
     check_low_rank(names.input, x, weights, tokens, (torch.float32, weights.dtype))
     batch.check_tensors(tokens, x.device)
+    check_ranks(lora_ranks, weights)
     check_runnable(x.device)
     if 0 in (tokens, rank, segments, width):
         return None
@@ -346,7 +353,7 @@ def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, sw
     config = get_config("expand", segments, tokens, width, rank, slices, add_inputs, None, tuned_dir, invariant)
     return plan_expand(
         (1, *x.shape), (0, *x.stride()), x.dtype, y, weights, segments, batch.tensors[4].numel(), config,
-        offset_start=offset_start, add_inputs=add_inputs, has_ranks=has_ranks,
+        offset_start=offset_start, add_inputs=add_inputs, has_ranks=lora_ranks is not None,
     )  # fmt: skip
 
 
@@ -373,7 +380,7 @@ def expand(
         given = {"num_active_loras": count, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **chosen}
         lora_expand(x, lora_b_stacked, y, *tensors, offset_start=offset_start, **given)
         return
-    switches = (offset_start, add_inputs, lora_ranks is not None, options)
+    switches = (offset_start, add_inputs, options)
     plan, aligned = _PLANS.find(x, y, (lora_b_stacked,), lora_ranks, batch, switches)
     batch.check_rows(y.shape[0])
     if plan is not None:

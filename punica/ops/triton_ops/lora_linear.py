@@ -75,27 +75,31 @@ def plan_linear(
     return LinearPlan(first, second, planes)
 
 
-def _describe(
-    names: Names, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], lora_ranks: Tensor | None
-) -> tuple[Weights, Weights]:
+def _describe(names: Names, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) -> tuple[Weights, Weights]:
     a, b = describe_stored(names.a, lora_a, -2), describe_stored(names.b, lora_b, -1)
     check_pair(a, b, names)
-    check_ranks(lora_ranks, a)
     return a, b
 
 
 def _plan(
-    names: Names, forms: tuple[Weights, Weights], x: Tensor, y: Tensor, batch: Batch, switches: tuple
+    names: Names,
+    forms: tuple[Weights, Weights],
+    x: Tensor,
+    y: Tensor,
+    lora_ranks: Tensor | None,
+    batch: Batch,
+    switches: tuple,
 ) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
     a, b = forms
-    add_inputs, has_ranks, (invariant, pdl, tuned_dir) = switches
+    add_inputs, (invariant, pdl, tuned_dir) = switches
     check_input(names.input, x, a, names.a)
     check_stored_output(names.output, y, b, 0)
     tokens, k = x.shape
     if y.shape[0] != tokens:
         raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
     batch.check_tensors(tokens, x.device)
+    check_ranks(lora_ranks, a)
     check_runnable(x.device)
     segments, width, slices = batch.max_segments, max(b.widths), len(a.widths)
     if 0 in (tokens, k, a.rank, segments, width):
@@ -104,7 +108,7 @@ def _plan(
     expand = get_config("expand", segments, tokens, width, a.rank, slices, add_inputs, None, tuned_dir, invariant)
     return plan_linear(
         y, x, a, b, segments, batch.tensors[4].numel(), shrink, expand,
-        add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl and supports_pdl(x.device),
+        add_inputs=add_inputs, has_ranks=lora_ranks is not None, pdl=pdl and supports_pdl(x.device),
     )  # fmt: skip
 
 
@@ -131,7 +135,7 @@ def linear(
         given = {"num_active_loras": count, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **options._asdict()}
         lora_linear(y, x, lora_a_stacked, lora_b_stacked, *tensors, scale, **given)
         return
-    switches = (add_inputs, lora_ranks is not None, options)
+    switches = (add_inputs, options)
     plan, aligned = _PLANS.find(x, y, (lora_a_stacked, lora_b_stacked), lora_ranks, batch, switches)
     batch.check_rows(x.shape[0])
     check_scale(names_of(batch).scale, scale)

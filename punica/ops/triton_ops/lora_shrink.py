@@ -267,21 +267,28 @@ def _rank_programs(blocks: int, block_r: int, others: int) -> int:
     return programs
 
 
-def _describe(names: Names, lora_a: Sequence[Tensor], lora_ranks: Tensor | None) -> Weights:
-    weights = describe_stored(names.a, lora_a, -2)
-    check_ranks(lora_ranks, weights)
-    return weights
+def _describe(names: Names, lora_a: Sequence[Tensor]) -> Weights:
+    return describe_stored(names.a, lora_a, -2)
 
 
-def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, switches: tuple) -> ShrinkPlan | None:
+def _plan(
+    names: Names,
+    weights: Weights,
+    x: Tensor,
+    y: Tensor,
+    lora_ranks: Tensor | None,
+    batch: Batch,
+    switches: tuple,
+) -> ShrinkPlan | None:
     """The remaining checks, then the launch; None when there is nothing to multiply."""
-    accumulate, has_ranks, options = switches
+    accumulate, options = switches
     check_input(names.input, x, weights, names.a)
     (tokens, k), segments = x.shape, batch.max_segments
     check_low_rank(names.output, y, weights, tokens, FLOATS)
     if not y.is_contiguous():
         raise ValueError(f"{names.output} must be contiguous, got shape {tuple(y.shape)} with strides {y.stride()}")
     batch.check_tensors(tokens, x.device)
+    check_ranks(lora_ranks, weights)
     check_runnable(x.device)
     if 0 in (tokens, k, weights.rank, segments):
         return None
@@ -289,7 +296,15 @@ def _plan(names: Names, weights: Weights, x: Tensor, y: Tensor, batch: Batch, sw
     config = get_config("shrink", segments, tokens, k, weights.rank, slices, None, None, tuned_dir, invariant)
     entries = batch.tensors[4].numel()
     return plan_shrink(
-        x, weights, y.dtype, segments, entries, config, has_ranks=has_ranks, direct=True, accumulate=accumulate
+        x,
+        weights,
+        y.dtype,
+        segments,
+        entries,
+        config,
+        has_ranks=lora_ranks is not None,
+        direct=True,
+        accumulate=accumulate,
     )
 
 
@@ -316,7 +331,7 @@ def shrink(
         given = {"num_active_loras": count, "accumulate": accumulate, "lora_ranks": lora_ranks, **chosen}
         lora_shrink(x, lora_a_stacked, y, *tensors, scale, **given)
         return
-    switches = (accumulate, lora_ranks is not None, options)
+    switches = (accumulate, options)
     plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches)
     batch.check_rows(x.shape[0])
     check_scale(names_of(batch).scale, scale)

@@ -137,7 +137,7 @@ def _schema(function: Callable, mutates: str, either: Sequence[str]) -> str:
 
 
 class WeightSet:
-    """The weights of one call site (and their table of ranks), known to be legal as long as they are these tensors.
+    """The weights of one call site, known to be legal as long as they are these tensors.
 
     Nothing here keeps them alive: a tensor is recognised by a weak reference and by where its memory lies, so neither
     freed and reused memory nor ``w.data = ...`` can bring back a stale answer. ``w.t_()`` over the same memory can.
@@ -165,7 +165,7 @@ class WeightSet:
 class Plans:
     """What an op has checked and chosen, in a bounded table: a full one starts anew.
 
-    ``describe(names, *weights, lora_ranks)`` checks the weights and returns what it learnt; ``plan(names, forms, x, y,
+    ``describe(names, *weights)`` checks the weights and returns what it learnt; ``plan(names, forms, x, y, lora_ranks,
     batch, switches)`` checks the rest and chooses the launches. Both raise without leaving anything behind.
     """
 
@@ -183,13 +183,15 @@ class Plans:
         switches: tuple,
     ) -> tuple[Any, bool]:
         """The plan of a call (None: there is nothing to do) and whether all addresses are multiples of 16."""
-        known = self._weights(weights, lora_ranks, batch)
+        known = self._weights(weights, batch)
         if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
             names = names_of(batch)
             check_dtype(names.input, x, ())
             check_dtype(names.output, y, ())
+        ranks = lora_ranks
         key = (
             x.shape, x.stride(), x.dtype, x.get_device(), y.shape, y.stride(), y.dtype, y.get_device(),
+            ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.get_device()),
             batch.max_segments, batch.form, switches,
         )  # fmt: skip
         try:
@@ -197,21 +199,19 @@ class Plans:
         except KeyError:
             if len(known.plans) >= 4096:
                 known.plans.clear()
-            plan = known.plans[key] = self.plan(names_of(batch), known.forms, x, y, batch, switches)
+            plan = known.plans[key] = self.plan(names_of(batch), known.forms, x, y, lora_ranks, batch, switches)
         return plan, known.aligned and not (x.data_ptr() | y.data_ptr()) & 15
 
-    def _weights(self, weights: Sequence[Sequence[Tensor]], lora_ranks: Tensor | None, batch: Batch) -> WeightSet:
+    def _weights(self, weights: Sequence[Sequence[Tensor]], batch: Batch) -> WeightSet:
         tensors: list[Tensor] = []
         for group in weights:
             if not isinstance(group, (tuple, list)):
-                self.describe(names_of(batch), *weights, lora_ranks)
+                self.describe(names_of(batch), *weights)
             tensors += group
-        if lora_ranks is not None:
-            tensors.append(lora_ranks)
         key = tuple(map(id, tensors))
         known = self.sets.get(key)
         if known is None or not known.holds(tensors):
-            forms = self.describe(names_of(batch), *weights, lora_ranks)
+            forms = self.describe(names_of(batch), *weights)
             if len(self.sets) >= 4096:
                 self.sets.clear()
             known = self.sets[key] = WeightSet(tensors, forms)
