@@ -46,7 +46,7 @@ def pair_plan(
     planes = torch.empty(plan.planes, dtype=torch.float32, device=sets.x.device)
 
     def call(i: int) -> None:
-        plan.shrink.run(sets.x[i], sets.a[i], planes, meta, ranks, 1.0, True)
+        plan.shrink.run(sets.x[i], sets.a[i], planes, meta, ranks, True, 1.0)
         plan.expand.run(planes, sets.b[i], sets.y[i], meta, ranks, True)
 
     return call

@@ -17,7 +17,7 @@ With ``PDL`` the kernel starts while shrink still runs: B and the old y are fetc
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,18 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.metadata import LoRABatch
-from punica.ops.checks import (
-    Names,
-    Weights,
-    check_low_rank,
-    check_ranks,
-    check_stored_output,
-    describe_stored,
-)
+from punica.ops.checks import Names, Weights, check_low_rank, check_ranks, check_stored_output, describe_stored
 from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import DEFAULTS, Batch, Options, Plans, check_runnable, custom_op, is_traced
+from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 __all__ = ["expand", "lora_expand", "plan_expand"]
@@ -256,28 +249,6 @@ def _lane_blocks(rank: int, block_n: int, has_ranks: bool, programs: Callable[[i
     return lanes, tuple(max(1, factor * width // whole) for width in lanes), block_n * factor
 
 
-class ExpandPlan(NamedTuple):
-    """A launch of one of the two kernels, and the counts it takes."""
-
-    launch: Launch
-    row_wise: bool
-    counts: tuple[int, ...]
-
-    def run(
-        self,
-        h: Tensor,
-        lora_b: Sequence[Tensor],
-        y: Tensor,
-        tensors: Sequence[Tensor],
-        lora_ranks: Tensor | None,
-        aligned: bool,
-    ) -> None:
-        """Launch. ``tensors``: mapping, sorted rows, counts, starts, ids."""
-        indices = tensors[:1] if self.row_wise else tensors
-        ranks = tensors[0] if lora_ranks is None else lora_ranks
-        self.launch((h, tuple(lora_b), y, *indices, ranks), self.counts, aligned)
-
-
 def plan_expand(
     h_shape: Sequence[int],
     h_strides: Sequence[int],
@@ -292,7 +263,7 @@ def plan_expand(
     add_inputs: bool,
     has_ranks: bool,
     pdl: bool = False,
-) -> ExpandPlan:
+) -> KernelPlan:
     """The launch that `config` names. h has shape and strides ``[planes, n, T, r]``; planes are added up."""
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
@@ -313,7 +284,7 @@ def plan_expand(
     if row_wise:
         constants: tuple = (*problem, lanes, steps, block_n, *form_of)
         launch = Launch(_lora_expand_rows_kernel, (tokens * blocks, 1, 1), dtypes, strides, constants, **shared)
-        return ExpandPlan(launch, True, (weights.slots,))
+        return KernelPlan(launch, True, (weights.slots,))
     # all ranks in one pass where that fits: more passes would read y-sized accumulators again
     block_m, block_r = config["block_m"], block_at_least(rank) if rank <= 128 else min(config["block_k"], 128)
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
@@ -323,30 +294,22 @@ def plan_expand(
     grid = (max_tiles(tokens, segments, block_m) * blocks, 1, 1)
     constants = (*problem, *blocking, *form_of, INTERPRETED)
     launch = Launch(_lora_expand_tiles_kernel, grid, dtypes, strides, constants, **shared)
-    return ExpandPlan(launch, False, (segments, weights.slots))
+    return KernelPlan(launch, False, (segments, weights.slots))
 
 
 def _describe(names: Names, lora_b: Sequence[Tensor]) -> Weights:
     return describe_stored(names.b, lora_b, -1)
 
 
-def _plan(
-    names: Names,
-    weights: Weights,
-    x: Tensor,
-    y: Tensor,
-    lora_ranks: Tensor | None,
-    batch: Batch,
-    switches: tuple,
-) -> ExpandPlan | None:
+def _plan(call: Call, weights: Weights) -> KernelPlan | None:
     """The remaining checks, then the launch; None when there is nothing to add."""
+    names, x, y, lora_ranks, batch, switches = call
     offset_start, add_inputs, options = switches
     check_stored_output(names.output, y, weights, offset_start)
     tokens, rank, segments, width = y.shape[0], weights.rank, batch.max_segments, max(weights.widths)
     check_low_rank(names.input, x, weights, tokens, (torch.float32, weights.dtype))
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, weights)
-    check_runnable(x.device)
     if 0 in (tokens, rank, segments, width):
         return None
     slices, (invariant, _, tuned_dir) = len(weights.widths), options
@@ -382,7 +345,6 @@ def expand(
         return
     switches = (offset_start, add_inputs, options)
     plan, aligned = _PLANS.find(x, y, (lora_b_stacked,), lora_ranks, batch, switches)
-    batch.check_rows(y.shape[0])
     if plan is not None:
         with on_device(x.get_device()):
             plan.run(x, lora_b_stacked, y, batch.tensors, lora_ranks, aligned)

@@ -17,21 +17,12 @@ import torch
 from torch import Tensor
 
 from punica.metadata import LoRABatch
-from punica.ops.checks import (
-    Names,
-    Weights,
-    check_input,
-    check_pair,
-    check_ranks,
-    check_scale,
-    check_stored_output,
-    describe_stored,
-)
+from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
 from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.launch import on_device, supports_pdl
-from punica.ops.triton_ops.lora_expand import ExpandPlan, plan_expand
-from punica.ops.triton_ops.lora_shrink import ShrinkPlan, plan_shrink
-from punica.ops.triton_ops.op import DEFAULTS, Batch, Options, Plans, check_runnable, custom_op, is_traced, names_of
+from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.lora_shrink import plan_shrink
+from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 __all__ = ["linear", "lora_linear", "plan_linear"]
@@ -40,8 +31,8 @@ __all__ = ["linear", "lora_linear", "plan_linear"]
 class LinearPlan(NamedTuple):
     """Both launches and the shape of the planes between them."""
 
-    shrink: ShrinkPlan
-    expand: ExpandPlan
+    shrink: KernelPlan
+    expand: KernelPlan
     planes: tuple[int, int, int, int]
 
 
@@ -81,16 +72,9 @@ def _describe(names: Names, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) 
     return a, b
 
 
-def _plan(
-    names: Names,
-    forms: tuple[Weights, Weights],
-    x: Tensor,
-    y: Tensor,
-    lora_ranks: Tensor | None,
-    batch: Batch,
-    switches: tuple,
-) -> LinearPlan | None:
+def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
+    names, x, y, lora_ranks, batch, switches = call
     a, b = forms
     add_inputs, (invariant, pdl, tuned_dir) = switches
     check_input(names.input, x, a, names.a)
@@ -100,7 +84,6 @@ def _plan(
         raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, a)
-    check_runnable(x.device)
     segments, width, slices = batch.max_segments, max(b.widths), len(a.widths)
     if 0 in (tokens, k, a.rank, segments, width):
         return None
@@ -136,14 +119,12 @@ def linear(
         lora_linear(y, x, lora_a_stacked, lora_b_stacked, *tensors, scale, **given)
         return
     switches = (add_inputs, options)
-    plan, aligned = _PLANS.find(x, y, (lora_a_stacked, lora_b_stacked), lora_ranks, batch, switches)
-    batch.check_rows(x.shape[0])
-    check_scale(names_of(batch).scale, scale)
+    plan, aligned = _PLANS.find(x, y, (lora_a_stacked, lora_b_stacked), lora_ranks, batch, switches, scale)
     if plan is None:
         return
     with on_device(x.get_device()):
         planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-        plan.shrink.run(x, lora_a_stacked, planes, batch.tensors, lora_ranks, scale, aligned)
+        plan.shrink.run(x, lora_a_stacked, planes, batch.tensors, lora_ranks, aligned, scale)
         plan.expand.run(planes, lora_b_stacked, y, batch.tensors, lora_ranks, aligned)
 
 

@@ -17,7 +17,7 @@ Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,20 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.metadata import LoRABatch
-from punica.ops.checks import (
-    FLOATS,
-    Names,
-    Weights,
-    check_input,
-    check_low_rank,
-    check_ranks,
-    check_scale,
-    describe_stored,
-)
+from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_rank, check_ranks, describe_stored
 from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import DEFAULTS, Batch, Options, Plans, check_runnable, custom_op, is_traced, names_of
+from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 __all__ = ["lora_shrink", "plan_shrink", "shrink"]
@@ -185,29 +176,6 @@ def _lora_shrink_tiles_kernel(
         tl.store(out_ptr + rows[:, None] * R + offs_r[None, :], zeros, mask=bare[:, None] & (offs_r < R)[None, :])
 
 
-class ShrinkPlan(NamedTuple):
-    """A launch of one of the two kernels, and the counts it takes in front of ``scale``."""
-
-    launch: Launch
-    row_wise: bool
-    counts: tuple[int, ...]
-
-    def run(
-        self,
-        x: Tensor,
-        lora_a: Sequence[Tensor],
-        out: Tensor,
-        tensors: Sequence[Tensor],
-        lora_ranks: Tensor | None,
-        scale: float,
-        aligned: bool,
-    ) -> None:
-        """Launch. ``tensors``: mapping, sorted rows, counts, starts, ids."""
-        indices = tensors[:1] if self.row_wise else tensors
-        ranks = tensors[0] if lora_ranks is None else lora_ranks
-        self.launch((x, tuple(lora_a), out, *indices, ranks), (*self.counts, scale), aligned)
-
-
 def plan_shrink(
     x: Tensor,
     weights: Weights,
@@ -221,7 +189,7 @@ def plan_shrink(
     accumulate: bool = False,
     overlap: bool = False,
     early: bool = False,
-) -> ShrinkPlan:
+) -> KernelPlan:
     """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of the ids may be
     active.
 
@@ -243,7 +211,7 @@ def plan_shrink(
         grid = (tokens * programs_r * split_k, slices, 1)
         constants: tuple = (*problem, block_r, programs_r, block_k, split_k, *form_of)
         launch = Launch(_lora_shrink_rows_kernel, grid, dtypes, x.stride(), constants, **shared)
-        return ShrinkPlan(launch, True, (tokens, weights.slots))
+        return KernelPlan(launch, True, (tokens, weights.slots))
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(rank))
     tiles = max_tiles(tokens, segments, block_m)
     bare_tiles = triton.cdiv(tokens, block_m) if direct and not accumulate else 0
@@ -255,7 +223,7 @@ def plan_shrink(
     blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, stages)
     constants = (*problem, *blocks, *form_of, INTERPRETED)
     launch = Launch(_lora_shrink_tiles_kernel, grid, dtypes, x.stride(), constants, **shared)
-    return ShrinkPlan(launch, False, (tokens, segments, tiles, weights.slots))
+    return KernelPlan(launch, False, (tokens, segments, tiles, weights.slots))
 
 
 def _rank_programs(blocks: int, block_r: int, others: int) -> int:
@@ -271,16 +239,9 @@ def _describe(names: Names, lora_a: Sequence[Tensor]) -> Weights:
     return describe_stored(names.a, lora_a, -2)
 
 
-def _plan(
-    names: Names,
-    weights: Weights,
-    x: Tensor,
-    y: Tensor,
-    lora_ranks: Tensor | None,
-    batch: Batch,
-    switches: tuple,
-) -> ShrinkPlan | None:
+def _plan(call: Call, weights: Weights) -> KernelPlan | None:
     """The remaining checks, then the launch; None when there is nothing to multiply."""
+    names, x, y, lora_ranks, batch, switches = call
     accumulate, options = switches
     check_input(names.input, x, weights, names.a)
     (tokens, k), segments = x.shape, batch.max_segments
@@ -289,7 +250,6 @@ def _plan(
         raise ValueError(f"{names.output} must be contiguous, got shape {tuple(y.shape)} with strides {y.stride()}")
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, weights)
-    check_runnable(x.device)
     if 0 in (tokens, k, weights.rank, segments):
         return None
     slices, (invariant, _, tuned_dir) = len(weights.widths), options
@@ -332,12 +292,10 @@ def shrink(
         lora_shrink(x, lora_a_stacked, y, *tensors, scale, **given)
         return
     switches = (accumulate, options)
-    plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches)
-    batch.check_rows(x.shape[0])
-    check_scale(names_of(batch).scale, scale)
+    plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches, scale)
     if plan is not None:
         with on_device(x.get_device()):
-            plan.run(x, lora_a_stacked, y, batch.tensors, lora_ranks, scale, aligned)
+            plan.run(x, lora_a_stacked, y, batch.tensors, lora_ranks, aligned, scale)
     elif not accumulate:
         y.zero_()
 

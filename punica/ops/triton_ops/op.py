@@ -24,11 +24,9 @@ from torch import Tensor
 from torch.library import Library
 
 from punica.metadata import LoRABatch
-from punica.ops.checks import FLAT, STEP, Names, check_dtype
-from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.checks import FLAT, STEP, Names, check_dtype, check_scale
+from punica.ops.triton_ops.launch import INTERPRETED, Launch
 from punica.ops.triton_ops.tensor_batch import TensorBatch
-
-__all__ = ["DEFAULTS", "Batch", "Options", "Plans", "check_runnable", "custom_op", "is_traced", "names_of"]
 
 Batch = LoRABatch | TensorBatch
 
@@ -162,11 +160,45 @@ class WeightSet:
         return True
 
 
+class Call(NamedTuple):
+    """What an op was called with, besides weights; ``names`` are the caller's, ``switches`` the op's own."""
+
+    names: Names
+    x: Tensor
+    y: Tensor
+    lora_ranks: Tensor | None
+    batch: Batch
+    switches: tuple
+
+
+class KernelPlan(NamedTuple):
+    """A launch of the row-wise or the tiled kernel of an op, and the counts it takes."""
+
+    launch: Launch
+    row_wise: bool
+    counts: tuple[int, ...]
+
+    def run(
+        self,
+        source: Tensor,
+        weights: Sequence[Tensor],
+        target: Tensor,
+        tensors: Sequence[Tensor],
+        lora_ranks: Tensor | None,
+        aligned: bool,
+        *numbers: float,
+    ) -> None:
+        """Launch. ``tensors``: mapping, sorted rows, counts, starts, ids; ``numbers`` follow the counts."""
+        indices = tensors[:1] if self.row_wise else tensors
+        ranks = tensors[0] if lora_ranks is None else lora_ranks
+        self.launch((source, tuple(weights), target, *indices, ranks), (*self.counts, *numbers), aligned)
+
+
 class Plans:
     """What an op has checked and chosen, in a bounded table: a full one starts anew.
 
-    ``describe(names, *weights)`` checks the weights and returns what it learnt; ``plan(names, forms, x, y, lora_ranks,
-    batch, switches)`` checks the rest and chooses the launches. Both raise without leaving anything behind.
+    ``describe(names, *weights)`` checks the weights and returns what it learnt; ``plan(call, forms)`` checks the rest
+    and chooses the launches. Both raise without leaving anything behind.
     """
 
     def __init__(self, describe: Callable[..., Any], plan: Callable[..., Any]) -> None:
@@ -181,8 +213,12 @@ class Plans:
         lora_ranks: Tensor | None,
         batch: Batch,
         switches: tuple,
+        scale: float = 1.0,
     ) -> tuple[Any, bool]:
-        """The plan of a call (None: there is nothing to do) and whether all addresses are multiples of 16."""
+        """The plan of a call (None: there is nothing to do) and whether all addresses are multiples of 16.
+
+        Everything is checked then.
+        """
         known = self._weights(weights, batch)
         if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
             names = names_of(batch)
@@ -199,7 +235,12 @@ class Plans:
         except KeyError:
             if len(known.plans) >= 4096:
                 known.plans.clear()
-            plan = known.plans[key] = self.plan(names_of(batch), known.forms, x, y, lora_ranks, batch, switches)
+            call = Call(names_of(batch), x, y, lora_ranks, batch, switches)
+            plan = self.plan(call, known.forms)
+            check_runnable(x.device)
+            known.plans[key] = plan
+        batch.check_rows(x.shape[-2])
+        check_scale(names_of(batch).scale, scale)
         return plan, known.aligned and not (x.data_ptr() | y.data_ptr()) & 15
 
     def _weights(self, weights: Sequence[Sequence[Tensor]], batch: Batch) -> WeightSet:
