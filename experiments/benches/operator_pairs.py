@@ -31,9 +31,7 @@ def tuned(op: Operator, **options: bool) -> tuple[Config, Config]:
 def pair_plan(
     sets: OperatorSets, shrink: Config, expand: Config, *, pdl: bool, pdl_shrink: bool | None = None
 ) -> Callable[[int], None]:
-    """``call(i)``: the operator on set i with the given configurations, as `lora_linear` runs it, without the
-    dispatcher.
-    """
+    """``call(i)``: the operator on set i with these configurations, as `lora_linear` runs it, but not dispatched."""
     op = sets.operator
     a = checks.describe_weights("lora_a_weights", sets.a[0], -2)
     b = checks.describe_weights("lora_b_weights", sets.b[0], -1)
