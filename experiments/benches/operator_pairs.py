@@ -32,9 +32,7 @@ def tuned(op: Operator, **options: bool) -> tuple[Config, Config]:
 def pair_plan(
     sets: OperatorSets, shrink: Config, expand: Config, *, pdl: bool, pdl_shrink: bool | None = None
 ) -> Callable[[int], None]:
-    """``call(i)``: the operator on set i with the given configurations, as `lora_linear` runs it, without the
-    dispatcher.
-    """
+    """``call(i)``: the operator on set i with these configurations, as `lora_linear` runs it, but not dispatched."""
     op = sets.operator
     a, b = describe_stored(FLAT.a, sets.a[0], -2), describe_stored(FLAT.b, sets.b[0], -1)
     *meta, _, count = sets.meta_args

@@ -17,9 +17,7 @@ PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Operator:
-    """One timed operator: `sizes` are the rows of each adapter (their sum is T), `widths` the output sizes of the
-    slices.
-    """
+    """One timed operator: `sizes` are the rows of each adapter (in all T), `widths` the output sizes of the slices."""
 
     k: int
     widths: tuple[int, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hydra import compose
@@ -14,9 +15,10 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.command import given, launch, register
 from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.schema import ConfigError, register_app
-from experiments.harness.settings import ALWAYS_READ, keys_read, refuse_unread
+from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse_unread
 from punica.measure.records import RowsError
 
+SOURCES = ("auto", "fresh", "recorded")
 BATCH_KEYS = ("figures", "source", "allow_dirty")
 
 
@@ -37,6 +39,15 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
         return job(cfg)
 
     launch(name, task)
+
+
+def sides(places: Folders, source: str) -> dict[str, tuple[Path, Path]]:
+    """`fresh` or `recorded`, or for `auto` both in this order -> the folders of its rows and of its figures."""
+    if source not in SOURCES:
+        raise ConfigError(f"source={source!r} must be one of {', '.join(SOURCES)}: choose source=auto")
+    fresh, recorded = (places.fresh_rows, places.fresh_figures), (places.recorded_rows, places.recorded_figures)
+    both = {"fresh": fresh, "recorded": recorded}
+    return both if source == "auto" else {source: both[source]}
 
 
 def composed(experiment: Experiment) -> DictConfig:

@@ -13,22 +13,17 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.commands.batch import batch_main, each
+from experiments.commands.batch import batch_main, each, sides
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 
-SOURCES = ("auto", "fresh", "recorded")
-
 
 def redraw(cfg: DictConfig) -> int:
     """Draw each chosen figure that has rows; 0 when at least one was drawn and none failed."""
-    if cfg.source not in SOURCES:
-        raise ConfigError(f"source={cfg.source!r} is unknown: choose source={', source='.join(SOURCES)}")
     places = folders(cfg)
-    fresh, recorded = (places.fresh_rows, places.fresh_figures), (places.recorded_rows, places.recorded_figures)
-    order = {"auto": (fresh, recorded), "fresh": (fresh,), "recorded": (recorded,)}[cfg.source]
+    order = sides(places, cfg.source).values()
 
     def one(experiment: Experiment) -> list[Path]:
         from experiments.plots.draw import draw

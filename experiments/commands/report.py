@@ -24,13 +24,12 @@ from omegaconf import DictConfig
 
 from experiments.claims import Verdict, as_frame, counts, judge
 from experiments.claims.rows import STAND_INS
-from experiments.commands.batch import batch_main
+from experiments.commands.batch import batch_main, sides
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import Folders, folders
 from experiments.harness.source import fingerprint, script_of
 from punica.measure.records import COLUMNS, Row, ensure_writable, read_rows
 
-SOURCES = ("auto", "fresh", "recorded")
 NAME = "claims"
 
 
@@ -130,17 +129,12 @@ def _machine(rows: pd.DataFrame) -> str:
 
 def choose(places: Folders, source: str) -> tuple[str, Path, Path, Path]:
     """``source`` decided, then its folders of rows, of verdicts and of figures. ConfigError when it has no rows."""
-    if source not in SOURCES:
-        raise ConfigError(f"source={source!r} must be one of {', '.join(SOURCES)}: choose source=auto")
-    if source == "auto":
-        source = "fresh" if rows_files(places.fresh_rows) else "recorded"
-    if source == "fresh":
-        chosen = places.fresh_rows, places.fresh_rows.parent, places.fresh_figures
-    else:
-        chosen = places.recorded_rows, places.recorded_rows, places.recorded_figures
-    if not rows_files(chosen[0]):
-        raise ConfigError(f"no {source} rows in {chosen[0]}: {_where_rows_are(places)}")
-    return source, *chosen
+    found = sides(places, source)
+    name = next((name for name, (rows, _) in found.items() if rows_files(rows)), list(found)[-1])
+    rows, figures = found[name]
+    if not rows_files(rows):
+        raise ConfigError(f"no {name} rows in {rows}: {_where_rows_are(places)}")
+    return name, rows, rows.parent if name == "fresh" else rows, figures
 
 
 def _where_rows_are(places: Folders) -> str:

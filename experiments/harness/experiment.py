@@ -27,9 +27,7 @@ PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds
 
 @dataclass(frozen=True)
 class Overlay:
-    """What `experiments.plots.overlay` draws: one panel per value of column `panel` (None: one), one line per value of
-    column `line`.
-    """
+    """What `plots.overlay` draws: one panel per value of column `panel` (None: one), one line per value of `line`."""
 
     title: str
     metric: str

@@ -47,8 +47,8 @@ def low(minimum: int, default: Any = MISSING) -> Any:
 
 
 def check_ranges(cfg: Config) -> None:
-    """Raise `ConfigError` for the first number of `cfg` below its field's minimum (see `low`), and for the first list
-    of whole numbers that is empty or holds one below 1.
+    """Raise `ConfigError` for the first number of `cfg` below its field's minimum (see `low`), and for a list of whole
+    numbers that is empty or holds one below 1.
     """
     groups = ((group.name, getattr(cfg, group.name)) for group in fields(cfg))
     for group, values in groups:
@@ -242,9 +242,7 @@ def choice(name: str) -> str:
 
 
 def register_schemas() -> None:
-    """Put the schemas, the choices of `workload=` and `timer=` and the one resolver where Hydra finds them; safe to
-    call again.
-    """
+    """Put schemas, choices of `workload=` and `timer=` and the one resolver where Hydra finds them; may be repeated."""
     OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
     store = ConfigStore.instance()
     store.store(name="run", group="schema", node=Config, package="_global_")

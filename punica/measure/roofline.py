@@ -43,10 +43,6 @@ class Ceilings:
     bandwidth: float
     flops: float
 
-    def attainable(self, intensity: float) -> float:
-        """FLOP/s that a kernel of this FLOP/byte can reach."""
-        return min(self.flops, intensity * self.bandwidth)
-
 
 def measured_ceilings(device: str, dtype: str) -> Ceilings:
     """Ceilings of `device` found by running: a large copy (bytes read + written) and a square matrix product.

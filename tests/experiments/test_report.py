@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.commands.report import SOURCES, choose, read_folder, write_report
+from experiments.commands.batch import SOURCES
+from experiments.commands.report import choose, read_folder, write_report
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import Folders
 from punica.measure.records import Row, RowsError, write_rows
