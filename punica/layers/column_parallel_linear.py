@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.layers.base import LoRAInput
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.packing import LoRAFactor, expand_groups
-from punica.layers.slots import LoRAInput
 from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
 from punica.parallel.group import tensor_model_parallel_all_gather
 from punica.parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, OutputShard, QKVParallelLinear

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, PEFTHelper
-from punica.layers import SlottedLayer
+from punica.layers import BaseLayerWithLoRA
 from punica.metadata import LoRAMapping
 from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
@@ -162,7 +162,7 @@ class Tenants:
         return LoRARequest(lora_int_id=adapter_id, **fields)
 
 
-def buffers(layer: SlottedLayer) -> list[torch.Tensor]:
+def buffers(layer: BaseLayerWithLoRA) -> list[torch.Tensor]:
     """Everything that a layer's slots consist of: `[L, ...]` each."""
     return [buffer for part in layer.slot_parts(None, None) for buffer in (part.slots, part.ranks)]
 
