@@ -97,16 +97,20 @@ def _host_clock(options: Sequence[Call], flush: Call, device: str) -> Callable[[
 
 def _events(options: Sequence[Call], flush: Call) -> Callable[[int], float]:
     def sample(i: int) -> float:
-        call = options[i % len(options)]
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush()
-        before.record()
-        call()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
+        return _between_events(options[i % len(options)])
 
     return sample
+
+
+def _between_events(call: Call) -> float:
+    """Seconds on the device from the start of what `call` launches to its end."""
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
 
 
 def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
@@ -123,16 +127,7 @@ def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
             for call in options:
                 call()
     graph.replay()
-
-    def sample(_: int) -> float:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3 / (rounds * len(options))
-
-    return sample
+    return lambda _: _between_events(graph.replay) / (rounds * len(options))
 
 
 def _flusher(protocol: Protocol) -> Call:

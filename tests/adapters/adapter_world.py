@@ -171,12 +171,17 @@ def all_buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
     return [buffer for layer in manager.modules.values() for buffer in buffers(layer)]
 
 
+def active_in_order(manager: LoRAModelManager) -> list[int]:
+    """The active adapters, the least recently used first."""
+    return [i for i in manager.list_adapters() if i in manager._held.active]
+
+
 def snapshot(manager: LoRAModelManager) -> dict[str, object]:
     """Everything a failed call must leave alone: caches in order, the slot table, and the bits of every buffer."""
     wrapper = manager.punica_wrapper
     return {
         "registered": list(manager.list_adapters().items()),
-        "active": list(manager._held.active),
+        "active": active_in_order(manager),
         "slots": list(manager.lora_index_to_id),
         "pinned": manager.pinned_adapters,
         "requests": dict(manager._held.requests),
