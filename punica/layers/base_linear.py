@@ -130,8 +130,3 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
             result = base(x)
             return result[0] if isinstance(result, tuple) else result
         return base.quant_method.apply(base, x, bias)
-
-    def _result(self, output: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        if not self.base_layer.return_bias:
-            return output
-        return output, self.bias if self.base_layer.skip_bias_add else None
