@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from punica.adapters.wrap import last_component
-from punica.layers import SlottedLayer
-from punica.layers.slots import LoRAInput
+from punica.layers import BaseLayerWithLoRA
+from punica.layers.base import LoRAInput
 
 _LOADABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -79,7 +79,7 @@ def check_finite(module: str, is_a: bool, placed: Tensor, read: Tensor) -> None:
     raise ValueError(f"module {module!r}: {'A' if is_a else 'B'} contains NaN or inf{after}")
 
 
-def check_fits(adapter_id: int, name: str, lora_a: LoRAInput, lora_b: LoRAInput, layer: SlottedLayer) -> None:
+def check_fits(adapter_id: int, name: str, lora_a: LoRAInput, lora_b: LoRAInput, layer: BaseLayerWithLoRA) -> None:
     """All that the layer's `set_lora` would object to, so that activation cannot fail half-way; and overflow of B.
 
     Raises TypeError or ValueError with the adapter's id and the module in front.

@@ -132,7 +132,7 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
     Attributes:
         index_to_id: adapter id of each slot, `None` = free; the list that metadata are built from.
         requests: what adapters were loaded for; those that came without a request are absent.
-        active: the placements of the active adapters, the least recently used first.
+        active: the placements of the active adapters.
     """
 
     def __init__(self, capacity: int, n_slots: int, writer: SlotWriter) -> None:
@@ -140,7 +140,7 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
         self.index_to_id: list[int | None] = [None] * n_slots
         self.requests: dict[int, LoRARequest] = {}
         self._writer = writer
-        self.active: OrderedDict[int, Placement] = OrderedDict()
+        self.active: dict[int, Placement] = {}
 
     def require(self, adapter_id: int) -> LoRAModel:
         """An adapter; no use. ValueError if it is not registered."""
@@ -178,12 +178,6 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
         self.deactivate(adapter_id)
         self.requests.pop(adapter_id, None)
 
-    def touch(self, key: int) -> None:
-        """Mark as just used, in its slot too if it is active. KeyError if it is not registered."""
-        super().touch(key)
-        if key in self.active:
-            self.active.move_to_end(key)
-
     def check_slots(self, wanted: Collection[int]) -> None:
         """RuntimeError unless all of `wanted` can be active together with everything that is pinned."""
         n_slots, pinned = len(self.index_to_id), self.pinned.difference(wanted)
@@ -204,7 +198,8 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
         if inactive:
             self.check_slots([adapter_id])
             if None not in self.index_to_id:
-                self.deactivate(next(other for other in self.active if other not in self._pinned))
+                removable = (other for other in self._entries if other in self.active and other not in self._pinned)
+                self.deactivate(next(removable))
             slot = self.index_to_id.index(None)
             self.active[adapter_id] = Placement(slot, self._writer.write(slot, lora))
             self.index_to_id[slot] = adapter_id

@@ -18,7 +18,7 @@ from torch import Tensor
 from punica.adapters.check import check_fits
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
-from punica.layers import SlottedLayer
+from punica.layers import BaseLayerWithLoRA
 from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image
 
 
@@ -33,7 +33,7 @@ class AdapterPacker:
 
     def __init__(
         self,
-        wrapped: Sequence[NamedLayer[SlottedLayer]],
+        wrapped: Sequence[NamedLayer[BaseLayerWithLoRA]],
         packed_modules_mapping: PackedMapping,
         target_modules: Collection[str] | None,
     ) -> None:
@@ -113,7 +113,7 @@ class StagedAdapter(LoRAModel):
 
 
 def stage(
-    modules: Mapping[str, SlottedLayer], lora: LoRAModel, dtype: torch.dtype, *, pin_memory: bool
+    modules: Mapping[str, BaseLayerWithLoRA], lora: LoRAModel, dtype: torch.dtype, *, pin_memory: bool
 ) -> StagedAdapter:
     """Copy this rank's part of every matrix of a packed adapter into an image, in the order of the model's layers.
 

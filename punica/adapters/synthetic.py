@@ -24,7 +24,7 @@ from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, 
 from punica.adapters.wrap import last_component
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.layers import SlottedLayer
+from punica.layers import BaseLayerWithLoRA
 
 LLAMA_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -152,7 +152,7 @@ class DummyAdapters:
         lora_config: limits the rank; its dtype, resolved, is that of the tensors.
     """
 
-    modules: Mapping[str, SlottedLayer]
+    modules: Mapping[str, BaseLayerWithLoRA]
     embedding_modules: set[str]
     lora_config: LoRAConfig
     _by_rank: dict[int, LoRAModel] | None = None  # while caching

@@ -16,7 +16,7 @@ import torch
 from punica.adapters.check import check_finite, check_pair, check_tensors
 from punica.adapters.read import NameMapper, PEFTHelper, lora_names, read_tensors
 from punica.adapters.request import check_adapter_id
-from punica.layers.slots import LoRAInput
+from punica.layers.base import LoRAInput
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import nn
 
 from punica.config import LoRAConfig
-from punica.layers import BaseLayerWithLoRA, SlottedLayer, from_layer, from_layer_logits_processor
+from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
 from punica.parallel import LinearBase, ParallelLMHead, VocabParallelEmbedding
 
 PackedMapping = Mapping[str, list[str]]
@@ -98,7 +98,7 @@ def is_in_target_modules(
 
 def wrap_layers(
     model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig, vocab_size: int
-) -> list[NamedLayer[SlottedLayer]]:
+) -> list[NamedLayer[BaseLayerWithLoRA]]:
     """Replace each targeted layer in place by its LoRA layer, listed under the first of its names that is targeted.
 
     A language-model head stays; its sibling `logits_processor` is replaced, and listed under the head's name. All LoRA
@@ -109,8 +109,8 @@ def wrap_layers(
             logits processor of its own, or an embedding has not `vocab_size` ids.
     """
     packed = packed_modules_of(model)
-    wrapped: list[NamedLayer[SlottedLayer]] = []
-    by_base: dict[int, SlottedLayer] = {}  # the replaced module's id -> its replacement
+    wrapped: list[NamedLayer[BaseLayerWithLoRA]] = []
+    by_base: dict[int, BaseLayerWithLoRA] = {}  # the replaced module's id -> its replacement
     for layer, names, parts in layers:
         targeted = [name for name in names if is_in_target_modules(name, lora_config.target_modules, packed)]
         if not targeted:
@@ -154,11 +154,11 @@ def _logits_processor_of(model: nn.Module, head_name: str) -> nn.Module:
 
 def _wrap(
     name: str, layer: nn.Module, base: nn.Module, parts: list[str], lora_config: LoRAConfig, model_config: Any
-) -> SlottedLayer:
+) -> BaseLayerWithLoRA:
     if isinstance(layer, ParallelLMHead):
         return from_layer_logits_processor(base, layer, lora_config.max_loras, lora_config, model_config)
     replacement = from_layer(layer, lora_config.max_loras, lora_config, parts, model_config)
-    if not isinstance(replacement, SlottedLayer):
+    if not isinstance(replacement, BaseLayerWithLoRA):
         raise ValueError(
             f"module {name!r} of class {type(layer).__name__} (packed parts {parts}) has no LoRA class with "
             f"{lora_config}; leave it out with LoRAConfig.target_modules"

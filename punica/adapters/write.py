@@ -25,7 +25,7 @@ from torch import Tensor
 
 from punica.adapters.pack import StagedAdapter, stage
 from punica.adapters.weights import LoRAModel
-from punica.layers import SlottedLayer
+from punica.layers import BaseLayerWithLoRA
 
 
 class CopyHandle(Protocol):
@@ -62,7 +62,7 @@ class SlotWriter(Protocol):
         """Host memory that a staged adapter occupies, in bytes."""
 
 
-def make_slot_writer(modules: Mapping[str, SlottedLayer]) -> SlotWriter:
+def make_slot_writer(modules: Mapping[str, BaseLayerWithLoRA]) -> SlotWriter:
     """The writer for the device that the slots of these layers are on."""
     device = next(iter(modules.values())).device
     return StreamSlotWriter(modules, device) if device.type == "cuda" else LayerSlotWriter(modules)
@@ -86,7 +86,7 @@ class LayerSlotWriter:
         modules: `{name: LoRA layer}` of the model.
     """
 
-    def __init__(self, modules: Mapping[str, SlottedLayer]) -> None:
+    def __init__(self, modules: Mapping[str, BaseLayerWithLoRA]) -> None:
         self._modules = modules
 
     def stage(self, lora: LoRAModel, *, mapped: bool = False) -> LoRAModel:
@@ -145,7 +145,7 @@ class StreamSlotWriter:
     belongs into the capture of a CUDA graph: they come before its replay. One writer is used by one thread.
     """
 
-    def __init__(self, modules: Mapping[str, SlottedLayer], device: torch.device) -> None:
+    def __init__(self, modules: Mapping[str, BaseLayerWithLoRA], device: torch.device) -> None:
         from punica.ops.triton_ops.slot_write import SlotTable, write_slot  # importing punica must not need Triton
 
         self._modules = modules

@@ -1,9 +1,20 @@
 """Layers with LoRA: each wraps a base layer of :mod:`punica.parallel` and adds every row's own adapter.
 
 ``from_layer`` picks the class; ``set_mapping`` connects the layer to the step's metadata; ``set_lora`` fills a slot.
+
+    selection.py        which class wraps which base layer
+    base.py             what all have: a base layer, slots with adapters, the wrapper; packing.py splits fused adapters
+    base_linear.py      the way of ``x`` in every linear layer: ``apply`` calls the base layer's product, then
+                        ``punica_wrapper.add_lora_linear`` (dual_stream.py: both at once), which launches the kernels
+    column_parallel_linear.py, row_parallel_linear.py, replicated_linear.py
+                        the ``forward`` around ``apply``: who gathers or reduces, and which part of A and B a rank keeps
+    fully_sharded.py    both A and B cut over the ranks: shrink, a collective, expand
+    vocab_parallel_embedding.py, logits_processor.py
+                        the two ends of a model
+    utils.py            the rules that all share
 """
 
-from punica.layers.base import BaseLayerWithLoRA
+from punica.layers.base import BaseLayerWithLoRA, SlotPart
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.column_parallel_linear import (
     ColumnParallelLinearWithLoRA,
@@ -24,7 +35,6 @@ from punica.layers.packing import expand_groups
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.selection import LORA_CLASSES, from_layer, from_layer_logits_processor
-from punica.layers.slots import SlotPart, SlottedLayer
 from punica.layers.utils import register_layer_class, resolve_layer_class
 from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
@@ -46,7 +56,6 @@ __all__ = [
     "RowParallelLinearWithLoRA",
     "RowParallelLinearWithShardedLoRA",
     "SlotPart",
-    "SlottedLayer",
     "VocabParallelEmbeddingWithLoRA",
     "expand_groups",
     "from_layer",

@@ -1,48 +1,264 @@
 """What every LoRA layer is: a base layer, slots with stacked adapter weights, and calls to the PunicaWrapper.
 
-This file is the interface that the adapter manager drives. :mod:`punica.layers.slots` fills slots,
-:mod:`punica.layers.base_linear` adds the forward of the linear layers; embeddings and logits have their own.
+A layer has ``L = max_loras`` slots. A slot holds, for every slice of the layer, this rank's part of one adapter's A and
+B in the top-left corner of a matrix as wide as the largest rank; the rest of the matrix is zero, and ``lora_ranks``
+tells the kernels not to read it. :class:`SlotPart` names one such matrix, so that whoever fills slots (``set_lora``
+here, one matrix after the other; the asynchronous writer of :mod:`punica.adapters`, all layers at once) needs to know
+nothing about the layer.
+
+What a forward computes with the slots is said by the families: :mod:`punica.layers.base_linear` and its subclasses,
+the embedding, the logits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from punica.checks import check_count
+from punica.layers.packing import LoRAFactor
+from punica.layers.utils import base_weight, check_lora_pair, check_slot_index
 
 if TYPE_CHECKING:
     from punica.config import LoRAConfig
     from punica.wrapper import PunicaWrapperABC
 
+LoRAInput = Tensor | Sequence[LoRAFactor] | None
+Shapes = list[tuple[int, int]]
+
+
+class SlotPart(NamedTuple):
+    """One matrix of one slot, and what belongs into it on this rank.
+
+    ``slots``: the stacked buffer ``[L, ..., rows, cols]``, contiguous; ``slots[index]`` is a matrix ``[rows, cols]``.
+    ``part``: the matrix ``[r, c]`` for its top-left corner, ``None`` where the adapter has none.
+    ``ranks``: int32 ``[L]``, a view; ``rank`` is what ``ranks[index]`` becomes, 0 without a part.
+    """
+
+    slots: Tensor
+    part: Tensor | None
+    ranks: Tensor
+    rank: int
+
+    def matrix(self, index: int) -> Tensor:
+        """Slot ``index`` as a matrix ``[rows, cols]``, a view."""
+        return self.slots[index].view(-1, self.slots.shape[-1])
+
+    def write(self, index: int) -> None:
+        """Replace the content of slot ``index``, on the current stream."""
+        target = self.matrix(index)
+        if self.part is None or self.part.shape != target.shape:
+            target.zero_()
+        if self.part is not None:
+            # detached: a slot filled from a parameter in training must not become part of its graph
+            target[: self.part.shape[0], : self.part.shape[1]].copy_(self.part.detach(), non_blocking=True)
+        self.ranks[index].fill_(self.rank)
+
 
 class BaseLayerWithLoRA(nn.Module):
-    """The interface that the adapter manager drives; every method is implemented by a layer family."""
+    """A base layer with slots: everything about adapters except what a forward computes with them. The interface that
+    the adapter manager drives.
 
+    Attributes:
+        base_layer: the wrapped layer.
+        n_slices: matrices packed in the layer that have their own A and B.
+        full_input_size, full_output_sizes: the unsharded sizes that adapters must have; one output size per slice.
+        tp_size, tp_rank, device: the base layer's.
+        a_transposed: whether A lies in its slot as ``[in, r]``.
+        max_loras, lora_config: what ``create_lora_weights`` was given; 0 and ``None`` before.
+        lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
+        skips_when_empty: whether a forward leaves the LoRA work out while ``filled_slots`` is empty: few adapters touch
+            embeddings and logits, and those that do not should not pay for them.
+        filled_slots: indices of the slots that hold an adapter, known to the host.
+    """
+
+    base_layer: Any
     punica_wrapper: PunicaWrapperABC | None = None
+    a_transposed = False
+    skips_when_empty = False
+    full_input_size: int
+    full_output_sizes: tuple[int, ...]
+    _slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the stacked buffers of A and of B, one per slice
+    _live_ranks: tuple[Tensor, Tensor]  # lora_ranks as this rank's shrink and as its expand must know them
 
-    def slice_lora_a(self, lora_a: Any) -> Any:
-        """This rank's part of A; a tensor gives a tensor, a list a list, ``None`` entries stay ``None``."""
-        raise NotImplementedError(f"{type(self).__name__}.slice_lora_a")
+    def __init__(self, base_layer: Any, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.device = base_weight(base_layer).device if device is None else device
+        self.tp_size: int = getattr(base_layer, "tp_size", 1)
+        self.tp_rank: int = getattr(base_layer, "tp_rank", 0)
+        self.n_slices = 1
+        self.max_loras = 0
+        self.lora_config: LoRAConfig | None = None
+        self.lora_ranks: Tensor | None = None
+        self.filled_slots: set[int] = set()
 
-    def slice_lora_b(self, lora_b: Any) -> Any:
-        """This rank's part of B; a tensor gives a tensor, a list a list, ``None`` entries stay ``None``."""
-        raise NotImplementedError(f"{type(self).__name__}.slice_lora_b")
+    # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """Allocate zeroed slots on the base layer's device. Called once."""
-        raise NotImplementedError(f"{type(self).__name__}.create_lora_weights")
+        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank`` in ``lora_config.lora_dtype``.
+
+        ``TypeError`` for a ``lora_dtype`` that is not resolved yet, ``ValueError`` for sizes below 1 or that do not
+        divide over the ranks, ``RuntimeError`` when the slots exist already.
+        """
+        if self.lora_config is not None:
+            raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
+        check_count("max_loras", max_loras)
+        dtype = lora_config.lora_dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
+            )
+        self._allocate(max_loras, self._slot_shapes(lora_config.max_lora_rank), dtype)
+        self.max_loras = max_loras
+        self.lora_config = lora_config
+
+    def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
+        """Shape of one slot of A and of B on this rank, per slice."""
+        a_shape = (self.full_input_size, max_rank) if self.a_transposed else (max_rank, self.full_input_size)
+        return [a_shape] * self.n_slices, [(width, max_rank) for width in self.full_output_sizes]
+
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
+        """Create the stacked buffers ``[L, 1, rows, cols]`` and ``lora_ranks``, zeroed."""
+        slots_a, slots_b = (
+            tuple(self._zeros((max_loras, 1, *shape), dtype) for shape in of_factor) for of_factor in shapes
+        )
+        self._slots = slots_a, slots_b
+        self.lora_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
+        self._live_ranks = self.lora_ranks, self.lora_ranks
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    # --- adapters into slots -----------------------------------------------------------------------------------------
 
     def reset_lora(self, index: int) -> None:
-        """Zero slot ``index`` in all buffers."""
-        raise NotImplementedError(f"{type(self).__name__}.reset_lora")
+        """Zero slot ``index``. ``TypeError`` or ``ValueError``: bad index; ``RuntimeError``: no slots yet."""
+        self._require_slots("reset_lora")
+        check_slot_index(index, self.max_loras)
+        self._write(index, self.slot_parts(None, None))
 
-    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        """Replace the content of slot ``index`` by one adapter's full (unsharded) matrices."""
-        raise NotImplementedError(f"{type(self).__name__}.set_lora")
+    def set_lora(self, index: int, lora_a: LoRAInput, lora_b: LoRAInput) -> None:
+        """Replace slot ``index`` by full matrices A ``[r, in]`` and B ``[out, r]`` (lists of them for packed layers).
+
+        Everything is checked before anything is written, so that after an exception the slot holds what it held. The
+        copies are asynchronous where the source allows; they are ordered on the current stream with the kernels.
+        """
+        self._require_slots("set_lora")
+        check_slot_index(index, self.max_loras)
+        self._write(index, self._parts(*self.check_lora(lora_a, lora_b)))
+
+    def _write(self, index: int, parts: Sequence[SlotPart]) -> None:
+        for part in parts:
+            part.write(index)
+        self.mark_slot(index, any(part.part is not None for part in parts))
+
+    def mark_slot(self, index: int, filled: bool) -> None:
+        """Note on the host whether slot ``index`` holds an adapter. Whoever writes slots without ``set_lora`` calls it,
+        at least on layers that skip when they are empty.
+        """
+        if filled:
+            self.filled_slots.add(index)
+        else:
+            self.filled_slots.discard(index)
+
+    def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
+        """All matrices of a slot (first A of every slice, then B) and this rank's part of A and B in each, checked.
+
+        A and B ``None``: an empty slot.
+        """
+        self._require_slots("slot_parts")
+        if lora_a is None and lora_b is None:
+            nothing: list[LoRAFactor] = [None] * self.n_slices
+            return self._parts(nothing, nothing)
+        return self._parts(*self.check_lora(lora_a, lora_b))
+
+    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
+        """:meth:`slot_parts` of checked full matrices, one A and one B (or None) per slice."""
+        own = (self.slice_lora_a(full_a), self.slice_lora_b(full_b))
+        parts = []
+        for rank_dim, (stacked, matrices, live) in enumerate(zip(self._slots, own, self._live_ranks, strict=True)):
+            for slots, matrix, ranks in zip(stacked, matrices, live, strict=True):
+                rank = 0 if matrix is None else matrix.shape[rank_dim]
+                part = matrix if rank else None
+                if part is not None and rank_dim == 0 and self.a_transposed:
+                    part = part.T
+                parts.append(SlotPart(slots, part, ranks, rank))
+        return parts
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of one slot, in bytes: its matrices at full width."""
+        return sum(part.matrix(0).nbytes for part in self.slot_parts(None, None))
+
+    # --- this rank's part --------------------------------------------------------------------------------------------
+
+    def slice_lora_a(self, lora_a: Any) -> Any:
+        """This rank's part of A (a view where possible): of one tensor, or of a list with one entry per slice."""
+        return _of_every_slice(self._slice_a, lora_a)
+
+    def slice_lora_b(self, lora_b: Any) -> Any:
+        """This rank's part of B (a view where possible): of one tensor, or of a list with one entry per slice."""
+        return _of_every_slice(self._slice_b, lora_b)
+
+    def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
+        """This rank's part of A of slice ``i``; a family that splits A overrides it."""
+        return lora_a
+
+    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
+        """This rank's part of B of slice ``i``; a family that splits B overrides it."""
+        return lora_b
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+        """All that ``set_lora`` would object to, without touching a slot; returns one full A and B (or None) per slice.
+
+        A manager calls this when an adapter is registered, so that activating it cannot fail half-way.
+        """
+        self._require_slots("check_lora")
+        slices_a, slices_b = self._to_slices(lora_a, lora_b)
+        for i, (a, b) in enumerate(zip(slices_a, slices_b, strict=True)):
+            if a is None or b is None:
+                continue
+            if a.shape[1] != self.full_input_size:
+                raise ValueError(f"slice {i}: lora_a must have {self.full_input_size} columns, got {a.shape[1]}")
+            if b.shape[0] != self.full_output_sizes[i]:
+                raise ValueError(f"slice {i}: lora_b must have {self.full_output_sizes[i]} rows, got {b.shape[0]}")
+        return slices_a, slices_b
+
+    def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+        """The given factors, one pair per slice, each pair checked by itself. Here: one slice, one tensor."""
+        for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"{name} must be one tensor for {type(self).__name__}, got {type(value).__name__}")
+        self._check_pairs([lora_a], [lora_b])
+        return [cast(LoRAFactor, lora_a)], [cast(LoRAFactor, lora_b)]
+
+    def _check_pairs(self, lora_a: Sequence[object], lora_b: Sequence[object]) -> None:
+        config = cast("LoRAConfig", self.lora_config)
+        for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
+            check_lora_pair(i, a, b, config.max_lora_rank)
+
+    def _require_slots(self, caller: str) -> None:
+        if self.lora_ranks is None:
+            raise RuntimeError(f"{type(self).__name__}: {caller} needs slots; call create_lora_weights first")
+
+    # --- into a model ------------------------------------------------------------------------------------------------
 
     def set_mapping(self, punica_wrapper: PunicaWrapperABC) -> None:
         """Store the wrapper, shared by all layers of a model, that knows which row uses which slot."""
         self.punica_wrapper = punica_wrapper
+
+    def _ready_wrapper(self) -> PunicaWrapperABC:
+        """The wrapper of a forward that has all it needs; ``RuntimeError`` naming the missing call otherwise."""
+        self._require_slots("forward")
+        if self.punica_wrapper is None:
+            raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
+        return self.punica_wrapper
 
     @classmethod
     def can_replace_layer(
@@ -59,3 +275,25 @@ class BaseLayerWithLoRA(nn.Module):
         A class names the keywords that it looks at and lets the others pass.
         """
         raise NotImplementedError(f"{cls.__name__}.can_replace_layer")
+
+
+def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
+    """``cut(0, tensor)``, or of a list ``cut(i, tensor)`` for every entry that is not ``None``."""
+    if isinstance(given, Tensor):
+        return cut(0, given)
+    return [None if factor is None else cut(i, factor) for i, factor in enumerate(given)]
+
+
+class UnsplitLayer(BaseLayerWithLoRA):
+    """One slice whose A and B are whole on every rank: what embeddings and logits have in common.
+
+    Attributes: ``lora_a_stacked``, ``lora_b_stacked``: tensors ``[L, ..., rows, cols]``, as there is one slice.
+    """
+
+    skips_when_empty = True
+    lora_a_stacked: Tensor
+    lora_b_stacked: Tensor
+
+    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
+        super()._allocate(max_loras, shapes, dtype)
+        (self.lora_a_stacked,), (self.lora_b_stacked,) = self._slots

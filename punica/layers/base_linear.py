@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from punica.layers.base import BaseLayerWithLoRA, Shapes
 from punica.layers.dual_stream import DualStream, dual_stream_for
-from punica.layers.slots import Shapes, SlottedLayer
 from punica.layers.utils import as_rows, base_weight, has_no_lora
 from punica.parallel.linear import check_last_dim
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from punica.wrapper import PunicaWrapperABC
 
 
-class BaseLinearLayerWithLoRA(SlottedLayer):
+class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     """A linear base layer plus LoRA; with one slice unless a subclass says otherwise.
 
-    Attributes (besides those of :class:`SlottedLayer`; ``weight`` and ``bias`` forward to the base layer):
+    Attributes (besides those of :class:`BaseLayerWithLoRA`; ``weight`` and ``bias`` forward to the base layer):
         input_size, output_size: widths of this rank's matmul.
         output_slices: this rank's width of every slice, in the order in which they lie in the output.
         lora_a_stacked, lora_b_stacked: tuples with one tensor per slice, ``[L, 1, R, in]`` and ``[L, 1, out_i, R]``.
@@ -68,7 +68,7 @@ class BaseLinearLayerWithLoRA(SlottedLayer):
         return getattr(self.base_layer, "bias", None)
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """See :meth:`SlottedLayer.create_lora_weights`; also sets up the second stream where the config asks for it."""
+        """See :meth:`BaseLayerWithLoRA.create_lora_weights`; also sets up the second stream where the config asks."""
         super().create_lora_weights(max_loras, lora_config, model_config)
         self.lora_a_stacked, self.lora_b_stacked = self._slots
         self._streams = dual_stream_for(self, lora_config)
@@ -130,8 +130,3 @@ class BaseLinearLayerWithLoRA(SlottedLayer):
             result = base(x)
             return result[0] if isinstance(result, tuple) else result
         return base.quant_method.apply(base, x, bias)
-
-    def _result(self, output: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        if not self.base_layer.return_bias:
-            return output
-        return output, self.bias if self.base_layer.skip_bias_add else None

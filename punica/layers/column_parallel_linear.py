@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.layers.base import LoRAInput
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.packing import LoRAFactor, expand_groups
-from punica.layers.slots import LoRAInput
 from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
 from punica.parallel.group import tensor_model_parallel_all_gather
-from punica.parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, OutputShard, QKVParallelLinear
+from punica.parallel.linear import (
+    ColumnParallelLinear,
+    LinearOutput,
+    MergedColumnParallelLinear,
+    OutputShard,
+    QKVParallelLinear,
+)
 
 
 class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -39,14 +45,9 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         )
         self.output_size = base_layer.output_size_per_partition
         self.output_slices = (self.output_size,)
-        self._matrices = self._packed_matrices()
+        # the matrices that lie below each other in the base layer's weight, and which rows of each this rank has
+        self._matrices: list[OutputShard] = list(base_layer.output_shards().values())
         self.full_output_sizes = (sum(matrix.full for matrix in self._matrices),)
-
-    def _packed_matrices(self) -> list[OutputShard]:
-        """The matrices that lie below each other in the base layer's weight, and which rows of each this rank has."""
-        base = self.base_layer
-        sizes = base.output_sizes if self.is_merged_col_linear else [base.output_size]
-        return [OutputShard(size, self.tp_rank, size // self.tp_size) for size in sizes]
 
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
         if self.tp_size == 1:
@@ -55,13 +56,13 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         own = [matrix.rows_of(part) for matrix, part in zip(self._matrices, parts, strict=True)]
         return own[0] if len(own) == 1 else torch.cat(own)
 
-    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in] -> [..., out/tp]``, or ``[..., out]`` when the base layer gathers."""
         base = self.base_layer
         output = self.apply(input_, None if base.skip_bias_add else base.bias)
         if base.gather_output and self.tp_size > 1:
             output = tensor_model_parallel_all_gather(output)
-        return self._result(output)
+        return base._result(output)
 
     @classmethod
     @_not_fully_sharded_can_replace
@@ -153,16 +154,11 @@ class _OverQKV(ColumnParallelLinearWithLoRA):
     checkpoint, replicas not counted.
     """
 
-    def _packed_matrices(self) -> list[OutputShard]:
-        base = self.base_layer
-        self.q_proj_total_size = base.total_num_heads * base.head_size
-        self.kv_proj_total_size = base.total_num_kv_heads * base.head_size
-        self.q_proj_shard_size = base.num_heads * base.head_size
-        self.kv_proj_shard_size = base.num_kv_heads * base.head_size
-        self.q_shard_id = self.tp_rank
-        self.kv_shard_id = self.tp_rank // base.num_kv_head_replicas
-        kv = OutputShard(self.kv_proj_total_size, self.kv_shard_id, self.kv_proj_shard_size)
-        return [OutputShard(self.q_proj_total_size, self.q_shard_id, self.q_proj_shard_size), kv, kv]
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        q, kv, _ = self._matrices
+        self.q_proj_total_size, self.q_shard_id, self.q_proj_shard_size = q.full, q.index, q.rows
+        self.kv_proj_total_size, self.kv_shard_id, self.kv_proj_shard_size = kv.full, kv.index, kv.rows
 
 
 class QKVParallelLinearWithLoRA(_OverQKV):

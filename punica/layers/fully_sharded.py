@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.layers.base import Shapes
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.column_parallel_linear import (
     ColumnParallelLinearWithLoRA,
@@ -35,7 +36,6 @@ from punica.layers.column_parallel_linear import (
     QKVParallelLinearWithLoRA,
 )
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
-from punica.layers.slots import Shapes
 from punica.layers.utils import _fully_sharded_can_replace, as_rows, has_no_lora
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 

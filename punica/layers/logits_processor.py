@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from punica.layers.slots import Shapes, UnsplitLayer
+from punica.layers.base import Shapes, UnsplitLayer
 from punica.layers.utils import is_being_captured
 from punica.parallel.logits import ordered_logits
 

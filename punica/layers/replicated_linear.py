@@ -8,7 +8,7 @@ from torch import Tensor
 
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.utils import is_kind_of
-from punica.parallel.linear import ReplicatedLinear
+from punica.parallel.linear import LinearOutput, ReplicatedLinear
 
 
 class ReplicatedLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -16,9 +16,9 @@ class ReplicatedLinearWithLoRA(BaseLinearLayerWithLoRA):
 
     _uses_base_forward = True
 
-    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in] -> [..., out]``; the bias is the base layer's own business."""
-        return self._result(self.apply(input_))
+        return self.base_layer._result(self.apply(input_))
 
     @classmethod
     def can_replace_layer(cls, *, source_layer: Any, lora_config: Any, **_: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.utils import _not_fully_sharded_can_replace, is_exactly
 from punica.parallel.group import split_tensor_along_last_dim, tensor_model_parallel_all_reduce
-from punica.parallel.linear import RowParallelLinear, check_last_dim
+from punica.parallel.linear import LinearOutput, RowParallelLinear, check_last_dim
 
 
 class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -26,7 +26,7 @@ class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
         return lora_a.narrow(1, self.tp_rank * self.input_size, self.input_size)
 
-    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in/tp]`` (``[..., in]`` unless ``input_is_parallel``) to ``[..., out]``, reduced if the base does."""
         base = self.base_layer
         if not base.input_is_parallel:
@@ -35,7 +35,7 @@ class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         output = self.apply(input_, None if base.skip_bias_add or self.tp_rank > 0 else base.bias)
         if base.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
-        return self._result(output)
+        return base._result(output)
 
     @classmethod
     @_not_fully_sharded_can_replace

@@ -10,21 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from punica.layers import column_parallel_linear as column
+from punica.layers import fully_sharded as sharded
 from punica.layers.base import BaseLayerWithLoRA
-from punica.layers.column_parallel_linear import (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-)
-from punica.layers.fully_sharded import (
-    ColumnParallelLinearWithShardedLoRA,
-    MergedColumnParallelLinearWithShardedLoRA,
-    MergedQKVParallelLinearWithShardedLoRA,
-    QKVParallelLinearWithShardedLoRA,
-    RowParallelLinearWithShardedLoRA,
-)
 from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
@@ -35,18 +23,18 @@ if TYPE_CHECKING:
 
 LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     ReplicatedLinearWithLoRA,
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
-    QKVParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
+    column.ColumnParallelLinearWithLoRA,
+    column.MergedColumnParallelLinearWithLoRA,
+    column.MergedColumnParallelLinearVariableSliceWithLoRA,
+    column.QKVParallelLinearWithLoRA,
+    column.MergedQKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
     VocabParallelEmbeddingWithLoRA,
-    ColumnParallelLinearWithShardedLoRA,
-    MergedColumnParallelLinearWithShardedLoRA,
-    QKVParallelLinearWithShardedLoRA,
-    MergedQKVParallelLinearWithShardedLoRA,
-    RowParallelLinearWithShardedLoRA,
+    sharded.ColumnParallelLinearWithShardedLoRA,
+    sharded.MergedColumnParallelLinearWithShardedLoRA,
+    sharded.QKVParallelLinearWithShardedLoRA,
+    sharded.MergedQKVParallelLinearWithShardedLoRA,
+    sharded.RowParallelLinearWithShardedLoRA,
 )
 """Replacement order. A new LoRA class takes part by its line here."""
 

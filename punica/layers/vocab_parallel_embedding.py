@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.layers.slots import Shapes, UnsplitLayer
+from punica.layers.base import Shapes, UnsplitLayer
 from punica.layers.utils import has_no_lora, is_being_captured, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 

@@ -43,7 +43,6 @@ class Attention(Protocol):
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]`` (this rank's heads, rotated) to ``[T, H, D]``."""
-        ...
 
 
 class LlamaAttention(nn.Module):

@@ -31,24 +31,19 @@ class TensorParallelGroup(Protocol):
     @property
     def rank(self) -> int:
         """This process's place in the group, in ``[0, world_size)``."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of ranks that share the layers."""
-        ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks; may work in place; returns the result."""
-        ...
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Concatenation of every rank's tensor along ``dim``, in rank order."""
-        ...
 
     def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
         """As :meth:`all_gather` on rank ``dst``; ``None`` on the others."""
-        ...
 
 
 class SingleProcessGroup:

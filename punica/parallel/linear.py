@@ -129,7 +129,7 @@ class LinearBase(nn.Module):
         zeros = torch.zeros(out_features, dtype=self.params_dtype) if bias else None
         self.register_parameter("bias", None if zeros is None else annotated_parameter(zeros, self.weight_loader))
 
-    def _shards(self) -> dict[Hashable, OutputShard]:
+    def output_shards(self) -> dict[Hashable, OutputShard]:
         """Checkpoint matrices in the order in which their parts lie in the weight, by shard id; here one, whole."""
         return {None: OutputShard(self.output_size, 0, self.output_size)}
 
@@ -139,7 +139,7 @@ class LinearBase(nn.Module):
         That is its rows of one checkpoint matrix (``shard_id``), or of all of them stacked (``None``). An unknown id or
         a wrong shape is a ``ValueError`` and leaves ``param`` unchanged.
         """
-        shards = self._shards()
+        shards = self.output_shards()
         if shard_id is not None and shard_id not in shards:
             known = [key for key in shards if key is not None]
             allowed = f"None or one of {known}" if known else "None (this layer holds one matrix)"
@@ -204,7 +204,8 @@ class ColumnParallelLinear(LinearBase):
         self.input_size_per_partition = input_size
         self._create_parameters(self.output_size_per_partition, input_size, bias)
 
-    def _shards(self) -> dict[Hashable, OutputShard]:
+    def output_shards(self) -> dict[Hashable, OutputShard]:
+        """One matrix, of which this rank has a block of rows."""
         return {None: OutputShard(self.output_size, self.tp_rank, self.output_size_per_partition)}
 
     def forward(self, input_: Tensor) -> LinearOutput:
@@ -230,7 +231,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, sum(output_sizes), bias=bias, output_sizes=output_sizes, **common)
         self.output_sizes = list(output_sizes)
 
-    def _shards(self) -> dict[Hashable, OutputShard]:
+    def output_shards(self) -> dict[Hashable, OutputShard]:
+        """The packed matrices, by position."""
         sizes = zip(self.output_sizes, self.output_partition_sizes, strict=True)
         return {i: OutputShard(full, self.tp_rank, rows) for i, (full, rows) in enumerate(sizes)}
 
@@ -276,7 +278,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_kv_head_replicas = replicas
         self.output_sizes = sizes
 
-    def _shards(self) -> dict[Hashable, OutputShard]:
+    def output_shards(self) -> dict[Hashable, OutputShard]:
+        """``"q"``, ``"k"`` and ``"v"``; k and v without replicas, as the checkpoint has them."""
         q_rows, kv_rows, _ = self.output_partition_sizes
         q = OutputShard(self.total_num_heads * self.head_size, self.tp_rank, q_rows)
         kv_index = self.tp_rank // self.num_kv_head_replicas

@@ -24,7 +24,6 @@ class AdmissionRule(Protocol):
 
     def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
         """True when the rule lets the candidate join; batch size, blocks and slots are checked elsewhere."""
-        ...
 
 
 ADMISSION_RULES: Registry[type[AdmissionRule]] = Registry("admission rule")

@@ -17,7 +17,6 @@ class AdapterRequest(Protocol):
     @property
     def lora_int_id(self) -> int:
         """Id of the adapter, at least 1."""
-        ...
 
 
 class RequestStatus(Enum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from punica.scheduling.admission import AdmissionRule
 from punica.scheduling.block_manager import BlockManager
@@ -35,6 +35,7 @@ class StepPlan:
         return not (self.prefills or self.decodes)
 
 
+@dataclass(eq=False)
 class Scheduler:
     """The queue, the running batch and their blocks.
 
@@ -48,21 +49,13 @@ class Scheduler:
     After every call, a request is in the queue or in the batch or gone, and exactly those in the batch own blocks.
     """
 
-    def __init__(
-        self,
-        rule: AdmissionRule,
-        blocks: BlockManager,
-        max_batch_size: int,
-        max_tokens: int,
-        max_adapters: int | None = None,
-    ) -> None:
-        self.rule = rule
-        self.blocks = blocks
-        self.max_batch_size = max_batch_size
-        self.max_tokens = max_tokens
-        self.max_adapters = max_adapters
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+    rule: AdmissionRule
+    blocks: BlockManager
+    max_batch_size: int
+    max_tokens: int
+    max_adapters: int | None = None
+    waiting: deque[Request] = field(default_factory=deque, init=False)
+    running: list[Request] = field(default_factory=list, init=False)
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""

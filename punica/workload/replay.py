@@ -17,6 +17,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+
+Batch = list[tuple[int, int]]
+"""New tokens left and adapter of each running request."""
 
 MAX_BATCH = 32
 """Largest batch in the paper (section 5.1)."""
@@ -74,16 +79,16 @@ def replay_continuous(outputs: Sequence[int], adapters: Sequence[int], max_batch
     """
     _check(outputs, adapters, max_batch)
     replay = Replay()
-    running: list[list[int]] = []  # [new tokens left, adapter] of each request in the batch
+    running: Batch = []
     waiting = list(zip(outputs, adapters, strict=True))[::-1]
     while waiting or running:
         if waiting and len(running) < max_batch:
             decoding = {adapter for _, adapter in running}
-            running.append(list(waiting.pop()))
+            running.append(waiting.pop())
             joined = bool(decoding) and running[-1][1] == min(decoding)
             running = _advance(replay, running, 1, len(decoding) + (not joined))
         else:
-            running = _advance(replay, running, min(left for left, _ in running))
+            running = _advance(replay, running)
     return replay
 
 
@@ -91,16 +96,16 @@ def replay_one_adapter(outputs: Sequence[int], adapters: Sequence[int], max_batc
     """The paper's vLLM rule: as above, but only one adapter at a time, and a prefill runs alone."""
     _check(outputs, adapters, max_batch)
     replay = Replay()
-    running: list[list[int]] = []
+    running: Batch = []
     waiting = list(zip(outputs, adapters, strict=True))[::-1]
     while waiting or running:
         if waiting and len(running) < max_batch and (not running or running[0][1] == waiting[-1][1]):
             left, adapter = waiting.pop()
             replay.prefill_steps += 1
             if left > 1:  # the prefill gave the first token
-                running.append([left - 1, adapter])
+                running.append((left - 1, adapter))
         else:
-            running = _advance(replay, running, min(left for left, _ in running))
+            running = _advance(replay, running)
     return replay
 
 
@@ -108,25 +113,22 @@ def replay_static(outputs: Sequence[int], adapters: Sequence[int], max_batch: in
     """Static batches of consecutive requests for one adapter; rows that are done stay and count as no work."""
     _check(outputs, adapters, max_batch)
     replay = Replay()
-    start = 0
-    while start < len(outputs):
-        stop = start + 1
-        while stop < len(outputs) and stop - start < max_batch and adapters[stop] == adapters[start]:
-            stop += 1
-        replay.batches += 1
-        running = [[left, adapters[start]] for left in outputs[start:stop]]
-        while running:
-            running = _advance(replay, running, min(left for left, _ in running))
-        start = stop
+    for _, run in groupby(zip(outputs, adapters, strict=True), key=itemgetter(1)):
+        requests = list(run)
+        for start in range(0, len(requests), max_batch):
+            replay.batches += 1
+            running = requests[start : start + max_batch]
+            while running:
+                running = _advance(replay, running)
     return replay
 
 
-def _advance(replay: Replay, running: list[list[int]], steps: int, segments: int | None = None) -> list[list[int]]:
-    if segments is None:
-        segments = len({adapter for _, adapter in running})
+def _advance(replay: Replay, running: Batch, steps: int = 0, segments: int = 0) -> Batch:
+    """Run ``steps`` (0: until the first request leaves) of ``segments`` (0: one per adapter), then drop who is done."""
+    steps = steps or min(left for left, _ in running)
     replay.steps_by_batch[len(running)] += steps
-    replay.steps_by_segments[segments] += steps
-    return [[left - steps, adapter] for left, adapter in running if left > steps]
+    replay.steps_by_segments[segments or len({adapter for _, adapter in running})] += steps
+    return [(left - steps, adapter) for left, adapter in running if left > steps]
 
 
 def _mean(steps_by: Counter[int]) -> float:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, PEFTHelper
-from punica.layers import SlottedLayer
+from punica.layers import BaseLayerWithLoRA
 from punica.metadata import LoRAMapping
 from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
@@ -162,7 +162,7 @@ class Tenants:
         return LoRARequest(lora_int_id=adapter_id, **fields)
 
 
-def buffers(layer: SlottedLayer) -> list[torch.Tensor]:
+def buffers(layer: BaseLayerWithLoRA) -> list[torch.Tensor]:
     """Everything that a layer's slots consist of: `[L, ...]` each."""
     return [buffer for part in layer.slot_parts(None, None) for buffer in (part.slots, part.ranks)]
 
@@ -171,12 +171,17 @@ def all_buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
     return [buffer for layer in manager.modules.values() for buffer in buffers(layer)]
 
 
+def active_in_order(manager: LoRAModelManager) -> list[int]:
+    """The active adapters, the least recently used first."""
+    return [i for i in manager.list_adapters() if i in manager._held.active]
+
+
 def snapshot(manager: LoRAModelManager) -> dict[str, object]:
     """Everything a failed call must leave alone: caches in order, the slot table, and the bits of every buffer."""
     wrapper = manager.punica_wrapper
     return {
         "registered": list(manager.list_adapters().items()),
-        "active": list(manager._held.active),
+        "active": active_in_order(manager),
         "slots": list(manager.lora_index_to_id),
         "pinned": manager.pinned_adapters,
         "requests": dict(manager._held.requests),

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from adapter_world import (
+    active_in_order,
     adapter,
     adapter_tensors,
     assert_unchanged,
@@ -174,7 +175,7 @@ class Pair:
         manager, expected = self.manager, self.expected
         check_invariants(manager)
         assert list(manager.list_adapters()) == expected.registered
-        assert list(manager._held.active) == expected.active
+        assert active_in_order(manager) == expected.active
         assert manager.lora_index_to_id == expected.table
         assert manager.pinned_adapters == expected.pins
         layer = manager.modules[O_PROJ]

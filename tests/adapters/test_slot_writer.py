@@ -7,7 +7,7 @@ import torch
 from adapter_world import QKV, adapter, adapter_tensors, all_buffers, assert_unchanged, decode, full_manager, snapshot
 
 from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel, SlotWriter
-from punica.layers import SlottedLayer
+from punica.layers import BaseLayerWithLoRA
 from punica.metadata import LoRAMapping
 
 O_PROJ = "model.layers.0.self_attn.o_proj"
@@ -61,7 +61,7 @@ class DeferredCopy:
 class DeferredWriter(LayerSlotWriter):
     """As asynchronous as can be: a slot is written only when a step that reads it begins, or someone waits."""
 
-    def __init__(self, modules: Mapping[str, SlottedLayer]) -> None:
+    def __init__(self, modules: Mapping[str, BaseLayerWithLoRA]) -> None:
         super().__init__(modules)
         self.pending: dict[int, tuple[DeferredCopy, LoRAModel]] = {}
         self.log: list[tuple[str, object]] = []
