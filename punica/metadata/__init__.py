@@ -17,19 +17,3 @@ from punica.metadata.mapping import (
 )
 from punica.metadata.rows import RowGroups
 from punica.metadata.segment_plan import SegmentPlan
-
-__all__ = [
-    "LoRABatch",
-    "LoRAKernelMeta",
-    "LoRAMapping",
-    "MetaArgs",
-    "RowGroups",
-    "SegmentPlan",
-    "Segments",
-    "compute_meta",
-    "convert_mapping",
-    "embedding_offsets",
-    "get_captured_lora_counts",
-    "mapped_rows",
-    "padded_slots",
-]

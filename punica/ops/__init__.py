@@ -34,12 +34,6 @@ from punica.ops.torch_ops import (
 
 _TRITON_OPS = ("lora_expand", "lora_shrink")
 
-__all__ = [
-    "bgmv_expand", "bgmv_expand_slice", "bgmv_shrink", "expand", "gather_weights", "grouped_mm_available", "linear",
-    "lora_bmm", "lora_gather_bmm", "lora_grouped_mm", "lora_loop", "sgmv_expand", "sgmv_expand_slice",
-    "sgmv_shrink", "shrink", "slot_ends",
-]  # fmt: skip
-
 
 def __getattr__(name: str) -> Any:
     """Import a Triton operator when it is first asked for (PEP 562)."""

@@ -91,18 +91,10 @@ class PaperOps:
         self._expand(inputs, weights, columns, lora_indices_tensor, add_inputs)
 
     def sgmv_shrink(
-        self,
-        inputs: Tensor,
-        lora_a_weights: Tensor,
-        output_tensor: Tensor,
-        b_seq_start_loc: Tensor,
-        seq_len_tensor: Tensor,
-        lora_indices_tensor: Tensor,
-        batches: int,
-        max_seq_length: int,
-        token_nums: int,
-        scaling: float,
-    ) -> None:
+        self, inputs: Tensor, lora_a_weights: Tensor, output_tensor: Tensor, b_seq_start_loc: Tensor,
+        seq_len_tensor: Tensor, lora_indices_tensor: Tensor,
+        batches: int, max_seq_length: int, token_nums: int, scaling: float,
+    ) -> None:  # fmt: skip
         """`bgmv_shrink` with slots given per segment (the outputs of `punica.metadata.compute_meta`).
 
         Segment b covers rows ``[b_seq_start_loc[b], b_seq_start_loc[b] + seq_len_tensor[b])`` and uses slot
@@ -113,37 +105,21 @@ class PaperOps:
         self.bgmv_shrink(inputs, lora_a_weights, output_tensor, slots, scaling)
 
     def sgmv_expand(
-        self,
-        inputs: Tensor,
-        lora_b_weights: Tensor,
-        output_tensor: Tensor,
-        b_seq_start_loc: Tensor,
-        seq_len_tensor: Tensor,
-        lora_indices_tensor: Tensor,
-        batches: int,
-        max_seq_length: int,
-        token_nums: int,
+        self, inputs: Tensor, lora_b_weights: Tensor, output_tensor: Tensor, b_seq_start_loc: Tensor,
+        seq_len_tensor: Tensor, lora_indices_tensor: Tensor,
+        batches: int, max_seq_length: int, token_nums: int,
         add_inputs: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`bgmv_expand` with slots given per segment, as in `sgmv_shrink`."""
         slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
         self.bgmv_expand(inputs, lora_b_weights, output_tensor, slots, add_inputs)
 
     def sgmv_expand_slice(
-        self,
-        inputs: Tensor,
-        lora_b_weights: Tensor,
-        output_tensor: Tensor,
-        b_seq_start_loc: Tensor,
-        seq_len_tensor: Tensor,
-        lora_indices_tensor: Tensor,
-        batches: int,
-        max_seq_length: int,
-        token_nums: int,
-        slice_offset: int,
-        slice_size: int,
+        self, inputs: Tensor, lora_b_weights: Tensor, output_tensor: Tensor, b_seq_start_loc: Tensor,
+        seq_len_tensor: Tensor, lora_indices_tensor: Tensor,
+        batches: int, max_seq_length: int, token_nums: int, slice_offset: int, slice_size: int,
         add_inputs: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`bgmv_expand_slice` with slots given per segment, as in `sgmv_shrink`."""
         slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
         self.bgmv_expand_slice(inputs, lora_b_weights, output_tensor, slots, slice_offset, slice_size, add_inputs)

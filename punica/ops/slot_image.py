@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "HEADER", "SlotMatrix", "image_matrices", "pack_image", "write_slot"]
-
 ALIGNMENT = 16
 HEADER = 4
 

@@ -30,11 +30,6 @@ from punica.ops.checks import (
 from punica.ops.paper_ops import PaperOps
 from punica.ops.segment_calls import PreparedCall, multiply_products, prepare
 
-__all__ = [
-    "bgmv_expand", "bgmv_expand_slice", "bgmv_shrink", "expand", "linear", "sgmv_expand", "sgmv_expand_slice",
-    "sgmv_shrink", "shrink",
-]  # fmt: skip
-
 
 def shrink(
     x: Tensor,

@@ -15,15 +15,6 @@ from punica.wrapper.base import PunicaWrapperABC, PunicaWrapperBase
 from punica.wrapper.cpu import PunicaWrapperCPU
 from punica.wrapper.gpu import PunicaWrapperGPU
 
-__all__ = [
-    "BACKENDS",
-    "PunicaWrapperABC",
-    "PunicaWrapperBase",
-    "PunicaWrapperCPU",
-    "PunicaWrapperGPU",
-    "get_punica_wrapper",
-]
-
 BACKENDS: Registry[Callable[..., PunicaWrapperBase]] = Registry("op backend")
 BACKENDS.register("cpu")(PunicaWrapperCPU)
 

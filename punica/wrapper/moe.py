@@ -14,18 +14,12 @@ class MoEMethods:
     """
 
     def moe_lora_align_block_size(
-        self,
-        topk_ids: torch.Tensor,
-        num_tokens: int,
-        block_size: int,
-        num_experts: int,
-        max_loras: int,
+        self, topk_ids: torch.Tensor,
+        num_tokens: int, block_size: int, num_experts: int, max_loras: int,
         adapter_enabled: torch.Tensor,
-        expert_map: torch.Tensor | None = None,
-        pad_sorted_ids: bool = False,
-        naive_block_assignment: bool = False,
+        expert_map: torch.Tensor | None = None, pad_sorted_ids: bool = False, naive_block_assignment: bool = False,
         token_lora_mapping: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Group (token, expert) pairs by adapter and expert in blocks of ``block_size``.
 
         Returns ``(token_lora_mapping, sorted_ids, expert_ids, num_tokens_post_pad)``.
@@ -33,52 +27,26 @@ class MoEMethods:
         self._no_moe("moe_lora_align_block_size")
 
     def add_lora_fused_moe(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        topk_weights: torch.Tensor,
-        sorted_token_ids: torch.Tensor | None,
-        expert_ids: torch.Tensor,
-        num_tokens_post_padded: torch.Tensor | None,
-        max_lora_rank: int,
-        top_k_num: int,
-        shrink_config: Mapping[str, Any],
-        expand_config: Mapping[str, Any],
-        adapter_enabled: torch.Tensor,
-        mul_routed_weight: bool = False,
-        fully_sharded: bool = False,
-        offset: int = 0,
-        token_lora_mapping: torch.Tensor | None = None,
-        add_inputs: bool = True,
-    ) -> None:
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...], topk_weights: torch.Tensor, sorted_token_ids: torch.Tensor | None,
+        expert_ids: torch.Tensor, num_tokens_post_padded: torch.Tensor | None,
+        max_lora_rank: int, top_k_num: int,
+        shrink_config: Mapping[str, Any], expand_config: Mapping[str, Any], adapter_enabled: torch.Tensor,
+        mul_routed_weight: bool = False, fully_sharded: bool = False, offset: int = 0,
+        token_lora_mapping: torch.Tensor | None = None, add_inputs: bool = True,
+    ) -> None:  # fmt: skip
         """Shrink and expand of every (token, expert) pair through its adapter's expert weights, into ``y``."""
         self._no_moe("add_lora_fused_moe")
 
     def add_lora_w13(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        num_tokens: int,
-        top_k_num: int,
-        max_loras: int,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...], topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None, w1: torch.Tensor, w2: torch.Tensor,
+        num_tokens: int, top_k_num: int, max_loras: int,
         adapter_enabled: torch.Tensor,
-        local_num_experts: int,
-        top_k: int,
-        num_slices: int,
-        fully_sharded: bool,
-        use_tuned_config: bool,
-        token_lora_mapping: torch.Tensor | None = None,
-        add_inputs: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        local_num_experts: int, top_k: int, num_slices: int, fully_sharded: bool, use_tuned_config: bool,
+        token_lora_mapping: torch.Tensor | None = None, add_inputs: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """The up and gate projections; aligns once and returns the alignment for `add_lora_w2`.
 
         Returns ``(sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora, token_lora_mapping)``.
@@ -86,28 +54,17 @@ class MoEMethods:
         self._no_moe("add_lora_w13")
 
     def add_lora_w2(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        topk_weights: torch.Tensor,
-        sorted_token_ids_lora: torch.Tensor | None,
-        expert_ids_lora: torch.Tensor | None,
-        num_tokens_post_padded_lora: torch.Tensor | None,
-        token_lora_mapping: torch.Tensor | None,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...], topk_weights: torch.Tensor,
+        sorted_token_ids_lora: torch.Tensor | None, expert_ids_lora: torch.Tensor | None,
+        num_tokens_post_padded_lora: torch.Tensor | None, token_lora_mapping: torch.Tensor | None,
         num_tokens: int,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        top_k_num: int,
-        max_loras: int,
+        w1: torch.Tensor, w2: torch.Tensor,
+        top_k_num: int, max_loras: int,
         adapter_enabled: torch.Tensor,
-        top_k: int,
-        fully_sharded: bool,
-        tp_rank: int,
-        use_tuned_config: bool,
+        top_k: int, fully_sharded: bool, tp_rank: int, use_tuned_config: bool,
         add_inputs: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The down projection, with the alignment that `add_lora_w13` returned."""
         self._no_moe("add_lora_w2")
 

@@ -10,17 +10,3 @@ from punica.ops.triton_ops.lora_linear import linear, lora_linear
 from punica.ops.triton_ops.lora_shrink import lora_shrink, shrink
 from punica.ops.triton_ops.op import Options
 from punica.ops.triton_ops.tensor_batch import verify_indices
-
-__all__ = [
-    "Options",
-    "clear_config_cache",
-    "expand",
-    "get_lora_op_configs",
-    "linear",
-    "load_lora_op_config",
-    "lora_expand",
-    "lora_linear",
-    "lora_shrink",
-    "shrink",
-    "verify_indices",
-]

@@ -19,8 +19,6 @@ from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_til
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least
 from punica.ops.triton_ops.lora_expand import plan_expand
 
-__all__ = ["prepare_lora_atomics"]
-
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _atomic_shrink_rows_kernel(

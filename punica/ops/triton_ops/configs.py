@@ -32,8 +32,6 @@ from triton import cdiv
 
 from punica.ops.triton_ops.launch import block_at_least
 
-__all__ = ["OP_TYPES", "clear_config_cache", "get_lora_op_configs", "load_lora_op_config", "tuned_file_name"]
-
 Config = dict[str, Any]
 OP_TYPES = (
     "shrink",

@@ -9,8 +9,6 @@ batch has depends on the segment lengths, which a captured graph must not depend
 import triton
 import triton.language as tl
 
-__all__ = ["INDEX_POINTERS", "dot", "find_tile", "max_tiles", "pick", "rank_of"]
-
 INDEX_POINTERS = ["mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "ranks_ptr"]
 """Arguments whose address may be any multiple of 4: views into the one buffer of a step's metadata."""
 

@@ -19,17 +19,6 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-__all__ = [
-    "INTERPRETED",
-    "Launch",
-    "all_aligned",
-    "block_at_least",
-    "launches_directly",
-    "on_device",
-    "stages_that_fit",
-    "supports_pdl",
-]
-
 # With TRITON_INTERPRET=1 in the environment when this module is imported, kernels run on the CPU, statement by
 # statement.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)

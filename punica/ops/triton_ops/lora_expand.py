@@ -32,8 +32,6 @@ from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on
 from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
-__all__ = ["expand", "lora_expand", "plan_expand"]
-
 
 @triton.jit
 def _sum_planes(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
@@ -352,23 +350,12 @@ def expand(
 
 @custom_op(mutates="output_tensor")
 def lora_expand(
-    inputs: Tensor,
-    lora_b_weights: Sequence[Tensor],
-    output_tensor: Tensor,
-    token_lora_mapping: Tensor,
-    token_indices_sorted_by_lora_ids: Tensor,
-    num_tokens_per_lora: Tensor,
-    lora_token_start_loc: Tensor,
-    lora_ids: Tensor,
-    no_lora_flag_cpu: Tensor,
-    *,
-    num_active_loras: int | Tensor | None = None,
-    offset_start: int = 0,
-    add_inputs: bool = False,
-    lora_ranks: Tensor | None = None,
-    batch_invariant: bool = False,
-    tuned_dir: str | None = None,
-) -> None:
+    inputs: Tensor, lora_b_weights: Sequence[Tensor], output_tensor: Tensor, token_lora_mapping: Tensor,
+    token_indices_sorted_by_lora_ids: Tensor, num_tokens_per_lora: Tensor, lora_token_start_loc: Tensor,
+    lora_ids: Tensor, no_lora_flag_cpu: Tensor,
+    *, num_active_loras: int | Tensor | None = None, offset_start: int = 0, add_inputs: bool = False,
+    lora_ranks: Tensor | None = None, batch_invariant: bool = False, tuned_dir: str | None = None,
+) -> None:  # fmt: skip
     """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
 
     Args:

@@ -25,8 +25,6 @@ from punica.ops.triton_ops.lora_shrink import plan_shrink
 from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
-__all__ = ["linear", "lora_linear", "plan_linear"]
-
 
 class LinearPlan(NamedTuple):
     """Both launches and the shape of the planes between them."""
@@ -99,17 +97,9 @@ _PLANS = Plans(_describe, _plan)
 
 
 def linear(
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: Sequence[Tensor],
-    lora_b_stacked: Sequence[Tensor],
-    batch: Batch,
-    scale: float = 1.0,
-    *,
-    add_inputs: bool = True,
-    lora_ranks: Tensor | None = None,
-    options: Options = DEFAULTS,
-) -> None:
+    y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: Batch,
+    scale: float = 1.0, *, add_inputs: bool = True, lora_ranks: Tensor | None = None, options: Options = DEFAULTS,
+) -> None:  # fmt: skip
     """`lora_linear` on a step: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T``, arguments as there."""
     if batch.no_lora:
         return
@@ -130,25 +120,13 @@ def linear(
 
 @custom_op(mutates="output_tensor")
 def lora_linear(
-    output_tensor: Tensor,
-    inputs: Tensor,
-    lora_a_weights: Sequence[Tensor],
-    lora_b_weights: Sequence[Tensor],
-    token_lora_mapping: Tensor,
-    token_indices_sorted_by_lora_ids: Tensor,
-    num_tokens_per_lora: Tensor,
-    lora_token_start_loc: Tensor,
-    lora_ids: Tensor,
-    no_lora_flag_cpu: Tensor,
+    output_tensor: Tensor, inputs: Tensor, lora_a_weights: Sequence[Tensor], lora_b_weights: Sequence[Tensor],
+    token_lora_mapping: Tensor, token_indices_sorted_by_lora_ids: Tensor, num_tokens_per_lora: Tensor,
+    lora_token_start_loc: Tensor, lora_ids: Tensor, no_lora_flag_cpu: Tensor,
     scaling: float,
-    *,
-    num_active_loras: int | Tensor | None = None,
-    add_inputs: bool = True,
-    lora_ranks: Tensor | None = None,
-    batch_invariant: bool = False,
-    pdl: bool = True,
-    tuned_dir: str | None = None,
-) -> None:
+    *, num_active_loras: int | Tensor | None = None, add_inputs: bool = True, lora_ranks: Tensor | None = None,
+    batch_invariant: bool = False, pdl: bool = True, tuned_dir: str | None = None,
+) -> None:  # fmt: skip
     """``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T``, slice by slice, in place.
 
     Args:

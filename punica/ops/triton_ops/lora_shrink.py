@@ -32,8 +32,6 @@ from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on
 from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
-__all__ = ["lora_shrink", "plan_shrink", "shrink"]
-
 
 @triton.jit
 def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
@@ -302,23 +300,13 @@ def shrink(
 
 @custom_op(mutates="output_tensor")
 def lora_shrink(
-    inputs: Tensor,
-    lora_a_weights: Sequence[Tensor],
-    output_tensor: Tensor,
-    token_lora_mapping: Tensor,
-    token_indices_sorted_by_lora_ids: Tensor,
-    num_tokens_per_lora: Tensor,
-    lora_token_start_loc: Tensor,
-    lora_ids: Tensor,
-    no_lora_flag_cpu: Tensor,
+    inputs: Tensor, lora_a_weights: Sequence[Tensor], output_tensor: Tensor, token_lora_mapping: Tensor,
+    token_indices_sorted_by_lora_ids: Tensor, num_tokens_per_lora: Tensor, lora_token_start_loc: Tensor,
+    lora_ids: Tensor, no_lora_flag_cpu: Tensor,
     scaling: float,
-    *,
-    num_active_loras: int | Tensor | None = None,
-    accumulate: bool = False,
-    lora_ranks: Tensor | None = None,
-    batch_invariant: bool = False,
-    tuned_dir: str | None = None,
-) -> None:
+    *, num_active_loras: int | Tensor | None = None, accumulate: bool = False, lora_ranks: Tensor | None = None,
+    batch_invariant: bool = False, tuned_dir: str | None = None,
+) -> None:  # fmt: skip
     """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
 
     Args:

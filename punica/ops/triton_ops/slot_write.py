@@ -28,8 +28,6 @@ from torch import Tensor
 from punica.ops.slot_image import ALIGNMENT, HEADER
 from punica.ops.triton_ops.launch import Launch, all_aligned, on_device
 
-__all__ = ["SlotTable", "write_slot"]
-
 BLOCK_BYTES = 32768
 PROGRAMS = 32
 NUM_WARPS = 8

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TensorBatch", "verify_indices"]
-
 NAMES = (
     "token_lora_mapping",
     "token_indices_sorted_by_lora_ids",
