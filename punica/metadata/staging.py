@@ -47,7 +47,9 @@ class StagedBuffer:
         host = self._hosts[self._turn]
         if host is self.tensor or not rows:
             return
-        self.tensor[:rows].copy_(host[:rows], non_blocking=self._asynchronous)
+        whole = rows == self.tensor.shape[0]
+        target, source = (self.tensor, host) if whole else (self.tensor[:rows], host[:rows])
+        target.copy_(source, non_blocking=self._asynchronous)
         if self._asynchronous:
             event = self._copied[self._turn] or torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.tensor.device))
