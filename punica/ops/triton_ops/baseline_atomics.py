@@ -111,17 +111,18 @@ def prepare_lora_atomics(
     h = torch.empty(1, slices, tokens, a.rank, dtype=torch.float32, device=x.device)
     indices: tuple[torch.Tensor, ...]
     shared: dict[str, Any] = {"num_warps": shrink["num_warps"], "pdl": False, "device": a.device}
+    constants = {"K": k, "R": a.rank, "NUM_SLICES": slices, "BLOCK_K": block_k, "SPLIT_K": split_k, "OVERLAP": overlap}
     if shrink["row_wise"]:
         block_r = min(shrink["block_r"], block_at_least(a.rank, 1))
         grid = (tokens * triton.cdiv(a.rank, block_r) * split_k, slices, 1)
-        constants: tuple = (k, a.rank, slices, block_r, block_k, split_k, overlap)
+        constants |= {"BLOCK_R": block_r}
         first = Launch(_atomic_shrink_rows_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = (meta[0],), (tokens,)
     else:
         block_m, block_r = shrink["block_m"], min(shrink["block_n"], block_at_least(a.rank))
         grid = (max_tiles(tokens, segments, block_m) * triton.cdiv(a.rank, block_r) * split_k, slices, 1)
-        blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, shrink["num_stages"])
-        constants = (k, a.rank, slices, *blocks, overlap, INTERPRETED)
+        constants |= {"BLOCK_SEGMENTS": block_at_least(entries), "BLOCK_M": block_m, "BLOCK_R": block_r}
+        constants |= {"NUM_STAGES": shrink["num_stages"], "INTERPRET": INTERPRETED}
         first = Launch(_atomic_shrink_tiles_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = tuple(meta), (tokens, segments)  # type: ignore[assignment]
     second = plan_expand(

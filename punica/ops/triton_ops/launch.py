@@ -96,7 +96,8 @@ class Launch:
     """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``.
 
     The kernel's arguments are ``tensors`` (one may be a tuple of tensors, one per slice), ``counts`` (numbers it is not
-    specialised on), ``strides`` and ``constants``, in this order. ``aligned``: every address is a multiple of 16.
+    specialised on), ``strides`` and ``constants``, in this order; constants are given by name, all of them.
+    ``aligned``: every address is a multiple of 16.
 
     ``dtypes``: whatever determines the types of the tensors; ``device``: where they lie.
     """
@@ -114,17 +115,18 @@ class Launch:
         grid: tuple[int, int, int],
         dtypes: tuple,
         strides: tuple[int, ...],
-        constants: tuple,
+        constants: dict[str, Any],
         *,
         num_warps: int,
         pdl: bool,
         device: torch.device,
     ) -> None:
-        self.kernel, self.grid, self.tail = kernel, grid, (*strides, *constants)
+        values = tuple([constants[name] for name in kernel.arg_names[-len(constants) :]])
+        self.kernel, self.grid, self.tail = kernel, grid, (*strides, *values)
         self.options = {} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": pdl}
         self.device = -1 if device.index is None else device.index
         kinds = tuple([_specialised(stride) for stride in strides])
-        self.binary = _binary(kernel, dtypes, kinds, constants, (num_warps, pdl), self.device)
+        self.binary = _binary(kernel, dtypes, kinds, values, (num_warps, pdl), self.device)
 
     def __call__(self, tensors: tuple, counts: tuple, aligned: bool) -> None:
         compiled = self.binary.compiled

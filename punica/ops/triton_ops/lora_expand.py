@@ -275,12 +275,13 @@ def plan_expand(
     blocks = sum([triton.cdiv(width, block_n * tiles_n) for width in weights.widths])
     columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
     vector = gcd(rank, 16 // weights.dtype.itemsize) if weights.row_major else 1
-    problem = (rank, weights.widths, columns, slices, blocks, weights.row_major, vector)
-    form_of = (planes, has_ranks, add_inputs, pdl)
+    constants: dict[str, Any] = {"R": rank, "WIDTHS": weights.widths, "COLUMNS": columns, "NUM_SLICES": slices}
+    constants |= {"NUM_BLOCKS": blocks, "ROW_MAJOR": weights.row_major, "VECTOR": vector, "BLOCK_N": block_n}
+    constants |= {"PLANES": planes, "HAS_RANKS": has_ranks, "ADD": add_inputs, "PDL": pdl}
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": pdl, "device": weights.device}
     dtypes = (h_dtype, weights.dtype, y.dtype)
     if row_wise:
-        constants: tuple = (*problem, lanes, steps, block_n, *form_of)
+        constants |= {"LANES": lanes, "STEPS": steps}
         launch = Launch(_lora_expand_rows_kernel, (tokens * blocks, 1, 1), dtypes, strides, constants, **shared)
         return KernelPlan(launch, True, (weights.slots,))
     # all ranks in one pass where that fits: more passes would read y-sized accumulators again
@@ -288,9 +289,9 @@ def plan_expand(
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     stage_bytes = block_n * (block_r * weights.dtype.itemsize + block_m * y.element_size())
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
-    blocking = (block_at_least(entries), even, block_m, block_n, block_r, tiles_n, stages)
+    constants |= {"BLOCK_SEGMENTS": block_at_least(entries), "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_R": block_r}
+    constants |= {"TILES_N": tiles_n, "NUM_STAGES": stages, "INTERPRET": INTERPRETED}
     grid = (max_tiles(tokens, segments, block_m) * blocks, 1, 1)
-    constants = (*problem, *blocking, *form_of, INTERPRETED)
     launch = Launch(_lora_expand_tiles_kernel, grid, dtypes, strides, constants, **shared)
     return KernelPlan(launch, False, (segments, weights.slots))
 

@@ -197,8 +197,9 @@ def plan_shrink(
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
     block_k = min(config["block_k"], block_at_least(k))
-    problem = (k, rank, *((k, 1) if weights.row_major else (1, rank)), slices)
-    form_of = (has_ranks, direct, accumulate, overlap)
+    stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
+    constants = {"K": k, "R": rank, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak, "NUM_SLICES": slices}
+    constants |= {"HAS_RANKS": has_ranks, "DIRECT": direct, "ACCUMULATE": accumulate, "PDL": overlap}
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
     dtypes = (weights.dtype, out_dtype)
     if config["row_wise"]:
@@ -207,7 +208,7 @@ def plan_shrink(
         if has_ranks and not direct:
             programs_r = _rank_programs(programs_r, block_r, tokens * slices * split_k)
         grid = (tokens * programs_r * split_k, slices, 1)
-        constants: tuple = (*problem, block_r, programs_r, block_k, split_k, *form_of)
+        constants |= {"BLOCK_R": block_r, "PROGRAMS_R": programs_r, "BLOCK_K": block_k, "SPLIT_K": split_k}
         launch = Launch(_lora_shrink_rows_kernel, grid, dtypes, x.stride(), constants, **shared)
         return KernelPlan(launch, True, (tokens, weights.slots))
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(rank))
@@ -218,8 +219,8 @@ def plan_shrink(
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
-    blocks = (block_at_least(entries), block_m, block_r, block_k, split_k, stages)
-    constants = (*problem, *blocks, *form_of, INTERPRETED)
+    constants |= {"BLOCK_SEGMENTS": block_at_least(entries), "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k}
+    constants |= {"SPLIT_K": split_k, "NUM_STAGES": stages, "INTERPRET": INTERPRETED}
     launch = Launch(_lora_shrink_tiles_kernel, grid, dtypes, x.stride(), constants, **shared)
     return KernelPlan(launch, False, (tokens, segments, tiles, weights.slots))
 

@@ -56,7 +56,7 @@ class SlotTable:
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device="cpu").to(self.device)
         grid = (min(PROGRAMS, len(tiles)), 1, 1)
-        constants = (block, per_unit, HEADER, _COLUMNS, aligned)
+        constants = {"BLOCK": block, "UNIT": per_unit, "HEADER": HEADER, "COLUMNS": _COLUMNS, "ALIGNED": aligned}
         self.launch = Launch(
             _slot_write_kernel, grid, (self.dtype,), (), constants, num_warps=NUM_WARPS, pdl=False, device=self.device
         )

@@ -37,6 +37,8 @@ class Compiled:
 class Kernel:
     """Stands in for a jitted kernel: ``kernel[grid](...)`` gives the compiled one."""
 
+    arg_names = ("x_ptr", "stride_t", "stride_k", "BLOCK")
+
     def __init__(self) -> None:
         self.compiled, self.launches = Compiled(), 0
 
@@ -48,9 +50,9 @@ class Kernel:
         return launch
 
 
-def launch_of(kernel: Any, grid: int = 2, strides: tuple = (64, 1), constants: tuple = (16,)) -> launching.Launch:
+def launch_of(kernel: Any, grid: int = 2, strides: tuple = (64, 1), block: int = 16) -> launching.Launch:
     where = {"num_warps": 4, "pdl": False, "device": torch.device("cuda:0")}
-    return launching.Launch(kernel, (grid, 1, 1), (FP16,), strides, constants, **where)
+    return launching.Launch(kernel, (grid, 1, 1), (FP16,), strides, {"BLOCK": block}, **where)
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_launches_share_a_kernel_that_triton_would_not_compile_anew():
     assert launch_of(kernel, strides=(65, 1)).binary is not first.binary
     assert launch_of(kernel, strides=(64, 2)).binary is not first.binary
     assert launch_of(kernel, strides=(1 << 40, 1)).binary is not first.binary
-    assert launch_of(kernel, constants=(32,)).binary is not first.binary
+    assert launch_of(kernel, block=32).binary is not first.binary
     assert launch_of(Kernel()).binary is not first.binary
 
 
