@@ -7,8 +7,6 @@ Sections 5 and 6 of the paper.
 Continuous batching: requests join and leave between steps, whatever their adapters are.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Collection, Sequence

@@ -5,8 +5,6 @@ lengths from ShareGPT; the released generator makes 985 693 for 1000 requests, f
 uniform one for totals. Both are here under their own names, so that a figure can say which it used.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -17,8 +17,6 @@ Adapters are numbered from 0 in group order. A batch wants its rows in group ord
 requests arrives shuffled (`Popularity.requests`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
