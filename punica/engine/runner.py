@@ -46,4 +46,3 @@ class ModelRunner:
         tokens = self.model.compute_logits(hidden).argmax(dim=-1)
         meanwhile()
         return tokens.tolist(), ready - start, time.perf_counter() - ready
-
