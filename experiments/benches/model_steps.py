@@ -51,13 +51,9 @@ class Invocation:
     """One model with a cache of `max_tokens` places, ready to run steps on."""
 
     def __init__(self, llama: LlamaForCausalLM, max_tokens: int) -> None:
-        weight = llama.model.embed_tokens.weight
         self.llama = llama
-        self.device = weight.device
-        blocks = -(-max_tokens // BLOCK_SIZE)
-        self.cache = KVCache(
-            llama.num_layers, blocks, BLOCK_SIZE, llama.num_kv_heads, llama.head_size, weight.dtype, weight.device
-        )
+        self.device = llama.lm_head.weight.device
+        self.cache = KVCache(llama, -(-max_tokens // BLOCK_SIZE), BLOCK_SIZE)
         self.attention = PagedAttention(self.cache)
         self._fill()
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from punica.adapters.wrap import last_component
 from punica.layers import BaseLayerWithLoRA
 from punica.layers.base import LoRAInput
-
-_LOADABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from punica.layers.utils import ADAPTER_DTYPES
 
 
 def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collection[str]) -> None:
@@ -29,8 +28,11 @@ def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collec
 
 def check_tensors(
     names: Mapping[str, tuple[str, bool, str]], tensors: Mapping[str, Tensor], model_vocab_size: int | None
-) -> None:
+) -> dict[str, dict[bool, str]]:
     """Types and dtypes, A with B everywhere, embeddings of the model's vocabulary. `names` are the `TensorName`s.
+
+    Returns:
+        `{module: {True: key of A, False: key of B}}`.
 
     Raises:
         TypeError: a value is not a tensor, or its dtype is not fp16, bf16, fp32 or fp64 (fp8 would need scales).
@@ -38,24 +40,25 @@ def check_tensors(
     """
     if not names:
         raise ValueError("the adapter has no LoRA tensors at all")
-    sides: dict[str, set[bool]] = {}
+    sides: dict[str, dict[bool, str]] = {}
     for key, (module, is_a, _) in names.items():
         tensor = tensors[key]
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{key!r} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in _LOADABLE_DTYPES:
+        if tensor.dtype not in ADAPTER_DTYPES:
             raise TypeError(
                 f"{key!r} has dtype {tensor.dtype}; LoRA tensors must be float16, bfloat16, float32 or float64"
             )
         of_embedding = is_a and "lora_embedding_" in key and tensor.dim() == 2
         if of_embedding and model_vocab_size not in (None, tensor.shape[1]):
             raise ValueError(f"{key!r} covers a vocabulary of {tensor.shape[1]} ids, the model has {model_vocab_size}")
-        sides.setdefault(module, set()).add(is_a)
+        sides.setdefault(module, {})[is_a] = key
     incomplete = {
         module: "A without B" if True in found else "B without A" for module, found in sides.items() if len(found) < 2
     }
     if incomplete:
         raise ValueError(f"the adapter is incomplete: {incomplete}; every module needs lora_A and lora_B")
+    return sides
 
 
 def check_pair(module: str, a: Tensor, b: Tensor, rank: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -212,18 +212,15 @@ class LoRAModel:
                 B, shapes or ranks that disagree, NaN or inf, an embedding of another vocabulary.
         """
         names = lora_names(tensors, weights_mapper, skip_prefixes)
-        check_tensors(names, tensors, model_vocab_size)
-        sides: dict[str, dict[bool, torch.Tensor]] = {}
+        sides = check_tensors(names, tensors, model_vocab_size)
+        placed: dict[str, torch.Tensor] = {}
         for key, (module, is_a, _) in names.items():
-            placed = tensors[key].detach().to(device=device, dtype=dtype or tensors[key].dtype)
-            check_finite(module, is_a, placed, tensors[key])
-            sides.setdefault(module, {})[is_a] = placed
-        own_names = {name.module: name.configured for name in names.values()}
+            placed[key] = tensors[key].detach().to(device=device, dtype=dtype or tensors[key].dtype)
+            check_finite(module, is_a, placed[key], tensors[key])
         loras: dict[str, ModuleWeights] = {}
-        for module, own_name in own_names.items():
-            shell = LoRALayerWeights.from_config(own_name, peft_helper)
-            a, b = sides[module][True], sides[module][False]
-            loras[module] = LoRALayerWeights(module, shell.rank, shell.lora_alpha, a, b, shell.scaling)
+        for module, keys in sides.items():
+            shell = LoRALayerWeights.from_config(names[keys[False]].configured, peft_helper)
+            loras[module] = replace(shell, module_name=module, lora_a=placed[keys[True]], lora_b=placed[keys[False]])
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras)
 
     @classmethod

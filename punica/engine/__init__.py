@@ -1,19 +1,27 @@
-"""Serving on one GPU (or one tensor-parallel group): continuous batches over many adapters."""
+"""Serving on one GPU (or one tensor-parallel group): continuous batches over many adapters.
+
+The way of a request; what it may join, and when, is decided in :mod:`punica.scheduling`.
+
+    engine.py           ``add_request`` checks and queues it; every ``step`` schedules, runs, delivers and retires
+    config.py           how large batch and cache are
+    residency.py        its adapter: checked on arrival, loaded and made active when it is admitted, or one step ahead
+    runner.py           the step's rows through the model, one token for each request
+    buffers.py          token ids, positions, cache rows and sampled rows, in tensors that every step refills
+    attention.py        each request attends to its own blocks in
+    kv_cache.py         the keys and values of all layers
+    output.py           what a step gives back
+"""
 
 from punica.engine.config import EngineConfig
 from punica.engine.engine import Engine
 from punica.engine.output import StepOutput, StepStatistics
-from punica.scheduling import ADMISSION_RULES, AdmissionRule, Request, RequestStatus, Scheduler, StepPlan
+from punica.scheduling import ADMISSION_RULES, Request
 
 __all__ = [
     "ADMISSION_RULES",
-    "AdmissionRule",
     "Engine",
     "EngineConfig",
     "Request",
-    "RequestStatus",
-    "Scheduler",
     "StepOutput",
-    "StepPlan",
     "StepStatistics",
 ]

@@ -6,8 +6,6 @@ request; it reads each request's blocks in place, without copying or padding the
 several times the bytes that the attention itself reads).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.nn.functional as F

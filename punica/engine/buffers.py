@@ -1,7 +1,5 @@
 """`StepBuffers`: the integers of a step where the model reads them, allocated once and refilled by every step."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """`EngineConfig`: how large the batch and the KV cache are, and which rows carry which adapter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

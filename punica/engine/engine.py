@@ -7,8 +7,6 @@ Sections 5 and 6 of the paper.
 Continuous batching: requests join and leave between steps, whatever their adapters are.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Collection, Sequence
@@ -61,17 +59,16 @@ class Engine:
         self.config = config = engine_config or EngineConfig()
         _check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
-        weight, max_tokens = model.lm_head.weight, config.max_num_batched_tokens
+        device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
         self.manager: LoRAModelManager | None = None
         self._residency: AdapterResidency | None = None
         if lora_config is not None:
             self.manager = LoRAModelManager(
-                model, config.max_batch_size, max_tokens, self.vocab_size, lora_config, weight.device
+                model, config.max_batch_size, max_tokens, self.vocab_size, lora_config, device
             )
             self._residency = AdapterResidency(self.manager)
         self.blocks = BlockManager(config.total_blocks, config.block_size)
-        sizes = (model.num_layers, config.total_blocks, config.block_size, model.num_kv_heads, model.head_size)
-        cache = KVCache(*sizes, weight.dtype, weight.device)
+        cache = KVCache(model, config.total_blocks, config.block_size)
         self.runner = ModelRunner(model, PagedAttention(cache), self.manager, max_tokens)
         max_adapters = None if self.manager is None else self.manager.lora_slots
         self.scheduler = Scheduler(rule, self.blocks, config.max_batch_size, max_tokens, max_adapters)

@@ -11,29 +11,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from punica.models import LlamaForCausalLM
+
 
 class KVCache:
-    """Keys and values of all layers for ``num_blocks`` blocks; who owns which block is
-    :class:`~punica.scheduling.BlockManager`'s matter.
+    """Keys and values of all layers of ``model`` for ``num_blocks`` blocks, in the dtype and on the device of its
+    weights; who owns which block is :class:`~punica.scheduling.BlockManager`'s matter.
 
     Memory: ``2 * num_layers * num_blocks * block_size * num_kv_heads * head_size`` elements, not initialised; on a CPU
     the operating system backs memory only when it is first written.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: LlamaForCausalLM, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        shape = (num_blocks * block_size, num_kv_heads, head_size)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        weight, shape = model.lm_head.weight, (num_blocks * block_size, model.num_kv_heads, model.head_size)
+        self.keys = [weight.new_empty(shape) for _ in range(model.num_layers)]
+        self.values = [weight.new_empty(shape) for _ in range(model.num_layers)]
         self._head_first = [
             tuple(rows.transpose(0, 1).unsqueeze(0) for rows in pair)
             for pair in zip(self.keys, self.values, strict=True)

@@ -1,7 +1,5 @@
 """What a step of the engine gives back: tokens, finished requests, and what it was made of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from punica.scheduling import Request

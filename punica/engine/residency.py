@@ -1,7 +1,5 @@
 """Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Running a laid-out step: buffers and metadata once, the model once, greedy tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -10,21 +10,17 @@ What a forward computes with the slots is said by the families: :mod:`punica.lay
 the embedding, the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from punica.checks import check_count
+from punica.config import LoRAConfig
 from punica.layers.packing import LoRAFactor
 from punica.layers.utils import base_weight, check_lora_pair, check_slot_index
-
-if TYPE_CHECKING:
-    from punica.config import LoRAConfig
-    from punica.wrapper import PunicaWrapperABC
+from punica.wrapper import PunicaWrapperABC
 
 LoRAInput = Tensor | Sequence[LoRAFactor] | None
 Shapes = list[tuple[int, int]]
@@ -239,7 +235,7 @@ class BaseLayerWithLoRA(nn.Module):
         return [cast(LoRAFactor, lora_a)], [cast(LoRAFactor, lora_b)]
 
     def _check_pairs(self, lora_a: Sequence[object], lora_b: Sequence[object]) -> None:
-        config = cast("LoRAConfig", self.lora_config)
+        config = cast(LoRAConfig, self.lora_config)
         for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
             check_lora_pair(i, a, b, config.max_lora_rank)
 

@@ -17,21 +17,17 @@ replicated. LoRA is added after the bias and before gather or reduction, so part
 Inference only: where activations require gradients, run the model under ``torch.inference_mode`` or ``no_grad``.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, Shapes
 from punica.layers.dual_stream import DualStream, dual_stream_for
 from punica.layers.utils import as_rows, base_weight, has_no_lora
 from punica.parallel.linear import check_last_dim
-
-if TYPE_CHECKING:
-    from punica.config import LoRAConfig
-    from punica.wrapper import PunicaWrapperABC
+from punica.wrapper import PunicaWrapperABC
 
 
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):

@@ -5,8 +5,6 @@ the classes is which rows belong to this rank, and whether the packed matrices s
 packed matrix) or have one each (trained on ``q_proj``, ``k_proj``, ``v_proj`` and so on: the usual case).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -17,18 +17,15 @@ Allocations of the LoRA kernels themselves belong to the auxiliary stream alone.
 CUDA graph can capture them.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from punica.config import LoRAConfig
+from punica.config import LoRAConfig
 
 Here = TypeVar("Here")
 Beside = TypeVar("Beside")

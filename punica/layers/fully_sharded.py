@@ -20,8 +20,6 @@ expand reads all ``r``. A step without any adapter skips shrink, collective and 
 so all of them skip.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

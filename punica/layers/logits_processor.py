@@ -8,8 +8,6 @@ vocabulary and puts their columns in the order of the ids. Only then the LoRA te
 Soft cap and scale act on the sum, so they are left to the base class. Ranks that do not receive logits add nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Packed adapters: fewer (A, B) groups than slices, because the adapter was trained on some matrices fused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

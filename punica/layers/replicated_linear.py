@@ -1,7 +1,5 @@
 """LoRA over a linear layer that every rank holds whole: nothing to split, nothing to communicate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

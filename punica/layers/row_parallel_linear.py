@@ -4,8 +4,6 @@ Rank ``p`` computes ``W_p x_p + B (A_p x_p)``. Both terms are linear in the part
 base layer needs anyway also completes the LoRA term: no extra communication.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

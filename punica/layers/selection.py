@@ -4,12 +4,11 @@ The order matters where two would agree: a merged layer on one rank is wrapped b
 has nothing to cut there.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from punica.config import LoRAConfig
 from punica.layers import column_parallel_linear as column
 from punica.layers import fully_sharded as sharded
 from punica.layers.base import BaseLayerWithLoRA
@@ -17,9 +16,6 @@ from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
-
-if TYPE_CHECKING:
-    from punica.config import LoRAConfig
 
 LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     ReplicatedLinearWithLoRA,

@@ -1,7 +1,5 @@
 """Rules that all LoRA layers share: which base layer a class replaces, where slots live, what `set_lora` accepts."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -10,9 +10,7 @@ Ids behind the original vocabulary (added by a fine-tune) have no row in A and g
 split over ranks by ids and reduced; A and B are whole on every rank, and the term is added to the reduced output.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +19,7 @@ from torch import Tensor
 from punica.layers.base import Shapes, UnsplitLayer
 from punica.layers.utils import has_no_lora, is_being_captured, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
-
-if TYPE_CHECKING:
-    from punica.wrapper import PunicaWrapperBase
+from punica.wrapper import PunicaWrapperBase
 
 
 class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
@@ -61,7 +57,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         metadata that was made for another vocabulary.
         """
         wrapper = self._ready_wrapper()
-        step = cast("PunicaWrapperBase", wrapper)
+        step = cast(PunicaWrapperBase, wrapper)
         slots = step.token_lora_indices  # int64 [T]
         tokens = slots.shape[0]
         if step.vocab_size not in (None, self.full_input_size):

@@ -6,8 +6,6 @@ absent or fails makes one line read "not available", never an exception, because
 machine where things are broken. *Loaded* versions can differ from *installed* ones, so the report shows both.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import importlib.util

@@ -10,8 +10,6 @@ Distinct (n = s) has an intensity that does not depend on `s`, 0.94 FLOP/byte at
 Identical (n = 1) climbs with `s`. A machine with bandwidth `b` and rate `p` reaches at most `min(p, intensity b)`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Timings are skewed to the right (an interrupt only ever adds time), so rows carr
 percentile and the number of samples, never a mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

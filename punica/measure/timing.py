@@ -12,8 +12,6 @@ All systems of a comparison are timed in one loop, one call of each per round, s
 neighbour that wakes up hits them alike. Garbage collection is off while the clock runs.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

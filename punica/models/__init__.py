@@ -1,4 +1,11 @@
-"""Backbones: Llama 2 / 3, from Hugging Face configs and safetensors names."""
+"""Backbones: Llama 2 / 3, from Hugging Face configs and safetensors names.
+
+    llama.py            the model, and which tensor of a checkpoint belongs to which parameter
+    rotary.py           how a position enters queries and keys
+    checkpoint.py       filling the parameters, from safetensors files or with random numbers
+
+A model knows no cache and no batch: it asks an :class:`Attention`, which the engine is.
+"""
 
 from punica.models.llama import Attention, LlamaForCausalLM
 

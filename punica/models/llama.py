@@ -14,8 +14,6 @@ and the head, whose LoRA version takes the place of ``logits_processor``. Tied, 
 adapters.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast

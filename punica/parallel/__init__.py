@@ -2,6 +2,12 @@
 
 These are minimal: enough of a parallel Transformer to test and use the library on its own. Attribute names follow
 vLLM's layers, so that code written against those can be carried over.
+
+    group.py            who shares a layer with whom, and the collectives; launch.py starts the processes
+    embedding.py        token ids to rows of the table; the head is its mirror image
+    linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
+    matmul.py           their dense product
+    logits.py           hidden states and the head to logits
 """
 
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShardIndices

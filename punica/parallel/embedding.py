@@ -9,8 +9,6 @@ separately (to multiples of ``padding_size``) so that the split of the original 
 ids were added. Looking an id up, every rank contributes its row or zeros, and the sum over ranks is the embedding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any

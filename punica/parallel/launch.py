@@ -21,8 +21,6 @@ With more processes than ``tp_size`` the world is cut into groups of consecutive
 ``world_size / tp_size`` replicas of the model.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

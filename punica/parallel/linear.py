@@ -11,8 +11,6 @@ Attribute names follow vLLM. Inference only: no parameter requires a gradient. P
 (``torch.empty``) in the default device and ``params_dtype``; a model fills them through ``weight_loader``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """From hidden states to logits: head matmul, gather over ranks, cut to the real vocabulary, soft cap, scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

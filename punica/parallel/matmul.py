@@ -8,8 +8,6 @@ single row stays where torch sends it. The operator is not public API: where tor
 ``F.linear`` does all the work.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,4 +1,10 @@
-"""What runs in the next step, decided in pure Python: requests, admission rules, KV blocks, the layout of a step.
+"""What runs in the next step, decided in pure Python.
+
+    request.py          what is asked for: prompt, length, adapter; how far it has come
+    scheduler.py        the queue and the batch: who joins, grows, is preempted, retires; the next step is a `StepPlan`
+    admission.py        the rule by which the head of the queue may join: what tells serving systems apart
+    block_manager.py    who owns which block of the KV cache
+    layout.py           from the plan to the rows of one model invocation, grouped by adapter slot
 
 Importing this package leaves torch out of the process, so that the same policy serves an engine, a simulator of a
 cluster and a test.

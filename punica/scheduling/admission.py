@@ -3,8 +3,6 @@
 A new rule is one class with :data:`ADMISSION_RULES` ``.register("name")``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """One generation request: what the user asked for, and how far it has come."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

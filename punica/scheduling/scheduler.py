@@ -4,8 +4,6 @@ Only the *admission rule* differs from one serving system to another. Everything
 queue is first come first served, the batch is bounded, a request needs KV blocks and, with LoRA, a slot.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field

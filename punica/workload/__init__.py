@@ -1,4 +1,9 @@
-"""The paper's request streams, defined once: who asks for which adapter, how much, and when. No torch in here.
+"""The paper's request streams, defined once. No torch in here.
+
+    popularity.py       who asks for which adapter
+    lengths.py          how much: tokens of prompts and outputs
+    arrivals.py         when
+    replay.py           how many steps that takes under each scheduling rule of the paper
 
 >>> from punica.workload import popularity, released_lengths
 >>> popularity("Skewed").group_sizes(8)

@@ -8,8 +8,6 @@ the figure, which the caller passes in (``paper_results/fig13_cluster.csv``).
 Rates are requests per second, times seconds from the start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

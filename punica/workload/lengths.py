@@ -5,14 +5,12 @@ lengths from ShareGPT; the released generator makes 985 693 for 1000 requests, f
 uniform one for totals. Both are here under their own names, so that a figure can say which it used.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from punica.workload.popularity import RELEASED_SEED, as_count
+from punica.workload.popularity import RELEASED_SEED, as_count, rounded_shares
 
 PROMPT_SIGMA, PROMPT_SHIFT, PROMPT_SCALE = 0.8, -1.0, 18.0
 """Prompt length = SHIFT + SCALE * exp(SIGMA * z), z standard normal: lognorm(0.8, -1, 18) of scipy."""
@@ -88,10 +86,7 @@ def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> Reque
     target = STATED_TOKENS_PER_REQUEST * num_requests
     # one token each first, then the rest in proportion, by largest remainder: the sum is exact and none is empty
     share = (lengths.output - 1) * ((target - num_requests) / (lengths.output - 1).sum())
-    output = np.floor(share).astype(np.int64)
-    largest_remainder_first = np.argsort(output - share, kind="stable")
-    output[largest_remainder_first[: target - num_requests - int(output.sum())]] += 1
-    return RequestLengths(lengths.prompt, output + 1)
+    return RequestLengths(lengths.prompt, rounded_shares(share, target - num_requests) + 1)
 
 
 def _check_maxlen(maxlen: int) -> None:

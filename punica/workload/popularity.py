@@ -17,8 +17,6 @@ Adapters are numbered from 0 in group order. A batch wants its rows in group ord
 requests arrives shuffled (`Popularity.requests`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,11 +87,16 @@ def zipf(n: int, s: float = 1.5) -> list[int]:
     if not s > 0:
         raise ValueError(f"s of a Zipf law must be positive, got {s!r}; the usual range is 0.5 to 2")
     shares = np.arange(1, n + 1, dtype=np.float64) ** -s
-    shares *= n / shares.sum()
+    sizes = rounded_shares(shares * (n / shares.sum()), n)
+    return sorted((int(size) for size in sizes if size), reverse=True)
+
+
+def rounded_shares(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """``shares``, which add up to ``total``, as integers that do: each rounded down, then the largest remainders up."""
     sizes = np.floor(shares).astype(np.int64)
     largest_remainder_first = np.argsort(sizes - shares, kind="stable")
-    sizes[largest_remainder_first[: n - int(sizes.sum())]] += 1
-    return sorted((int(size) for size in sizes if size), reverse=True)
+    sizes[largest_remainder_first[: total - int(sizes.sum())]] += 1
+    return sizes
 
 
 @dataclass(frozen=True)

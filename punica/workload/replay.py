@@ -12,8 +12,6 @@ One step is one invocation of the model. A request with L new tokens takes part 
 Between two admissions or departures nothing changes, so the replay jumps there: 1000 requests take milliseconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """Paged attention against plain softmax over each request's own keys and values."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ BLOCK = 4
 
 
 def make_cache(heads: int, size: int, blocks: int = 40) -> KVCache:
-    cache = KVCache(2, blocks, BLOCK, heads, size, torch.float32, torch.device("cpu"))
+    head = SimpleNamespace(weight=torch.empty(0))
+    model = SimpleNamespace(num_layers=2, num_kv_heads=heads, head_size=size, lm_head=head)
+    cache = KVCache(model, blocks, BLOCK)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(float("nan"))  # reading a row that was not written shows
     return cache

@@ -2,7 +2,8 @@
 
 import pytest
 
-from punica.engine import Engine, Request, RequestStatus
+from punica.engine import Engine, Request
+from punica.scheduling import RequestStatus
 
 RULES = ("fcfs", "single_adapter", "static", "static_mixed")
 
