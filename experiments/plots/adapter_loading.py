@@ -129,7 +129,7 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
     above.bar(end, said["load_one_model"], WIDTH, facecolor="white", edgecolor=style.PAPER_GREY, hatch="////", zorder=3)
     _write(above, end, said["load_one_model"])
     above.hlines(step, -0.5, end - 0.5, color="black", linestyle="--", linewidth=1.0)
-    above.annotate(f"step {step:.3g}", (-0.45, step), xytext=(0, 2), textcoords="offset points", fontsize=6.5)
+    style.note(above, f"step {step:.3g}", -0.45, step, ha="left")
     above.hlines(said["decode_step"], end - 0.5, end + 0.5, color=style.PAPER_GREY, linestyle="--", linewidth=1.0)
     _write(above, end, said["decode_step"])
     style.log_y(above)
@@ -155,9 +155,7 @@ def _stall(axis: Axes, place: int, own: pd.DataFrame, colour: Any) -> None:
     low, middle, high = (100 * float(values[name]) / step for name in ("p10", "median", "p90"))
     axis.bar(place, middle, WIDTH, color=colour, zorder=3)
     axis.vlines(place, low, high, color="0.2", linewidth=1.0, zorder=4)
-    axis.annotate(
-        f"{middle:.1f} %", (place, high), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=6.5
-    )
+    style.note(axis, f"{middle:.1f} %", place, high)
 
 
 def _median(frame: pd.DataFrame, metric: str) -> float | None:
@@ -166,16 +164,12 @@ def _median(frame: pd.DataFrame, metric: str) -> float | None:
 
 
 def _write(axis: Axes, x: float, value: float) -> None:
-    axis.annotate(
-        f"{value:.2g}", (x, value), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=6.5, zorder=5
-    )
+    style.note(axis, f"{value:.2g}", x, value, zorder=5)
 
 
 def _finish(figure: Figure, rows: pd.DataFrame) -> None:
     handles = [Line2D([], [], label=NAMES[name], **_look(name)) for name in _systems(rows)]
     handles.append(Line2D([], [], label="paper's text, A100: 50 µs, 2 ms", **PAPER))
     handles.append(Line2D([], [], label="7B's bytes at 25 GB/s, PCIe Gen4 x16 (D03)", **ARITHMETIC))
-    figure.suptitle(
-        f"Section 5.2: loading one adapter from host memory\nmeasured: {described(rows)}; band p10-p90", fontsize=8.5
-    )
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, columnspacing=1.4)
+    title, measured = "Section 5.2: loading one adapter from host memory", f"{described(rows)}; band p10-p90"
+    style.caption(figure, title, measured, handles, 3, columnspacing=1.4)

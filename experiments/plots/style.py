@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 PAPER_GREY = "0.55"
@@ -66,6 +68,32 @@ def themed() -> Iterator[None]:
             }
         )  # fmt: skip
         yield
+
+
+def grid(depth: int, columns: int, width: float, height: float, sharex: bool | str = True) -> tuple[Figure, Any]:
+    """A figure of `width` by `height` inches with `depth` rows of axes, each of one vertical scale."""
+    return plt.subplots(
+        depth, columns, figsize=(width, height), sharex=sharex, sharey="row", squeeze=False, layout="constrained"
+    )
+
+
+def caption(figure: Figure, title: str, measured: str, handles: Sequence[Artist], ncols: int, **spacing: float) -> None:
+    """The title with what was `measured` below it, and one legend under all axes."""
+    figure.suptitle(f"{title}\nmeasured: {measured}", fontsize=8.5)
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=ncols, frameon=False, **spacing)
+
+
+def note(axis: Axes, text: str, x: float, y: float, lift: float = 2, **looks: Any) -> None:
+    """`text` in small letters, `lift` points above the place (x, y), centred unless `looks` says else."""
+    looks = {"ha": "center", "fontsize": 6.5, **looks}
+    axis.annotate(text, (x, y), xytext=(0, lift), textcoords="offset points", **looks)
+
+
+def log_x(axis: Axes) -> None:
+    """A horizontal axis of powers of two, labelled in plain numbers."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(PLAIN)
+    axis.tick_params(which="minor", length=0)
 
 
 def log_y(axis: Axes) -> None:
