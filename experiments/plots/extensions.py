@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -94,7 +93,7 @@ def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True) -> None:
     """Every line in its own colour and marker; those with `dashed` in their legend dashed and hollow."""
     for name, line in lines.items():
         place, marker = LOOKS[name.removesuffix(BETWEEN_RUNS)]
-        colour = sns.color_palette("colorblind")[place]
+        colour = style.PALETTE[place]
         looks: dict[str, Any] = {"linestyle": "-"}
         if dashed and dashed in name:
             looks = {"linestyle": "--", "markerfacecolor": "white"}

@@ -68,9 +68,14 @@ def _line(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, x: str, name: st
         divisor = ys[0] if relative else 1.0
         axis.plot(xs, [y / divisor for y in ys], markevery=_marked(xs), **look)
         if frame is not theirs:
-            band = interval(mine, x)
-            low, high = band["p10"].astype(float) / divisor, band["p90"].astype(float) / divisor
-            axis.fill_between(band[x].astype(float), low, high, color=style.look(name)[0], alpha=0.15, linewidth=0)
+            band(axis, mine, x, style.look(name)[0], divisor)
+
+
+def band(axis: Axes, mine: pd.DataFrame, x: str, colour: Any, divisor: float = 1.0) -> None:
+    """Shade p10 to p90 over column `x`, divided by `divisor`."""
+    found = interval(mine, x).astype(float)
+    low, high = found["p10"] / divisor, found["p90"] / divisor
+    axis.fill_between(found[x], low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _marked(xs: Sequence[float]) -> list[int]:

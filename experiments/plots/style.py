@@ -21,7 +21,7 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of
 PAPER_LABEL = "paper, A100"
 PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
 
-_PALETTE = sns.color_palette("colorblind")
+PALETTE = sns.color_palette("colorblind")
 # the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
@@ -39,7 +39,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
 _COLOURS = ((0, 3, 1, 2, 4, 5, 9), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
 _MARKERS = "osD^vPX"
 _KNOWN = {
-    name: (_PALETTE[_COLOURS[g][i]], _MARKERS[i])
+    name: (PALETTE[_COLOURS[g][i]], _MARKERS[i])
     for g, group in enumerate(_GROUPS)
     for i, names in enumerate(group)
     for name in names
@@ -51,7 +51,7 @@ def look(name: str) -> tuple[tuple[float, float, float], str]:
     if name in _KNOWN:
         return _KNOWN[name]
     position = sum(name.encode())
-    return _PALETTE[position % len(_PALETTE)], _MARKERS[position % len(_MARKERS)]
+    return PALETTE[position % len(PALETTE)], _MARKERS[position % len(_MARKERS)]
 
 
 @contextmanager
