@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import product
+
+import numpy as np
+
+from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 HIDDEN, INTERMEDIATE = 4096, 11008
-PROJECTIONS = {
+Projection = tuple[int, tuple[int, ...]]
+"""Input width, and output widths of the slices."""
+PROJECTIONS: dict[str, Projection] = {
     "qkv": (HIDDEN, (HIDDEN,) * 3),
     "o": (HIDDEN, (HIDDEN,)),
     "gate_up": (HIDDEN, (INTERMEDIATE,) * 2),
     "down": (INTERMEDIATE, (HIDDEN,)),
 }
-"""The packed projections of one Llama-2-7B layer: input width, output widths of the slices."""
+"""The packed projections of one Llama-2-7B layer."""
+UP: Projection = (HIDDEN, (INTERMEDIATE,))
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,20 @@ def floor_us(operator: Operator, terabytes_per_second: float = 4.25) -> float:
     return operator.bytes() / terabytes_per_second / 1e6
 
 
+def decode(projection: Projection, rank: int, pattern: str, tokens: int) -> Operator:
+    """A decode batch of `tokens` rows whose adapters have the popularity `pattern`."""
+    return Operator(*projection, rank, tuple(popularity(pattern).group_sizes(tokens)))
+
+
+def prefill(projection: Projection, rank: int, adapters: int, tokens: int) -> Operator:
+    """A prefill of `tokens` rows, as many of each adapter."""
+    return Operator(*projection, rank, (tokens // adapters,) * adapters)
+
+
+DECODE_GRID = tuple(product((1, 2, 4, 8, 16, 32, 48, 64), PAPER_WORKLOADS))
+"""(rows, popularity) of the decode batches."""
+PREFILL_GRID = tuple(product((512, 2048, 8192), (1, 4, 16), (16, 64)))
+"""(rows, adapters, rank) of the prefills."""
 STREAM = ((1.1, 2.8), (2.2, 3.0), (8.7, 3.9), (17.3, 6.0), (34.6, 9.9))
 """MB -> us of two dependent kernels that only read that much, half each, and pass one vector, both starting early: the
 practical floor of a two-kernel design, measured with the anchors on an H200 (paper_results/README.md)."""
@@ -52,10 +73,5 @@ practical floor of a two-kernel design, measured with the anchors on an H200 (pa
 def stream_us(operator: Operator) -> float:
     """The two-kernel stream at the operator's bytes: interpolated, and beyond the last point at the copy rate."""
     megabytes = operator.bytes() / 1e6
-    if megabytes >= STREAM[-1][0]:
-        return STREAM[-1][1] + (megabytes - STREAM[-1][0]) / 4.25
-    points = [(0.0, STREAM[0][1]), *STREAM]
-    for (low, before), (high, after) in pairwise(points):
-        if megabytes < high:
-            return before + (after - before) * (megabytes - low) / (high - low)
-    return STREAM[-1][1]
+    sizes, times = zip(*STREAM, strict=True)
+    return float(np.interp(megabytes, sizes, times)) + max(0.0, megabytes - sizes[-1]) / 4.25

@@ -11,24 +11,31 @@ system and metric. `out=` writes the pairs as CSV too.
 
 from __future__ import annotations
 
-import csv
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 from omegaconf import MISSING
 
 from experiments.commands.report import rows_files
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
-from punica.measure.records import TIMERS, Row, RowsError, read_rows
+from experiments.plots.frames import distinct, frame_of
+from punica.measure.records import TIMERS, RowsError, read_rows
 
-KEY = ("figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "statistic")
-COLUMNS = (*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better")
+KEY = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "statistic"]
+COLUMNS = [*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better"]
 HEADER = ",".join(COLUMNS).encode()
 TIMES = ("s", "ms", "us", "ns")
+GROUP = ["figure", "system", "metric", "unit", "better"]
+SHOWN = {
+    "panel": "panel", "workload": "workload", "model": "model", "batch_size": "batch", "seq_len": "len", "rank": "rank",
+    "statistic": "statistic", "timer": "timer", "a": "A", "b": "B", "ratio": "B/A", "verdict": "",
+}  # fmt: skip
+"""Column -> its head in the printed table."""
 
 
 @dataclass
@@ -40,25 +47,6 @@ class Options:
     out: str | None = None  # file.csv that receives the pairs
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The same quantity in both sets."""
-
-    a: Row
-    b: Row
-
-    @property
-    def ratio(self) -> float | None:
-        """B / A; None where it says nothing: a value that is zero, negative or not finite."""
-        fine = all(math.isfinite(value) and value > 0 for value in (self.a.value, self.b.value))
-        return self.b.value / self.a.value if fine else None
-
-    @property
-    def better(self) -> str:
-        """`lower` for times and bytes, `higher` for rates, empty where neither is."""
-        return direction(self.a.unit)
-
-
 def direction(unit: str) -> str:
     """Which values of `unit` are better: `lower` (times, bytes), `higher` (anything per second), or empty."""
     if unit in TIMES or unit.startswith("byte"):
@@ -66,7 +54,7 @@ def direction(unit: str) -> str:
     return "higher" if unit.endswith("/s") else ""
 
 
-def load(argument: str, path: Path) -> list[Row]:
+def load(argument: str, path: Path) -> pd.DataFrame:
     """Medians and single values at `path`: a file of rows, a folder of them, or the folder above `rows/`.
 
     Raises `ConfigError` when there is nothing, `RowsError` (file, line, remedy) when a file is damaged.
@@ -79,61 +67,54 @@ def load(argument: str, path: Path) -> list[Row]:
         raise ConfigError(f"{argument}={path} is no .csv file of rows, as in outputs/<hardware>/rows: give such a file")
     if path.is_dir():
         files = rows_files(path) or rows_files(path / "rows")
-    rows = [row for file in files for row in read_rows(file) if row.statistic in ("median", "value")]
-    if not rows:
+    rows = frame_of(row for file in files for row in read_rows(file) if row.statistic in ("median", "value"))
+    if rows.empty:
         raise ConfigError(f"{argument}={path} holds no rows: measure some with make reproduce, or give another folder")
     return rows
 
 
-def join(a: Sequence[Row], b: Sequence[Row]) -> list[Pair]:
-    """Rows of equal `KEY`, in the order of `a`. Raises `ConfigError` when there are none or their units differ."""
-    ours, theirs = by_key(a), by_key(b)
-    pairs = [pair for key, timers in ours.items() if key in theirs for pair in same_timer(timers, theirs[key])]
-    if not pairs:
+def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+    """Rows of equal `KEY`, in the order of `a`: columns `COLUMNS`, and the row numbers `row_a` and `row_b`.
+
+    One pair per timer that both sides have; without one, the preferred timer of each. `ratio` is B / A, missing where
+    it says nothing: a value that is zero, negative or not finite. Raises `ConfigError` when there are no pairs or their
+    units differ.
+    """
+    whole = dict.fromkeys(("batch_size", "seq_len", "rank"), "Int64")
+    last = [side.drop_duplicates([*KEY, "timer"], keep="last").astype(whole) for side in (a, b)]
+    ours, theirs = (side[[*KEY, "unit", "timer", "value"]].assign(row=side.index) for side in last)
+    both = ours.merge(theirs, on=KEY, suffixes=("_a", "_b")).rename(columns={"value_a": "a", "value_b": "b"})
+    if both.empty:
         raise ConfigError(f"a and b have no row in common: a has {content(a)}; b has {content(b)}")
-    for pair in pairs:
-        if pair.a.unit != pair.b.unit:
-            raise ConfigError(
-                f"{pair.a.metric} of figure {pair.a.figure} is in {pair.a.unit} in a and in {pair.b.unit} in b: "
-                "measure one of them again"
-            )
-    return pairs
-
-
-def by_key(rows: Sequence[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
-    """Rows by `KEY`, then by timer."""
-    found: dict[tuple[object, ...], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(getattr(row, name) for name in KEY), {})[row.timer] = row
-    return found
-
-
-def same_timer(a: dict[str, Row], b: dict[str, Row]) -> Iterator[Pair]:
-    """One pair per timer that both sides have; without one, the preferred timer of each."""
-    common = [timer for timer in a if timer in b]
-    for timer in common:
-        yield Pair(a[timer], b[timer])
-    if not common:
-        yield Pair(*(side[min(side, key=_preference)] for side in (a, b)))
+    both["place"] = both.groupby(KEY, sort=False, dropna=False).ngroup()
+    same = both["timer_a"] == both["timer_b"]
+    apart = both[~same.groupby(both["place"]).transform("any")]
+    apart = apart.sort_values(["timer_a", "timer_b"], key=lambda timers: timers.map(_preference), kind="stable")
+    pairs = pd.concat([both[same], apart.drop_duplicates("place")]).sort_values("place", kind="stable")
+    for pair in pairs[pairs["unit_a"] != pairs["unit_b"]].itertuples():
+        raise ConfigError(
+            f"{pair.metric} of figure {pair.figure} is in {pair.unit_a} in a and in {pair.unit_b} in b: "
+            "measure one of them again"
+        )
+    fine = (np.isfinite(pairs[["a", "b"]]) & (pairs[["a", "b"]] > 0)).all(axis=1)
+    ratio, better = (pairs["b"] / pairs["a"]).where(fine), pairs["unit_a"].map(direction)
+    return pairs.assign(unit=pairs["unit_a"], ratio=ratio, better=better)[[*COLUMNS, "row_a", "row_b"]]
 
 
 def _preference(timer: str) -> int:
     return TIMERS.index(timer) if timer in TIMERS else len(TIMERS)
 
 
-def content(rows: Sequence[Row]) -> str:
+def content(rows: pd.DataFrame) -> str:
     """What a set holds, for messages: figures, systems, models."""
-    parts = []
-    for name in ("figure", "system", "model"):
-        values = sorted({getattr(row, name) for row in rows} - {""})
-        shown = ", ".join(values[:6]) + (", ..." if len(values) > 6 else "")
-        parts.append(f"{name} {shown or '-'}")
-    return "; ".join(parts)
+    found = {name: distinct(rows, name) for name in ("figure", "system", "model")}
+    shown = {name: ", ".join(values[:6]) + (", ..." if len(values) > 6 else "") for name, values in found.items()}
+    return "; ".join(f"{name} {text or '-'}" for name, text in shown.items())
 
 
-def meaning(ratio: float | None, better: str) -> str:
+def meaning(ratio: float, better: str) -> str:
     """What B / A says: `B 1.25x better`, `B 1.10x worse`, `same` within half a percent, or nothing."""
-    if ratio is None or not better:
+    if np.isnan(ratio) or not better:
         return ""
     if abs(ratio - 1) < 0.005:
         return "same"
@@ -141,33 +122,24 @@ def meaning(ratio: float | None, better: str) -> str:
     return f"B {gain:.2f}x better" if gain > 1 else f"B {1 / gain:.2f}x worse"
 
 
-def table(pairs: Sequence[Pair]) -> str:
+def table(pairs: pd.DataFrame) -> str:
     """Every pair, grouped by figure, system and metric, each group closed by its geometric mean."""
-    head = ("panel", "workload", "model", "batch", "len", "rank", "statistic", "timer", "A", "B", "B/A", "")
     lines = []
-    for (figure, system, metric, unit), group in grouped(pairs).items():
-        better = group[0].better
+    for (figure, system, metric, unit, better), group in pairs.groupby(GROUP, sort=False):
         lines += ["", f"figure {figure}, {system or '-'}, {metric} ({unit}{f', {better} is better' if better else ''})"]
-        lines += ["  " + line for line in aligned([head, *(cells(pair) for pair in group)])]
+        lines += ["  " + line for line in aligned([tuple(SHOWN.values()), *cells(group)])]
         lines += [f"  geometric mean of B/A: {mean_text(group)}"]
     return "\n".join(lines[1:])
 
 
-def grouped(pairs: Sequence[Pair]) -> dict[tuple[str, str, str, str], list[Pair]]:
-    """Pairs by figure, system, metric and unit, in the order in which these appear."""
-    groups: dict[tuple[str, str, str, str], list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault((pair.a.figure, pair.a.system, pair.a.metric, pair.a.unit), []).append(pair)
-    return groups
-
-
-def cells(pair: Pair) -> tuple[str, ...]:
-    """One line of the table."""
-    row, ratio = pair.a, pair.ratio
-    numbers = ["" if value is None else str(value) for value in (row.batch_size, row.seq_len, row.rank)]
-    timers = " / ".join(dict.fromkeys((pair.a.timer, pair.b.timer)))
-    values = [f"{pair.a.value:.4g}", f"{pair.b.value:.4g}", "-" if ratio is None else f"{ratio:.3f}"]
-    return (row.panel, row.workload, row.model, *numbers, row.statistic, timers, *values, meaning(ratio, pair.better))
+def cells(pairs: pd.DataFrame) -> list[tuple[str, ...]]:
+    """The lines of the table: the columns `SHOWN` as text."""
+    timer = pairs["timer_a"].where(pairs["timer_a"] == pairs["timer_b"], pairs["timer_a"] + " / " + pairs["timer_b"])
+    verdicts = [meaning(ratio, better) for ratio, better in zip(pairs["ratio"], pairs["better"], strict=True)]
+    text = pairs.assign(timer=timer, verdict=verdicts)
+    text[["a", "b"]] = text[["a", "b"]].map("{:.4g}".format)
+    text["ratio"] = text["ratio"].map("{:.3f}".format).replace("nan", "-")
+    return list(text[list(SHOWN)].astype("string").fillna("").itertuples(index=False, name=None))
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -178,33 +150,32 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in shown]
 
 
-def mean_text(pairs: Sequence[Pair]) -> str:
+def mean_text(pairs: pd.DataFrame) -> str:
     """Geometric mean of the ratios, how many they are, and what it means."""
-    ratios = [pair.ratio for pair in pairs if pair.ratio is not None]
-    if not ratios:
+    ratios = pairs["ratio"].dropna()
+    if ratios.empty:
         return "no row has a ratio"
     mean = statistics.geometric_mean(ratios)
-    verdict = meaning(mean, pairs[0].better)
+    verdict = meaning(mean, pairs["better"].iloc[0])
     return f"{mean:.3f} over {len(ratios)} of {len(pairs)} rows" + (f", {verdict}" if verdict else "")
 
 
-def means(pairs: Sequence[Pair]) -> str:
+def means(pairs: pd.DataFrame) -> str:
     """The geometric means of all groups, one line each."""
     lines = [("figure", "system", "metric", "geometric mean of B/A")]
-    for (figure, system, metric, unit), group in grouped(pairs).items():
+    for (figure, system, metric, unit, _), group in pairs.groupby(GROUP, sort=False):
         lines.append((figure, system or "-", f"{metric} ({unit})", mean_text(group)))
     return "\n".join(aligned(lines))
 
 
-def described(letter: str, path: Path, rows: Sequence[Row]) -> str:
+def described(letter: str, path: str, rows: pd.DataFrame) -> str:
     """One line about a set: where it is, what it was measured on and with."""
     names = ("hardware", "device", "scale", "timer", "commit")
-    values = [", ".join(sorted({getattr(row, name) for row in rows} - {""})) or "-" for name in names]
-    facts = "; ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
-    return f"{letter} = {path} ({len(rows)} rows; {facts})"
+    facts = "; ".join(f"{name} {', '.join(distinct(rows, name)) or '-'}" for name in names)
+    return f"{letter} = {Path(path)} ({len(rows)} rows; {facts})"
 
 
-def write_csv(path: Path, pairs: Sequence[Pair]) -> None:
+def write_csv(path: Path, pairs: pd.DataFrame) -> None:
     """The pairs as CSV, one line each, with the columns `COLUMNS`.
 
     Raises `ConfigError` rather than write over a file that is no table of ratios, `RowsError` where it cannot write.
@@ -213,31 +184,23 @@ def write_csv(path: Path, pairs: Sequence[Pair]) -> None:
         raise ConfigError(f"out={path} is there and is no table of ratios: choose another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.writer(stream, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            for pair in pairs:
-                key = [getattr(pair.a, name) for name in KEY]
-                values = [pair.a.unit, pair.a.timer, pair.b.timer, pair.a.value, pair.b.value, pair.ratio, pair.better]
-                writer.writerow(["" if cell is None else cell for cell in (*key, *values)])
+        pairs[COLUMNS].to_csv(path, index=False, lineterminator="\n")
     except OSError as error:
         raise RowsError(f"cannot write out={path} ({error.strerror}): choose another file") from None
 
 
 def compare(a: str, b: str, out: str | None = None) -> None:
     """Join, print, write."""
-    chosen = {"a": Path(a), "b": Path(b)}
-    sides = {key: load(key, path) for key, path in chosen.items()}
-    pairs = join(sides["a"], sides["b"])
+    ours, theirs = load("a", Path(a)), load("b", Path(b))
+    pairs = join(ours, theirs)
     if out is not None:
         write_csv(Path(out), pairs)
-    print("\n".join(described(key.upper(), chosen[key], rows) for key, rows in sides.items()))
-    scales = {row.scale for rows in sides.values() for row in rows}
+    print(described("A", a, ours), described("B", b, theirs), sep="\n")
+    scales = {*ours["scale"], *theirs["scale"]}
     if "smoke" in scales and len(scales) > 1:
         print("note: rows of scale=smoke have other shapes than the rest, their ratios mean nothing")
-    matched = {key: len({id(getattr(pair, key)) for pair in pairs}) for key in sides}
-    alone = ", ".join(f"{len(rows) - matched[key]} in {key}" for key, rows in sides.items())
-    print(f"{len(pairs)} pairs; without a partner: {alone}\n")
+    alone = len(ours) - pairs["row_a"].nunique(), len(theirs) - pairs["row_b"].nunique()
+    print(f"{len(pairs)} pairs; without a partner: {alone[0]} in a, {alone[1]} in b\n")
     print(table(pairs), means(pairs), sep="\n\n")
 
 

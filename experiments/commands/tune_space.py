@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import product
 
 import triton
 
 from experiments.benches.operator_pairs import Config
-from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator
+from experiments.benches.operator_shapes import DECODE_GRID, PREFILL_GRID, PROJECTIONS, UP, Operator, decode, prefill
 from punica.ops.triton_ops.launch import block_at_least
-from punica.workload.popularity import PAPER_WORKLOADS, popularity
+from punica.workload.popularity import PAPER_WORKLOADS
 
 SHRINK = ("row_wise", "block_m", "block_n", "block_k", "block_r", "split_k", "num_warps", "num_stages")
 EXPAND = ("row_wise", "block_m", "block_n", "block_k", "tiles_n", "num_warps", "num_stages")
@@ -19,37 +19,25 @@ EXPAND = ("row_wise", "block_m", "block_n", "block_k", "tiles_n", "num_warps", "
 def operators(groups: str) -> list[Operator]:
     """The operators to tune: A decode, R ranks, B packed projections of one 7B layer, C prefill,
     P prefill of packed projections, D large decode batches."""
-    found: dict[Operator, None] = {}
-    projections = PROJECTIONS.values()
-
-    def add(k: int, widths: tuple[int, ...], rank: int, sizes: Iterable[int]) -> None:
-        found[Operator(k, widths, rank, tuple(sizes))] = None
-
+    found: list[Operator] = []
+    packed, square, ends = PROJECTIONS.values(), PROJECTIONS["o"], ("Distinct", "Identical")
     if "A" in groups:
-        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PAPER_WORKLOADS):
-            add(HIDDEN, (INTERMEDIATE,), 16, popularity(pattern).group_sizes(tokens))
+        found += [decode(UP, 16, pattern, tokens) for tokens, pattern in DECODE_GRID]
     if "R" in groups:
-        for rank, pattern in itertools.product((8, 32, 64, 128), ("Distinct", "Identical")):
-            add(HIDDEN, (INTERMEDIATE,), rank, popularity(pattern).group_sizes(64))
-        for tokens, pattern in itertools.product((1, 8, 32), ("Distinct", "Identical")):
-            add(HIDDEN, (INTERMEDIATE,), 64, popularity(pattern).group_sizes(tokens))
+        found += [decode(UP, rank, pattern, 64) for rank, pattern in product((8, 32, 64, 128), ends)]
+        found += [decode(UP, 64, pattern, tokens) for tokens, pattern in product((1, 8, 32), ends)]
     if "B" in groups:
-        for (k, widths), pattern in itertools.product(projections, PAPER_WORKLOADS):
-            add(k, widths, 16, popularity(pattern).group_sizes(32))
+        found += [decode(shape, 16, pattern, 32) for shape, pattern in product(packed, PAPER_WORKLOADS)]
     if "P" in groups:
-        for (k, widths), tokens, adapters in itertools.product(projections, (512, 2048), (1, 4)):
-            add(k, widths, 16, [tokens // adapters] * adapters)
+        found += [prefill(shape, 16, count, tokens) for shape, tokens, count in product(packed, (512, 2048), (1, 4))]
     if "C" in groups:
-        for tokens, adapters, rank in itertools.product((512, 2048, 8192), (1, 4, 16), (16, 64)):
-            add(HIDDEN, (HIDDEN,), rank, [tokens // adapters] * adapters)
+        found += [prefill(square, rank, adapters, tokens) for tokens, adapters, rank in PREFILL_GRID]
     if "D" in groups:
         for tokens in (128, 256):
-            for pattern in ("Uniform", "Identical"):
-                add(HIDDEN, (HIDDEN,), 16, popularity(pattern).group_sizes(tokens))
-            add(HIDDEN, (HIDDEN,), 16, [tokens // 64] * 64)
-        add(HIDDEN, (HIDDEN,), 16, [8] * 64)
-        add(HIDDEN, (HIDDEN,), 16, [32] * 64)
-    return list(found)
+            found += [decode(square, 16, pattern, tokens) for pattern in ("Uniform", "Identical")]
+            found.append(prefill(square, 16, 64, tokens))
+        found += [prefill(square, 16, 64, tokens) for tokens in (512, 2048)]
+    return list(dict.fromkeys(found))
 
 
 def shrink_candidates(op: Operator) -> list[Config]:
@@ -57,9 +45,7 @@ def shrink_candidates(op: Operator) -> list[Config]:
     lanes = block_at_least(op.rank, 1)
     out: list[Config] = []
     if op.tokens <= 256:
-        for block_k, block_r, warps in itertools.product(
-            (256, 512, 1024, 2048, 4096, 16384), (1, 2, 4, 8, 16), (2, 4, 8, 16)
-        ):
+        for block_k, block_r, warps in product((256, 512, 1024, 2048, 4096, 16384), (1, 2, 4, 8, 16), (2, 4, 8, 16)):
             per_thread = block_k * block_r // (32 * warps)
             if block_r > lanes or block_k > 2 * op.k or not 16 <= per_thread <= 128 or (per_thread > 64 and warps < 8):
                 continue
@@ -68,13 +54,10 @@ def shrink_candidates(op: Operator) -> list[Config]:
                 out.append(_config(SHRINK, True, 16, 16, block_k, block_r, split_k, warps, 1))
     if op.tokens >= 4 and op.tokens > len(op.sizes):
         tiles_m = (16,) if op.tokens <= 64 else (16, 32) if op.tokens <= 512 else (32, 64, 128)
-        for block_m, block_k, split_k, stages in itertools.product(
-            tiles_m, (64, 128, 256, 512), (1, 2, 4, 8, 16), (1, 3, 4, 5)
-        ):
+        for block_m, block_k, split_k, stages in product(tiles_m, (64, 128, 256, 512), (1, 2, 4, 8, 16), (1, 3, 4, 5)):
             steps = triton.cdiv(op.k, block_k * split_k)
             programs = sum(triton.cdiv(size, block_m) for size in op.sizes) * split_k
-            one_shot = steps == 1
-            if one_shot != (stages == 1) or (stages > 1 and steps < stages):
+            if (steps == 1) != (stages == 1) or (stages > 1 and steps < stages):
                 continue
             bytes_per_stage = 2 * block_k * (block_m + block_at_least(op.rank))
             if not 32 <= programs <= 400 or bytes_per_stage * stages > 200_000 or block_k * block_m > 32 * 512:
@@ -90,20 +73,17 @@ def expand_candidates(op: Operator) -> list[Config]:
     width = max(op.widths)
     out: list[Config] = []
     if op.tokens <= 256:
-        for block_n, warps in itertools.product((32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
+        for block_n, warps in product((32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
             per_thread = block_n * lanes // (32 * warps)
             if 16 <= per_thread <= 128:
                 out.append(_config(EXPAND, True, 16, block_n, 16, 1, warps, 1))
     if op.tokens >= 4 and op.tokens > len(op.sizes):
         tiles_m = (16,) if op.tokens <= 64 else (16, 32, 64) if op.tokens <= 512 else (32, 64, 128)
-        for block_m, block_n, tiles_n, warps, stages in itertools.product(
+        for block_m, block_n, tiles_n, warps, stages in product(
             tiles_m, (64, 128, 256), (1, 2, 4, 8, 16), (2, 4, 8), (1, 2, 3, 4)
         ):
-            programs = (
-                sum(triton.cdiv(size, block_m) for size in op.sizes)
-                * triton.cdiv(width, block_n * tiles_n)
-                * len(op.widths)
-            )
+            tiles = sum(triton.cdiv(size, block_m) for size in op.sizes) * triton.cdiv(width, block_n * tiles_n)
+            programs = tiles * len(op.widths)
             if (tiles_n == 1) != (stages == 1) or block_n * tiles_n > width or (tiles_n > 1 and programs < 128):
                 continue
             if (warps == 8) != (block_n * block_m >= 128 * 128) and not (block_m == 16 and warps == 2):

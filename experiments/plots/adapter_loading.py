@@ -10,7 +10,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -18,7 +17,8 @@ from matplotlib.lines import Line2D
 from experiments.claims.paper import paper_file
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import centre, described, interval, series
+from experiments.plots.frames import centre, described, series
+from experiments.plots.overlay import band
 
 PAPER_RANK = 16  # of D03; the text names none
 LINK = "link"
@@ -57,8 +57,8 @@ def draw_loading(rows: pd.DataFrame) -> Figure:
         size = said["lora_bytes_per_layer_fp16" if panel == "layer" else "lora_bytes_model_fp16"]
         above, below = axes[:, column]
         for name in _systems(mine):
-            _line(above, mine[mine["system"] == name], "load_time", name)
-            _line(below, mine[mine["system"] == name], "bandwidth", name)
+            for axis, shown in ((above, "load_time"), (below, "bandwidth")):
+                _line(axis, mine[(mine["system"] == name) & (mine["metric"] == shown)], name)
         for value, look in ((said[metric], PAPER), (arithmetic, ARITHMETIC)):
             above.plot([PAPER_RANK], [value], zorder=4, **look)
             below.plot([PAPER_RANK], [size / value * per_second / 1e9], zorder=4, **look)
@@ -67,7 +67,10 @@ def draw_loading(rows: pd.DataFrame) -> Figure:
         below.set_ylabel("bandwidth (GB/s)")
         below.set_xlabel("rank")
         for axis in (above, below):
-            _logarithmic(axis, sorted(set(mine["rank"].dropna().astype(int))))
+            ranks = sorted(set(mine["rank"].dropna().astype(int)))
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ranks, [str(rank) for rank in ranks])
+            style.log_y(axis)
     _beside_decode(axes[0, 2], axes[1, 2], rows, said)
     _finish(figure, rows)
     return figure
@@ -77,21 +80,19 @@ def _systems(rows: pd.DataFrame) -> list[str]:
     return [name for name in LOOKS if (rows["system"] == name).any()]
 
 
-def _colour(name: str) -> Any:
-    return sns.color_palette("colorblind")[LOOKS[name][0]]
-
-
 def _look(name: str) -> dict[str, Any]:
     roof = name == LINK
-    return {"color": "black" if roof else _colour(name), "marker": LOOKS[name][1], "linewidth": 1.0 if roof else 1.3}
+    return {
+        "color": "black" if roof else style.PALETTE[LOOKS[name][0]],
+        "marker": LOOKS[name][1],
+        "linewidth": 1.0 if roof else 1.3,
+    }
 
 
-def _line(axis: Axes, mine: pd.DataFrame, metric: str, name: str) -> None:
-    mine = mine[mine["metric"] == metric]
+def _line(axis: Axes, mine: pd.DataFrame, name: str) -> None:
     xs, ys = series(centre(mine), "rank")
     axis.plot(xs, ys, zorder=2 if name == LINK else 3, **_look(name))
-    band = interval(mine, "rank").astype(float)
-    axis.fill_between(band["rank"], band["p10"], band["p90"], color=_look(name)["color"], alpha=0.15, linewidth=0)
+    band(axis, mine, "rank", _look(name)["color"])
 
 
 def _size(rows: pd.DataFrame) -> str:
@@ -99,12 +100,6 @@ def _size(rows: pd.DataFrame) -> str:
     found = rows[(rows["metric"] == "bytes") & (rows["rank"] == PAPER_RANK)]
     models = ", ".join(dict.fromkeys(rows["model"]))
     return f"{models}, {found['value'].iloc[0] / 1e6:.3g} MB" if len(found) else models
-
-
-def _logarithmic(axis: Axes, ranks: list[int]) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ranks, [str(rank) for rank in ranks])
-    style.log_y(axis)
 
 
 def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str, float]) -> None:
@@ -120,16 +115,16 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
     for place, name in enumerate(systems):
         own, colour = mine[mine["system"] == name], _look(name)["color"]
         for shift, frame, alpha in ((-0.5, alone[alone["system"] == name], 0.45), (0.5, own, 1.0)):
-            if (value := _median(frame, "load_time")) is not None:
+            for value in _medians(frame, "load_time")[:1]:
                 above.bar(place + shift * WIDTH, value, WIDTH, color=colour, zorder=3, alpha=alpha)
                 _write(above, place + shift * WIDTH, value)
         _stall(below, place, own, colour)
-    step = mine.loc[(mine["metric"] == "step_latency_alone") & (mine["statistic"] == "median"), "value"].median()
+    step = _medians(mine, "step_latency_alone").median()
     end = len(systems)
     above.bar(end, said["load_one_model"], WIDTH, facecolor="white", edgecolor=style.PAPER_GREY, hatch="////", zorder=3)
     _write(above, end, said["load_one_model"])
     above.hlines(step, -0.5, end - 0.5, color="black", linestyle="--", linewidth=1.0)
-    above.annotate(f"step {step:.3g}", (-0.45, step), xytext=(0, 2), textcoords="offset points", fontsize=6.5)
+    style.note(above, f"step {step:.3g}", -0.45, step, ha="left")
     above.hlines(said["decode_step"], end - 0.5, end + 0.5, color=style.PAPER_GREY, linestyle="--", linewidth=1.0)
     _write(above, end, said["decode_step"])
     style.log_y(above)
@@ -148,34 +143,27 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
 
 def _stall(axis: Axes, place: int, own: pd.DataFrame, colour: Any) -> None:
     """Median and p10 to p90 of the step with a load in flight minus the step alone, in percent of the latter."""
-    step = _median(own, "step_latency_alone")
+    step = _medians(own, "step_latency_alone")
     values = own[own["metric"] == "stall"].set_index("statistic")["value"].astype(float)
-    if step is None or values.empty:
+    if step.empty or values.empty:
         return
-    low, middle, high = (100 * float(values[name]) / step for name in ("p10", "median", "p90"))
+    low, middle, high = (100 * values[name] / step.iloc[0] for name in ("p10", "median", "p90"))
     axis.bar(place, middle, WIDTH, color=colour, zorder=3)
     axis.vlines(place, low, high, color="0.2", linewidth=1.0, zorder=4)
-    axis.annotate(
-        f"{middle:.1f} %", (place, high), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=6.5
-    )
+    style.note(axis, f"{middle:.1f} %", place, high)
 
 
-def _median(frame: pd.DataFrame, metric: str) -> float | None:
-    found = frame.loc[(frame["metric"] == metric) & (frame["statistic"] == "median"), "value"]
-    return float(found.iloc[0]) if len(found) else None
+def _medians(frame: pd.DataFrame, metric: str) -> pd.Series:
+    return frame.loc[(frame["metric"] == metric) & (frame["statistic"] == "median"), "value"].astype(float)
 
 
 def _write(axis: Axes, x: float, value: float) -> None:
-    axis.annotate(
-        f"{value:.2g}", (x, value), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=6.5, zorder=5
-    )
+    style.note(axis, f"{value:.2g}", x, value, zorder=5)
 
 
 def _finish(figure: Figure, rows: pd.DataFrame) -> None:
     handles = [Line2D([], [], label=NAMES[name], **_look(name)) for name in _systems(rows)]
     handles.append(Line2D([], [], label="paper's text, A100: 50 µs, 2 ms", **PAPER))
     handles.append(Line2D([], [], label="7B's bytes at 25 GB/s, PCIe Gen4 x16 (D03)", **ARITHMETIC))
-    figure.suptitle(
-        f"Section 5.2: loading one adapter from host memory\nmeasured: {described(rows)}; band p10-p90", fontsize=8.5
-    )
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, columnspacing=1.4)
+    title, measured = "Section 5.2: loading one adapter from host memory", f"{described(rows)}; band p10-p90"
+    style.caption(figure, title, measured, handles, 3, columnspacing=1.4)

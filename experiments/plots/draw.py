@@ -13,11 +13,17 @@ import pandas as pd
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import measured_frame, paper_frame
+from experiments.plots.frames import distinct, measured_frame, paper_frame
 from experiments.plots.overlay import panels
 from punica.measure.records import ensure_writable
 
 KINDS = ("pdf", "png", "json")
+LISTED = {
+    "commits": "commit", "config_hashes": "config_hash", "source_hashes": "source_hash", "hardware": "hardware",
+    "devices": "device", "timers": "timer", "scales": "scale", "torch": "torch", "triton": "triton",
+    "drivers": "driver",
+}  # fmt: skip
+"""Key of the JSON -> column whose values it lists."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
 
 
@@ -43,26 +49,13 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
 
 def provenance(experiment: Experiment, rows: pd.DataFrame, rows_file: Path) -> dict[str, Any]:
     """Rows file, configuration, commits, devices, versions and dates behind a figure, as JSON values."""
-
-    def values(name: str) -> list[str]:
-        return sorted(set(rows[name]) - {""})
-
     config = rows_file.with_suffix(".json")
     return {
         "experiment": experiment.name,
         "figure": experiment.figure,
         "rows_file": _relative(rows_file),
         "rows": len(rows),
-        "commits": values("commit"),
-        "config_hashes": values("config_hash"),
-        "source_hashes": values("source_hash"),
-        "hardware": values("hardware"),
-        "devices": values("device"),
-        "timers": values("timer"),
-        "scales": values("scale"),
-        "torch": values("torch"),
-        "triton": values("triton"),
-        "drivers": values("driver"),
+        **{key: distinct(rows, column) for key, column in LISTED.items()},
         "measured": [min(rows["date"]), max(rows["date"])],
         "config": json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,
     }

@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -29,51 +27,55 @@ LOOKS = {
 
 def draw_padding(rows: pd.DataFrame) -> Figure:
     """Latency at true rank, padded, and the mean of the uniform ranks; below, what padding costs and saves."""
-    figure, axes = _grid(rows, 2, "Cost of padding: ranks of one batch mixed in slots of the largest")
-    for column, (workload, mine) in enumerate(_by_workload(rows)):
+    workloads, figure, axes = _columns(rows, 2)
+    for workload, (above, below) in zip(workloads, axes.T, strict=True):
+        mine = rows[rows["workload"] == workload]
         latency, read = _wide(mine, "latency"), _wide(mine, "bytes_read")
-        _fill(axes[0, column], latency)
-        ratios = {}
-        for over, under in (("padded", "true rank"), ("true rank", "mean of uniform ranks")):
-            if over in latency and under in latency:
-                ratios[f"{over} / {under}"] = (latency[over] / latency[under]).dropna()
-        if "padded" in read and "true rank" in read:
-            ratios["bytes, padded / true rank"] = (read["padded"] / read["true rank"]).dropna()
-        _fill(axes[1, column], ratios, dashed="bytes")
-        axes[1, column].axhline(1.0, color="0.3", linewidth=0.8)
-        axes[0, column].set_title(workload)
-    _label(axes, "latency (µs)", "ratio")
-    return _finish(figure, axes)
+        _fill(above, latency)
+        costs = _ratio(latency, "padded", "true rank")
+        savings = _ratio(latency, "true rank", "mean of uniform ranks")
+        _fill(below, {**costs, **savings, **_ratio(read, "padded", "true rank", "bytes, ")}, dashed="bytes")
+        below.axhline(1.0, color="0.3", linewidth=0.8)
+    title = "Cost of padding: ranks of one batch mixed in slots of the largest"
+    return _finish(figure, axes, title, rows, "latency (µs)", "ratio")
 
 
 def draw_determinism(rows: pd.DataFrame) -> Figure:
     """Latency of each variant; below, relative to the faster atomics; last, the share of outputs whose bits change."""
-    figure, axes = _grid(rows, 3, "Price of determinism")
-    for column, (workload, mine) in enumerate(_by_workload(rows)):
+    workloads, figure, axes = _columns(rows, 3)
+    for workload, (above, middle, below) in zip(workloads, axes.T, strict=True):
+        mine = rows[rows["workload"] == workload]
         latency = _wide(mine, "latency")
-        _fill(axes[0, column], latency)
+        _fill(above, latency)
         atomics = [line for name, line in latency.items() if name.startswith("atomics")]
         if atomics:
             faster = pd.concat(atomics, axis=1).min(axis=1)
             prices = {n: (line / faster).dropna() for n, line in latency.items() if not n.startswith("atomics")}
-            _fill(axes[1, column], prices, log=False)
-        axes[1, column].axhline(1.0, color="0.3", linewidth=0.8)
+            _fill(middle, prices, log=False)
+        middle.axhline(1.0, color="0.3", linewidth=0.8)
         alone = _wide(mine, "outputs_differing_from_row_alone")
         runs = _wide(mine, "outputs_differing_between_runs")
         changes = {**alone, **{f"{name}{BETWEEN_RUNS}": line for name, line in runs.items()}}
-        _fill(axes[2, column], changes, dashed=BETWEEN_RUNS, log=False)
-        axes[0, column].set_title(workload)
-    _label(
-        axes,
-        "latency (µs)",
-        "relative to the\nfaster atomics",
-        "share of outputs that change\nwith the batch / between runs",
-    )
-    return _finish(figure, axes)
+        _fill(below, changes, dashed=BETWEEN_RUNS, log=False)
+    labels = "relative to the\nfaster atomics", "share of outputs that change\nwith the batch / between runs"
+    return _finish(figure, axes, "Price of determinism", rows, "latency (µs)", *labels)
 
 
-def _by_workload(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(name, rows[rows["workload"] == name]) for name in dict.fromkeys(rows["workload"])]
+def _columns(rows: pd.DataFrame, depth: int) -> tuple[list[str], Figure, Any]:
+    """The workloads, and a figure with a column of `depth` axes for each."""
+    workloads = list(dict.fromkeys(rows["workload"]))
+    width = max(style.PANEL_WIDTH * len(workloads), 4.2) + 0.6
+    figure, axes = style.grid(depth, len(workloads), width, depth * style.PANEL_HEIGHT + 1.2)
+    for axis, workload in zip(axes[0], workloads, strict=True):
+        axis.set_title(workload)
+    return workloads, figure, axes
+
+
+def _ratio(lines: Lines, over: str, under: str, what: str = "") -> Lines:
+    """Legend -> the line `over` divided by the line `under`; nothing where one of them was not measured."""
+    if over not in lines or under not in lines:
+        return {}
+    return {f"{what}{over} / {under}": (lines[over] / lines[under]).dropna()}
 
 
 def _wide(rows: pd.DataFrame, metric: str) -> dict[str, pd.Series]:
@@ -87,47 +89,29 @@ def _wide(rows: pd.DataFrame, metric: str) -> dict[str, pd.Series]:
     return lines
 
 
-def _grid(rows: pd.DataFrame, depth: int, title: str) -> tuple[Figure, Any]:
-    count = len(_by_workload(rows))
-    figure, axes = plt.subplots(
-        depth, count, figsize=(max(style.PANEL_WIDTH * count, 4.2) + 0.6, depth * style.PANEL_HEIGHT + 1.2),
-        sharex=True, sharey="row", squeeze=False, layout="constrained",
-    )  # fmt: skip
-    figure.suptitle(f"{title}\nmeasured: {described(rows)}", fontsize=8.5)
-    return figure, axes
-
-
 def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True) -> None:
     """Every line in its own colour and marker; those with `dashed` in their legend dashed and hollow."""
     for name, line in lines.items():
         place, marker = LOOKS[name.removesuffix(BETWEEN_RUNS)]
-        colour = sns.color_palette("colorblind")[place]
+        colour = style.PALETTE[place]
         looks: dict[str, Any] = {"linestyle": "-"}
         if dashed and dashed in name:
             looks = {"linestyle": "--", "markerfacecolor": "white"}
         axis.plot(line.index.astype(float), line.astype(float), color=colour, marker=marker, label=name, **looks)
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(style.PLAIN)
+    style.log_x(axis)
     if log:
         style.log_y(axis)
-    axis.tick_params(which="minor", length=0)
 
 
-def _label(axes: Any, *labels: str) -> None:
+def _finish(figure: Figure, axes: Any, title: str, rows: pd.DataFrame, *labels: str) -> Figure:
+    """Title, a label for each row of axes, and a legend of everything that is drawn, each entry once."""
     for line, label in zip(axes, labels, strict=True):
         line[0].set_ylabel(label)
     for axis in axes[-1]:
         axis.set_xlabel("batch size")
-
-
-def _finish(figure: Figure, axes: Any) -> Figure:
-    """A legend of everything that is drawn, each entry once."""
     entries: dict[str, Any] = {}
-    for line in axes:
-        for axis in line:
-            handles, names = axis.get_legend_handles_labels()
-            entries.update(zip(names, handles, strict=True))
-    figure.legend(
-        list(entries.values()), list(entries), loc="outside lower center", ncols=min(4, len(entries)), frameon=False
-    )
+    for axis in axes.flat:
+        handles, names = axis.get_legend_handles_labels()
+        entries.update(zip(names, handles, strict=True))
+    style.caption(figure, title, described(rows), list(entries.values()), min(4, len(entries)))
     return figure

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 
 from experiments.claims.paper import FIGURE_FILES, read_figure
-from punica.measure.records import COLUMNS, TIMERS, read_rows
+from punica.measure.records import COLUMNS, TIMERS, Row, read_rows
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """`rows` as a frame with the columns of `Row`, also when there are none."""
+    return pd.DataFrame([asdict(row) for row in rows], columns=list(COLUMNS))
+
+
+def distinct(rows: pd.DataFrame, column: str) -> list[str]:
+    """The different texts of a column, sorted, without the empty one."""
+    return sorted(set(rows[column].dropna().astype(str)) - {""})
 
 
 def measured_frame(path: Path) -> pd.DataFrame:
     """All measured rows of `path`; of several timers only the first of `TIMERS` that is there."""
-    frame = pd.DataFrame([asdict(row) for row in read_rows(path)], columns=list(COLUMNS))
+    frame = frame_of(read_rows(path))
     for timer in TIMERS:
         if (frame["timer"] == timer).any():
             return frame[frame["timer"].isin([timer, ""])].reset_index(drop=True)
@@ -44,6 +55,5 @@ def interval(frame: pd.DataFrame, x: str) -> pd.DataFrame:
 
 def described(rows: pd.DataFrame) -> str:
     """What was measured on, for titles: `AMD EPYC, 2 cores` or the GPU, with the timer and the scale."""
-    devices = ", ".join(sorted(set(rows["device"])))
-    timers = ", ".join(sorted(set(rows["timer"]) - {""}))
-    return f"{devices}; {timers}; scale={', '.join(sorted(set(rows['scale'])))}"
+    devices, timers, scales = (", ".join(distinct(rows, name)) for name in ("device", "timer", "scale"))
+    return f"{devices}; {timers}; scale={scales}"

@@ -27,10 +27,7 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     rows, paper = rows[rows["metric"] == spec.metric], paper[paper["metric"] == spec.metric]
     names = list(dict.fromkeys(rows[spec.panel])) if spec.panel else [""]
     width = max(style.PANEL_WIDTH * len(names), 4.2, 1.15 * rows[spec.line].nunique()) + 0.6  # room for the legend
-    figure, axes = plt.subplots(
-        2, len(names), figsize=(width, 2 * style.PANEL_HEIGHT + 1.0), sharex=True, sharey="row", squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
+    figure, axes = style.grid(2, len(names), width, 2 * style.PANEL_HEIGHT + 1.0)
     for column, name in enumerate(names):
         mine = rows[rows[spec.panel] == name] if spec.panel else rows
         theirs = paper[paper[spec.panel] == name] if spec.panel else paper
@@ -45,15 +42,13 @@ def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spe
     """Draw every line of one panel: absolute values into `above`, relative ones into `below`."""
     for name in dict.fromkeys(mine[spec.line]):
         pair = mine[mine[spec.line] == name], theirs[theirs[spec.line] == name]
-        _line(above, *pair, spec.x, name, relative=False)
-        _line(below, *pair, spec.x, name, relative=True)
+        for axis in (above, below):
+            _line(axis, *pair, spec.x, name, relative=axis is below)
     for axis in (above, below):
-        axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(style.PLAIN)
         axis.yaxis.set_major_formatter(style.PLAIN)
         axis.yaxis.set_minor_formatter(plt.FuncFormatter(partial(_minor_label, axis)))
-        axis.tick_params(which="minor", length=0)
+        style.log_x(axis)
     below.set_xlabel(spec.x_label)
 
 
@@ -73,9 +68,14 @@ def _line(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, x: str, name: st
         divisor = ys[0] if relative else 1.0
         axis.plot(xs, [y / divisor for y in ys], markevery=_marked(xs), **look)
         if frame is not theirs:
-            band = interval(mine, x)
-            low, high = band["p10"].astype(float) / divisor, band["p90"].astype(float) / divisor
-            axis.fill_between(band[x].astype(float), low, high, color=style.look(name)[0], alpha=0.15, linewidth=0)
+            band(axis, mine, x, style.look(name)[0], divisor)
+
+
+def band(axis: Axes, mine: pd.DataFrame, x: str, colour: Any, divisor: float = 1.0) -> None:
+    """Shade p10 to p90 over column `x`, divided by `divisor`."""
+    found = interval(mine, x).astype(float)
+    low, high = found["p10"] / divisor, found["p90"] / divisor
+    axis.fill_between(found[x], low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _marked(xs: Sequence[float]) -> list[int]:
@@ -98,8 +98,5 @@ def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, 
         known = (paper[line] == name).any()
         grey: dict[str, Any] = style.paper_style(name) if known else {"linestyle": ""}
         handles.append(Line2D([], [], label=style.PAPER_LABEL if known else "not in the paper", **grey))
-    figure.suptitle(f"{title}\nmeasured: {described(rows)}; band p10-p90", fontsize=8.5)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles) // 2, frameon=False, handlelength=2.6,
-        columnspacing=1.4,
-    )  # fmt: skip
+    measured = f"{described(rows)}; band p10-p90"
+    style.caption(figure, title, measured, handles, len(handles) // 2, handlelength=2.6, columnspacing=1.4)

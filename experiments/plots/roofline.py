@@ -61,4 +61,4 @@ def _roof(axis: Axes, frame: pd.DataFrame, colour: str, name: str, dash: str) ->
     xs = np.geomspace(0.3, 600, 200)
     axis.plot(xs, np.minimum(slope * xs, flat), color=colour, linestyle=dash, linewidth=1.0, zorder=1)
     text = f"{name}: {slope / 1e9:,.0f} GB/s, {flat / 1e12:.3g} TFLOP/s"
-    axis.annotate(text, (600, flat), xytext=(0, 4), textcoords="offset points", ha="right", fontsize=7, color=colour)
+    style.note(axis, text, 600, flat, lift=4, ha="right", fontsize=7, color=colour)

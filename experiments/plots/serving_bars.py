@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,21 +24,13 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame, title: str) -> Figure:
     """One column of axes per panel (model): throughput above, throughput relative to Punica's below."""
     rows, paper = centre(rows[rows["metric"] == "throughput"]), paper[paper["metric"] == "throughput"]
     panels, systems = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["system"]))
-    figure, axes = plt.subplots(
-        2,
-        len(panels),
-        figsize=(7.2 * len(panels), 5.0),
-        sharex="col",
-        sharey="row",
-        squeeze=False,
-        layout="constrained",
-    )
+    figure, axes = style.grid(2, len(panels), 7.2 * len(panels), 5.0, sharex="col")
     for column, panel in enumerate(panels):
         mine, theirs = rows[rows["panel"] == panel], paper[paper["panel"] == panel]
         workloads = list(dict.fromkeys(mine["workload"]))
         for axis, relative in zip(axes[:, column], (False, True), strict=True):
-            _bars(axis, by_cell(mine, relative), systems, workloads, relative)
-            _paper_bars(axis, paper_cells(theirs, relative), systems, workloads, relative)
+            for frame, paper_bar in ((mine, False), (under_our_names(theirs), True)):
+                _bars(axis, relative_to_punica(frame) if relative else frame, systems, workloads, relative, paper_bar)
             axis.set_yscale("log")
             axis.set_xticks(range(len(workloads)), workloads)
             axis.grid(axis="x", visible=False)
@@ -55,23 +44,15 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def by_cell(frame: pd.DataFrame, relative: bool) -> dict[tuple[str, str], float]:
-    """Throughput by (system, workload); `relative` divides by Punica's on that workload and drops what has none."""
-    cells = zip(frame["system"], frame["workload"], frame["value"], strict=True)
-    values = {(str(system), str(workload)): float(value) for system, workload, value in cells}
-    if not relative:
-        return values
-    return {
-        (system, workload): value / values[REFERENCE, workload]
-        for (system, workload), value in values.items()
-        if (REFERENCE, workload) in values
-    }
+def relative_to_punica(frame: pd.DataFrame) -> pd.DataFrame:
+    """Values divided by Punica's on the same workload, without the workloads that Punica did not serve."""
+    reference = frame[frame["system"] == REFERENCE].set_index("workload")["value"]
+    return frame.assign(value=frame["value"] / frame["workload"].map(reference)).dropna(subset=["value"])
 
 
-def paper_cells(frame: pd.DataFrame, relative: bool) -> dict[tuple[str, str], float]:
-    """The same of the paper, under our names."""
-    known = frame[frame["system"].isin(list(SYSTEMS))]
-    return by_cell(known.assign(system=known["system"].map(SYSTEMS)), relative)
+def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
+    """The paper's rows of the systems that one of ours stands for, under its name."""
+    return paper.assign(system=paper["system"].map(SYSTEMS)).dropna(subset=["system"])
 
 
 def _colour(system: str) -> tuple[float, float, float]:
@@ -90,39 +71,21 @@ def _place(systems: list[str], system: str, group: int) -> tuple[float, float]:
 
 
 def _bars(
-    axis: Axes, cells: dict[tuple[str, str], float], systems: list[str], workloads: list[str], relative: bool
+    axis: Axes, cells: pd.DataFrame, systems: list[str], workloads: list[str], relative: bool, paper: bool
 ) -> None:
-    for (system, workload), value in cells.items():
+    """One bar with its value per row of `cells`; the `paper`'s to the right of those that were measured."""
+    for system, workload, value in zip(cells["system"], cells["workload"], cells["value"].astype(float), strict=True):
+        if system not in systems or workload not in workloads:
+            continue
         left, width = _place(systems, system, workloads.index(workload))
-        axis.bar(left, value, 0.9 * width, align="edge", color=_colour(system), zorder=3)
-        _label(axis, left + 0.45 * width, value, relative)
+        left += width if paper else 0.0
+        look = {**_PAPER, "zorder": 2} if paper else {"color": _colour(system), "zorder": 3}
+        axis.bar(left, value, 0.9 * width, align="edge", **look)
+        text, colour = f"{value:.{2 if relative else 0}f}", style.PAPER_GREY if paper else "0.2"
+        style.note(axis, text, left + 0.45 * width, value, va="bottom", rotation=90, fontsize=5.5, color=colour)
 
 
-def _paper_bars(
-    axis: Axes, cells: dict[tuple[str, str], float], systems: list[str], workloads: list[str], relative: bool
-) -> None:
-    for (system, workload), value in cells.items():
-        if system in systems and workload in workloads:
-            left, width = _place(systems, system, workloads.index(workload))
-            axis.bar(left + width, value, 0.9 * width, align="edge", zorder=2, **_PAPER)
-            _label(axis, left + 1.45 * width, value, relative, style.PAPER_GREY)
-
-
-_PAPER: dict[str, Any] = {
-    "facecolor": "white",
-    "edgecolor": style.PAPER_GREY,
-    "linestyle": "--",
-    "linewidth": 0.8,
-    "hatch": "////",
-}
-
-
-def _label(axis: Axes, x: float, value: float, relative: bool, colour: str = "0.2") -> None:
-    text = f"{value:.2f}" if relative else f"{value:.0f}"
-    axis.annotate(
-        text, (x, value), xytext=(0, 2), textcoords="offset points", ha="center", va="bottom", rotation=90,
-        fontsize=5.5, color=colour,
-    )  # fmt: skip
+_PAPER = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}
 
 
 def _finish(figure: Figure, title: str, rows: pd.DataFrame, systems: list[str]) -> None:
@@ -132,5 +95,5 @@ def _finish(figure: Figure, title: str, rows: pd.DataFrame, systems: list[str]) 
     ]
     handles.append(Patch(label=style.PAPER_LABEL, **_PAPER))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
-    figure.suptitle(f"{title}, at most {limit} requests per batch\nmeasured: {described(rows)}", fontsize=8.5)
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, columnspacing=1.4)
+    title = f"{title}, at most {limit} requests per batch"
+    style.caption(figure, title, described(rows), handles, 4, columnspacing=1.4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 PAPER_GREY = "0.55"
@@ -19,7 +21,7 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of
 PAPER_LABEL = "paper, A100"
 PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
 
-_PALETTE = sns.color_palette("colorblind")
+PALETTE = sns.color_palette("colorblind")
 # the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
@@ -37,7 +39,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
 _COLOURS = ((0, 3, 1, 2, 4, 5, 9), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
 _MARKERS = "osD^vPX"
 _KNOWN = {
-    name: (_PALETTE[_COLOURS[g][i]], _MARKERS[i])
+    name: (PALETTE[_COLOURS[g][i]], _MARKERS[i])
     for g, group in enumerate(_GROUPS)
     for i, names in enumerate(group)
     for name in names
@@ -49,7 +51,7 @@ def look(name: str) -> tuple[tuple[float, float, float], str]:
     if name in _KNOWN:
         return _KNOWN[name]
     position = sum(name.encode())
-    return _PALETTE[position % len(_PALETTE)], _MARKERS[position % len(_MARKERS)]
+    return PALETTE[position % len(PALETTE)], _MARKERS[position % len(_MARKERS)]
 
 
 @contextmanager
@@ -66,6 +68,32 @@ def themed() -> Iterator[None]:
             }
         )  # fmt: skip
         yield
+
+
+def grid(depth: int, columns: int, width: float, height: float, sharex: bool | str = True) -> tuple[Figure, Any]:
+    """A figure of `width` by `height` inches with `depth` rows of axes, each of one vertical scale."""
+    return plt.subplots(
+        depth, columns, figsize=(width, height), sharex=sharex, sharey="row", squeeze=False, layout="constrained"
+    )
+
+
+def caption(figure: Figure, title: str, measured: str, handles: Sequence[Artist], ncols: int, **spacing: float) -> None:
+    """The title with what was `measured` below it, and one legend under all axes."""
+    figure.suptitle(f"{title}\nmeasured: {measured}", fontsize=8.5)
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=ncols, frameon=False, **spacing)
+
+
+def note(axis: Axes, text: str, x: float, y: float, lift: float = 2, **looks: Any) -> None:
+    """`text` in small letters, `lift` points above the place (x, y), centred unless `looks` says else."""
+    looks = {"ha": "center", "fontsize": 6.5, **looks}
+    axis.annotate(text, (x, y), xytext=(0, lift), textcoords="offset points", **looks)
+
+
+def log_x(axis: Axes) -> None:
+    """A horizontal axis of powers of two, labelled in plain numbers."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(PLAIN)
+    axis.tick_params(which="minor", length=0)
 
 
 def log_y(axis: Axes) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from experiments.commands.compare import (
     COLUMNS,
-    Pair,
     compare,
     direction,
     join,
@@ -18,6 +17,7 @@ from experiments.commands.compare import (
     meaning,
 )
 from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.plots.frames import frame_of
 from punica.measure.records import Row, RowsError, write_rows
 
 BASE = Row(
@@ -40,6 +40,11 @@ def rows(factor=1.0, **changes):
 def stored(folder, name, content):
     write_rows(folder / f"{name}.csv", content)
     return folder
+
+
+def joined(a, b):
+    """The pairs of two lists of rows, as tuples that name their columns."""
+    return list(join(frame_of(a), frame_of(b)).itertuples())
 
 
 def printed(capsys, *words):
@@ -80,7 +85,7 @@ def test_the_unit_says_which_way_is_better(unit, better):
         (0.8, "higher", "B 1.25x worse"),
         (1.004, "lower", "same"),
         (3.0, "", ""),
-        (None, "lower", ""),
+        (float("nan"), "lower", ""),
     ],
 )
 def test_what_a_ratio_means(ratio, better, text):
@@ -94,8 +99,8 @@ def test_only_equal_quantities_meet():
         replace(BASE, seq_len=1), replace(BASE, metric="throughput"), replace(BASE, statistic="value"),
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"no row in common: a has figure 8.*b has figure 8, 9.*Loop"):
-        join([BASE], other)
-    (pair,) = join([BASE], [*other, replace(BASE, hardware="a100-80g", value=25.0)])
+        joined([BASE], other)
+    (pair,) = joined([BASE], [*other, replace(BASE, hardware="a100-80g", value=25.0)])
     assert pair.ratio == 2.5
 
 
@@ -103,26 +108,28 @@ def test_timers_meet_their_like_and_else_the_preferred_one():
     clock, graph = (
         replace(BASE, timer=timer, value=value) for timer, value in (("host_clock", 30.0), ("cuda_graph", 10.0))
     )
-    pairs = join([clock, graph], [replace(graph, value=20.0), replace(clock, value=15.0)])
-    assert [(pair.a.timer, pair.b.timer, pair.ratio) for pair in pairs] == [
+    pairs = joined([clock, graph], [replace(graph, value=20.0), replace(clock, value=15.0)])
+    assert [(pair.timer_a, pair.timer_b, pair.ratio) for pair in pairs] == [
         ("host_clock", "host_clock", 0.5),
         ("cuda_graph", "cuda_graph", 2.0),
     ]
-    (pair,) = join([clock], [graph, replace(BASE, timer="events")])
-    assert (pair.a.timer, pair.b.timer) == ("host_clock", "cuda_graph")
+    (pair,) = joined([clock], [graph, replace(BASE, timer="events")])
+    assert (pair.timer_a, pair.timer_b) == ("host_clock", "cuda_graph")
 
 
 @pytest.mark.parametrize(("a", "b"), [(0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("inf")), (-1.0, 1.0)])
 def test_what_cannot_be_divided_has_no_ratio_and_is_left_out_of_the_mean(a, b):
-    odd = Pair(replace(BASE, value=a), replace(BASE, value=b))
-    assert odd.ratio is None
-    assert mean_text([odd]) == "no row has a ratio"
-    assert mean_text([odd, Pair(BASE, replace(BASE, value=40.0))]).startswith("4.000 over 1 of 2 rows")
+    mine, theirs = (frame_of([replace(BASE, value=value), replace(BASE, batch_size=2)]) for value in (a, b))
+    theirs["value"] *= [1.0, 4.0]
+    pairs = join(mine, theirs)
+    assert pairs["ratio"].isna().tolist() == [True, False]
+    assert mean_text(pairs[:1]) == "no row has a ratio"
+    assert mean_text(pairs).startswith("4.000 over 1 of 2 rows")
 
 
 def test_different_units_are_refused():
     with pytest.raises(ConfigError, match=r"latency of figure 8 is in us in a and in ms in b"):
-        join([BASE], [replace(BASE, unit="ms")])
+        joined([BASE], [replace(BASE, unit="ms")])
 
 
 def test_a_file_a_folder_and_the_folder_above_rows_are_all_taken(tmp_path):
@@ -140,7 +147,7 @@ def test_out_is_a_table_and_never_replaces_rows(tmp_path, capsys):
     printed(capsys, *words, f"out={target}")
     with target.open(newline="") as stream:
         found = list(csv.DictReader(stream))
-    assert tuple(found[0]) == COLUMNS
+    assert list(found[0]) == COLUMNS
     assert [(line["batch_size"], line["seq_len"], line["ratio"], line["better"]) for line in found] == [
         (batch, "", "1.0", "lower") for batch in ("1", "8", "64")
     ]
