@@ -58,7 +58,7 @@ def shrink(
         TypeError: dtypes that may not be combined. ValueError: shapes, devices, slots, ranks or scale out of range.
         Nothing is written before all checks passed.
     """
-    call = _shrink_call(x, lora_a_stacked, y, batch, lora_ranks)
+    call = _prepared(x, lora_a_stacked, y, batch, lora_ranks, rank_dim=-2)
     check_scale(STEP.scale, scale)
     _shrink(call, x, y, scale, accumulate)
 
@@ -88,7 +88,8 @@ def expand(
 
     Raises: as `shrink`; ``ValueError`` also when the slices do not fit the columns of the output.
     """
-    _expand(_expand_call(x, lora_b_stacked, y, batch, offset_start, lora_ranks), x, y, add_inputs)
+    call = _prepared(x, lora_b_stacked, y, batch, lora_ranks, rank_dim=-1, offset=offset_start)
+    _expand(call, x, y, add_inputs)
 
 
 def linear(
@@ -118,8 +119,8 @@ def linear(
     if buffer is None:
         shape = (len(lora_b_stacked), x.shape[0], lora_b_stacked[0].shape[-1])
         buffer = torch.empty(shape, dtype=torch.float32, device=x.device)
-    first = _shrink_call(x, lora_a_stacked, buffer, batch, lora_ranks)
-    second = _expand_call(buffer, lora_b_stacked, y, batch, 0, lora_ranks)
+    first = _prepared(x, lora_a_stacked, buffer, batch, lora_ranks, rank_dim=-2)
+    second = _prepared(buffer, lora_b_stacked, y, batch, lora_ranks, rank_dim=-1)
     check_scale(STEP.scale, scale)
     _shrink(first, x, buffer, scale, False)
     _expand(second, buffer, y, add_inputs)
@@ -130,36 +131,33 @@ def _kept(calls: dict[int, PreparedCall], weights: Sequence[Tensor]) -> Prepared
     return calls.get(id(weights[0])) if isinstance(weights, (tuple, list)) and weights else None
 
 
-def _shrink_call(
-    x: Tensor, weights: Sequence[Tensor], y: Tensor, batch: LoRABatch, lora_ranks: Tensor | None
+def _prepared(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    y: Tensor,
+    batch: LoRABatch,
+    lora_ranks: Tensor | None,
+    *,
+    rank_dim: int,
+    offset: int = 0,
 ) -> PreparedCall:
-    """The products of a shrink: those of the last such call on this step, or the operands checked and cut."""
-    plan = batch.plan
-    call = _kept(plan.shrinks, weights)
-    if call is not None and call.repeats(x, weights, y, 0, lora_ranks):
+    """The products of a shrink (``rank_dim`` -2) or an expand (-1): those of the last such call on this step, or the
+    operands checked and cut.
+    """
+    plan, shrinks = batch.plan, rank_dim == -2
+    call = _kept(plan.shrinks if shrinks else plan.expands, weights)
+    if call is not None and call.repeats(x, weights, y, offset, lora_ranks):
         return call
-    a = describe_weights(STEP.a, weights, -2, WITH_DOUBLE)
-    check_input(STEP.input, x, a, STEP.a)
-    check_low_rank(STEP.output, y, a, x.shape[0], WITH_DOUBLE)
-    batch.check_rows(x.shape[0])
-    check_ranks(lora_ranks, a)
-    return prepare(plan, x, weights, y, lora_ranks, rank_dim=-2)
-
-
-def _expand_call(
-    x: Tensor, weights: Sequence[Tensor], y: Tensor, batch: LoRABatch, offset_start: int, lora_ranks: Tensor | None
-) -> PreparedCall:
-    """As `_shrink_call`, for an expand."""
-    plan = batch.plan
-    call = _kept(plan.expands, weights)
-    if call is not None and call.repeats(x, weights, y, offset_start, lora_ranks):
-        return call
-    b = describe_weights(STEP.b, weights, -1, WITH_DOUBLE)
-    check_output(STEP.output, y, b, offset_start, WITH_DOUBLE)
-    check_low_rank(STEP.input, x, b, y.shape[0], (torch.float32, b.dtype))
-    batch.check_rows(y.shape[0])
-    check_ranks(lora_ranks, b)
-    return prepare(plan, x, weights, y, lora_ranks, rank_dim=-1, offset=offset_start)
+    form = describe_weights(STEP.a if shrinks else STEP.b, weights, rank_dim, WITH_DOUBLE)
+    if shrinks:
+        check_input(STEP.input, x, form, STEP.a)
+        check_low_rank(STEP.output, y, form, x.shape[0], WITH_DOUBLE)
+    else:
+        check_output(STEP.output, y, form, offset, WITH_DOUBLE)
+        check_low_rank(STEP.input, x, form, y.shape[0], (torch.float32, form.dtype))
+    batch.check_rows(x.shape[-2])
+    check_ranks(lora_ranks, form)
+    return prepare(plan, x, weights, y, lora_ranks, rank_dim=rank_dim, offset=offset)
 
 
 def _shrink(call: PreparedCall, x: Tensor, y: Tensor, scale: float, accumulate: bool) -> None:
