@@ -20,22 +20,3 @@ from punica.adapters.synthetic import random_adapter, random_adapter_tensors, wr
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
 from punica.adapters.wrap import is_in_target_modules
 from punica.adapters.write import CopyHandle, LayerSlotWriter, SlotWriter
-
-__all__ = [
-    "CopyHandle",
-    "LRUCache",
-    "LayerSlotWriter",
-    "LoRALayerWeights",
-    "LoRAModel",
-    "LoRAModelManager",
-    "LoRARequest",
-    "PEFTHelper",
-    "PackedLoRALayerWeights",
-    "SlotWriter",
-    "is_in_target_modules",
-    "parse_fine_tuned_lora_name",
-    "random_adapter",
-    "random_adapter_tensors",
-    "resolve_adapter_path",
-    "write_random_adapter",
-]

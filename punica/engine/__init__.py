@@ -16,12 +16,3 @@ from punica.engine.config import EngineConfig
 from punica.engine.engine import Engine
 from punica.engine.output import StepOutput, StepStatistics
 from punica.scheduling import ADMISSION_RULES, Request
-
-__all__ = [
-    "ADMISSION_RULES",
-    "Engine",
-    "EngineConfig",
-    "Request",
-    "StepOutput",
-    "StepStatistics",
-]

@@ -37,29 +37,3 @@ from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.selection import LORA_CLASSES, from_layer, from_layer_logits_processor
 from punica.layers.utils import register_layer_class, resolve_layer_class
 from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
-
-__all__ = [
-    "LORA_CLASSES",
-    "BaseLayerWithLoRA",
-    "BaseLinearLayerWithLoRA",
-    "ColumnParallelLinearWithLoRA",
-    "ColumnParallelLinearWithShardedLoRA",
-    "LogitsProcessorWithLoRA",
-    "MergedColumnParallelLinearVariableSliceWithLoRA",
-    "MergedColumnParallelLinearWithLoRA",
-    "MergedColumnParallelLinearWithShardedLoRA",
-    "MergedQKVParallelLinearWithLoRA",
-    "MergedQKVParallelLinearWithShardedLoRA",
-    "QKVParallelLinearWithLoRA",
-    "QKVParallelLinearWithShardedLoRA",
-    "ReplicatedLinearWithLoRA",
-    "RowParallelLinearWithLoRA",
-    "RowParallelLinearWithShardedLoRA",
-    "SlotPart",
-    "VocabParallelEmbeddingWithLoRA",
-    "expand_groups",
-    "from_layer",
-    "from_layer_logits_processor",
-    "register_layer_class",
-    "resolve_layer_class",
-]

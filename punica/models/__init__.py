@@ -8,5 +8,3 @@ A model knows no cache and no batch: it asks an :class:`Attention`, which the en
 """
 
 from punica.models.llama import Attention, LlamaForCausalLM
-
-__all__ = ["Attention", "LlamaForCausalLM"]

@@ -36,31 +36,3 @@ from punica.parallel.linear import (
     UnquantizedLinearMethod,
 )
 from punica.parallel.logits import LogitsProcessor
-
-__all__ = [
-    "ColumnParallelLinear",
-    "LinearBase",
-    "LogitsProcessor",
-    "MergedColumnParallelLinear",
-    "ParallelLMHead",
-    "QKVParallelLinear",
-    "ReplicatedLinear",
-    "RowParallelLinear",
-    "SingleProcessGroup",
-    "TensorParallelGroup",
-    "TorchDistGroup",
-    "UnquantizedLinearMethod",
-    "VocabParallelEmbedding",
-    "VocabShardIndices",
-    "divide",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-    "init_tensor_parallel",
-    "set_tensor_parallel_group",
-    "spawn_tensor_parallel",
-    "split_tensor_along_last_dim",
-    "tensor_model_parallel_all_gather",
-    "tensor_model_parallel_all_reduce",
-    "tensor_model_parallel_gather",
-    "tensor_parallel",
-]

@@ -15,17 +15,3 @@ from punica.scheduling.block_manager import BlockManager
 from punica.scheduling.layout import ADAPTER_INDEX_RULES, Span, StepLayout, lay_out
 from punica.scheduling.request import Request, RequestStatus
 from punica.scheduling.scheduler import Scheduler, StepPlan
-
-__all__ = [
-    "ADAPTER_INDEX_RULES",
-    "ADMISSION_RULES",
-    "AdmissionRule",
-    "BlockManager",
-    "Request",
-    "RequestStatus",
-    "Scheduler",
-    "Span",
-    "StepLayout",
-    "StepPlan",
-    "lay_out",
-]

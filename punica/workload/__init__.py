@@ -23,27 +23,3 @@ from punica.workload.arrivals import (
 from punica.workload.lengths import RequestLengths, released_lengths, scaled_lengths, stated_lengths
 from punica.workload.popularity import PAPER_WORKLOADS, RELEASED_SEED, WORKLOADS, Popularity, popularity, zipf
 from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
-
-__all__ = [
-    "MAX_BATCH",
-    "PAPER_WORKLOADS",
-    "RELEASED_SEED",
-    "WORKLOADS",
-    "Popularity",
-    "RateProfile",
-    "Replay",
-    "RequestLengths",
-    "independent_seeds",
-    "plotted_rate",
-    "poisson_arrivals",
-    "popularity",
-    "profile_arrivals",
-    "released_lengths",
-    "released_rate",
-    "replay_continuous",
-    "replay_one_adapter",
-    "replay_static",
-    "scaled_lengths",
-    "stated_lengths",
-    "zipf",
-]
