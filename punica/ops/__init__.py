@@ -6,8 +6,6 @@ kernels are imported on first use of ``lora_shrink`` or ``lora_expand``, so the 
 ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -14,8 +14,6 @@ Shapes: ``y [T, h2]``, ``x [T, h1]``, ``a [L, r, h1]``, ``b [L, h2, r]``, one dt
 adapter. These are comparisons: arguments are trusted, and nothing here is tuned beyond what the paper describes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

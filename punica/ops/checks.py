@@ -6,8 +6,6 @@ reads a device, so an operator that calls them first is left unchanged by bad in
 dtypes and devices alone, so an operator calls them once per combination of those.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

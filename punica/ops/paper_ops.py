@@ -4,8 +4,6 @@
 `punica.ops.torch_ops` both offer them, with the same arguments, meaning and errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

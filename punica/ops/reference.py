@@ -12,8 +12,6 @@ as soon as one tensor is float64), round once into the dtype of the output, writ
 run on every torch device; on ``meta`` they only check. Speed is the business of `punica.ops.torch_ops`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

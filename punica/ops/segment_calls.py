@@ -10,8 +10,6 @@ ranks are values, so each call compares them. A weight tensor that gets other me
 its address; one whose shape is changed over the same memory (``w.t_()``) is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

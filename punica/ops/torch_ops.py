@@ -8,8 +8,6 @@ How a product is computed depends on the layout of the rows (`punica.metadata.Se
 (`punica.ops.segment_gemm`). Weights are never gathered: a run of segments multiplies a view of the stack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`PunicaWrapperCPU`: the wrapper on plain torch, on any device; products as in `punica.ops.torch_ops`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

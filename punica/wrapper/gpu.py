@@ -1,7 +1,5 @@
 """`PunicaWrapperGPU`: the wrapper on the Triton kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

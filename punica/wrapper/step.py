@@ -1,7 +1,5 @@
 """`StepMetadata`: the step of a wrapper, described by adapter ids; the part of a wrapper that changes every step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

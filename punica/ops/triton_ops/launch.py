@@ -6,8 +6,6 @@ alone (a prefill of another length) share it. Per call remain the addresses, whi
 Triton's own, slower way is taken.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -10,8 +10,6 @@ Checks and choices depend only on the forms of the operands (shapes, strides, dt
 those of the weights once per set of weights, those of the activations once per shape.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import typing
