@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -27,10 +27,6 @@ from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
 from experiments.harness.schema import low
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -44,6 +40,7 @@ class Determinism(OperatorExperiment):
     """Latency and bits of each variant per popularity (the panels) and batch."""
 
     name, figure, order, conf = "ext_determinism", "ext determinism", 220, DeterminismConf
+    drawn_by = "extensions.draw_determinism"
 
     def points(self, cfg: Config) -> list[Point]:
         if cfg.hardware.device == "cpu":
@@ -80,11 +77,6 @@ class Determinism(OperatorExperiment):
             )
         ]
         return [*sampled("latency", samples, "us"), *facts]
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.extensions import draw_determinism
-
-        return draw_determinism(rows)
 
 
 EXPERIMENT = Determinism()

@@ -32,13 +32,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, PROJECTIONS, Operator, floor_us, stream_us
+import pandas as pd
+
+from experiments.benches import operator_shapes as shapes
+from experiments.benches.operator_shapes import PROJECTIONS, UP, Operator, decode
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
 from experiments.harness.source import fingerprint
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
-from punica.workload.popularity import PAPER_WORKLOADS, popularity
+from punica.workload.popularity import PAPER_WORKLOADS
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +51,6 @@ if TYPE_CHECKING:
 ANCHORS = Path(__file__).resolve().parents[1] / "paper_results" / "anchors.csv"
 TABLES = ("A", "ranks", "B", "C", "padding", "determinism")
 TOLERANCE = 1e-3
-UP = HIDDEN, (INTERMEDIATE,)
 Call = Callable[[int], None]
 
 
@@ -72,31 +74,26 @@ def lines(table: str) -> list[Line]:
         out.append(Line(label, operator, workload, {**named, "T": str(operator.tokens), "r": str(operator.rank)}))
 
     if table in ("A", "determinism"):
-        for tokens, pattern in itertools.product((1, 2, 4, 8, 16, 32, 48, 64), PAPER_WORKLOADS):
+        for tokens, pattern in shapes.DECODE_GRID:
             if tokens > 1 or pattern == "Distinct":
-                add(f"T={tokens} {pattern}", pattern, Operator(*UP, 16, rows(pattern, tokens)), "A", "op")
+                add(f"T={tokens} {pattern}", pattern, decode(UP, 16, pattern, tokens), "A", "op")
     if table == "ranks":
         for rank, pattern in itertools.product((8, 16, 20, 32, 64, 128), ("Distinct", "Identical")):
-            add(f"T=64 {pattern} r={rank}", pattern, Operator(*UP, rank, rows(pattern, 64)), "A", "op")
+            add(f"T=64 {pattern} r={rank}", pattern, decode(UP, rank, pattern, 64), "A", "op")
     if table in ("ranks", "padding"):
-        wide = Operator(*UP, 64, rows("Distinct", 64))
+        wide = decode(UP, 64, "Distinct", 64)
         for rank in (8, 16, 32, 64):
             add(f"T=64 Distinct all {rank} in 64", "Distinct", replace(wide, ranks=(rank,) * 64))
         add("T=64 Distinct 8,16,32,64 in 64", "Distinct", replace(wide, ranks=(8, 16, 32, 64) * 16))
         add("T=64 Distinct padded to 64", "Distinct", wide)
     if table == "B":
         for pattern, (name, projection) in itertools.product(PAPER_WORKLOADS, PROJECTIONS.items()):
-            add(f"{pattern} {name}", pattern, Operator(*projection, 16, rows(pattern, 32)), "B", name)
+            add(f"{pattern} {name}", pattern, decode(projection, 16, pattern, 32), "B", name)
     if table in ("C", "determinism"):
-        for tokens, adapters, rank in itertools.product((512, 2048, 8192), (1, 4, 16), (16, 64)):
-            operator = Operator(*PROJECTIONS["o"], rank, (tokens // adapters,) * adapters)
+        for tokens, adapters, rank in shapes.PREFILL_GRID:
+            operator = shapes.prefill(PROJECTIONS["o"], rank, adapters, tokens)
             add(f"T={tokens} {adapters} adapters r={rank}", f"{adapters}ad", operator, "C", "prefill")
     return out
-
-
-def rows(pattern: str, tokens: int) -> tuple[int, ...]:
-    """Rows of each adapter in a batch of `tokens`."""
-    return tuple(popularity(pattern).group_sizes(tokens))
 
 
 def anchors_of(line: Line, rows: list[dict[str, str]]) -> dict[str, float]:
@@ -120,7 +117,6 @@ def calls(sets: OperatorSets, table: str) -> dict[str, Call]:
     from punica.ops.triton_ops.lora_linear import lora_linear
 
     op, pdl = sets.operator, supports_pdl(sets.x.device)
-
     *tensors, count = sets.meta_args
 
     def ours(ranks: torch.Tensor | None = sets.lora_ranks, **options: Any) -> Call:
@@ -134,14 +130,12 @@ def calls(sets: OperatorSets, table: str) -> dict[str, Call]:
 
         # what atomics are for: K split further without planes to sum; the better of ours and a finer split counts
         finer = {**shrink, "split_k": min(16, 4 * shrink["split_k"]), "block_k": max(128, shrink["block_k"] // 4)}
-        variants = {}
-        for name, config in (("atomics", shrink), ("atomics, finer split", finer)):
-            run = prepare_lora_atomics(
-                sets.y[0], sets.x[0], sets.a[0], sets.b[0], sets.meta_args, config, expand, overlap=pdl
-            )
-            variants[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.a[i], sets.b[i])
         columns = {"punica": ours(), "no early shrink": normal, "batch invariant": ours(batch_invariant=True)}
-        return {**columns, **variants}
+        first = sets.y[0], sets.x[0], sets.a[0], sets.b[0]
+        for name, config in (("atomics", shrink), ("atomics, finer split", finer)):
+            run = prepare_lora_atomics(*first, sets.meta_args, config, expand, overlap=pdl)
+            columns[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.a[i], sets.b[i])
+        return columns
     columns = {"punica": ours(), "normal shrink": normal, "no overlap": ours(pdl=False)}
     if not op.ranks and table in ("A", "B"):
         table_of_ranks = torch.full((len(op.widths), len(op.sizes)), op.rank, dtype=torch.int32, device=sets.x.device)
@@ -211,7 +205,7 @@ def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
     text = [" | ".join(head)]
     ratios: dict[str, list[float]] = {"punica": [], "normal shrink": []}
     for line in found:
-        cells = [line.label, f"{floor_us(line.operator):.2f}", f"{stream_us(line.operator):.1f}"]
+        cells = [line.label, f"{shapes.floor_us(line.operator):.2f}", f"{shapes.stream_us(line.operator):.1f}"]
         cells += [f"{line.us[name]:.2f}" if name in line.us else "" for name in columns]
         best = best_existing(anchors_of(line, anchors))
         if best is not None:
@@ -225,17 +219,16 @@ def show(table: str, found: list[Line], anchors: list[dict[str, str]]) -> str:
         if all_of:
             mean, slowest = statistics.geometric_mean(all_of), min(all_of)
             text.append(f"best existing / {name}: geometric mean {mean:.2f}, lowest {slowest:.2f}, rows {len(all_of)}")
-    for name in ("torch_loop", "torch_gbmm"):
-        for line in found:
-            there = anchors_of(line, anchors).get(name)
-            if name in line.us and there and line.us[name]:
-                here = line.us[name]
-                text.append(f"{name} {line.label}: {here:.1f} us here, {there:.1f} in the anchors ({here / there:.3f})")
+    for name, line in itertools.product(("torch_loop", "torch_gbmm"), found):
+        here, there = line.us.get(name), anchors_of(line, anchors).get(name)
+        if here and there:
+            text.append(f"{name} {line.label}: {here:.1f} us here, {there:.1f} in the anchors ({here / there:.3f})")
     if table == "B":
-        for pattern in PAPER_WORKLOADS:
-            of_pattern = [line for line in found if line.workload == pattern]
-            sums = {name: sum(line.us[name] for line in of_pattern) for name in columns}
-            text.append(f"sum of one layer, {pattern}: " + ", ".join(f"{name} {us:.1f}" for name, us in sums.items()))
+        sums = pd.DataFrame([line.us for line in found]).groupby([line.workload for line in found]).sum()
+        for pattern, us in sums.loc[list(PAPER_WORKLOADS)].iterrows():
+            text.append(
+                f"sum of one layer, {pattern}: " + ", ".join(f"{name} {value:.1f}" for name, value in us.items())
+            )
     return "\n".join(text)
 
 
@@ -244,14 +237,14 @@ def rows_of(table: str, found: list[Line]) -> list[Row]:
     about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve(), "cuda")}
     about |= {"figure": "operator tables", "hardware": environment.hardware_slug(), "device": environment.device_name()}
     about |= {"unit": "us", "statistic": "median", "model": "", "seq_len": None}
+    by_graph = {"metric": "latency", "timer": "cuda_graph"}
+    by_host = {"metric": "host_latency", "timer": "host_clock", "system": "punica"}
     out = []
     for line in found:
         operator = {"batch_size": line.operator.tokens, "rank": line.operator.rank, "workload": line.workload}
+        cell = {"panel": f"{table}: {line.label}", **operator, **about}
         for name, us in line.us.items():
-            what = {"system": name, "metric": "latency", "timer": "cuda_graph"}
-            if name == "eager":
-                what = {"system": "punica", "metric": "host_latency", "timer": "host_clock"}
-            out.append(Row(panel=f"{table}: {line.label}", value=us, **operator, **what, **about))
+            out.append(Row(value=us, **cell, **(by_host if name == "eager" else {**by_graph, "system": name})))
     return out
 
 

@@ -17,23 +17,20 @@ Cost at scale=laptop: about half a minute on two cores, 1 GB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import cast
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
-from experiments.harness import Config, Point, Reading, by_cell, main, sampled
+from experiments.harness import Config, Point, Reading, main, sampled
 from punica.workload.popularity import popularity
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 class Padding(OperatorExperiment):
     """Latency and bytes of each system per popularity (the panels) and batch."""
 
     name, figure, order, conf = "ext_padding", "ext padding", 210, OperatorConf
+    differing, drawn_by = ("system", "rank"), "extensions.draw_padding"
     defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
 
     def points(self, cfg: Config) -> list[Point]:
@@ -46,9 +43,6 @@ class Padding(OperatorExperiment):
             for system in cfg.system.names
             for rank in (ranks if system == "uniform rank" else [max(ranks)])
         ]
-
-    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
-        return by_cell(points, "system", "rank")
 
     def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
         from experiments.benches import mixed_ranks, operators
@@ -75,11 +69,6 @@ class Padding(OperatorExperiment):
             Reading("bytes_read", own, "byte"),
             Reading("bytes_over_true_rank", own / true, "ratio"),
         ]
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.extensions import draw_padding
-
-        return draw_padding(rows)
 
 
 EXPERIMENT = Padding()

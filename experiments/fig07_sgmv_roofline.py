@@ -14,7 +14,7 @@ Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
@@ -22,15 +22,12 @@ from experiments.harness import Config, Point, Reading, main, sampled
 from punica.measure import roofline
 from punica.workload.popularity import popularity
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
 
 class Fig07(OperatorExperiment):
     """FLOP/s, intensity and latency of one expand launch per popularity and batch, and the roof above them."""
 
     name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
+    drawn_by = "roofline.draw_roofline"
 
     def points(self, cfg: Config) -> list[Point]:
         dtype = operator_conf(cfg).dtype.name
@@ -50,11 +47,6 @@ class Fig07(OperatorExperiment):
         figure = operator_conf(cfg)
         rows, rank = cast(int, point.batch_size), cast(int, point.rank)
         return _readings(rows, point.workload, rank, figure.h2, figure.dtype.bytes, samples)
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.roofline import draw_roofline
-
-        return draw_roofline(rows, paper)
 
 
 def _readings(rows: int, workload: str, rank: int, h2: int, element_bytes: int, samples: list[float]) -> list[Reading]:

@@ -37,9 +37,6 @@ from experiments.harness.source import source_of
 from punica.measure.records import read_rows
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from experiments.systems import Served, World
 
 RATIOS = "ratios"
@@ -64,7 +61,7 @@ class Fig11(Experiment):
         "model", "workload", "engine", "adapters.ranks", "adapters.alpha", "adapters.seed", "scale.requests",
         "scale.max_len", "scale.max_steps",
     )  # fmt: skip
-    clock = "host_clock"
+    clock, drawn_by = "host_clock", "serving_bars.draw_serving"
 
     def points(self, cfg: Config) -> list[Point]:
         _check_sizes(cfg)
@@ -103,12 +100,6 @@ class Fig11(Experiment):
         limits = Limits(engine.max_batch_size, cfg.scale.max_len, engine.block_size, engine.num_blocks)
         make = partial(World, cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
         return self.kept(key, make)
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.serving_bars import draw_serving
-
-        systems = rows[~rows["panel"].str.endswith(RATIOS)]
-        return draw_serving(systems, paper, "Figure 11: text generation")
 
 
 def readings(served: Served) -> list[Reading]:

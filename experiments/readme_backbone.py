@@ -11,11 +11,11 @@ Cost at scale=laptop: about half a minute on two cores, 0.5 GB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from itertools import product
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
-from experiments.harness import Config, Overlay, Point, by_cell, main
+from experiments.harness import Config, Overlay, Point, main
 
 BACKBONE = "backbone X@W"
 
@@ -25,6 +25,7 @@ class ReadmeBackbone(OperatorExperiment):
 
     name, figure, order, conf = "readme_backbone", "README backbone-vs-sgmv", 40, OperatorConf
     overlay = Overlay("README: backbone X@W and LoRA", metric="latency", line="system")
+    differing = ("system", "workload", "rank")
 
     def points(self, cfg: Config) -> list[Point]:
         figure = operator_conf(cfg)
@@ -32,18 +33,9 @@ class ReadmeBackbone(OperatorExperiment):
         points = []
         for rows in figure.batch_sizes:
             for system in cfg.system.names:
-                if system == BACKBONE:
-                    points.append(Point(system=system, workload="none", batch_size=rows, settings=settings))
-                else:
-                    points += [
-                        Point(system=system, workload=workload, batch_size=rows, rank=rank, settings=settings)
-                        for workload in cfg.workload.names
-                        for rank in cfg.adapters.ranks
-                    ]
+                cells = product(cfg.workload.names, cfg.adapters.ranks) if system != BACKBONE else [("none", None)]
+                points += [Point("", system, workload, "", rows, None, rank, settings) for workload, rank in cells]
         return points
-
-    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
-        return by_cell(points, "system", "workload", "rank")
 
 
 EXPERIMENT = ReadmeBackbone()

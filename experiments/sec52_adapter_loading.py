@@ -27,20 +27,17 @@ Cost at scale=laptop: about 25 s on two cores, 2 GB.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
-from experiments.harness.points import Point, Reading, by_cell, model_settings, sampled
+from experiments.harness.points import Point, Reading, model_settings, sampled
 from punica.measure import environment
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from experiments.benches.adapter_loading import Measured
 
 ALONE = ("layer", "model")
@@ -65,6 +62,7 @@ class AdapterLoading(Experiment):
     name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
     defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
     reads = ("model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", *PROTOCOL)
+    differing, drawn_by = ("system",), "adapter_loading.draw_loading"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         figure = cast(LoadingConf, cfg.figure)
@@ -92,12 +90,6 @@ class AdapterLoading(Experiment):
             for system in systems
         ]
 
-    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
-        return by_cell(points)
-
-    def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        return self.measure_together(cfg, [point])[0]
-
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.adapter_loading import measured
         from experiments.benches.loading_bench import Bench, Decode
@@ -118,11 +110,6 @@ class AdapterLoading(Experiment):
         )
         found = measured(bench, [point.system for point in points], protocol(cfg))
         return [_readings(point, found[point.system], bench.bytes) for point in points]
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        from experiments.plots.adapter_loading import draw_loading
-
-        return draw_loading(rows)
 
 
 def _readings(point: Point, found: Measured, size: int) -> list[Reading]:

@@ -22,7 +22,8 @@ from functools import partial
 
 import torch
 
-from experiments.benches.operators import OPERATORS, Prepared, Problem, kernel_meta_args
+from experiments.benches.operator_shapes import Operator
+from experiments.benches.operators import OPERATORS, Prepared, Problem
 from punica.measure.timing import Call
 
 SMALLEST_BLOCK = 128  # of K, in elements
@@ -41,27 +42,24 @@ class Bits:
 def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) -> Call:
     from punica.ops.triton_ops.lora_linear import lora_linear
 
-    *tensors, count = kernel_meta_args(problem)
+    *tensors, count = problem.meta_args()
     operands = problem.y, problem.x, (problem.a,), (problem.b,)
     chosen = {"num_active_loras": count, "pdl": pdl, "batch_invariant": batch_invariant}
     return lambda: lora_linear(*operands, *tensors, 1.0, **chosen)
 
 
 def _atomics(problem: Problem, finer: int = 1) -> Call:
+    from experiments.benches.operator_pairs import tuned
     from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
-    from punica.ops.triton_ops.configs import get_lora_op_configs
     from punica.ops.triton_ops.launch import supports_pdl
 
-    (rows, h1), (_, h2, rank) = problem.x.shape, problem.b.shape
-    shape = len(problem.sizes), rows
-    shrink = get_lora_op_configs("shrink", *shape, h1, rank, 1)
-    expand = get_lora_op_configs("expand", *shape, h2, rank, 1, add_inputs=True)
+    _, h2, rank = problem.b.shape
+    shrink, expand = tuned(Operator(problem.x.shape[1], (h2,), rank, problem.sizes))
     if finer > 1:
         shrink |= {"split_k": finer * shrink["split_k"], "block_k": max(SMALLEST_BLOCK, shrink["block_k"] // finer)}
     operands = problem.y, problem.x, (problem.a,), (problem.b,)
-    call = prepare_lora_atomics(
-        *operands, kernel_meta_args(problem), shrink, expand, overlap=supports_pdl(problem.x.device)
-    )
+    overlap = supports_pdl(problem.x.device)
+    call = prepare_lora_atomics(*operands, problem.meta_args(), shrink, expand, overlap=overlap)
     return lambda: call(*operands)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from experiments.benches.operator_conf import operator_conf
-from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, by_cell, sampled
+from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, sampled
 
 
 class OperatorExperiment(Experiment):
     """Times the systems of a cell (same popularity, batch and rank) interleaved, after checking every one."""
 
     reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
+    differing = ("system",)
 
     def points(self, cfg: Config) -> list[Point]:
         """Every system at every rank, batch and popularity."""
@@ -35,12 +36,6 @@ class OperatorExperiment(Experiment):
     def settings(self, cfg: Config) -> dict[str, Any]:
         """What decides a point's number beside its columns."""
         return operator_conf(cfg).settings(cfg)
-
-    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
-        return by_cell(points)
-
-    def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        return self.measure_together(cfg, [point])[0]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         samples = self.samples(cfg, points)

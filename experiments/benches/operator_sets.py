@@ -14,11 +14,13 @@ from collections.abc import Callable
 import torch
 
 from experiments.benches.operator_shapes import Operator
+from experiments.benches.operators import kernel_meta_args
 from punica.measure.timing import seconds_between_events
-from punica.metadata import LoRAKernelMeta
 
 ROTATING_BYTES = 256 << 20
 """Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""
+MAX_LORAS = 64
+"""Slots that the kernels' metadata provides for, as in a server, however few adapters an operator has."""
 
 
 class OperatorSets:
@@ -26,66 +28,58 @@ class OperatorSets:
     ``meta_args`` is shared.
     """
 
-    def __init__(
-        self, operator: Operator, *, dtype: torch.dtype = torch.float16, max_loras: int = 64, seed: int = 0
-    ) -> None:
+    def __init__(self, operator: Operator) -> None:
         self.operator = operator
         adapters, tokens, slices = len(operator.sizes), operator.tokens, len(operator.widths)
-        generator = torch.Generator(device="cuda").manual_seed(seed)
+        generator = torch.Generator(device="cuda").manual_seed(0)
         per_set = 2 * (tokens * (operator.k + sum(operator.widths)))
         per_set += 2 * adapters * operator.rank * (operator.k * slices + sum(operator.widths))
         self.count = max(2, -(-ROTATING_BYTES // per_set))
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-            out = torch.empty(self.count, *shape, device="cuda", dtype=dtype)
+            out = torch.empty(self.count, *shape, device="cuda", dtype=torch.float16)
             return out.normal_(generator=generator).mul_(scale)
 
         self.x = normal(tokens, operator.k)
-        self.y = torch.zeros(self.count, tokens, sum(operator.widths), device="cuda", dtype=dtype)
+        self.y = torch.zeros(self.count, tokens, sum(operator.widths), device="cuda", dtype=torch.float16)
         a = [normal(adapters, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
         b = [normal(adapters, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
         self.a = [tuple(weight[i] for weight in a) for i in range(self.count)]
         self.b = [tuple(weight[i] for weight in b) for i in range(self.count)]
         self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
-        self.meta = LoRAKernelMeta.make(max(max_loras, adapters), tokens, "cuda")
-        self.meta.prepare_tensors(self.slots)
-        self.meta_args = self.meta.meta_args(tokens, True)
+        self.meta_args = kernel_meta_args(self.slots, max(MAX_LORAS, adapters), self.x.device)
         self._references: dict[int, torch.Tensor] = {}
         self.lora_ranks: torch.Tensor | None = None
         if operator.ranks:
             self.lora_ranks = torch.tensor([operator.ranks] * slices, dtype=torch.int32, device="cuda")
 
     def reference(self, i: int) -> torch.Tensor:
-        """What one call must add to y[i], in float32."""
-        out = torch.zeros_like(self.y[i], dtype=torch.float32)
-        start = 0
-        for slot, size in enumerate(self.operator.sizes):
-            rank = self.operator.ranks[slot] if self.operator.ranks else self.operator.rank
-            x = self.x[i, start : start + size].float()
-            deltas = [
-                x @ a[slot, :rank].float().T @ b[slot, :, :rank].float().T
-                for a, b in zip(self.a[i], self.b[i], strict=True)
-            ]
-            out[start : start + size] = torch.cat(deltas, 1)
-            start += size
-        return out
-
-    def _reference(self, i: int) -> torch.Tensor:
+        """What one call must add to y[i], in float32; computed once."""
         if i not in self._references:
-            self._references[i] = self.reference(i)
+            ranks = self.operator.ranks or [self.operator.rank] * len(self.operator.sizes)
+            parts = zip(ranks, self.x[i].float().split(self.operator.sizes), strict=True)
+            self._references[i] = torch.cat([self._delta(i, slot, *part) for slot, part in enumerate(parts)])
         return self._references[i]
+
+    def _delta(self, i: int, slot: int, rank: int, x: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self.a[i], self.b[i], strict=True)
+        return torch.cat([x @ a[slot, :rank].float().T @ b[slot, :, :rank].float().T for a, b in pairs], 1)
+
+    def _error(self, i: int, calls: int = 1) -> float:
+        """``|added - reference| / |reference|`` after `calls` calls on set i; infinite where that is not a number."""
+        expected = self.reference(i) * calls
+        error = float((self.y[i].float() - expected).norm() / expected.norm())
+        return error if error == error else float("inf")
 
     def relative_error(self, call: Callable[[int], object]) -> float:
         """``|added - reference| / |reference|``, the worse of the first and the last set, from y = 0."""
-        worst = 0.0
+        errors = []
         for i in (0, self.count - 1):
             self.y[i].zero_()
             call(i)
-            expected = self._reference(i)
-            error = float((self.y[i].float() - expected).norm() / expected.norm())
-            worst = max(worst, error) if error == error else float("inf")
+            errors.append(self._error(i))
             self.y[i].zero_()
-        return worst
+        return max(errors)
 
     def time_graph(self, call: Callable[[int], object], *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
         """Microseconds per call in a graph of at least `calls` calls (median over replays), and the relative error left
@@ -102,13 +96,10 @@ class OperatorSets:
         self.y.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        errors = []
-        for i in (0, self.count - 1):
-            expected = self._reference(i) * rounds
-            errors.append(float((self.y[i].float() - expected).norm() / expected.norm()))
+        error = max(self._error(i, rounds) for i in (0, self.count - 1))
         times = [seconds_between_events(graph.replay) * 1e6 / (rounds * self.count) for _ in range(replays)]
         self.y.zero_()
-        return statistics.median(times), max(errors)
+        return statistics.median(times), error
 
 
 def seconds_per_eager_call(call: Callable[[int], object], sets: int, calls: int = 300) -> float:

@@ -38,17 +38,20 @@ class Operator:
         """Rows of the batch."""
         return sum(self.sizes)
 
-    def bytes(self, itemsize: int = 2) -> int:
-        """Bytes that must move: the weights of the adapters present, x read, y read and written."""
-        weights = sum(
-            r * (self.k * len(self.widths) + sum(self.widths)) for r in self.ranks or [self.rank] * len(self.sizes)
-        )
-        return itemsize * (weights + self.tokens * (self.k + 2 * sum(self.widths)))
+    def bytes(self) -> int:
+        """Bytes that must move in half precision: the weights of the adapters present, x read, y read and written."""
+        ranks = sum(self.ranks) if self.ranks else self.rank * len(self.sizes)
+        weights = ranks * (self.k * len(self.widths) + sum(self.widths))
+        return 2 * (weights + self.tokens * (self.k + 2 * sum(self.widths)))
 
 
-def floor_us(operator: Operator, terabytes_per_second: float = 4.25) -> float:
-    """Time of the bytes alone, at the device-to-device copy rate of an H200."""
-    return operator.bytes() / terabytes_per_second / 1e6
+COPY_RATE = 4.25
+"""TB/s of a device-to-device copy on an H200."""
+
+
+def floor_us(operator: Operator) -> float:
+    """Time of the bytes alone, at the copy rate."""
+    return operator.bytes() / COPY_RATE / 1e6
 
 
 def decode(projection: Projection, rank: int, pattern: str, tokens: int) -> Operator:
@@ -74,4 +77,4 @@ def stream_us(operator: Operator) -> float:
     """The two-kernel stream at the operator's bytes: interpolated, and beyond the last point at the copy rate."""
     megabytes = operator.bytes() / 1e6
     sizes, times = zip(*STREAM, strict=True)
-    return float(np.interp(megabytes, sizes, times)) + max(0.0, megabytes - sizes[-1]) / 4.25
+    return float(np.interp(megabytes, sizes, times)) + max(0.0, megabytes - sizes[-1]) / COPY_RATE

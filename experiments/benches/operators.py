@@ -53,6 +53,10 @@ class Problem:
         ends = list(accumulate(self.sizes))
         return [(int(self.slots[end - 1]), end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
+    def meta_args(self) -> MetaArgs:
+        """The metadata arguments of the Triton operators for these rows."""
+        return kernel_meta_args(self.slots, self.a.shape[0], self.x.device)
+
     def rounded(self, dtype: torch.dtype) -> Problem:
         """A copy in another dtype, with a result of its own."""
         parts = {name: getattr(self, name).to(dtype) for name in ("x", "a", "b")}
@@ -123,24 +127,23 @@ def _triton_backend() -> Backend:
     from punica.ops.triton_ops.lora_linear import lora_linear
 
     def sgmv(problem: Problem, v: torch.Tensor) -> Call:
-        *tensors, count = kernel_meta_args(problem)
+        *tensors, count = problem.meta_args()
         operands = problem.y, problem.x, (problem.a,), (problem.b,)
         return lambda: lora_linear(*operands, *tensors, 1.0, num_active_loras=count, lora_ranks=problem.ranks)
 
     def expand(problem: Problem, v: torch.Tensor) -> Call:
-        *tensors, count = kernel_meta_args(problem)
+        *tensors, count = problem.meta_args()
         chosen = {"num_active_loras": count, "add_inputs": True, "lora_ranks": problem.ranks}
         return lambda: lora_expand(v, (problem.b,), problem.y, *tensors, **chosen)
 
     return Backend(sgmv, expand)
 
 
-def kernel_meta_args(problem: Problem) -> MetaArgs:
-    """The seven metadata arguments of the Triton operators for the rows of `problem`."""
-    rows = problem.x.shape[0]
-    meta = LoRAKernelMeta.make(problem.a.shape[0], rows, problem.x.device)
-    meta.prepare_tensors(problem.slots)
-    return meta.meta_args(rows, specialize_active_lora=True)
+def kernel_meta_args(slots: torch.Tensor, max_loras: int, device: torch.device) -> MetaArgs:
+    """The seven metadata arguments of the Triton operators for rows that use `slots`, [T] int64 on the host."""
+    meta = LoRAKernelMeta.make(max_loras, len(slots), device)
+    meta.prepare_tensors(slots)
+    return meta.meta_args(len(slots), specialize_active_lora=True)
 
 
 def backend(device: torch.device) -> Backend:

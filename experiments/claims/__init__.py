@@ -13,8 +13,3 @@ from experiments.claims import fig01, fig07, fig08, fig09, fig10, fig11, schedul
 from experiments.claims.finding import CLAIMS, Finding, claim
 from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
 from experiments.claims.rows import NotTestable
-
-__all__ = [
-    "CLAIMS", "VERDICTS", "Finding", "NotTestable", "Verdict", "as_frame", "claim", "counts", "decide", "fig01",
-    "fig07", "fig08", "fig09", "fig10", "fig11", "judge", "scheduling", "sec52",
-]  # fmt: skip

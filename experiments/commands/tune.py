@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,7 @@ from triton.runtime.errors import OutOfResources
 from experiments.benches.operator_pairs import Config, compile_all, pair_plan
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, Operator
-from experiments.commands.tune_space import (
-    expand_candidates,
-    operators,
-    shrink_candidates,
-)
+from experiments.commands.tune_space import expand_candidates, operators, shrink_candidates
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
 from punica.ops.triton_ops import configs
@@ -59,9 +56,8 @@ class Tuner:
         self.path, self.deadline, self.workers = path, deadline, workers
         self.times: dict[str, float] = {}
         if path.is_file():
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
-                self.times[row["key"]] = row["us"]
+            rows = map(json.loads, path.read_text().splitlines())
+            self.times |= {row["key"]: row["us"] for row in rows}
         self.sets: OperatorSets | None = None
 
     def measure(self, op: Operator, shrink: Config, expand: Config) -> float:
@@ -114,9 +110,8 @@ class Tuner:
 
 
 def _defaults(op: Operator) -> Pair:
-    segments, slices = len(op.sizes), len(op.widths)
-    shrink = configs._default("shrink", segments, op.tokens, op.k, op.rank, slices, False)
-    return shrink, configs._default("expand", segments, op.tokens, max(op.widths), op.rank, slices, False)
+    shape, ends = (len(op.sizes), op.tokens), (op.rank, len(op.widths), False)
+    return configs._default("shrink", *shape, op.k, *ends), configs._default("expand", *shape, max(op.widths), *ends)
 
 
 def _label(op: Operator) -> str:
@@ -143,11 +138,7 @@ def tables(best: dict[Operator, tuple[float, Config, Config]]) -> dict[str, dict
     for segments, rows, rank, (slices, k, width) in cells:
         if segments > rows:
             continue
-
-        def unlike(op: Operator, cell: tuple = (segments, rows, rank, slices, k, width)) -> float:
-            return _distance(op, *cell)
-
-        _, shrink, expand = best[min(best, key=unlike)]
+        _, shrink, expand = best[min(best, key=partial(_distance, (segments, rows, rank, slices, k, width)))]
         keys = (str(segments), str(slices), str(rows))
         for table, leaf, (first, second) in (("shrink", shrink, (k, rank)), ("expand", expand, (rank, width))):
             node = out[table]
@@ -158,8 +149,9 @@ def tables(best: dict[Operator, tuple[float, Config, Config]]) -> dict[str, dict
     return out
 
 
-def _distance(op: Operator, segments: int, rows: int, rank: int, slices: int, k: int, width: int) -> float:
+def _distance(cell: tuple[int, int, int, int, int, int], op: Operator) -> float:
     """How unlike `op` is to a cell, in powers of two; rank and slices weigh most, as they decide a block's bytes."""
+    segments, rows, rank, slices, k, width = cell
 
     def powers(a: float, b: float) -> float:
         return abs(math.log2(a / b))

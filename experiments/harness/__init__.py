@@ -27,7 +27,8 @@
                 # or [Reading("throughput", 1053.6, "token/s"), ...]
 
             overlay = Overlay("Figure 10: one layer", metric="layer_latency", panel="panel", line="workload")
-            # or def plot(self, rows, paper), two pandas frames, which returns a matplotlib figure
+            # or drawn_by = "layers.draw_layers": that function of experiments.plots gets two pandas frames, (rows,
+            # paper), and returns a matplotlib figure
 
         EXPERIMENT = Fig10()
         if __name__ == "__main__":
@@ -41,15 +42,10 @@ Nothing else: `experiments.harness.catalogue` finds the script, `make reproduce`
 `cfg` is a typed `Config` in which `auto` is decided: `cfg.system.names`, `cfg.workload.names`, `cfg.hardware.device`
 ("cpu" or "cuda"), `cfg.timer.name`. The harness sets torch's threads and seed before the first measurement. Everything
 that decides a point's number must be a column of its `Point` or in its `settings`: that is what makes rows stale.
-To time several systems interleaved, override `together` (see `by_cell`) and `measure_together`.
+To time several systems interleaved, set `differing` (the columns in which they differ) and override `measure_together`.
 """
 
 from experiments.harness.command import main
 from experiments.harness.experiment import PROTOCOL, CheckFailed, Experiment, Overlay
-from experiments.harness.points import Point, Reading, by_cell, model_settings, sampled
+from experiments.harness.points import Point, Reading, model_settings, sampled
 from experiments.harness.schema import Config, ConfigError, FigureConf
-
-__all__ = [
-    "PROTOCOL", "CheckFailed", "Config", "ConfigError", "Experiment", "FigureConf", "Overlay", "Point", "Reading",
-    "by_cell", "main", "model_settings", "sampled",
-]  # fmt: skip

@@ -8,17 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
-from experiments.harness.points import Point, Reading
+from experiments.harness.points import Point, Reading, by_cell
 from experiments.harness.schema import Config, FigureConf
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
-
 
 T = TypeVar("T")
 PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point")
@@ -42,7 +40,9 @@ class CheckFailed(RuntimeError):
 
 
 class Experiment(ABC):
-    """One figure. Subclass it, set the class attributes, write `points`, `measure` and, without `overlay`, `plot`."""
+    """One figure. Subclass it, set the class attributes (`overlay` or `drawn_by` among them), write `points`, and
+    `measure` or, where systems are timed side by side, `measure_together`.
+    """
 
     name: ClassVar[str]  # the script's and the YAML's file name, e.g. fig08_lora_operator
     figure: ClassVar[str]  # as in paper_results and `claims.paper.FIGURE_FILES`, e.g. "8"
@@ -51,7 +51,9 @@ class Experiment(ABC):
     defaults: ClassVar[Mapping[str, str]] = {}  # other choices of config groups, e.g. {"adapters": "paper_ranks"}
     reads: ClassVar[Sequence[str]] = ()  # groups and keys of the configuration, see `harness.settings.keys_read`
     clock: ClassVar[str | None] = None  # the one clock that it is timed with; None: the one of `timer=`
-    overlay: ClassVar[Overlay | None] = None  # how rows are drawn; None: as `plot` does
+    overlay: ClassVar[Overlay | None] = None  # how rows are drawn; None: by `drawn_by`
+    drawn_by: ClassVar[str] = ""  # `module.function` of experiments.plots that makes a figure of (rows, the paper's)
+    differing: ClassVar[Sequence[str]] = ()  # columns of the points that are timed side by side; (): each point alone
     version: ClassVar[int] = 1  # raise it when `measure` changes what its numbers mean: old rows become stale
     _kept: tuple[object, object] = (None, None)
 
@@ -59,13 +61,9 @@ class Experiment(ABC):
     def points(self, cfg: Config) -> list[Point]:
         """The grid that `cfg` asks for, in measuring order. Cheap: no torch."""
 
-    @abstractmethod
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         """Check `point`'s result against a reference (`CheckFailed` when it is wrong), then time it."""
-
-    def plot(self, rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-        """Draw measured `rows` beside the `paper`'s, where no `overlay` says how."""
-        raise NotImplementedError(f"{self.name} must have an overlay, or override plot")
+        return self.measure_together(cfg, [point])[0]
 
     def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The rows of `frame`, measured or the paper's, that `overlay` draws."""
@@ -86,10 +84,9 @@ class Experiment(ABC):
         """Names that `system=` may choose."""
         return cfg.figure.systems
 
-    def together(self, points: Sequence[Point]) -> Iterator[list[Point]]:
-        """Split `points` into groups that `measure_together` gets at once; by default one at a time."""
-        for point in points:
-            yield [point]
+    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
+        """Split `points` into groups that `measure_together` gets at once."""
+        return by_cell(points, *self.differing) if self.differing else [[point] for point in points]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         """Readings of each of `points`; overridden where systems are timed interleaved, side by side."""

@@ -68,13 +68,12 @@ def model_settings(model: ModelConf) -> dict[str, Any]:
 
 
 def by_cell(points: Sequence[Point], *differing: str) -> Iterator[list[Point]]:
-    """Groups of consecutive points that are equal but for the columns `differing` (by default `system`): the cells
-    that are timed side by side.
+    """Groups of consecutive points that are equal but for the columns `differing`: the cells that are timed side by
+    side.
     """
-    apart = differing or ("system",)
 
     def cell(point: Point) -> str:
-        same = {name: value for name, value in point.columns().items() if name not in apart}
+        same = {name: value for name, value in point.columns().items() if name not in differing}
         return json.dumps([same, dict(point.settings)], sort_keys=True)
 
     for _, group in itertools.groupby(points, key=cell):

@@ -41,7 +41,7 @@ def text_numbers() -> dict[str, float]:
     return dict(zip(frame["metric"], frame["value"], strict=True))
 
 
-def draw_loading(rows: pd.DataFrame) -> Figure:
+def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Columns: one layer, whole model, beside decode. Above: times; below: bandwidth, and what the step loses."""
     figure, axes = plt.subplots(
         2, 3, figsize=(8.4, 5.2), layout="constrained", gridspec_kw={"width_ratios": (1, 1, 1.2)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from hydra.utils import get_method
 
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
@@ -35,7 +36,7 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
     with style.themed():
         if experiment.overlay is None:
-            figure = experiment.plot(rows, paper)
+            figure = get_method(f"{__package__}.{experiment.drawn_by}")(rows, paper)
         else:
             figure = panels(experiment.shown(rows), experiment.shown(paper), experiment.overlay)
         about = provenance(experiment, rows, rows_file)

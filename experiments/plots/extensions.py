@@ -25,7 +25,7 @@ LOOKS = {
 """Legend -> place in the palette, and marker."""
 
 
-def draw_padding(rows: pd.DataFrame) -> Figure:
+def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency at true rank, padded, and the mean of the uniform ranks; below, what padding costs and saves."""
     workloads, figure, axes = _columns(rows, 2)
     for workload, (above, below) in zip(workloads, axes.T, strict=True):
@@ -40,7 +40,7 @@ def draw_padding(rows: pd.DataFrame) -> Figure:
     return _finish(figure, axes, title, rows, "latency (µs)", "ratio")
 
 
-def draw_determinism(rows: pd.DataFrame) -> Figure:
+def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency of each variant; below, relative to the faster atomics; last, the share of outputs whose bits change."""
     workloads, figure, axes = _columns(rows, 3)
     for workload, (above, middle, below) in zip(workloads, axes.T, strict=True):

@@ -20,8 +20,8 @@ SHADES = {"punica_static": 0.6, "punica_last_admitted": 0.3}
 GROUP = 0.86  # of the distance between groups
 
 
-def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame, title: str) -> Figure:
-    """One column of axes per panel (model): throughput above, throughput relative to Punica's below."""
+def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Figure 11: one column of axes per panel (model): throughput above, throughput relative to Punica's below."""
     rows, paper = centre(rows[rows["metric"] == "throughput"]), paper[paper["metric"] == "throughput"]
     panels, systems = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["system"]))
     figure, axes = style.grid(2, len(panels), 7.2 * len(panels), 5.0, sharex="col")
@@ -40,7 +40,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame, title: str) -> Figure:
         axes[1, column].axhline(1.0, color="0.3", linewidth=0.8)
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel("relative to Punica\non the same workload")
-    _finish(figure, title, rows, systems)
+    _finish(figure, rows, systems)
     return figure
 
 
@@ -88,12 +88,12 @@ def _bars(
 _PAPER = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}
 
 
-def _finish(figure: Figure, title: str, rows: pd.DataFrame, systems: list[str]) -> None:
+def _finish(figure: Figure, rows: pd.DataFrame, systems: list[str]) -> None:
     handles = [
         Patch(color=_colour(name), label=f"{name} ({PAPER_NAMES[name]})" if name in PAPER_NAMES else name)
         for name in systems
     ]
     handles.append(Patch(label=style.PAPER_LABEL, **_PAPER))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
-    title = f"{title}, at most {limit} requests per batch"
+    title = f"Figure 11: text generation, at most {limit} requests per batch"
     style.caption(figure, title, described(rows), handles, 4, columnspacing=1.4)

@@ -25,8 +25,3 @@ from experiments.systems.serving import SYSTEMS, Served, ServingSystem
 from experiments.systems.stream import Job, paper_stream, prefix_of_steps
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
-
-__all__ = [
-    "SYSTEMS", "Job", "Limits", "Served", "ServingSystem", "World", "check_tokens", "engine_systems", "hf_systems",
-    "paper_stream", "prefix_of_steps",
-]  # fmt: skip

@@ -35,9 +35,6 @@ class Fake(Experiment):
         self.measured.append((point.workload, point.batch_size))
         return sampled("latency", [1.0, 2.0, 3.0], "us")
 
-    def plot(self, rows, paper):
-        raise AssertionError("these tests draw nothing")
-
 
 @cache
 def _register_all() -> None:

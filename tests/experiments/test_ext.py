@@ -17,6 +17,7 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
+from experiments.plots.extensions import draw_determinism
 from punica.measure.records import read_rows
 from punica.workload.popularity import popularity
 
@@ -278,7 +279,7 @@ def test_determinism_draws_its_rows():
                                   ("outputs_differing_from_row_alone", 0.2))
         ]
     )  # fmt: skip
-    figure = DETERMINISM.plot(rows, pd.DataFrame())
+    figure = draw_determinism(rows, pd.DataFrame())
     try:
         above, price, changes = (figure.axes[2 * line] for line in range(3))
         assert len(above.lines) == 5

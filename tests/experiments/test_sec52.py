@@ -307,7 +307,7 @@ def test_the_figure_shows_every_system_and_the_paper():
     said = text_numbers()
     assert (said["load_one_layer"], said["load_one_model"], said["decode_step"]) == (50, 2, 30)
     assert said["lora_bytes_model_fp16"] == 79_953_920
-    figure = draw_loading(fake_rows(GPU_SYSTEMS))
+    figure = draw_loading(fake_rows(GPU_SYSTEMS), pd.DataFrame())
     try:
         layer, model, beside, layer_speed, model_speed, delay = figure.axes
         assert [len(axis.lines) for axis in (layer, model, layer_speed, model_speed)] == [4 + 2] * 4
@@ -324,7 +324,7 @@ def test_the_figure_shows_every_system_and_the_paper():
 def test_the_figure_does_without_the_overlap():
     import matplotlib.pyplot as plt
 
-    figure = draw_loading(fake_rows(["punica"], ("layer", "model")))
+    figure = draw_loading(fake_rows(["punica"], ("layer", "model")), pd.DataFrame())
     assert not figure.axes[2].patches
     plt.close(figure)
 
