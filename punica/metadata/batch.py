@@ -71,7 +71,7 @@ class LoRABatch:
 
         ValueError, and no change, when there are more rows than N or a slot is not below L.
         """
-        sampled = rows if sampled is None else sampled
+        sampled = rows if sampled is None or sampled.equals(rows) else sampled  # a decode step: worked out once
         self._check(rows, self.what)
         if sampled is not rows:
             self._check(sampled, self.sampled.what)
@@ -95,10 +95,10 @@ class LoRABatch:
         """ValueError unless ``rows`` rows hold all those of the step (or are none); those past them are padding."""
         most = self.max_num_tokens
         if rows and (rows < self.num_rows or (most is not None and rows > most)):
-            limit = "" if most is None else f" and at most max_num_batched_tokens={most}"
+            limit = "" if most is None else f" and at most max_num_tokens={most}"
             raise ValueError(
-                f"got {rows} rows, expected at least the {self.num_rows} {self.what} of the mapping{limit}; "
-                "call update_metadata for this batch"
+                f"got {rows} rows, expected at least the {self.num_rows} {self.what} of the step{limit}; begin a step "
+                "(update_metadata) for this batch"
             )
 
     # --- for the torch operators -------------------------------------------------------------------------------------

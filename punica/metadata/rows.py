@@ -78,6 +78,12 @@ class RowGroups:
         first = _edges(slots)[:-1]
         return slots[first], np.add.reduceat(self.lengths[self._by_slot], first)
 
+    def equals(self, other: RowGroups) -> bool:
+        """Whether both say the same of the same rows."""
+        return self is other or (
+            np.array_equal(self.slots, other.slots) and np.array_equal(self.lengths, other.lengths)
+        )
+
     @property
     def longest(self) -> int:
         """Rows of the adapter that has most; 0 when none has any."""

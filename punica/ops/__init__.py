@@ -30,7 +30,7 @@ from punica.ops.torch_ops import (
     shrink,
 )
 
-_TRITON_OPS = ("lora_expand", "lora_shrink")
+_TRITON_OPS = ("lora_expand", "lora_linear", "lora_shrink")
 
 
 def __getattr__(name: str) -> Any:

@@ -176,7 +176,8 @@ class _Convert:
 
     def __init__(self, tile: Tile) -> None:
         self.tile = tile
-        self._product = _multiply_many if tile.batch else _multiply_one
+        self._plain = torch.bmm if tile.batch else torch.mm
+        self._adding = Tensor.baddbmm_ if tile.batch else Tensor.addmm_
 
     def __call__(self, out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
         operands = _scratch.operands.get(self)
@@ -187,13 +188,15 @@ class _Convert:
             wt = w.mT
         else:
             converted_w.copy_(w)
-        if total is None:
-            self._product(out, x, wt, alpha, beta)
-            return
-        if beta:
+        sums = out if total is None else total
+        if beta and total is not None:
             total.copy_(out)
-        self._product(total, x, wt, alpha, beta)
-        out.copy_(total)
+        if beta == 0 and alpha == 1:
+            self._plain(x, wt, out=sums)
+        else:
+            self._adding(sums, x, wt, beta=beta, alpha=alpha)
+        if total is not None:
+            out.copy_(total)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from punica.metadata import LoRABatch
 from punica.ops.checks import (
     STEP,
     WITH_DOUBLE,
+    check_dtype,
     check_input,
     check_low_rank,
     check_output,
@@ -107,11 +108,12 @@ def linear(
     ``buffer`` takes the intermediate (``None``: a tensor of its own). Arguments, other rows and errors as in the two.
     """
     plan = batch.plan
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        check_dtype(STEP.input, x, WITH_DOUBLE)
+        check_dtype(STEP.output, y, WITH_DOUBLE)
     if _kept(plan.shrinks, lora_a_stacked) is None or _kept(plan.expands, lora_b_stacked) is None:
         a = describe_weights(STEP.a, lora_a_stacked, -2, WITH_DOUBLE)
-        b = describe_weights(STEP.b, lora_b_stacked, -1, WITH_DOUBLE)
-        check_pair(a, b, STEP)
-        check_input(STEP.input, x, a, STEP.a)
+        check_pair(a, describe_weights(STEP.b, lora_b_stacked, -1, WITH_DOUBLE), STEP)
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows and y has {y.shape[0]}; they must be equal")
     if buffer is None:

@@ -9,6 +9,7 @@ layout and the segments are made once per invocation and used by every LoRA laye
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from punica.scheduling.block_manager import BlockManager
@@ -65,7 +66,7 @@ class StepLayout:
         """The last row of every request: its logits give the next token."""
         return [span.start + span.length - 1 for span in self.spans]
 
-    @property
+    @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:
         """``(slot, number of rows)`` of every run of rows with one slot, in row order; slot -1: rows without adapter.
 

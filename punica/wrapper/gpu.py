@@ -7,7 +7,6 @@ import torch
 from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
 from punica.wrapper.base import PunicaWrapperBase
-from punica.wrapper.step import Segments
 
 
 class PunicaWrapperGPU(PunicaWrapperBase):
@@ -55,12 +54,3 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
-
-    @property
-    def prefill_metadata(self) -> Segments:
-        """As in the base class, but ``max_batches`` sets no limit."""
-        rows = self._prefill_rows()
-        starts, lengths, slots = (
-            torch.from_numpy(part.copy()).to(self.device) for part in (rows.starts, rows.lengths, rows.slots)
-        )
-        return starts, lengths, slots, self.batch_size, self.max_length, self.token_nums

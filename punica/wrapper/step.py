@@ -12,7 +12,7 @@ from punica.metadata import LoRABatch, LoRAMapping, RowGroups, embedding_offsets
 from punica.metadata.staging import StagedBuffer
 from punica.ops.checks import check_keywords
 
-Segments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
+PrefillMetadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
 
 
 class StepMetadata:
@@ -147,19 +147,22 @@ class StepMetadata:
         return self._embeddings_indices[:, : self._indexed_rows(3)]
 
     @property
-    def prefill_metadata(self) -> Segments:
-        """Starts, lengths and slots of the B segments (int64 ``[B]``), B, the longest, T. RuntimeError on decode."""
-        rows = self._prefill_rows()
-        self._segments.begin()[: self.batch_size] = np.stack((rows.starts, rows.lengths, rows.slots), axis=1)
-        self._segments.commit(self.batch_size)
-        starts, lengths, slots = self._segments.tensor[: self.batch_size].unbind(1)
-        return starts, lengths, slots, self.batch_size, self.max_length, self.token_nums
+    def prefill_metadata(self) -> PrefillMetadata:
+        """Starts, lengths and slots of the B segments (int64 ``[B]``), B, the longest, T. RuntimeError on decode.
 
-    def _prefill_rows(self) -> RowGroups:
-        rows = self._step().rows
+        Views of one buffer for up to ``max_batches`` segments, tensors of their own for more.
+        """
+        rows, runs = self._step().rows, self.batch_size
         if not self.is_prefill:
             raise RuntimeError("prefill_metadata is only set for a step with is_prefill=True; this step is a decode")
-        return rows
+        segments = np.stack((rows.starts, rows.lengths, rows.slots), axis=1)
+        if runs <= self.max_batches:
+            self._segments.begin()[:runs] = segments
+            self._segments.commit(runs)
+            starts, lengths, slots = self._segments.tensor[:runs].unbind(1)
+        else:
+            starts, lengths, slots = torch.from_numpy(segments).to(self.device).unbind(1)
+        return starts, lengths, slots, runs, self.max_length, self.token_nums
 
     def _indexed_rows(self, which: int) -> int:
         self._step()

@@ -1,4 +1,4 @@
-"""Embeddings and heads that carry LoRA: wrapped, loaded, served (acceptance A14 beside the linear layers)."""
+"""Embeddings and heads that carry LoRA: wrapped, loaded, served."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Mixed batches against the dense merged model, and folders written by the PEFT library itself (acceptance A1-A3)."""
+"""Mixed batches against the dense merged model, and folders written by the PEFT library itself."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""One adapter in memory: scaling, packing, loading with every check (acceptance A1, A2, A4)."""
+"""One adapter in memory: scaling, packing, loading with every check."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Registered and active adapters: packing, slots, order of eviction (acceptance A5, A6)."""
+"""Registered and active adapters: packing, slots, order of eviction."""
 
 import json
 
@@ -107,7 +107,7 @@ def test_activating_an_unknown_adapter(make_manager):
 
 
 def test_eviction_follows_use(make_manager):
-    """L = 2, three places in memory: what stays is what an ordered list says (A6, by hand)."""
+    """L = 2, three places in memory: what stays is what an ordered list says."""
     manager = make_manager(max_loras=2, max_cpu_loras=3)
     for i in (1, 2, 3):
         manager.add_adapter(adapter(i))

@@ -1,4 +1,4 @@
-"""Random operations on a manager and on a page of lists that says what they must do (acceptance A6)."""
+"""Random operations on a manager and on a page of lists that says what they must do."""
 
 import random
 

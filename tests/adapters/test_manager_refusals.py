@@ -1,4 +1,4 @@
-"""Adapters that must be refused, with both caches full: nothing may change (acceptance A4, A8)."""
+"""Adapters that must be refused, with both caches full: nothing may change."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a step needs: requested adapters active, mapping sent, in-place reload (acceptance A9, A10, A13)."""
+"""What a step needs: requested adapters active, mapping sent, in-place reload."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Requests, `adapter_config.json` and tensor names (acceptance A2, A4)."""
+"""Requests, `adapter_config.json` and tensor names."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The PEFT library as the oracle: eight of its adapters, its own mixed batch, its merged models (A1-A3)."""
+"""The PEFT library as the oracle: eight of its adapters, its own mixed batch, its merged models."""
 
 import copy
 import json

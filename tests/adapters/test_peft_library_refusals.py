@@ -1,4 +1,4 @@
-"""Folders written by the PEFT library that must be refused, with the words that say why; nothing may change (A4)."""
+"""Folders written by the PEFT library that must be refused, with the words that say why; nothing may change."""
 
 import copy
 from pathlib import Path

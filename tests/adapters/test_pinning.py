@@ -1,4 +1,4 @@
-"""Pinned adapters keep their place in both sets until somebody says otherwise (acceptance A7, A8)."""
+"""Pinned adapters keep their place in both sets until somebody says otherwise."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who fills the slots: the CPU writer, and what the manager asks of any writer (acceptance A11, A12 without a GPU)."""
+"""Who fills the slots: the CPU writer, and what the manager asks of any writer."""
 
 from collections.abc import Collection, Mapping
 

@@ -1,4 +1,4 @@
-"""Slots filled beside running steps (A11, A12): ordered by events, never by the host, and never read half-written."""
+"""Slots filled beside running steps: ordered by events, never by the host, and never read half-written."""
 
 import gc
 
@@ -204,7 +204,7 @@ def test_nothing_makes_the_host_wait():
 
 
 def test_the_source_outlives_its_adapter():
-    """Removed right after activation: the copy, still waiting, must find its page-locked source untouched (A12)."""
+    """Removed right after activation: the copy, still waiting, must find its page-locked source untouched."""
     manager = wide_manager(max_loras=1, max_cpu_loras=2)
     x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
     manager.add_adapter(constant(1, 1.0))

@@ -1,4 +1,4 @@
-"""Which layers get wrapped, in place and once each (acceptance A14)."""
+"""Which layers get wrapped, in place and once each."""
 
 import pytest
 import torch

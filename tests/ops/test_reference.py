@@ -1,4 +1,4 @@
-"""The oracle itself: against float64 row by row, and the meaning of slot -1 (acceptance S18)."""
+"""The oracle itself: against float64 row by row, and the meaning of slot -1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast CPU operators: every layout, dtype and form against float64 (S1-S5, S7, S8, S10, S13, S20, S22)."""
+"""The fast CPU operators: every layout, dtype and form against float64."""
 
 from __future__ import annotations
 

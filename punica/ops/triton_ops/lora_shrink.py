@@ -283,6 +283,8 @@ def shrink(
 ) -> None:
     """`lora_shrink` on a step: ``y[i, t] (+)= scale * x[t] @ A_i[slot(t)]^T``, arguments as there."""
     if batch.no_lora:
+        if isinstance(batch, LoRABatch) and not accumulate:
+            y.zero_()  # with the flag of the flat form set, nothing is written
         return
     if isinstance(batch, LoRABatch) and is_traced():
         *tensors, count = batch.meta_args(x.shape[0])

@@ -1,4 +1,4 @@
-"""What the ops refuse (spec table 3.2): the exception, its message, and an untouched output."""
+"""What the ops refuse: the exception, its message, and an untouched output."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A random batch of the acceptance list's kind, with its result in float64: what every kernel test starts from."""
+"""A random batch with its result in float64: what every kernel test starts from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
