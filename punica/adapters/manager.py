@@ -81,7 +81,7 @@ class LoRAModelManager:
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
         self._writer = make_slot_writer(self.modules)
         self._held = HeldAdapters(self.capacity, self.lora_slots, self._writer)
-        self._last_step: tuple | None = None  # as given, with the slots of its adapters
+        self._last_step: tuple = (None, None)  # as given with the slots of its adapters, and its rows in the wrapper
 
     # --- capacity and look-ups ---------------------------------------------------------------------------------------
 
@@ -262,10 +262,10 @@ class LoRAModelManager:
                 metadata stay.
         """
         placed = self._held.slots_of(_ids_of(mapping))
-        if (mapping, placed) != self._last_step:
+        if not self._is_current((mapping, placed)):
             # one more than the slots, so that "no adapter" encodes as one past the last slot
             self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
-            self._last_step = (mapping, placed)
+            self._last_step = ((mapping, placed), self.punica_wrapper.batch.rows)
         # even for the same slots: one of them may have been written again
         self._writer.begin_step(placed.values())
 
@@ -281,12 +281,12 @@ class LoRAModelManager:
         Raises:
             ValueError: more rows than the buffers, or a slot that does not exist; the previous metadata stay.
         """
-        step = (tuple(segments), tuple(sampled_slots), is_prefill)
-        if step != self._last_step:
+        step = (tuple(map(tuple, segments)), tuple(sampled_slots), is_prefill)
+        if not self._is_current(step):
             tokens = RowGroups.of_runs([slot for slot, _ in segments], [length for _, length in segments])
             sampled = RowGroups.of_runs(sampled_slots, [1] * len(sampled_slots))
             self.punica_wrapper.begin_step(tokens, sampled, self.vocab_size, is_prefill=is_prefill)
-            self._last_step = step
+            self._last_step = (step, self.punica_wrapper.batch.rows)
         self._writer.begin_step({slot for slot, _ in segments if slot >= 0}.union(sampled_slots) - {-1})
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
@@ -363,6 +363,10 @@ class LoRAModelManager:
                 model_vocab_size=self.vocab_size,
             )
             return self._packer.pack(lora)
+
+    def _is_current(self, step: tuple) -> bool:
+        """Whether the wrapper still holds this step, announced in the same words."""
+        return self._last_step == (step, self.punica_wrapper.batch.rows)
 
     def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
         """What `set_adapter_mapping` would object to after the adapters have been made active."""

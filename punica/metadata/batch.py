@@ -69,8 +69,11 @@ class LoRABatch:
     def fill(self, rows: RowGroups, sampled: RowGroups | None = None) -> None:
         """Begin a step with these rows; ``sampled`` None: every row is sampled. Asynchronous on the current stream.
 
-        ValueError, and no change, when there are more rows than N or a slot is not below L.
+        ValueError, and no change, when there are more rows than N or a slot is not in ``[-1, L)``; RuntimeError for
+        ``sampled``, which is filled with its step.
         """
+        if self._tokens is not None:
+            raise RuntimeError("the sampled rows are filled together with the step that they belong to: fill that one")
         sampled = rows if sampled is None or sampled.equals(rows) else sampled  # a decode step: worked out once
         self._check(rows, self.what)
         if sampled is not rows:
@@ -83,7 +86,9 @@ class LoRABatch:
     def _check(self, rows: RowGroups, what: str) -> None:
         if self.max_num_tokens is not None and rows.num_rows > self.max_num_tokens:
             raise ValueError(f"the step has {rows.num_rows} {what}, more than max_num_tokens={self.max_num_tokens}")
-        highest = int(rows.slots.max(initial=-1))
+        lowest, highest = int(rows.slots.min(initial=-1)), int(rows.slots.max(initial=-1))
+        if lowest < -1:
+            raise ValueError(f"the step's {what} use slot {lowest}; slots are >= 0, and -1 means no adapter")
         if self.max_loras is not None and highest >= self.max_loras:
             raise ValueError(f"the step's {what} use slot {highest}, must be below max_loras={self.max_loras}")
 
@@ -138,7 +143,8 @@ class LoRABatch:
     @cached_property
     def form(self) -> tuple:
         """What of the tensors decides how kernels are launched: the number of ids, and the device."""
-        return len(self.kernel_meta.active_lora_ids), self.device
+        ids = self.kernel_meta.active_lora_ids
+        return len(ids), ids.device
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
         """ValueError unless the tensors are on ``device``."""

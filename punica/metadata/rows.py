@@ -37,8 +37,13 @@ class RowGroups:
 
     @classmethod
     def of_runs(cls, slots: Sequence[int], lengths: Sequence[int]) -> RowGroups:
-        """From runs in the order of their rows; empty ones are dropped and equal neighbours joined."""
-        runs, sizes = np.asarray(slots, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+        """From runs in the order of their rows; empty ones are dropped and equal neighbours joined.
+
+        ValueError: a negative length.
+        """
+        runs, sizes = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        if sizes.min(initial=0) < 0:
+            raise ValueError(f"lengths[{int(sizes.argmin())}] is {int(sizes.min())}; a run has 0 rows or more")
         if not sizes.all():
             runs, sizes = runs[sizes > 0], sizes[sizes > 0]
         if not runs.size:
@@ -116,7 +121,7 @@ def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) ->
         raise TypeError(f"{name} has dtype {slots.dtype}; expected an integer dtype (slots, -1 = no adapter)")
     if slots.ndim != 1:
         raise ValueError(f"{name} has shape {tuple(slots.shape)}; expected 1-D, one slot per row")
-    values = slots.cpu().numpy()
+    values = slots.cpu().numpy().copy()  # the caller may go on writing into his tensor
     if values.size and (values.min() < -1 or (max_loras is not None and values.max() >= max_loras)):
         bad = values < -1 if max_loras is None else (values < -1) | (values >= max_loras)
         row = int(np.flatnonzero(bad)[0])

@@ -22,14 +22,15 @@ class StagedBuffer:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, initial: tuple[int, ...] = (0,)
     ) -> None:
         """``initial`` is repeated along the first dimensions (one value per column, or one for all)."""
-        start = torch.tensor(initial, dtype=dtype, device="cpu").expand(shape).contiguous()
-        self.tensor = start.to(device)
-        self._asynchronous = device.type == "cuda"
-        if device.type == "cpu":
-            self._hosts = [self.tensor]
-        else:
-            copies = 2 if self._asynchronous else 1
-            self._hosts = [start.pin_memory() if self._asynchronous else start for _ in range(copies)]
+        with torch.inference_mode(False):  # steps may be filled in and outside of it
+            start = torch.tensor(initial, dtype=dtype, device="cpu").expand(shape).contiguous()
+            self.tensor = start.to(device)
+            self._asynchronous = device.type == "cuda"
+            if device.type == "cpu":
+                self._hosts = [self.tensor]
+            else:
+                copies = 2 if self._asynchronous else 1
+                self._hosts = [start.pin_memory() if self._asynchronous else start for _ in range(copies)]
         self._arrays: list[np.ndarray] = [host.numpy() for host in self._hosts]
         self._copied: list[torch.cuda.Event | None] = [None] * len(self._hosts)
         self._turn = 0

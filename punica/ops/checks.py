@@ -136,7 +136,11 @@ def describe_stored(name: str, weights: Any, rank_dim: int) -> Weights:
 
 
 def check_pair(a: Weights, b: Weights, names: Names) -> None:
-    """ValueError unless A and B belong together: as many slices, one rank, one device, as many slots, one dtype."""
+    """A and B belong together: ValueError unless they have as many slices and slots, one rank and one device, TypeError
+    unless one dtype.
+    """
+    if a.dtype != b.dtype:
+        raise TypeError(f"{names.a} has dtype {a.dtype}, {names.b} has dtype {b.dtype}; must be equal")
     if len(a.widths) != len(b.widths):
         raise ValueError(f"{names.a} has {len(a.widths)} slices, {names.b} {len(b.widths)} slices; must be equal")
     if a.device != b.device:

@@ -6,9 +6,11 @@ new. Checking the operands and cutting the weights by segment costs as much as t
 and dtypes.
 
 Weights may change *in place* at any time (an adapter loaded into a slot): prepared calls hold views, never values. True
-ranks are values, so each call compares them. A weight tensor that gets other memory (``w.data = ...``) is recognised by
-its address; one whose shape is changed over the same memory (``w.t_()``) is not.
+ranks are values, so each call compares them. A weight tensor that gets other memory or another shape (``w.data = ...``,
+``w.t_()``) is recognised.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +56,7 @@ class PreparedCall:
 
     Attributes:
         weights: as the caller gave them; holding them keeps their ids and addresses from being reused.
-        addresses: where the memory of each weight lies.
+        layouts: where the memory of each weight lies, and how.
         x_shape, x_dtype, out_shape, out_dtype, device: of the other operands.
         offset: first column written (0 for a shrink).
         ranks: ``lora_ranks`` as nested lists, or None.
@@ -65,7 +67,7 @@ class PreparedCall:
     """
 
     weights: tuple[Tensor, ...]
-    addresses: tuple[int, ...]
+    layouts: list[tuple]
     x_shape: torch.Size
     x_dtype: torch.dtype
     out_shape: torch.Size
@@ -89,20 +91,26 @@ class PreparedCall:
             and out.dtype is self.out_dtype
             and offset == self.offset
             and x.device == out.device == self.device
-            and weights[0] is self.weights[0]
-            and weights[0].data_ptr() == self.addresses[0]
-            and (len(weights) == len(self.weights) == 1 or self._same_weights(weights))
+            and len(weights) == len(self.weights)
+            and all([mine is kept for mine, kept in zip(weights, self.weights, strict=True)])
+            and [_layout(weight) for weight in weights] == self.layouts
             and (self.ranks is None if lora_ranks is None else self._same_ranks(lora_ranks))
         )
 
-    def _same_weights(self, weights: Sequence[Tensor]) -> bool:
-        if len(weights) != len(self.weights):
-            return False
-        known = zip(weights, self.weights, self.addresses, strict=True)
-        return all(mine is kept and mine.data_ptr() == address for mine, kept, address in known)
+    def pairs_with(self, expand: PreparedCall) -> bool:
+        """Whether the weights of this shrink go with those of ``expand``: slices, slots, rank and dtype."""
+        a, b = self.weights, expand.weights
+        mine = (len(a), a[0].shape[0], a[0].shape[-2], a[0].dtype)
+        return mine == (len(b), b[0].shape[0], b[0].shape[-1], b[0].dtype)
 
     def _same_ranks(self, lora_ranks: Tensor) -> bool:
-        return lora_ranks.dtype == torch.int32 and lora_ranks.tolist() == self.ranks
+        known = isinstance(lora_ranks, Tensor) and lora_ranks.dtype == torch.int32
+        return known and lora_ranks.tolist() == self.ranks
+
+
+def _layout(weight: Tensor) -> tuple:
+    """Where the memory of a weight lies, and how."""
+    return weight.data_ptr(), weight.shape, weight.stride()
 
 
 def prepare(
@@ -143,7 +151,7 @@ def prepare(
         only = product if product.segments == 1 and stacks[0].shape[1] == columns else None
     call = PreparedCall(
         weights=tuple(weights),
-        addresses=tuple(weight.data_ptr() for weight in weights),
+        layouts=[_layout(weight) for weight in weights],
         x_shape=x.shape,
         x_dtype=x.dtype,
         out_shape=out.shape,

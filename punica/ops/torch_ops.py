@@ -57,6 +57,8 @@ def shrink(
         TypeError: dtypes that may not be combined. ValueError: shapes, devices, slots, ranks or scale out of range.
         Nothing is written before all checks passed.
     """
+    if not x.shape[0]:
+        return
     call = _prepared(x, lora_a_stacked, y, batch, lora_ranks, rank_dim=-2)
     check_scale(STEP.scale, scale)
     _shrink(call, x, y, scale, accumulate)
@@ -87,6 +89,8 @@ def expand(
 
     Raises: as `shrink`; ``ValueError`` also when the slices do not fit the columns of the output.
     """
+    if not y.shape[0]:
+        return
     call = _prepared(x, lora_b_stacked, y, batch, lora_ranks, rank_dim=-1, offset=offset_start)
     _expand(call, x, y, add_inputs)
 
@@ -111,11 +115,14 @@ def linear(
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         check_dtype(STEP.input, x, WITH_DOUBLE)
         check_dtype(STEP.output, y, WITH_DOUBLE)
-    if _kept(plan.shrinks, lora_a_stacked) is None or _kept(plan.expands, lora_b_stacked) is None:
+    first, second = _kept(plan.shrinks, lora_a_stacked), _kept(plan.expands, lora_b_stacked)
+    if first is None or second is None or not first.pairs_with(second):
         a = describe_weights(STEP.a, lora_a_stacked, -2, WITH_DOUBLE)
         check_pair(a, describe_weights(STEP.b, lora_b_stacked, -1, WITH_DOUBLE), STEP)
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows and y has {y.shape[0]}; they must be equal")
+    if not x.shape[0]:
+        return
     if buffer is None:
         shape = (len(lora_b_stacked), x.shape[0], lora_b_stacked[0].shape[-1])
         buffer = torch.empty(shape, dtype=torch.float32, device=x.device)

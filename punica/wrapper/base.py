@@ -16,7 +16,18 @@ from typing import Any
 import torch
 
 from punica.metadata import LoRAMapping
-from punica.ops.checks import FLOATS, check_bool, check_dtype, check_keywords, check_slices, described_parts
+from punica.ops.checks import (
+    FLOATS,
+    check_bool,
+    check_dtype,
+    check_input,
+    check_keywords,
+    check_output,
+    check_scale,
+    check_slices,
+    describe_weights,
+    described_parts,
+)
 from punica.wrapper.moe import MoEMethods
 from punica.wrapper.step import StepMetadata
 
@@ -116,6 +127,10 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         x = flattened("x", x)
         if not x.shape[0]:
             return
+        if not isinstance(y, torch.Tensor):
+            check_input("x", x, describe_weights("lora_a_stacked", lora_a_stacked, -2), "lora_a_stacked")
+            check_scale("scale", scale)
+            batch.check_rows(x.shape[0])
         for _, part, group, ranks in _slice_groups("y", y, lora_a_stacked, -2, kwargs.get("lora_ranks")):
             self._shrink(x, group, part, batch, scale, accumulate=True, lora_ranks=ranks)
 
@@ -144,6 +159,9 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         check_slices(output_slices, lora_b_stacked)
         if not y.shape[0]:
             return
+        if not isinstance(x, torch.Tensor):  # slice by slice: all must be sure to fit before the first is written
+            batch.check_rows(y.shape[0])
+            check_output("y", y, describe_weights("lora_b_stacked", lora_b_stacked, -1), offset_start)
         for first, part, group, ranks in _slice_groups("x", x, lora_b_stacked, -1, kwargs.get("lora_ranks")):
             start = offset_start + sum(output_slices[:first])
             self._expand(part, group, y, batch, start, add_inputs, lora_ranks=ranks)

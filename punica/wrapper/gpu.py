@@ -1,6 +1,7 @@
 """`PunicaWrapperGPU`: the wrapper on the Triton kernels."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -48,9 +49,9 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta
 
-    def begin_step(self, tokens: RowGroups, sampled: RowGroups, vocab_size: int, *, is_prefill: bool = False) -> None:
+    def begin_step(self, tokens: RowGroups, sampled: RowGroups, vocab_size: int, **options: Any) -> None:
         """As in the base class; with ``debug_checks`` the values on the device are verified."""
-        super().begin_step(tokens, sampled, vocab_size, is_prefill=is_prefill)
+        super().begin_step(tokens, sampled, vocab_size, **options)
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)

@@ -76,8 +76,7 @@ class StepMetadata:
         """
         check_keywords("update_metadata", kwargs)
         tokens, sampled = self._checked(mapping, lora_index_to_id, max_loras, vocab_size)
-        self._padding_slot = max_loras - 1
-        self.begin_step(tokens, sampled, vocab_size, is_prefill=mapping.is_prefill)
+        self.begin_step(tokens, sampled, vocab_size, is_prefill=mapping.is_prefill, padding_slot=max_loras - 1)
 
     def check_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int
@@ -85,15 +84,25 @@ class StepMetadata:
         """Raise what `update_metadata` would raise, and change nothing: whoever loads adapters first asks here."""
         self._checked(mapping, lora_index_to_id, max_loras, vocab_size)
 
-    def begin_step(self, tokens: RowGroups, sampled: RowGroups, vocab_size: int, *, is_prefill: bool = False) -> None:
+    def begin_step(
+        self,
+        tokens: RowGroups,
+        sampled: RowGroups,
+        vocab_size: int,
+        *,
+        is_prefill: bool = False,
+        padding_slot: int | None = None,
+    ) -> None:
         """Begin the next step, given by the slots of its rows and of its sampled rows.
 
-        ValueError, and no change, when there are more than N of either or a slot is not below ``max_loras``.
+        ``padding_slot`` stands for "no adapter" in `sampler_indices_padded` (None: one past the last slot). ValueError,
+        and no change, when there are more than N of either or a slot is not below ``max_loras``.
         """
         self.batch.fill(tokens, sampled)
         self.indices_len = [tokens.num_rows, sampled.num_rows, sampled.num_rows, tokens.num_rows]
         self.vocab_size, self.is_prefill, self.no_lora = vocab_size, is_prefill, tokens.no_lora
         self._is_set, self._indices_written = True, False
+        self._padding_slot = (self.max_loras or 0) if padding_slot is None else padding_slot
         if self._indices_wanted:
             self._write_indices()
         if is_prefill:
@@ -167,6 +176,8 @@ class StepMetadata:
     def _indexed_rows(self, which: int) -> int:
         self._step()
         if not self._indices_written:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("index tensors must be read once before a CUDA graph that reads them is captured")
             self._indices_wanted = True
             self._write_indices()
         return self.indices_len[which] or 0

@@ -123,3 +123,34 @@ def test_one_step_from_slots() -> None:
     batch.check_rows(10_000)  # no bound
     with pytest.raises(TypeError, match="max_loras"):
         _ = batch.kernel_meta  # nobody said how many slots there are
+
+
+def test_the_caller_may_go_on_writing_into_his_tensor() -> None:
+    batch, slots = LoRABatch(8, 4), torch.tensor([3, 0, 2, 1])
+    batch.kernel_meta.prepare_tensors(slots)
+    slots.fill_(1)
+    batch.sampled.kernel_meta.prepare_tensors(slots)  # sends both again
+    assert batch.kernel_meta.token_lora_mapping[:4].tolist() == [3, 0, 2, 1]
+
+
+@pytest.mark.parametrize(("slots", "lengths"), [([-2], [1]), ([0, 1], [3, -1]), ([0], [-3])])
+def test_runs_that_cannot_be_are_refused(slots: list[int], lengths: list[int]) -> None:
+    batch = LoRABatch(8, 4)
+    batch.fill(rows(3))
+    with pytest.raises(ValueError, match=r"slot -2|is -"):
+        batch.fill(RowGroups.of_runs(slots, lengths))
+    assert batch.rows.row_slots.tolist() == [3]
+
+
+def test_the_sampled_rows_are_filled_with_their_step() -> None:
+    with pytest.raises(RuntimeError, match="together with the step"):
+        LoRABatch(8, 4).sampled.fill(rows(0))
+
+
+def test_tensors_made_in_inference_mode_are_refilled_outside_of_it() -> None:
+    batch = LoRABatch(8, 4)
+    with torch.inference_mode():
+        batch.fill(rows(1, 2))
+        assert batch.kernel_meta.token_lora_mapping[:2].tolist() == [1, 2]
+    batch.fill(rows(3))
+    assert batch.kernel_meta.token_lora_mapping[:2].tolist() == [3, -1]

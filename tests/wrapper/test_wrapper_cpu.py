@@ -430,3 +430,43 @@ def test_logits_buffer_and_errors() -> None:
     with pytest.raises(TypeError, match=r"lora_a_stacked\[0\] must be a tensor"):
         wrapper.add_lora_logits(y, x, (a,), b, 1.0)
     assert not y.any()
+
+
+def test_slices_given_apart_are_all_checked_before_the_first_is_written() -> None:
+    a, b = weights(2, 12, 4, [6, 5], torch.float32)
+    wrapper, y = wrapper_for(MIXED), torch.zeros(11, 10)
+    with pytest.raises(ValueError, match=r"slices \[6, 5\] end at column 11, outside of y with 10"):
+        wrapper.add_expand(y, (torch.ones(11, 4), torch.ones(11, 4)), b, (6, 5))
+    assert not y.any()
+    parts = (torch.zeros(11, 4), torch.zeros(11, 4))
+    with pytest.raises(ValueError, match="scale is nan"):
+        wrapper.add_shrink(parts, torch.ones(11, 12), a, float("nan"))
+    assert not any(part.any() for part in parts)
+
+
+def test_no_rows_through_a_buffer() -> None:
+    a, b = weights(1, 12, 4, [6], torch.float32)
+    wrapper_for(MIXED).add_lora_linear(
+        torch.zeros(0, 6), torch.zeros(0, 12), a, b, 1.0, (6,), buffer=torch.zeros(1, 0, 4)
+    )
+
+
+def test_operands_stay_checked_after_a_good_call() -> None:
+    a, b = weights(1, 12, 4, [6], torch.float32)
+    wrapper, x, y = wrapper_for(MIXED), torch.ones(11, 12), torch.zeros(11, 6)
+    wrapper.add_lora_linear(y, x, a, b, 1.0, (6,))
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        wrapper.add_lora_linear(y, None, a, b, 1.0, (6,))
+    wrapper.add_lora_linear(y, x, a, b, 1.0, (6,), lora_ranks=torch.full((1, L), 4, dtype=torch.int32))
+    with pytest.raises(TypeError, match="lora_ranks must be a tensor"):
+        wrapper.add_lora_linear(y, x, a, b, 1.0, (6,), lora_ranks=[[4] * L])
+    a[0].data = a[0].data[:1]
+    with pytest.raises(ValueError, match="1 slots"):
+        wrapper.add_lora_linear(y, x, a, b, 1.0, (6,))
+
+
+def test_a_step_by_slots_pads_as_one_by_adapters() -> None:
+    wrapper = wrapper_for(MIXED, [0, -1])
+    by_adapter = wrapper.sampler_indices_padded.tolist()
+    wrapper.begin_step(wrapper.batch.rows, wrapper.batch.sampled.rows, 1000)
+    assert wrapper.sampler_indices_padded.tolist() == by_adapter

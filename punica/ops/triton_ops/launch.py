@@ -128,7 +128,11 @@ class Launch:
 
     def __call__(self, tensors: tuple, counts: tuple, aligned: bool) -> None:
         compiled = self.binary.compiled
-        if compiled is not None and aligned and not _RUNTIME.launch_enter_hook.calls:
+        if (
+            compiled is not None
+            and aligned
+            and not (_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)
+        ):
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             addresses = [
                 tuple([part.data_ptr() for part in one]) if type(one) is tuple else one.data_ptr() for one in tensors

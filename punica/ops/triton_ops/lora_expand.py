@@ -337,6 +337,7 @@ def expand(
     if batch.no_lora:
         return
     if isinstance(batch, LoRABatch) and is_traced():
+        batch.check_rows(y.shape[0])
         *tensors, count = batch.meta_args(y.shape[0])
         chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
         given = {"num_active_loras": count, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **chosen}

@@ -104,6 +104,7 @@ def linear(
     if batch.no_lora:
         return
     if isinstance(batch, LoRABatch) and is_traced():
+        batch.check_rows(x.shape[0])
         *tensors, count = batch.meta_args(x.shape[0])
         given = {"num_active_loras": count, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **options._asdict()}
         lora_linear(y, x, lora_a_stacked, lora_b_stacked, *tensors, scale, **given)
@@ -114,7 +115,7 @@ def linear(
         return
     with on_device(x.get_device()):
         planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-        plan.shrink.run(x, lora_a_stacked, planes, batch.tensors, lora_ranks, aligned, scale)
+        plan.shrink.run(x, lora_a_stacked, planes, batch.tensors, lora_ranks, aligned, float(scale))
         plan.expand.run(planes, lora_b_stacked, y, batch.tensors, lora_ranks, aligned)
 
 

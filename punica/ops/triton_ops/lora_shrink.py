@@ -287,6 +287,7 @@ def shrink(
             y.zero_()  # with the flag of the flat form set, nothing is written
         return
     if isinstance(batch, LoRABatch) and is_traced():
+        batch.check_rows(x.shape[0])
         *tensors, count = batch.meta_args(x.shape[0])
         chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
         given = {"num_active_loras": count, "accumulate": accumulate, "lora_ranks": lora_ranks, **chosen}
@@ -296,7 +297,7 @@ def shrink(
     plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches, scale)
     if plan is not None:
         with on_device(x.get_device()):
-            plan.run(x, lora_a_stacked, y, batch.tensors, lora_ranks, aligned, scale)
+            plan.run(x, lora_a_stacked, y, batch.tensors, lora_ranks, aligned, float(scale))
     elif not accumulate:
         y.zero_()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import Library
 
 from punica.metadata import LoRABatch
-from punica.ops.checks import FLAT, STEP, Names, check_dtype, check_scale
+from punica.ops.checks import FLAT, STEP, WITH_DOUBLE, Names, check_dtype, check_scale
 from punica.ops.triton_ops.launch import INTERPRETED, Launch
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
@@ -135,27 +135,29 @@ def _schema(function: Callable, mutates: str, either: Sequence[str]) -> str:
 class WeightSet:
     """The weights of one call site, known to be legal as long as they are these tensors.
 
-    Nothing here keeps them alive: a tensor is recognised by a weak reference and by where its memory lies, so neither
-    freed and reused memory nor ``w.data = ...`` can bring back a stale answer. ``w.t_()`` over the same memory can.
+    Nothing here keeps them alive: a tensor is recognised by a weak reference, by where its memory lies and by how it is
+    laid out, so neither freed and reused memory nor ``w.data = ...`` nor ``w.resize_(...)`` brings back a stale answer.
+    ``plans`` are those of all sets of this form.
     """
 
-    __slots__ = ("addresses", "aligned", "forms", "plans", "references")
+    __slots__ = ("aligned", "forms", "known", "plans")
 
-    def __init__(self, tensors: Sequence[Tensor], forms: Any) -> None:
-        self.references = [weakref.ref(tensor) for tensor in tensors]
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self.aligned = not any([address & 15 for address in self.addresses])
-        self.forms = forms
-        self.plans: dict[tuple, Any] = {}
+    def __init__(self, tensors: Sequence[Tensor], forms: Any, plans: dict[tuple, Any]) -> None:
+        self.known = [(weakref.ref(t), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+        self.aligned = not any([tensor.data_ptr() & 15 for tensor in tensors])
+        self.forms, self.plans = forms, plans
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are still the weights that were checked."""
-        if len(tensors) != len(self.addresses):
-            return False
-        for tensor, reference, address in zip(tensors, self.references, self.addresses, strict=True):
-            if reference() is not tensor or tensor.data_ptr() != address:
+        for tensor, (reference, address, shape, stride, dtype) in zip(tensors, self.known, strict=True):
+            same = reference() is tensor and tensor.data_ptr() == address and tensor.dtype is dtype
+            if not (same and tensor.shape == shape and tensor.stride() == stride):
                 return False
         return True
+
+    def alive(self) -> bool:
+        """Whether all of them still exist."""
+        return all([one[0]() is not None for one in self.known])
 
 
 class Call(NamedTuple):
@@ -202,6 +204,7 @@ class Plans:
     def __init__(self, describe: Callable[..., Any], plan: Callable[..., Any]) -> None:
         self.describe, self.plan = describe, plan
         self.sets: dict[tuple, WeightSet] = {}
+        self.plans: dict[Any, dict[tuple, Any]] = {}  # by the form of the weights: layers of one shape share theirs
 
     def find(
         self,
@@ -217,12 +220,13 @@ class Plans:
 
         Everything is checked then.
         """
-        known = self._weights(weights, batch)
-        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-            names = names_of(batch)
-            check_dtype(names.input, x, ())
-            check_dtype(names.output, y, ())
-        ranks = lora_ranks
+        known, names, ranks = self._weights(weights, batch), names_of(batch), lora_ranks
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and (ranks is None or isinstance(ranks, Tensor))):
+            check_dtype(names.input, x, WITH_DOUBLE)
+            check_dtype(names.output, y, WITH_DOUBLE)
+            check_dtype("lora_ranks", ranks, (torch.int32,))
+        batch.check_rows(x.shape[-2] if x.ndim > 1 else 0)
+        check_scale(names.scale, scale)
         key = (
             x.shape, x.stride(), x.dtype, x.get_device(), y.shape, y.stride(), y.dtype, y.get_device(),
             ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.get_device()),
@@ -233,12 +237,10 @@ class Plans:
         except KeyError:
             if len(known.plans) >= 4096:
                 known.plans.clear()
-            call = Call(names_of(batch), x, y, lora_ranks, batch, switches)
+            call = Call(names, x, y, lora_ranks, batch, switches)
             plan = self.plan(call, known.forms)
             check_runnable(x.device)
             known.plans[key] = plan
-        batch.check_rows(x.shape[-2])
-        check_scale(names_of(batch).scale, scale)
         return plan, known.aligned and not (x.data_ptr() | y.data_ptr()) & 15
 
     def _weights(self, weights: Sequence[Sequence[Tensor]], batch: Batch) -> WeightSet:
@@ -247,13 +249,15 @@ class Plans:
             if not isinstance(group, (tuple, list)):
                 self.describe(names_of(batch), *weights)
             tensors += group
-        key = tuple(map(id, tensors))
+        key = (*map(len, weights), *map(id, tensors))
         known = self.sets.get(key)
         if known is None or not known.holds(tensors):
             forms = self.describe(names_of(batch), *weights)
-            if len(self.sets) >= 4096:
-                self.sets.clear()
-            known = self.sets[key] = WeightSet(tensors, forms)
+            if len(self.sets) >= 4096:  # most are of tensors that are gone
+                self.sets = {key: one for key, one in self.sets.items() if one.alive()}
+                if len(self.sets) >= 4096:
+                    self.sets.clear()
+            known = self.sets[key] = WeightSet(tensors, forms, self.plans.setdefault(forms, {}))
         return known
 
 

@@ -36,5 +36,6 @@ def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             module = import_module(f"punica.ops.triton_ops.{name}")
             monkeypatch.setattr(module, "get_config", get_config)
             monkeypatch.setattr(module._PLANS, "sets", {})
+            monkeypatch.setattr(module._PLANS, "plans", {})
 
     return use

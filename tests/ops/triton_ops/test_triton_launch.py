@@ -3,6 +3,7 @@
 import gc
 import inspect
 import weakref
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -13,8 +14,10 @@ from triton_batches import EXPANDS, SHRINKS, Batch, random_slots
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops import Options, expand, linear, lora_expand, lora_linear, lora_shrink, shrink
 from punica.ops.triton_ops import launch as launching
+from punica.ops.triton_ops.tensor_batch import NAMES as META
 
 FP16 = torch.float16
+NAMES = (*META, "no_lora_flag_cpu")
 OPS = ("lora_shrink", "lora_expand", "lora_linear")
 MODULES = {name: import_module(f"punica.ops.triton_ops.{name}") for name in OPS}
 
@@ -128,6 +131,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = {"describe": 0, "plan": 0}
     for module in MODULES.values():
         monkeypatch.setattr(module._PLANS, "sets", {})
+        monkeypatch.setattr(module._PLANS, "plans", {})
         for what in counts:
             original = getattr(module._PLANS, what)
 
@@ -172,6 +176,85 @@ def test_other_memory_behind_the_same_weight_is_noticed(looked_at, device):
     assert looked_at["describe"] == 2
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda a: a.data.transpose(-1, -2), lambda a: a.data[:1].clone(), lambda a: a.data.double()],
+    ids=["transposed", "fewer slots", "dtype"],
+)
+def test_another_shape_behind_the_same_weight_is_noticed(change, device):
+    """A square A: its address and number of elements may stay what they were."""
+    batch = Batch([0, 1], 16, (16,), 16, 2, FP16, device)
+    step, y = filled(batch), batch.y.clone()
+    linear(y, batch.x, batch.a, batch.b, step)
+    batch.a[0].data = change(batch.a[0])
+    if batch.a[0].dtype == FP16 and batch.a[0].shape[0] == 2:
+        before = batch.y.clone()
+        linear(batch.y, batch.x, batch.a, batch.b, step)
+        want = before.cpu().double() + batch.expanded(batch.shrunk()) / 0.5
+        torch.testing.assert_close(batch.y.cpu().double(), want, rtol=4e-3, atol=4e-3)
+    else:
+        with pytest.raises((ValueError, TypeError)):
+            linear(batch.y, batch.x, batch.a, batch.b, step)
+
+
+def test_layers_of_one_shape_share_their_plans(looked_at, device):
+    batch = Batch([0, 1], 32, (16,), 4, 2, FP16, device)
+    step = filled(batch)
+    for _ in range(5):
+        batch.a, batch.b = (tuple(weight.clone() for weight in group) for group in (batch.a, batch.b))
+        linear(batch.y, batch.x, batch.a, batch.b, step)
+    assert looked_at == {"describe": 5, "plan": 1}
+
+
+def test_slices_may_not_move_from_one_factor_to_the_other(device):
+    batch = Batch([0, 1], 16, (16,), 16, 2, FP16, device)
+    step = filled(batch)
+    linear(batch.y, batch.x, batch.a, batch.b, step)
+    with pytest.raises(ValueError, match="empty"):
+        linear(batch.y, batch.x, (*batch.a, *batch.b), (), step)
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_an_integer_scale_is_a_number_like_any_other(scale, device):
+    """Triton would compile a kernel of its own for it, and the next launch would find that one."""
+    batch = Batch([0, 1, 1], 32, (16,), 4, 2, FP16, device)
+    step, results = filled(batch), []
+    for value in (scale, float(scale), 0.5, scale):
+        y = torch.zeros_like(batch.y)
+        linear(y, batch.x, batch.a, batch.b, step, value)
+        results.append(y)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[3])
+    torch.testing.assert_close(results[2].float(), results[0].float() * (0.5 / scale), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("name", ["inputs", "output_tensor", "lora_ranks"])
+def test_what_is_no_tensor_is_named(name, device):
+    batch = Batch([0, 1], 16, (16,), 16, 2, FP16, device)
+    call = {"inputs": batch.x, "lora_a_weights": batch.a, "output_tensor": torch.zeros(1, 2, 16, device=device)}
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
+        lora_shrink(
+            **{**call, name: [[1.0]]}, **dict(zip(NAMES, batch.args, strict=True)), scaling=1.0, **batch.count
+        )  # fmt: skip
+
+
+def test_too_few_rows_are_refused_also_while_somebody_traces(device):
+    batch = Batch([0, 1, 1, 0], 16, (16,), 16, 2, FP16, device)
+    step = filled(batch)
+    for watched in (False, True):
+        with torch.profiler.profile() if watched else nullcontext(), pytest.raises(ValueError, match="got 2 rows"):
+            linear(batch.y[:2], batch.x[:2], batch.a, batch.b, step)
+
+
+def test_a_step_without_adapters_shrinks_to_zero(device):
+    batch = Batch([-1, -1], 16, (16,), 16, 2, FP16, device)
+    h = torch.ones(1, 2, 16, device=device)
+    shrink(batch.x, batch.a, h, filled(batch), accumulate=True)
+    assert h.all()
+    shrink(batch.x, batch.a, h, filled(batch))
+    assert not h.any()
+
+
 def filled(batch: Batch) -> LoRABatch:
     step = LoRABatch(max(1, batch.tokens), batch.slot_count, batch.device)
     step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
@@ -190,6 +273,7 @@ def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device
 
     monkeypatch.setattr(MODULES[name], "get_config", get_config)
     monkeypatch.setattr(MODULES[name]._PLANS, "sets", {})
+    monkeypatch.setattr(MODULES[name]._PLANS, "plans", {})
     h, options = torch.zeros(1, 3, 4, device=device), Options(batch_invariant=True, tuned_dir="folder")
     flat, step = {"batch_invariant": True, "tuned_dir": "folder"}, filled(batch)
     if name == "lora_shrink":
