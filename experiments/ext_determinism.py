@@ -63,20 +63,13 @@ class Determinism(OperatorExperiment):
 
         figure = cast(DeterminismConf, operator_conf(cfg))
         batch = problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))[0]
-        found = {
-            "between_runs": between_runs(batch, point.system, figure.runs),
-            "from_row_alone": from_row_alone(batch, point.system),
-        }
-        facts = [
-            reading
-            for where, bits in found.items()
-            for reading in (
-                Reading(f"outputs_differing_{where}", bits.share, "share"),
-                Reading(f"max_difference_{where}", bits.absolute, "1"),
-                Reading(f"max_ulp_{where}", bits.ulp, "ulp"),
-            )
-        ]
-        return [*sampled("latency", samples, "us"), *facts]
+        runs, alone = between_runs(batch, point.system, figure.runs), from_row_alone(batch, point.system)
+        found = sampled("latency", samples, "us")
+        for where, bits in (("between_runs", runs), ("from_row_alone", alone)):
+            found.append(Reading(f"outputs_differing_{where}", bits.share, "share"))
+            found.append(Reading(f"max_difference_{where}", bits.absolute, "1"))
+            found.append(Reading(f"max_ulp_{where}", bits.ulp, "ulp"))
+        return found
 
 
 EXPERIMENT = Determinism()

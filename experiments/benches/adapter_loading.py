@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,16 +55,6 @@ def _punica(bench: Bench) -> Loader:
     return Loader(start, bench.check_slot)
 
 
-@LOADERS.register("per_tensor")
-def _per_tensor(bench: Bench) -> Loader:
-    return _layer_by_layer(bench, pinned=True)
-
-
-@LOADERS.register("pageable")
-def _pageable(bench: Bench) -> Loader:
-    return _layer_by_layer(bench, pinned=False)
-
-
 def _layer_by_layer(bench: Bench, pinned: bool) -> Loader:
     """`set_lora` of each layer in turn on the current stream, from separate tensors of host memory."""
 
@@ -83,6 +74,10 @@ def _layer_by_layer(bench: Bench, pinned: bool) -> Loader:
         return _ending(torch.cuda.current_stream() if bench.device.type == "cuda" else None)
 
     return Loader(start, bench.check_slot)
+
+
+LOADERS.register("per_tensor")(partial(_layer_by_layer, pinned=True))
+LOADERS.register("pageable")(partial(_layer_by_layer, pinned=False))
 
 
 @LOADERS.register("link")

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from experiments.benches.operator_shapes import Operator
-from experiments.benches.operators import OPERATORS, Prepared, Problem
+from experiments.benches.operators import OPERATORS, Prepared, Problem, adding
 from punica.measure.timing import Call
 
 SMALLEST_BLOCK = 128  # of K, in elements
@@ -72,14 +72,12 @@ VARIANTS: dict[str, Linear] = {
 }
 
 
-def _register(name: str, linear: Linear) -> None:
-    @OPERATORS.register(name)
-    def prepare(problem: Problem) -> Prepared:
-        return Prepared(linear(problem), lambda: problem.y, problem.expected)
+def _prepare(linear: Linear, problem: Problem) -> Prepared:
+    return adding(problem, linear(problem))
 
 
 for _name, _linear in VARIANTS.items():
-    _register(_name, _linear)
+    OPERATORS.register(_name)(partial(_prepare, _linear))
 
 
 def between_runs(problem: Problem, name: str, runs: int) -> Bits:

@@ -15,9 +15,9 @@ number. Otherwise Identical would be timed with rank 8 alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -117,12 +117,9 @@ def checked_rounds(cfg: Config, problems: Sequence[Problem]) -> tuple[list[Call]
     length = round_length(len(problems[0].sizes), len(cfg.adapters.ranks))
     calls = [call for problem in problems[:length] for call in operators.prepare_checked([problem], "SGMV")]
     calls += [OPERATORS.get("SGMV")(problem).call for problem in problems[length:]]
-    return [_in_turn(calls[i : i + length]) for i in range(0, len(calls), length)], length
+    return [partial(_in_turn, calls[i : i + length]) for i in range(0, len(calls), length)], length
 
 
-def _in_turn(calls: Sequence[Call]) -> Callable[[], None]:
-    def call() -> None:
-        for one in calls:
-            one()
-
-    return call
+def _in_turn(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()

@@ -154,7 +154,7 @@ def backend(device: torch.device) -> Backend:
 @OPERATORS.register("SGMV")
 def _sgmv(problem: Problem) -> Prepared:
     v = torch.empty(1, problem.x.shape[0], problem.a.shape[1], dtype=torch.float32, device=problem.x.device)
-    return _adding(problem, backend(v.device).sgmv(problem, v))
+    return adding(problem, backend(v.device).sgmv(problem, v))
 
 
 @OPERATORS.register("SGMV expand")
@@ -166,7 +166,7 @@ def _expand(problem: Problem) -> Prepared:
 @OPERATORS.register("Loop")
 def _loop(problem: Problem) -> Prepared:
     segments = problem.segments()
-    return _adding(problem, lambda: baselines.lora_loop(problem.y, problem.x, problem.a, problem.b, segments))
+    return adding(problem, lambda: baselines.lora_loop(problem.y, problem.x, problem.a, problem.b, segments))
 
 
 @OPERATORS.register("Gather")
@@ -189,13 +189,13 @@ def _gather(problem: Problem) -> Prepared:
 @OPERATORS.register("BMM")
 def _bmm(problem: Problem) -> Prepared:
     a_rows, b_rows = baselines.gather_weights(problem.a, problem.b, problem.slots.to(problem.x.device))
-    return _adding(problem, lambda: baselines.lora_bmm(problem.y, problem.x, a_rows, b_rows))
+    return adding(problem, lambda: baselines.lora_bmm(problem.y, problem.x, a_rows, b_rows))
 
 
 @OPERATORS.register("Gather-BMM")
 def _gather_bmm(problem: Problem) -> Prepared:
     slots = problem.slots.to(problem.x.device)
-    return _adding(problem, lambda: baselines.lora_gather_bmm(problem.y, problem.x, problem.a, problem.b, slots))
+    return adding(problem, lambda: baselines.lora_gather_bmm(problem.y, problem.x, problem.a, problem.b, slots))
 
 
 @OPERATORS.register("grouped_mm")
@@ -205,10 +205,10 @@ def _grouped_mm(problem: Problem) -> Prepared:
     if problem.x.is_cuda:  # for other types torch reads the group ends on the host, which no CUDA graph can hold
         problem = problem.rounded(torch.bfloat16)
     ends = baselines.slot_ends(problem.slots, problem.a.shape[0]).to(problem.x.device)
-    return _adding(problem, lambda: baselines.lora_grouped_mm(problem.y, problem.x, problem.a, problem.b, ends))
+    return adding(problem, lambda: baselines.lora_grouped_mm(problem.y, problem.x, problem.a, problem.b, ends))
 
 
-def _adding(problem: Problem, call: Call) -> Prepared:
+def adding(problem: Problem, call: Call) -> Prepared:
     """A whole operator: it adds into y."""
     return Prepared(call, lambda: problem.y, problem.expected)
 

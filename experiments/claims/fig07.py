@@ -47,16 +47,9 @@ def identical_climbs_with_intensity(rows: Rows) -> Finding:
     flops = _flops(rows.figure("7"), "Identical")
     gain = ratio(flops, 64, 1)
     intensity = sgmv_intensity(64, 1, H_IN, H_OUT) / sgmv_intensity(1, 1, H_IN, H_OUT)
-    latency_growth = 64 / gain
-    return Finding(
-        {
-            "flops_ratio": gain,
-            "intensity_ratio": intensity,
-            "smallest_step": smallest_step(list(flops)),
-            "latency_ratio": latency_growth,
-        },
-        f"{gain:.1f} and {intensity:.1f}; latency bs64 / bs1 {latency_growth:.2f}",
-    )
+    step, growth = smallest_step(list(flops)), 64 / gain
+    quantities = {"flops_ratio": gain, "intensity_ratio": intensity, "smallest_step": step, "latency_ratio": growth}
+    return Finding(quantities, f"{gain:.1f} and {intensity:.1f}; latency bs64 / bs1 {growth:.2f}")
 
 
 @claim("C08")

@@ -17,27 +17,26 @@ def _frame(rows: Rows) -> tuple[pd.DataFrame, list[int]]:
     return frame, ranks
 
 
-def _by_rank(rows: Rows, size: int) -> dict[int, float]:
+def _by_rank(rows: Rows, size: int) -> tuple[dict[int, float], str]:
     frame, ranks = _frame(rows)
-    return {rank: at(curve(frame, "latency", workload="Distinct", rank=rank), size) for rank in ranks}
+    latency = {rank: at(curve(frame, "latency", workload="Distinct", rank=rank), size) for rank in ranks}
+    return latency, f"{numbers(list(latency.values()))} us at r {', '.join(map(str, latency))}"
 
 
 @claim("C19")
 def one_row_does_not_see_the_rank(rows: Rows) -> Finding:
     """Latency at batch 1 by rank: distance of the extremes from the mean and from each other."""
-    latency = _by_rank(rows, 1)
+    latency, text = _by_rank(rows, 1)
     mean = sum(latency.values()) / len(latency)
     low, high = min(latency.values()), max(latency.values())
-    text = f"{numbers(list(latency.values()))} us at r {', '.join(map(str, latency))}"
     return Finding({"lowest_over_mean": low / mean, "highest_over_mean": high / mean, "max_over_min": high / low}, text)
 
 
 @claim("C20")
 def distinct_rises_with_rank(rows: Rows) -> Finding:
     """Latency at batch 64, Distinct, over that of rank 8."""
-    latency = _by_rank(rows, 64)
+    latency, text = _by_rank(rows, 64)
     relative = {f"r{rank}_over_r8": value / latency[8] for rank, value in latency.items() if rank != 8}
-    text = f"{numbers(list(latency.values()))} us at r {', '.join(map(str, latency))}"
     return Finding({**relative, "smallest_step": smallest_step(list(latency.values()))}, text)
 
 

@@ -40,11 +40,8 @@ def context_reduces_the_batching_effect(rows: Rows) -> Finding:
     frame, models, short, long = layers(rows)
     if short == long:
         raise NotTestable(f"two context lengths are needed, measured: {short:g}")
-    points = [
-        _increase(frame, model, long)[workload] - _increase(frame, model, short)[workload]
-        for model in models.values()
-        for workload in PAPER_WORKLOADS
-    ]
+    growth = [(_increase(frame, model, short), _increase(frame, model, long)) for model in models.values()]
+    points = [far[workload] - near[workload] for near, far in growth for workload in PAPER_WORKLOADS]
     text = f"{min(points):.0f} to {max(points):.0f} points ({', '.join(models.values())}, len {short:g} to {long:g})"
     return Finding({"smallest_points": min(points)}, text)
 

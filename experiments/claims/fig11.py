@@ -46,6 +46,10 @@ class Serving:
         self.get(CONTINUOUS, workload)
         return max(self.get(system, workload) for system in BASELINES if self.has(system))
 
+    def collapse(self, system: str) -> float:
+        """What is left of a system's throughput on Identical when all requests differ: Distinct over Identical."""
+        return self.get(system, "Distinct") / self.get(system, "Identical")
+
     def step_ms(self) -> float | None:
         """Time of an engine step of Punica on Identical: a row, or tokens / throughput / steps; None when unknown."""
         cells = self.frame[(self.frame["system"] == PUNICA) & (self.frame["workload"] == "Identical")]
@@ -63,7 +67,11 @@ def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
     return [Serving(rows, role) for role in models_in(frame, roles)]
 
 
-def _flatness(rows: Rows, role: str) -> Finding:
+@claim("C26", role="7B")
+@claim("C27", role="13B")
+@claim("C38", role="70B")
+def flat(rows: Rows, role: str) -> Finding:
+    """Smallest over largest throughput of Punica over the four workloads."""
     cell = Serving(rows, role)
     values = [cell.get(PUNICA, workload) for workload in PAPER_WORKLOADS]
     flat = min(values) / max(values)
@@ -93,33 +101,17 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
     return Finding({"place": place}, f"{step:.1f} ms against {bounds[0]:.1f}-{bounds[1]:.1f} ms ({cell.model})")
 
 
-@claim("C26")
-def flat_7b(rows: Rows) -> Finding:
-    """Smallest over largest throughput of Punica over the four workloads, 7B."""
-    return _flatness(rows, "7B")
-
-
-@claim("C27")
-def flat_13b(rows: Rows) -> Finding:
-    """The same for 13B."""
-    return _flatness(rows, "13B")
-
-
 @claim("C28")
 def distinct_costs_no_more(rows: Rows) -> Finding:
     """Punica on Distinct over Punica on Identical, with the right index per request and with the released rule."""
     cells = serving(rows, ("7B", "13B", "70B"))
-    correct = {cell.model: cell.get(PUNICA, "Distinct") / cell.get(PUNICA, "Identical") for cell in cells}
-    released = {
-        cell.model: cell.get(RELEASED_RULE, "Distinct") / cell.get(RELEASED_RULE, "Identical")
-        for cell in cells
-        if cell.has(RELEASED_RULE)
-    }
+    correct = {cell.model: cell.collapse(PUNICA) for cell in cells}
+    released = [cell.collapse(RELEASED_RULE) for cell in cells if cell.has(RELEASED_RULE)]
     text = ", ".join(f"{value:.3f} ({model})" for model, value in correct.items())
     quantities = {"correct_rule": min(correct.values())}
     if released:
-        quantities["released_rule"] = min(released.values())
-        text += f"; released index rule (D04) {', '.join(f'{value:.3f}' for value in released.values())}"
+        quantities["released_rule"] = min(released)
+        text += f"; released index rule (D04) {', '.join(f'{value:.3f}' for value in released)}"
     return Finding(quantities, text)
 
 
@@ -159,31 +151,28 @@ def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
 def order_with_one_model(rows: Rows) -> Finding:
     """Throughputs on Identical, largest expected first: smallest ratio of neighbours."""
     cells = serving(rows, ("7B", "13B"))
-    first, second, third, static = [], [], [], []
-    texts = []
+    ratios, texts = [], []
     for cell in cells:
         names = [CONTINUOUS, PUNICA, STATIC, *(name for name in ("deepspeed",) if cell.has(name)), HF]
         value = {name: cell.get(name, "Identical") for name in names}
         statics = [value[name] for name in names if name in (STATIC, "deepspeed")]
-        first.append(value[CONTINUOUS] / value[PUNICA])
-        second.append(value[PUNICA] / max(statics))
-        third.append(min(statics) / value[HF])
-        static.append(value[CONTINUOUS] / max(statics))
+        ratios.append(
+            {
+                "continuous_over_punica": value[CONTINUOUS] / value[PUNICA],
+                "punica_over_static": value[PUNICA] / max(statics),
+                "static_over_hf": min(statics) / value[HF],
+                "continuous_over_static": value[CONTINUOUS] / max(statics),
+            }
+        )
         texts.append(f"{cell.model}: " + ", ".join(f"{name} {v:.4g}" for name, v in value.items()))
-    quantities = {
-        "continuous_over_punica": min(first),
-        "punica_over_static": min(second),
-        "static_over_hf": min(third),
-        "continuous_over_static": min(static),
-    }
-    return Finding(quantities, "; ".join(texts))
+    return Finding(pd.DataFrame(ratios).min().to_dict(), "; ".join(texts))
 
 
 @claim("C33")
 def baselines_collapse(rows: Rows) -> Finding:
     """Continuous batching of one adapter: Distinct over Identical."""
     cells = serving(rows, ("7B", "13B", "70B"))
-    left = {cell.model: cell.get(CONTINUOUS, "Distinct") / cell.get(CONTINUOUS, "Identical") for cell in cells}
+    left = {cell.model: cell.collapse(CONTINUOUS) for cell in cells}
     text = ", ".join(f"{value:.3f} ({model})" for model, value in left.items())
     return Finding({"largest": max(left.values()), "smallest": min(left.values())}, text)
 
@@ -196,17 +185,11 @@ def baselines_gain_little(rows: Rows) -> Finding:
     return Finding({"uniform": uniform, "skewed": skewed}, f"{uniform:.3f}, {skewed:.3f} ({cell.model})")
 
 
-@claim("C38")
-def flat_70b(rows: Rows) -> Finding:
-    """Smallest over largest throughput of Punica over the four workloads, 70B."""
-    return _flatness(rows, "70B")
-
-
 @claim("C39")
 def baseline_collapses_70b(rows: Rows) -> Finding:
     """70B: the baseline's Distinct over its Identical, and Punica over it on Distinct."""
     cell = Serving(rows, "70B")
-    left = cell.get(CONTINUOUS, "Distinct") / cell.get(CONTINUOUS, "Identical")
+    left = cell.collapse(CONTINUOUS)
     speedup = cell.get(PUNICA, "Distinct") / cell.get(CONTINUOUS, "Distinct")
     text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.model})"
     return Finding({"distinct_over_identical": left, "speedup": speedup}, text)

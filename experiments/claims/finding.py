@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 
 from experiments.claims.rows import Rows
 
@@ -30,13 +31,16 @@ ClaimFunction = Callable[[Rows], Finding]
 CLAIMS: dict[str, ClaimFunction] = {}
 
 
-def claim(id: str) -> Callable[[ClaimFunction], ClaimFunction]:
-    """Decorator: this function computes our value of claim ``id``."""
+def claim(id: str, **chosen: str) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
+    """Decorator: this function, called with ``chosen`` (a model, a workload), computes our value of claim ``id``.
 
-    def store(function: ClaimFunction) -> ClaimFunction:
+    A function that answers several claims is decorated once for each.
+    """
+
+    def store(function: Callable[..., Finding]) -> Callable[..., Finding]:
         if id in CLAIMS:
             raise ValueError(f"claim {id} already has a function, {CLAIMS[id].__name__}; one per claim")
-        CLAIMS[id] = function
+        CLAIMS[id] = update_wrapper(partial(function, **chosen), function)
         return function
 
     return store

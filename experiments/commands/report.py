@@ -28,6 +28,7 @@ from experiments.commands.batch import batch_main, sides
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import Folders, folders
 from experiments.harness.source import fingerprint, script_of
+from experiments.plots.frames import distinct
 from punica.measure.records import COLUMNS, Row, ensure_writable, read_rows
 
 NAME = "claims"
@@ -117,9 +118,9 @@ def _machine(rows: pd.DataFrame) -> str:
         return "No rows were measured; only arithmetic and replays are judged."
 
     def values(name: str) -> str:
-        return ", ".join(sorted(set(rows[name].dropna().astype(str)) - {""})) or "-"
+        return ", ".join(distinct(rows, name)) or "-"
 
-    dates = sorted(set(rows["date"]) - {""})
+    dates = distinct(rows, "date")
     parts = [f"Measured on {values('device')} (hardware `{values('hardware')}`), scale {values('scale')}"]
     parts += [f"timer {values('timer')}, torch {values('torch')}, triton {values('triton')}, driver {values('driver')}"]
     parts += [f"commit {values('commit')}, {dates[0]} to {dates[-1]}" if dates else f"commit {values('commit')}"]

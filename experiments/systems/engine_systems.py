@@ -15,7 +15,7 @@ from experiments.systems.serving import SYSTEMS, Served, ServingSystem
 from experiments.systems.stream import Job
 from experiments.systems.world import World
 from punica.adapters import LoRAModel, LoRARequest
-from punica.engine import Engine, Request, StepStatistics
+from punica.engine import Engine, Request
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors
 
@@ -36,13 +36,15 @@ class EngineSystem(ServingSystem):
         requests = [self._request(index, job) for index, job in enumerate(jobs)]
         self._register(jobs)
         totals: Counter[str] = Counter()
-        phases = {"schedule": 0.0, "metadata": 0.0, "model": 0.0}
         start = time.perf_counter()
         for request in requests:
             self.engine.add_request(request)
         while self.engine.has_unfinished():
-            _add(self.engine.step().statistics, totals, phases)
+            step = self.engine.step().statistics
+            totals.update(steps=1, rows=step.batch_size, idle=step.num_idle)
+            totals.update(schedule=step.schedule_s, metadata=step.metadata_s, model=step.model_s)
         seconds = time.perf_counter() - start
+        phases = {name: float(totals[name]) for name in ("schedule", "metadata", "model")}
         tokens = [request.output_token_ids for request in requests]
         return Served(jobs, tokens, totals["steps"], totals["rows"], totals["idle"], seconds, phases)
 
@@ -102,10 +104,3 @@ class StaticBatching(EngineSystem):
     """The policy of FasterTransformer and DeepSpeed in the paper: static batches of one adapter; backbone only."""
 
     admission, lora = "static", False
-
-
-def _add(step: StepStatistics, totals: Counter[str], phases: dict[str, float]) -> None:
-    totals.update(steps=1, rows=step.batch_size, idle=step.num_idle)
-    phases["schedule"] += step.schedule_s
-    phases["metadata"] += step.metadata_s
-    phases["model"] += step.model_s

@@ -8,7 +8,8 @@ the adapters of the next batch in place (`PeftBackend.load`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from typing import ClassVar
 
 from experiments.systems.serving import SYSTEMS, Served, ServingSystem
@@ -25,28 +26,22 @@ class HfSystem(ServingSystem):
         backend = self.world.peft
         tokens: list[list[int]] = []
         totals: Counter[str] = Counter()
-        phases = {"prefill": 0.0, "decode": 0.0}
         for batch in self._batches(jobs):
             rows = backend.places([job.adapter_id for job in batch])
             longest = max(job.new_tokens for job in batch)
             made = backend.generate([job.prompt for job in batch], longest, rows if self.mixed else None)
             tokens += [row[: job.new_tokens] for row, job in zip(made.tokens, batch, strict=True)]
             totals.update(steps=longest, rows=longest * len(batch), live=sum(job.new_tokens for job in batch))
-            phases["prefill"] += made.prefill_s
-            phases["decode"] += made.decode_s
+            totals.update(prefill=made.prefill_s, decode=made.decode_s)
+        phases = {name: float(totals[name]) for name in ("prefill", "decode")}
         idle = totals["rows"] - totals["live"]
         return Served(jobs, tokens, totals["steps"], totals["rows"], idle, sum(phases.values()), phases)
 
-    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        batch: list[Job] = []
-        for job in jobs:
-            full = len(batch) == self.world.limits.max_batch_size
-            if batch and (full or not (self.mixed or job.adapter_id == batch[0].adapter_id)):
-                yield batch
-                batch = []
-            batch.append(job)
-        if batch:
-            yield batch
+    def _batches(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Consecutive jobs, of one adapter unless batches are mixed, up to the limit."""
+        limit = self.world.limits.max_batch_size
+        runs = [list(run) for _, run in groupby(jobs, key=lambda job: self.mixed or job.adapter_id)]
+        return [run[start : start + limit] for run in runs for start in range(0, len(run), limit)]
 
 
 @SYSTEMS.register("hf_peft")

@@ -7,6 +7,7 @@ are the released ones bit for bit. The order of adapters is the released shuffle
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -70,11 +71,7 @@ def prefix_of_steps(jobs: Sequence[Job], admission: str, max_batch_size: int, ma
     """
     if max_steps is None or steps_taken(jobs, admission, max_batch_size) <= max_steps:
         return list(jobs)
-    low, high = 1, len(jobs)  # steps grow with the prefix, so halve
-    while high - low > 1:
-        middle = (low + high) // 2
-        if steps_taken(jobs[:middle], admission, max_batch_size) <= max_steps:
-            low = middle
-        else:
-            high = middle
-    return list(jobs[:low])
+    # steps grow with the prefix; of the lengths from 1 on, as many fit as the longest that fits is long
+    lengths = range(1, len(jobs))
+    fitting = bisect_right(lengths, max_steps, key=lambda length: steps_taken(jobs[:length], admission, max_batch_size))
+    return list(jobs[: max(1, fitting)])
