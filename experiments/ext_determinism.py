@@ -14,8 +14,6 @@ largest difference, absolute and in units in the last place.
 Cost at scale=laptop: minutes on a GPU, where kernels are compiled on first use; 4 GB. Nothing on a CPU.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ by arithmetic: A and B of the adapters present, x and y.
 Cost at scale=laptop: about half a minute on two cores, 1 GB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -11,8 +11,6 @@ datasheet on a known GPU. Intensity counts the bytes of the dtype that ran, and,
 Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

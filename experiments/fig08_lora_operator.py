@@ -15,8 +15,6 @@ is what PyTorch costs on a CPU, and says nothing about a GPU, whose allocator ke
 Cost at scale=laptop: about 1 minute on two cores, 0.5 GB.
 """
 
-from __future__ import annotations
-
 from experiments.benches.operator_conf import OperatorConf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Overlay, main

@@ -9,8 +9,6 @@ Timed: X@W at 4096 x 11008, Loop and SGMV at rank 16 under Skewed popularity, in
 Cost at scale=laptop: about half a minute on two cores, 0.5 GB.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf

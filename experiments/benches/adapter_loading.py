@@ -4,8 +4,6 @@ A `Loader` starts one load and returns at once where the device can; whoever nee
 new way to load is one function under `LOADERS` and its name in `conf/figure/sec52_adapter_loading.yaml`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ All are Triton kernels: they run on a GPU, and at toy sizes in Triton's interpre
 them in `experiments.benches.operators.OPERATORS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

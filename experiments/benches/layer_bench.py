@@ -4,8 +4,6 @@ All seven projections carry adapters, every slot its own copy of the weights. Me
 is set once per step, outside the timing, as a server does once for all layers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

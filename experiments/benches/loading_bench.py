@@ -4,8 +4,6 @@
 runs decode steps whose adapters lie in the slots beside. It can tell whether the spare slot really holds an adapter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

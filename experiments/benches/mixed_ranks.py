@@ -12,8 +12,6 @@ A batch of n adapters holds each rank equally often only if n is a multiple of t
 number. Otherwise Identical would be timed with rank 8 alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ time does not depend on its values. What a server does once per step (layout, se
 timing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

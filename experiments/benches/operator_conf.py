@@ -1,7 +1,5 @@
 """The shapes that Figures 7, 8, 9 and README and the extensions compute. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What Figures 7, 8, 9 and README share: a grid over popularity, batch and rank, systems timed side by side."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any, cast

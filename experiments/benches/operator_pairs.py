@@ -1,7 +1,5 @@
 """The LoRA operator with block sizes of one's own choice, and its kernels compiled in parallel beforehand."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from collections.abc import Callable

@@ -5,8 +5,6 @@ So an operator is timed on many *sets* (x, y, A, B), together more bytes than an
 of one CUDA graph. The time of a call is the time of a replay over its calls: what one call costs inside a long graph.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

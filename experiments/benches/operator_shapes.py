@@ -1,7 +1,5 @@
 """The LoRA operators that are tuned and tabled: shapes, bytes and the time of the bytes. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 

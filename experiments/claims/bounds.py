@@ -1,7 +1,5 @@
 """The bounds of the claims, read from ``paper_results/claim_bounds.csv``: the tests are data, not code."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections import defaultdict

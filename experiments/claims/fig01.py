@@ -1,7 +1,5 @@
 """Claims of Figure 1: a decode step hardly slows down with the batch, prefill does in proportion (C01 to C04)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

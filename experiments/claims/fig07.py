@@ -1,7 +1,5 @@
 """Claims of Figure 7: the roofline of one SGMV launch, 16 -> 4096 (C05 to C08)."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim

@@ -1,7 +1,5 @@
 """Claims of Figure 8 and of the README figure: SGMV against the other ways to apply LoRA (C09 to C18, C51, C52)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

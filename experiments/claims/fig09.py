@@ -1,7 +1,5 @@
 """Claims of Figure 9: the LoRA operator at ranks 8 to 64 (C19 to C21)."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from experiments.claims.fig08 import SHARED

@@ -1,7 +1,5 @@
 """Claims of Figure 10: one transformer layer with LoRA in a decode step (C22 to C24)."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim

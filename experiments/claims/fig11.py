@@ -1,7 +1,5 @@
 """Claims of Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41)."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from experiments.claims.fig10 import layers

@@ -4,8 +4,6 @@ Every claim of ``paper_results/claims.csv`` has one function, registered under i
 *our* value from rows and knows no bound: the bounds are data (``paper_results/claim_bounds.csv``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, update_wrapper

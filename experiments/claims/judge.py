@@ -1,7 +1,5 @@
 """Verdicts: our value of every claim against its bounds."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

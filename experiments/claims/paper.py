@@ -6,8 +6,6 @@ best of them. `as_rows` turns the result into the columns of our own rows, so th
 from either.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from pathlib import Path

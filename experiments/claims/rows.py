@@ -7,8 +7,6 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 * per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` that is there.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

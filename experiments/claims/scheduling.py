@@ -1,7 +1,5 @@
 """Claims about batch sizes and steps, by replaying the released requests; and the size of a LoRA (C35 to C37, C44)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving

@@ -3,8 +3,6 @@
 C44, the size of an adapter, is arithmetic and needs no rows: `experiments.claims.scheduling`.
 """
 
-from __future__ import annotations
-
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim

@@ -1,7 +1,5 @@
 """What the commands over many figures share: their Hydra entry, and running one step per figure without giving up."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable

@@ -9,8 +9,6 @@ one. Every pair is printed with the ratio B / A and what it means, then the geom
 system and metric. `out=` writes the pairs as CSV too.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

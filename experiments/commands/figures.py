@@ -7,8 +7,6 @@ mixes the two. `hardware=h200` chooses whose rows, `figures=[fig08]` which figur
     python -m experiments.commands.figures source=recorded hardware=h200
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from omegaconf import DictConfig

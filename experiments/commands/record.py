@@ -6,8 +6,6 @@ scale=smoke are refused, and so are rows measured from uncommitted code, unless 
     python -m experiments.commands.record figures=[fig08]
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

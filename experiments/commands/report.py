@@ -12,8 +12,6 @@ It runs with whatever rows exist: a claim without rows is `not testable on this 
 other code measured than is here now are judged too, and named: a line above the table, `older_source` in `claims.csv`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

@@ -7,8 +7,6 @@ A figure that fails does not stop the others, and the exit code says so at the e
     python -m experiments.commands.reproduce scale=laptop
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

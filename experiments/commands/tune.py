@@ -10,8 +10,6 @@ float32 reference, after a single call and after a replay of the whole graph, an
 measurement is one line of ``measurements.jsonl``; what is there is not measured again.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """What `tune.py` searches: the operators of a 7B model, and the configurations worth timing for each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

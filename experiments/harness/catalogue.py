@@ -1,7 +1,5 @@
 """Every experiment there is: scripts of `experiments/` that hold an `EXPERIMENT`, in the order of `make reproduce`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from pathlib import Path

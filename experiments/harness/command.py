@@ -1,7 +1,5 @@
 """The command line of every script here: Hydra composes, mistakes are one line, an interruption loses nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

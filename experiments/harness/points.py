@@ -1,7 +1,5 @@
 """What is measured and what comes out: points of a grid, readings of a point, cells that are timed side by side."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence

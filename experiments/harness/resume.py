@@ -1,7 +1,5 @@
 """Measures what is missing or stale of an experiment, row by row on disk, and draws it if its rows changed."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

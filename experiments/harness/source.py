@@ -6,8 +6,6 @@ judge numbers (plots, commands, claims) and what only a type checker imports. Th
 without docstrings and comments, so that rows become stale when code changes and not when a text about it does.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

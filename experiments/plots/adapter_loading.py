@@ -4,8 +4,6 @@ The paper gives its numbers in the text, at one rank; disagreement D03 says that
 the arithmetic is drawn as well. Bandwidth is what compares machines whose models differ in size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import matplotlib.pyplot as plt

@@ -1,7 +1,5 @@
 """From a file of rows to `<name>.pdf`, `<name>.png` and `<name>.json` (where every number of the picture came from)."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

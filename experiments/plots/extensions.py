@@ -1,8 +1,6 @@
 """Figures of the extensions, which the paper has nothing to stand beside: one column of axes per popularity, absolute
 latency above, ratios to the system of reference below."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows as pandas frames, in the form that plots want."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path

@@ -4,8 +4,6 @@ The machines differ by orders of magnitude, so absolute values share a logarithm
 which is what the claims are about, is the lower row: every line divided by its own value at the smallest batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

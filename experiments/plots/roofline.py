@@ -1,7 +1,5 @@
 """Figure 7: FLOP/s over arithmetic intensity, under the machine's roof, with the paper's points and roof behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import matplotlib.pyplot as plt

@@ -1,7 +1,5 @@
 """Bars of serving systems, grouped by popularity, each beside the paper's bar; below, everything relative to Punica."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """One look for every figure: the same colour and marker is the same system, or popularity, everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ with none, for systems without LoRA). In float32 all tokens must agree. In half 
 calls between tokens and one different token changes all later ones, three quarters of the first tokens must.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Timed: `add_request` of the whole stream and every step until all are served, wh
 their slots when a request is admitted. Not timed: building the engine and registering adapters in host memory.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

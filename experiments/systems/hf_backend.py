@@ -11,8 +11,6 @@ One PEFT adapter per place in the batch is created at the start; `load` overwrit
 all model building is never timed: the paper does not charge baselines for switching models.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ compute for nothing. Timed: from the token ids of a batch to its last token, sum
 the adapters of the next batch in place (`PeftBackend.load`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby

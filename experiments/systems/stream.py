@@ -5,8 +5,6 @@ Lengths are `scaled_lengths`: the released ones (seed, log-normal prompts, unifo
 are the released ones bit for bit. The order of adapters is the released shuffle.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ As in the released harness (D10) there are at most `max_batch_size` different ad
 their own id, which costs a system the same as a different one would.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

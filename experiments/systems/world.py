@@ -1,7 +1,5 @@
 """What the systems of Figure 11 are built on, and what their tokens are checked with."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from experiments.systems.hf_backend import PeftBackend

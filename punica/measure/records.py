@@ -9,8 +9,6 @@ the file, the line and what to do. Only the standard library is used here, so a 
 in milliseconds.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import tempfile

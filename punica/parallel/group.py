@@ -10,8 +10,6 @@ The layers call the ``tensor_model_parallel_*`` functions, which look the curren
 they return their input untouched, so a single-GPU forward pays nothing for the seam.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 import weakref
