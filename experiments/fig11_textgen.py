@@ -156,6 +156,7 @@ def _settings(cfg: Config) -> dict[str, Any]:
     return {
         "model": model_settings(cfg.model),
         "stream": {"requests": scale.requests, "max_len": scale.max_len, "max_steps": scale.max_steps},
+        # the words of the recorded rows, whose configuration this is part of
         "engine": {"page_size": engine.block_size, "num_pages": engine.num_blocks},
         "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
         "check": [figure.check_requests, figure.check_tokens],

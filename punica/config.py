@@ -33,7 +33,7 @@ class LoRAConfig:
         specialize_active_lora: one captured CUDA graph per count of active adapters.
         batch_invariant: one fixed kernel form, so that a row's bits do not depend on its batch.
         tuned_dir: folder with tuned kernel tables; ``None`` uses the ones in the package.
-        debug_checks: ops also verify device-side indices (synchronises; for debugging).
+        debug_checks: the wrapper verifies the indices on the device once per step (synchronises; for debugging).
         pdl: programmatic dependent launch between shrink and expand where the GPU has it.
         dual_stream: compute the LoRA term beside the base layer's product, on a second CUDA stream.
     """

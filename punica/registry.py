@@ -1,4 +1,4 @@
-"""Name -> thing, for the four things people replace: op backend, serving system, scheduling policy, workload.
+"""Name -> thing, for the four things people replace: op backend, serving system, admission rule, workload.
 
 Adding one is a file, a ``@REGISTRY.register("name")`` line and a test. Everything else in the library is a plain
 function call.

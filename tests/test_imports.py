@@ -213,8 +213,8 @@ class NoTriton:
             raise ModuleNotFoundError(f"blocked: {name}", name=name)
 sys.meta_path.insert(0, NoTriton())
 import punica
-# Triton kernels need Triton, and the cluster its own extra; everything else is the CPU path
-optional = ("punica.ops.triton_ops", "punica.cluster")
+# Triton kernels need Triton; everything else is the CPU path
+optional = ("punica.ops.triton_ops",)
 def import_all(package):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if not module.name.startswith(optional):

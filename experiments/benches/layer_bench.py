@@ -43,7 +43,7 @@ class LayerBench:
     def begin(self, adapter_ids: list[int], kv_length: int, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the metadata and the layout of a decode step; cos and sin of its positions.
 
-        `adapter_ids`: one per row, 0 for none. Row i reads the pages of request `first_row + i`.
+        `adapter_ids`: one per row, 0 for none. Row i reads the blocks of request `first_row + i`.
         """
         requests = spans(first_row + len(adapter_ids), 1, kv_length)[first_row:]
         layout = [replace(span, start=row) for row, span in enumerate(requests)]

@@ -20,7 +20,7 @@ from punica.scheduling import Span
 
 BLOCK_SIZE = 16  # as in the released code
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Largest relative difference between decoding through pages and computing the whole sequence at once."""
+"""Largest relative difference between decoding through KV blocks and computing the whole sequence at once."""
 
 
 def llama_config(model: ModelConf, layers: int | None = None) -> LlamaConfig:
@@ -100,7 +100,7 @@ def check_decode(invocation: Invocation) -> None:
     found = invocation.llama(ids[~kept], positions[~kept], invocation.attention)
     error = difference(found, expected)
     if not error <= TOLERANCE[found.dtype]:
-        raise CheckFailed(f"decoding through pages differs from the whole sequence by {error:.2e} (relative)")
+        raise CheckFailed(f"decoding through KV blocks differs from the whole sequence by {error:.2e} (relative)")
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

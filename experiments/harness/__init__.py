@@ -37,7 +37,10 @@
 2. `conf/figure/figNN_name.yaml`, which begins with `defaults: [{/schema/figure@_here_: figNN_name}, _self_]` and takes
    what depends on the scale from there (`batch_sizes: ${scale.model_batch_sizes}`).
 
-Nothing else: `experiments.harness.catalogue` finds the script, `make reproduce` runs it in its `order`.
+3. A test in `tests/experiments/`: its points, and that `measure` refuses a wrong result.
+
+Nothing else: `experiments.harness.catalogue` finds the script by its name (`fig*`, `readme*`, `sec*`, `ext_*`), and
+`make reproduce` runs it in its `order`.
 
 `cfg` is a typed `Config` in which `auto` is decided: `cfg.system.names`, `cfg.workload.names`, `cfg.hardware.device`
 ("cpu" or "cuda"), `cfg.timer.name`. The harness sets torch's threads and seed before the first measurement. Everything

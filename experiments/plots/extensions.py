@@ -1,5 +1,7 @@
-"""Figures of the extensions, which the paper has nothing to stand beside: one column of axes per popularity, absolute
-latency above, ratios to the system of reference below."""
+"""Figures of the extensions, which the paper has nothing to stand beside.
+
+One column of axes per popularity: absolute latency above, ratios to the system of reference below.
+"""
 
 from collections.abc import Mapping
 from typing import Any

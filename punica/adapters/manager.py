@@ -34,7 +34,8 @@ class LoRAModelManager:
     """Adapters of one model: loads, activates and evicts them, and tells the kernels who uses what.
 
     Building it wraps the model's layers in place. One thread uses a manager. On CUDA slots are written asynchronously:
-    no call here waits for a copy, and :meth:`set_adapter_mapping` makes the step that follows wait for those it needs.
+    no call here waits for a copy, and :meth:`begin_step` and
+    :meth:`set_adapter_mapping` make the step that follows wait for those it needs.
 
     Args:
         model: module tree built from `punica.parallel` layers; may define `packed_modules_mapping` and

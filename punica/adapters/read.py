@@ -271,8 +271,8 @@ class TensorName(NamedTuple):
 def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = None) -> tuple[str, bool]:
     """Split a checkpoint tensor's name into `(module_name, is_lora_a)`.
 
-    `base_model.model.<m>.lora_A.weight`, `<m>.lora_A.<adapter>.weight`, and the same without the prefix give `(<m>,
-    True)`; B gives `False`; embeddings are spelled `<m>.lora_embedding_A`.
+    `base_model.model.<m>.lora_A.weight`, `<m>.lora_A.<adapter>.weight`, and the same without the prefix give
+    `(<m>, True)`; B gives `False`; embeddings are spelled `<m>.lora_embedding_A`.
 
     Raises:
         ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").

@@ -187,14 +187,10 @@ class LoRAModel:
     def from_lora_tensors(
         cls,
         lora_model_id: int,
-        tensors: Mapping[str, torch.Tensor],
-        peft_helper: PEFTHelper,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        model_vocab_size: int | None = None,
-        weights_mapper: NameMapper | None = None,
-        skip_prefixes: Sequence[str] | None = None,
-    ) -> LoRAModel:
+        tensors: Mapping[str, torch.Tensor], peft_helper: PEFTHelper,
+        device: torch.device | str = "cpu", dtype: torch.dtype | None = None, model_vocab_size: int | None = None,
+        weights_mapper: NameMapper | None = None, skip_prefixes: Sequence[str] | None = None,
+    ) -> LoRAModel:  # fmt: skip
         """Build an adapter from PEFT-named tensors in memory.
 
         Args:
@@ -225,18 +221,11 @@ class LoRAModel:
 
     @classmethod
     def from_local_checkpoint(
-        cls,
-        lora_dir: str | Path,
-        expected_lora_modules: Collection[str],
-        peft_helper: PEFTHelper,
-        *,
-        lora_model_id: int | None = None,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        model_vocab_size: int | None = None,
-        weights_mapper: NameMapper | None = None,
+        cls, lora_dir: str | Path, expected_lora_modules: Collection[str], peft_helper: PEFTHelper,
+        *, lora_model_id: int | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
+        model_vocab_size: int | None = None, weights_mapper: NameMapper | None = None,
         skip_prefixes: Sequence[str] | None = None,
-    ) -> LoRAModel:
+    ) -> LoRAModel:  # fmt: skip
         """Load a PEFT folder (`adapter_model.safetensors`; the config comes as `peft_helper`).
 
         Names are checked before a single tensor is read: the last name component of each module must be in

@@ -1,9 +1,9 @@
 """Attention over the paged cache, in plain torch: the CPU path, and the meaning of every faster one.
 
-For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens: ``softmax(Q K^T /
-sqrt(D)) V``, causal within a prompt. Requests have different lengths, so this is the one part of a step that runs per
-request; it reads each request's blocks in place, without copying or padding the cache (at batch 32 a gather would move
-several times the bytes that the attention itself reads).
+For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens:
+``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Requests have different lengths, so this is the one part of a
+step that runs per request; it reads each request's blocks in place, without copying or padding the cache (at batch 32 a
+gather would move several times the bytes that the attention itself reads).
 """
 
 from collections.abc import Sequence

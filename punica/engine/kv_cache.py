@@ -1,7 +1,7 @@
 """The tensors behind the blocks: keys and values of every token that a running request still attends to.
 
-Per layer, keys and values are ``[num_blocks * block_size, Hkv, D]``, token after token: block ``b`` with ``B =
-block_size`` is rows ``[b * B, (b + 1) * B)``. A token is written with one contiguous row, and a run of consecutive
+Per layer, keys and values are ``[num_blocks * block_size, Hkv, D]``, token after token: with B = ``block_size``, block
+``b`` is rows ``[b * B, (b + 1) * B)``. A token is written with one contiguous row, and a run of consecutive
 blocks is one strided area that attention reads in place. (The paper puts the page index outermost too, with all layers
 inside a page; one tensor per layer needs no stride arithmetic here.)
 """

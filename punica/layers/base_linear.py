@@ -37,7 +37,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         input_size, output_size: widths of this rank's matmul.
         output_slices: this rank's width of every slice, in the order in which they lie in the output.
         lora_a_stacked, lora_b_stacked: tuples with one tensor per slice, ``[L, 1, R, in]`` and ``[L, 1, out_i, R]``.
-            A wrapper may remember what it checked of them: they are the same objects at every call.
+            The ops remember what they checked of them: they are the same objects at every call.
     """
 
     _uses_base_forward = False  # the base product is the base layer's own forward: it may compute or cast in its way
@@ -78,7 +78,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         """Base product of ``x [..., in]`` plus every row's LoRA term: ``[..., out]``, nothing gathered or reduced yet.
 
         The base output may have another dtype than the adapters (a router kept in fp32); ``x`` is cast to theirs.
-        ``ValueError`` for another width of ``x``; what else is wrong with it the wrapper finds.
+        ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
         if self._streams is not None and not has_no_lora(wrapper):

@@ -89,8 +89,8 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS) -> Weights:
-    """The form of checked ``weights``; ``rank_dim`` is the dimension of r: -2 for A ``[L, (1,) r, K]``, -1 for B ``[L,
-    (1,) N, r]``.
+    """The form of checked ``weights``; ``rank_dim`` is the dimension of r: -2 for A, ``[L, (1,) r, K]``, and -1 for B,
+    ``[L, (1,) N, r]``.
     """
     if not isinstance(weights, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of tensors, one per slice, got {type(weights).__name__}")

@@ -96,17 +96,9 @@ def expand(
 
 
 def linear(
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: Sequence[Tensor],
-    lora_b_stacked: Sequence[Tensor],
-    batch: LoRABatch,
-    scale: float = 1.0,
-    *,
-    add_inputs: bool = True,
-    lora_ranks: Tensor | None = None,
-    buffer: Tensor | None = None,
-) -> None:
+    y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: LoRABatch,
+    scale: float = 1.0, *, add_inputs: bool = True, lora_ranks: Tensor | None = None, buffer: Tensor | None = None,
+) -> None:  # fmt: skip
     """`shrink` into float32 ``[n, T', r]``, then `expand`: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T``.
 
     ``buffer`` takes the intermediate (``None``: a tensor of its own). Arguments, other rows and errors as in the two.

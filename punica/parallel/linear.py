@@ -99,16 +99,10 @@ class LinearBase(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        prefix: str = "",
-        return_bias: bool = True,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
-    ) -> None:
+        self, input_size: int, output_size: int,
+        skip_bias_add: bool = False, params_dtype: torch.dtype | None = None, prefix: str = "",
+        return_bias: bool = True, tp_rank: int | None = None, tp_size: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.input_size = check_count("input_size", input_size)
         self.output_size = check_count("output_size", output_size)
@@ -246,16 +240,11 @@ class QKVParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        head_size: int,
-        total_num_heads: int,
-        total_num_kv_heads: int | None = None,
-        bias: bool = True,
-        tp_rank: int | None = None,
+        self, hidden_size: int, head_size: int, total_num_heads: int,
+        total_num_kv_heads: int | None = None, bias: bool = True, tp_rank: int | None = None,
         tp_size: int | None = None,
         **common: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         tp_rank, tp_size = resolve_tp(tp_rank, tp_size)
         total_kv = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
         check_count("head_size", head_size)

@@ -77,17 +77,12 @@ class PunicaWrapperABC(ABC):
 
     @abstractmethod
     def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: Weights,
-        lora_b_stacked: Weights,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights,
         scale: float,
         output_slices: Sequence[int],
-        *,
-        buffer: Slices | None = None,
+        *, buffer: Slices | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | None:  # fmt: skip
         """``y[:, o_i : ...] (+)= scale * (x @ A_i) @ B_i`` for every slice i."""
 
     @abstractmethod
@@ -180,17 +175,12 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
             self._expand(rows, (lora_b_stacked,), y, batch, 0, add_inputs, lora_ranks=kwargs.get("lora_ranks"))
 
     def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: Weights,
-        lora_b_stacked: Weights,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights,
         scale: float,
         output_slices: Sequence[int],
-        *,
-        buffer: Slices | None = None,
+        *, buffer: Slices | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``y[t, o_i : ...] (+)= scale * (x[t] @ A_i[slot_t]^T) @ B_i[slot_t]^T`` for every slice i, ``o_0 = 0``.
 
         Shapes as in `add_shrink` and `add_expand`; the intermediate ``[n, T', r]`` is float32 whatever the model dtype.

@@ -33,16 +33,9 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         self._linear = torch_ops.linear  # type: ignore[method-assign]
 
     def _linear_through(  # type: ignore[override]
-        self,
-        buffer: Slices,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a: Weights,
-        lora_b: Weights,
-        batch: LoRABatch,
-        scale: float,
-        **options: Any,
-    ) -> None:
+        self, buffer: Slices, y: torch.Tensor, x: torch.Tensor, lora_a: Weights, lora_b: Weights, batch: LoRABatch,
+        scale: float, **options: Any,
+    ) -> None:  # fmt: skip
         form = describe_weights(STEP.b, lora_b, -1)
         if isinstance(buffer, torch.Tensor):
             check_low_rank("buffer", buffer, form, x.shape[0], (torch.float32,))

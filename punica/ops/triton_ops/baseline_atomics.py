@@ -86,16 +86,11 @@ def _atomic_shrink_tiles_kernel(
 
 
 def prepare_lora_atomics(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    lora_a_weights: Sequence[torch.Tensor],
-    lora_b_weights: Sequence[torch.Tensor],
-    meta_args: Sequence[Any],
-    shrink: dict[str, Any],
-    expand: dict[str, Any],
+    y: torch.Tensor, x: torch.Tensor, lora_a_weights: Sequence[torch.Tensor], lora_b_weights: Sequence[torch.Tensor],
+    meta_args: Sequence[Any], shrink: dict[str, Any], expand: dict[str, Any],
     *,
     overlap: bool,
-) -> Callable[..., None]:
+) -> Callable[..., None]:  # fmt: skip
     """``call(y, x, a, b)``: y += (x A^T) B^T by zeroing, an atomic shrink and the deterministic expand.
 
     The arguments given here fix shapes (x [T, K] and the weights contiguous, y [T, W]); ``meta_args`` are those of

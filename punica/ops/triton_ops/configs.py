@@ -165,16 +165,10 @@ def clear_config_cache() -> None:
 
 def get_lora_op_configs(
     op_type: str,
-    max_loras: int,
-    batch: int,
-    hidden_size: int,
-    rank: int,
-    num_slices: int,
-    add_inputs: bool | None = None,
-    moe_intermediate_size: int | None = None,
-    tuned_dir: str | None = None,
+    max_loras: int, batch: int, hidden_size: int, rank: int, num_slices: int,
+    add_inputs: bool | None = None, moe_intermediate_size: int | None = None, tuned_dir: str | None = None,
     batch_invariant: bool = False,
-) -> Config:
+) -> Config:  # fmt: skip
     """Configuration of one launch. ``max_loras``: segments the grid holds; ``batch``: rows; ``batch_invariant``: the
     one form and split that depends on neither, whatever a tuned file says.
     """

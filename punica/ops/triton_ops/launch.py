@@ -108,17 +108,12 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        dtypes: tuple,
-        strides: tuple[int, ...],
+        self, kernel: Any, grid: tuple[int, int, int], dtypes: tuple, strides: tuple[int, ...],
         constants: dict[str, Any],
         *,
-        num_warps: int,
-        pdl: bool,
+        num_warps: int, pdl: bool,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         values = tuple([constants[name] for name in kernel.arg_names[-len(constants) :]])
         self.kernel, self.grid, self.tail = kernel, grid, (*strides, *values)
         self.options = {} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": pdl}

@@ -29,7 +29,7 @@ from punica.ops.checks import Names, Weights, check_low_rank, check_ranks, check
 from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
+from punica.ops.triton_ops.op import Batch, Call, KernelPlan, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
@@ -248,20 +248,13 @@ def _lane_blocks(rank: int, block_n: int, has_ranks: bool, programs: Callable[[i
 
 
 def plan_expand(
-    h_shape: Sequence[int],
-    h_strides: Sequence[int],
-    h_dtype: torch.dtype,
-    y: Tensor,
-    weights: Weights,
-    segments: int,
-    entries: int,
+    h_shape: Sequence[int], h_strides: Sequence[int], h_dtype: torch.dtype, y: Tensor, weights: Weights,
+    segments: int, entries: int,
     config: dict[str, Any],
     *,
-    offset_start: int,
-    add_inputs: bool,
-    has_ranks: bool,
+    offset_start: int, add_inputs: bool, has_ranks: bool,
     pdl: bool = False,
-) -> KernelPlan:
+) -> KernelPlan:  # fmt: skip
     """The launch that `config` names. h has shape and strides ``[planes, n, T, r]``; planes are added up."""
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
@@ -323,25 +316,16 @@ _PLANS = Plans(_describe, _plan)
 
 
 def expand(
-    x: Tensor,
-    lora_b_stacked: Sequence[Tensor],
-    y: Tensor,
-    batch: Batch,
-    offset_start: int = 0,
-    add_inputs: bool = True,
-    *,
-    lora_ranks: Tensor | None = None,
-    options: Options = DEFAULTS,
-) -> None:
+    x: Tensor, lora_b_stacked: Sequence[Tensor], y: Tensor, batch: Batch,
+    offset_start: int = 0, add_inputs: bool = True, *, lora_ranks: Tensor | None = None, options: Options = Options(),
+) -> None:  # fmt: skip
     """`lora_expand` on a step: ``y[t, o_i : o_i + N_i] (+)= x[i, t] @ B_i[slot(t)]^T``, arguments as there."""
     if batch.no_lora:
         return
     if isinstance(batch, LoRABatch) and is_traced():
-        batch.check_rows(y.shape[0])
-        *tensors, count = batch.meta_args(y.shape[0])
         chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
-        given = {"num_active_loras": count, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **chosen}
-        lora_expand(x, lora_b_stacked, y, *tensors, offset_start=offset_start, **given)
+        given = {"offset_start": offset_start, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **chosen}
+        call_flat(lora_expand, (x, lora_b_stacked, y), batch, y.shape[0], **given)
         return
     switches = (offset_start, add_inputs, options)
     plan, aligned = _PLANS.find(x, y, (lora_b_stacked,), lora_ranks, batch, switches)

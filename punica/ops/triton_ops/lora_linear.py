@@ -22,7 +22,7 @@ from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_shrink import plan_shrink
-from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
+from punica.ops.triton_ops.op import Batch, Call, KernelPlan, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
@@ -35,20 +35,11 @@ class LinearPlan(NamedTuple):
 
 
 def plan_linear(
-    y: Tensor,
-    x: Tensor,
-    a: Weights,
-    b: Weights,
-    segments: int,
-    entries: int,
-    shrink: dict[str, Any],
-    expand: dict[str, Any],
-    *,
-    add_inputs: bool = True,
-    has_ranks: bool = False,
-    pdl: bool = False,
-    pdl_shrink: bool | None = None,
-) -> LinearPlan:
+    y: Tensor, x: Tensor, a: Weights, b: Weights,
+    segments: int, entries: int,
+    shrink: dict[str, Any], expand: dict[str, Any],
+    *, add_inputs: bool = True, has_ranks: bool = False, pdl: bool = False, pdl_shrink: bool | None = None,
+) -> LinearPlan:  # fmt: skip
     """The two launches with the given configurations. ``pdl_shrink``: start shrink early too (None: as ``pdl``)."""
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
     planes = (shrink["split_k"], slices, tokens, rank)
@@ -98,16 +89,14 @@ _PLANS = Plans(_describe, _plan)
 
 def linear(
     y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: Batch,
-    scale: float = 1.0, *, add_inputs: bool = True, lora_ranks: Tensor | None = None, options: Options = DEFAULTS,
+    scale: float = 1.0, *, add_inputs: bool = True, lora_ranks: Tensor | None = None, options: Options = Options(),
 ) -> None:  # fmt: skip
     """`lora_linear` on a step: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T``, arguments as there."""
     if batch.no_lora:
         return
     if isinstance(batch, LoRABatch) and is_traced():
-        batch.check_rows(x.shape[0])
-        *tensors, count = batch.meta_args(x.shape[0])
-        given = {"num_active_loras": count, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **options._asdict()}
-        lora_linear(y, x, lora_a_stacked, lora_b_stacked, *tensors, scale, **given)
+        given = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **options._asdict()}
+        call_flat(lora_linear, (y, x, lora_a_stacked, lora_b_stacked), batch, x.shape[0], **given)
         return
     switches = (add_inputs, options)
     plan, aligned = _PLANS.find(x, y, (lora_a_stacked, lora_b_stacked), lora_ranks, batch, switches, scale)

@@ -29,7 +29,7 @@ from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_ran
 from punica.ops.triton_ops.configs import get_config
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import DEFAULTS, Batch, Call, KernelPlan, Options, Plans, custom_op, is_traced
+from punica.ops.triton_ops.op import Batch, Call, KernelPlan, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
@@ -175,19 +175,13 @@ def _lora_shrink_tiles_kernel(
 
 
 def plan_shrink(
-    x: Tensor,
-    weights: Weights,
-    out_dtype: torch.dtype,
-    segments: int,
-    entries: int,
+    x: Tensor, weights: Weights, out_dtype: torch.dtype,
+    segments: int, entries: int,
     config: dict[str, Any],
     *,
-    has_ranks: bool,
-    direct: bool,
-    accumulate: bool = False,
-    overlap: bool = False,
-    early: bool = False,
-) -> KernelPlan:
+    has_ranks: bool, direct: bool,
+    accumulate: bool = False, overlap: bool = False, early: bool = False,
+) -> KernelPlan:  # fmt: skip
     """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of the ids may be
     active.
 
@@ -271,27 +265,18 @@ _PLANS = Plans(_describe, _plan)
 
 
 def shrink(
-    x: Tensor,
-    lora_a_stacked: Sequence[Tensor],
-    y: Tensor,
-    batch: Batch,
-    scale: float = 1.0,
-    *,
-    accumulate: bool = False,
-    lora_ranks: Tensor | None = None,
-    options: Options = DEFAULTS,
-) -> None:
+    x: Tensor, lora_a_stacked: Sequence[Tensor], y: Tensor, batch: Batch,
+    scale: float = 1.0, *, accumulate: bool = False, lora_ranks: Tensor | None = None, options: Options = Options(),
+) -> None:  # fmt: skip
     """`lora_shrink` on a step: ``y[i, t] (+)= scale * x[t] @ A_i[slot(t)]^T``, arguments as there."""
     if batch.no_lora:
         if isinstance(batch, LoRABatch) and not accumulate:
             y.zero_()  # with the flag of the flat form set, nothing is written
         return
     if isinstance(batch, LoRABatch) and is_traced():
-        batch.check_rows(x.shape[0])
-        *tensors, count = batch.meta_args(x.shape[0])
         chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
-        given = {"num_active_loras": count, "accumulate": accumulate, "lora_ranks": lora_ranks, **chosen}
-        lora_shrink(x, lora_a_stacked, y, *tensors, scale, **given)
+        given = {"scaling": scale, "accumulate": accumulate, "lora_ranks": lora_ranks, **chosen}
+        call_flat(lora_shrink, (x, lora_a_stacked, y), batch, x.shape[0], **given)
         return
     switches = (accumulate, options)
     plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches, scale)

@@ -40,9 +40,6 @@ class Options(NamedTuple):
     tuned_dir: str | None = None
 
 
-DEFAULTS = Options()
-
-
 def check_runnable(device: torch.device) -> None:
     """RuntimeError where no Triton kernel can run."""
     if device.type != "cuda" and not INTERPRETED:
@@ -62,6 +59,13 @@ def is_traced() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd.profiler._is_profiler_enabled
     )
+
+
+def call_flat(op: Callable[..., None], operands: tuple, batch: LoRABatch, rows: int, **options: Any) -> None:
+    """The flat form of an op on a step whose tensors have ``rows`` rows."""
+    batch.check_rows(rows)
+    *tensors, count = batch.meta_args(rows)
+    op(*operands, *tensors, num_active_loras=count, **options)
 
 
 def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
