@@ -3,8 +3,8 @@
 Not in the paper. Claims: SGMV without atomic adds gives the same bits in every run and is not slower than split-K with
 atomic adds, which needs a zero-fill; a form that also keeps a row's bits whatever else is in its batch
 (`batch_invariant`) costs more, and this says how much. Expected shape: `deterministic` lowest everywhere,
-`batch invariant` at or above it, bits that change between runs only for atomics that split K. Bits may depend on the batch for
-`deterministic` too, which chooses its kernel by shape.
+`batch invariant` at or above it, bits that change between runs only for atomics that split K. Bits may depend on the
+batch for `deterministic` too, which chooses its kernel by shape.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every variant (`benches.determinism`) after a
 check against the reference. Facts measured beside it, per variant, popularity and batch: the share of outputs whose

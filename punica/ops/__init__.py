@@ -2,8 +2,8 @@
 
 :mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` computes it fast on a CPU,
 :mod:`~punica.ops.baselines` holds what the paper compares with, ``punica.ops.triton_ops`` the GPU kernels. The
-kernels are imported on first use of ``lora_shrink``, ``lora_expand`` or ``lora_linear``, so the CPU path needs no Triton.
-The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
+kernels are imported on first use of ``lora_shrink``, ``lora_expand`` or ``lora_linear``, so the CPU path needs no
+Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """The wrapper that every LoRA layer calls: it owns the metadata of a step and chooses the ops.
 
-`get_punica_wrapper` picks the backend. A new backend is a subclass of `PunicaWrapperBase` with `_shrink`, `_expand` and `_linear`,
-and a factory registered in `BACKENDS`.
+`get_punica_wrapper` picks the backend. A new backend is a subclass of `PunicaWrapperBase` with `_shrink`, `_expand`
+and `_linear`, and a factory registered in `BACKENDS`.
 """
 
 import importlib.util
