@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from inspect import formatannotation
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,10 +55,11 @@ def check_ranges(cfg: Config) -> None:
     for group, values in groups:
         for one in fields(values) if is_dataclass(values) else ():
             key, value = f"{group}.{one.name}", getattr(values, one.name)
-            if str(one.type) == "list[int]" and (not value or min(value) < 1):
+            kind = one.type if isinstance(one.type, str) else formatannotation(one.type)
+            if kind == "list[int]" and (not value or min(value) < 1):
                 example = f"for example {key}=[1,8,64]"
                 raise ConfigError(f"{key}={value} must hold at least one integer, all 1 or more: {example}")
-            minimum = one.metadata.get("low", 1 if str(one.type).startswith("int") else None)
+            minimum = one.metadata.get("low", 1 if kind.startswith("int") else None)
             if minimum is not None and value is not None and value < minimum:
                 raise ConfigError(f"{key}={value} must be at least {minimum}: choose {key}={minimum} or more")
 
