@@ -63,6 +63,7 @@ class PreparedCall:
         rows: of the plan, see `SegmentPlan`.
         slices: the products of each slice, and their rows.
         covers: whether the products write all rows and all lanes of the output of a shrink.
+        partner: of a shrink, the expand that it was last checked to go with.
         only: set when one product takes all of ``x``'s and ``out``'s rows and columns, in a call of one slice.
     """
 
@@ -79,6 +80,7 @@ class PreparedCall:
     slices: list[Slice]
     covers: bool
     only: Product | None
+    partner: PreparedCall | None = None
 
     def repeats(
         self, x: Tensor, weights: Sequence[Tensor], out: Tensor, offset: int, lora_ranks: Tensor | None
@@ -92,16 +94,17 @@ class PreparedCall:
             and offset == self.offset
             and x.device == out.device == self.device
             and len(weights) == len(self.weights)
-            and all([mine is kept for mine, kept in zip(weights, self.weights, strict=True)])
-            and [_layout(weight) for weight in weights] == self.layouts
+            and weights[0] is self.weights[0]
+            and weights[0].data_ptr() == self.layouts[0][0]
+            and weights[0].shape == self.layouts[0][1]
+            and weights[0].stride() == self.layouts[0][2]
+            and (len(weights) == 1 or self._same_weights(weights))
             and (self.ranks is None if lora_ranks is None else self._same_ranks(lora_ranks))
         )
 
-    def pairs_with(self, expand: PreparedCall) -> bool:
-        """Whether the weights of this shrink go with those of ``expand``: slices, slots, rank and dtype."""
-        a, b = self.weights, expand.weights
-        mine = (len(a), a[0].shape[0], a[0].shape[-2], a[0].dtype)
-        return mine == (len(b), b[0].shape[0], b[0].shape[-1], b[0].dtype)
+    def _same_weights(self, weights: Sequence[Tensor]) -> bool:
+        known = zip(weights, self.weights, self.layouts, strict=True)
+        return all(mine is kept and _layout(mine) == layout for mine, kept, layout in known)
 
     def _same_ranks(self, lora_ranks: Tensor) -> bool:
         known = isinstance(lora_ranks, Tensor) and lora_ranks.dtype == torch.int32
@@ -114,15 +117,11 @@ def _layout(weight: Tensor) -> tuple:
 
 
 def prepare(
-    plan: SegmentPlan,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    out: Tensor,
-    lora_ranks: Tensor | None,
+    plan: SegmentPlan, x: Tensor, weights: Sequence[Tensor], out: Tensor, lora_ranks: Tensor | None,
     *,
     rank_dim: int,
     offset: int = 0,
-) -> PreparedCall:
+) -> PreparedCall:  # fmt: skip
     """Cut the products of a call whose operands were checked, and keep them in the plan.
 
     Args:
@@ -173,14 +172,10 @@ def prepare(
 
 
 def _cut_slice(
-    plan: SegmentPlan,
-    stack: Tensor,
-    ranks: list[int] | None,
-    rank_dim: int,
-    rows: int,
-    out_dtype: torch.dtype,
-    x_dtype: torch.dtype,
-) -> Slice:
+    plan: SegmentPlan, stack: Tensor, ranks: list[int] | None,
+    rank_dim: int, rows: int,
+    out_dtype: torch.dtype, x_dtype: torch.dtype,
+) -> Slice:  # fmt: skip
     """The products of one slice on ``rows`` rows; a run whose adapters differ in rank is cut where the rank changes."""
     blocks: list[int] = []
     products: list[Product] = []

@@ -31,15 +31,9 @@ from punica.ops.segment_calls import PreparedCall, multiply_products, prepare
 
 
 def shrink(
-    x: Tensor,
-    lora_a_stacked: Sequence[Tensor],
-    y: Tensor,
-    batch: LoRABatch,
-    scale: float = 1.0,
-    *,
-    accumulate: bool = False,
-    lora_ranks: Tensor | None = None,
-) -> None:
+    x: Tensor, lora_a_stacked: Sequence[Tensor], y: Tensor, batch: LoRABatch,
+    scale: float = 1.0, *, accumulate: bool = False, lora_ranks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Hidden size to rank, all slices: ``y[i, t] = scale * x[t] @ A_i[l_t]^T``, in place.
 
     Args:
@@ -65,15 +59,9 @@ def shrink(
 
 
 def expand(
-    x: Tensor,
-    lora_b_stacked: Sequence[Tensor],
-    y: Tensor,
-    batch: LoRABatch,
-    offset_start: int = 0,
-    add_inputs: bool = True,
-    *,
-    lora_ranks: Tensor | None = None,
-) -> None:
+    x: Tensor, lora_b_stacked: Sequence[Tensor], y: Tensor, batch: LoRABatch,
+    offset_start: int = 0, add_inputs: bool = True, *, lora_ranks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Rank to hidden size, all slices: ``y[t, o_i : o_i + N_i] (+)= x[i, t] @ B_i[l_t]^T``, in place.
 
     Args:
@@ -103,24 +91,38 @@ def linear(
 
     ``buffer`` takes the intermediate (``None``: a tensor of its own). Arguments, other rows and errors as in the two.
     """
-    plan = batch.plan
-    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+    given, first = buffer, _kept(batch.plan.shrinks, lora_a_stacked)
+    second = None if first is None else first.partner
+    if buffer is None and second is not None and isinstance(x, Tensor):
+        buffer = torch.empty(second.x_shape, dtype=torch.float32, device=x.device)
+    if (
+        first is None
+        or second is None
+        or buffer is None
+        or not (isinstance(x, Tensor) and isinstance(y, Tensor))
+        or not first.repeats(x, lora_a_stacked, buffer, 0, lora_ranks)
+        or not second.repeats(buffer, lora_b_stacked, y, 0, lora_ranks)
+    ):
         check_dtype(STEP.input, x, WITH_DOUBLE)
         check_dtype(STEP.output, y, WITH_DOUBLE)
-    first, second = _kept(plan.shrinks, lora_a_stacked), _kept(plan.expands, lora_b_stacked)
-    if first is None or second is None or not first.pairs_with(second):
         a = describe_weights(STEP.a, lora_a_stacked, -2, WITH_DOUBLE)
-        check_pair(a, describe_weights(STEP.b, lora_b_stacked, -1, WITH_DOUBLE), STEP)
-    if x.shape[0] != y.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} rows and y has {y.shape[0]}; they must be equal")
-    if not x.shape[0]:
+        b = describe_weights(STEP.b, lora_b_stacked, -1, WITH_DOUBLE)
+        check_pair(a, b, STEP)
+        if x.shape[0] != y.shape[0]:
+            raise ValueError(f"x has {x.shape[0]} rows and y has {y.shape[0]}; they must be equal")
+        if not x.shape[0]:
+            return
+        buffer = given
+        if buffer is None:
+            buffer = torch.empty(len(b.widths), x.shape[0], b.rank, dtype=torch.float32, device=x.device)
+        first = _prepared(x, lora_a_stacked, buffer, batch, lora_ranks, rank_dim=-2)
+        second = first.partner = _prepared(buffer, lora_b_stacked, y, batch, lora_ranks, rank_dim=-1)
+    if scale != 1.0 or type(scale) is not float:
+        check_scale(STEP.scale, scale)
+    if first.only is not None and second.only is not None:
+        first.only.multiply(buffer[0], x, first.only.weight, scale, 0.0)
+        second.only.multiply(y, buffer[0], second.only.weight, 1.0, 1.0 if add_inputs else 0.0)
         return
-    if buffer is None:
-        shape = (len(lora_b_stacked), x.shape[0], lora_b_stacked[0].shape[-1])
-        buffer = torch.empty(shape, dtype=torch.float32, device=x.device)
-    first = _prepared(x, lora_a_stacked, buffer, batch, lora_ranks, rank_dim=-2)
-    second = _prepared(buffer, lora_b_stacked, y, batch, lora_ranks, rank_dim=-1)
-    check_scale(STEP.scale, scale)
     _shrink(first, x, buffer, scale, False)
     _expand(second, buffer, y, add_inputs)
 
@@ -131,15 +133,11 @@ def _kept(calls: dict[int, PreparedCall], weights: Sequence[Tensor]) -> Prepared
 
 
 def _prepared(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    y: Tensor,
-    batch: LoRABatch,
-    lora_ranks: Tensor | None,
+    x: Tensor, weights: Sequence[Tensor], y: Tensor, batch: LoRABatch, lora_ranks: Tensor | None,
     *,
     rank_dim: int,
     offset: int = 0,
-) -> PreparedCall:
+) -> PreparedCall:  # fmt: skip
     """The products of a shrink (``rank_dim`` -2) or an expand (-1): those of the last such call on this step, or the
     operands checked and cut.
     """
