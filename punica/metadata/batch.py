@@ -16,6 +16,7 @@ from punica.checks import check_count
 from punica.metadata.kernel_meta import KernelMetaBuffer, LoRAKernelMeta, MetaArgs, get_captured_lora_counts
 from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
 from punica.metadata.segment_plan import SegmentPlan
+from punica.metadata.work import StepShape
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -139,6 +140,22 @@ class LoRABatch:
             meta.lora_token_start_loc,
             meta.active_lora_ids,
         )
+
+    listed = True
+    """The tiles of the step are listed: see `work`."""
+
+    @property
+    def shape(self) -> StepShape:
+        """What of the step decides how kernels go about it."""
+        return self.rows.work.shape
+
+    def work(self, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+        """For kernels that take tiles of `HEIGHTS[height]` rows: the sorted rows, the records of the tiles and of the
+        rows in short segments, and how many there are, on the device and on the host.
+        """
+        meta = self.kernel_meta
+        lists = (meta.work_tiles[height], meta.work_rows, meta.work_totals)
+        return (meta.token_indices_sorted_by_lora_ids, *lists, self.rows.work.totals)
 
     @cached_property
     def form(self) -> tuple:

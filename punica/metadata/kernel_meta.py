@@ -17,6 +17,7 @@ import torch
 from punica.checks import check_count
 from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
 from punica.metadata.staging import StagedBuffer, aligned_offsets
+from punica.metadata.work import TOTALS, capacities
 
 MetaArgs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -47,6 +48,9 @@ class LoRAKernelMeta:
     - ``num_tokens_per_lora`` ``[L+1]``: tokens of the slot at the same position; rest 0.
     - ``lora_token_start_loc`` ``[L+2]``: prefix sums of the counts, first 0; unused positions 0.
 
+    For kernels that are told their part (`punica.metadata.work`): ``work_tiles``, int64 records per height of a tile,
+    ``work_rows``, int64 records of the rows in short segments, ``work_totals``, how many there are of each.
+
     Host tensors of one element: ``no_lora_flag_cpu`` (bool, no token has an adapter), ``num_active_loras_cpu`` (int32,
     distinct slots present, rounded up to a captured count; 0 with the flag), ``default_num_active_loras_cpu`` (int32,
     always L+1). They are tensors so that graph tracers see data, not constants.
@@ -61,7 +65,9 @@ class LoRAKernelMeta:
         self._buffer, self._offsets = buffer, offsets
         views = [buffer.staging.tensor[start : start + length] for start, length in zip(offsets, lengths, strict=True)]
         self.active_lora_ids, self.num_tokens_per_lora, self.lora_token_start_loc = views[:3]
-        self.token_lora_mapping, self.token_indices_sorted_by_lora_ids = views[3:]
+        self.token_lora_mapping, self.token_indices_sorted_by_lora_ids = views[3:5]
+        self.work_totals, *lists = views[5:]
+        *self.work_tiles, self.work_rows = [records.view(torch.int64) for records in lists]
         self.captured_lora_counts = buffer.captured_lora_counts
         self.no_lora_flag_cpu = torch.ones(1, dtype=torch.bool, device="cpu")
         self.num_active_loras_cpu = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -123,7 +129,7 @@ class LoRAKernelMeta:
         """Fill this metadata's part of the buffer's host array, and the host tensors."""
         (slots, counts), total = rows.present, rows.num_rows
         used, ids = slots.size, self.active_lora_ids.shape[0]
-        ids_at, counts_at, starts_at, mapping_at, sorted_at = self._offsets
+        ids_at, counts_at, starts_at, mapping_at, sorted_at, totals_at, *lists_at = self._offsets
         host[ids_at : ids_at + used] = slots
         host[ids_at + used : ids_at + ids] = -1
         host[counts_at : starts_at + ids + 1] = 0
@@ -132,6 +138,10 @@ class LoRAKernelMeta:
         host[mapping_at : mapping_at + total] = rows.row_slots
         host[mapping_at + total : mapping_at + self.token_lora_mapping.shape[0]] = -1
         host[sorted_at : sorted_at + total] = rows.order
+        work = rows.work
+        host[totals_at : totals_at + TOTALS] = work.totals
+        for at, records in zip(lists_at, (*work.tiles, work.short_rows), strict=True):
+            host[at : at + 2 * records.size].view(np.int64)[:] = records
         self._flag[0] = rows.no_lora
         self.num_active_loras = self._active[0] = 0 if rows.no_lora else self._rounded(used)
 
@@ -161,7 +171,8 @@ class KernelMetaBuffer:
                 f"captured_lora_counts has {self.captured_lora_counts[-1]}, more than max_loras + 1 = {slots + 1} "
                 "(every slot and -1)"
             )
-        lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens]
+        records = [2 * most for most in capacities(slots, tokens)]
+        lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens, TOTALS, *records]
         offsets, total = aligned_offsets(lengths * number)
         self.staging = StagedBuffer((total,), torch.int32, torch.device(device))
         starts = range(0, len(offsets), len(lengths))

@@ -8,6 +8,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from punica.metadata.work import WorkLists
+
 
 class RowGroups:
     """T rows as B runs of neighbours that share a slot (the segments of the paper's section 4); never changed.
@@ -83,17 +85,16 @@ class RowGroups:
         first = _edges(slots)[:-1]
         return slots[first], np.add.reduceat(self.lengths[self._by_slot], first)
 
+    @cached_property
+    def work(self) -> WorkLists:
+        """The rows cut into pieces for the programs of a kernel."""
+        return WorkLists(*self.present, self.order)
+
     def equals(self, other: RowGroups) -> bool:
         """Whether both say the same of the same rows."""
         return self is other or (
             np.array_equal(self.slots, other.slots) and np.array_equal(self.lengths, other.lengths)
         )
-
-    @property
-    def longest(self) -> int:
-        """Rows of the adapter that has most; 0 when none has any."""
-        slots, counts = self.present
-        return 0 if self.no_lora else int(counts[slots >= 0].max())
 
 
 def _edges(values: np.ndarray) -> np.ndarray:

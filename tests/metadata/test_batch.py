@@ -32,7 +32,6 @@ def test_groups_of_rows_and_of_runs_agree_with_a_slow_definition(seed: int) -> N
         assert present.tolist() == sorted(set(slots))
         assert counts.tolist() == [slots.count(slot) for slot in sorted(set(slots))]
         assert groups.no_lora == (max(slots, default=-1) < 0)
-        assert groups.longest == max((slots.count(slot) for slot in set(slots) - {-1}), default=0)
 
 
 # ---- the step

@@ -25,14 +25,24 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from triton import cdiv
 
-from punica.ops.triton_ops.launch import block_at_least
+from punica.metadata import StepShape
+from punica.ops.triton_ops.rules import rule
 
 Config = dict[str, Any]
+
+
+class Options(NamedTuple):
+    """How kernels are chosen, whatever is computed; fields of `punica.config.LoRAConfig`."""
+
+    batch_invariant: bool = False
+    pdl: bool = True
+    tuned_dir: str | None = None
+
+
 OP_TYPES = (
     "shrink",
     "expand",
@@ -43,8 +53,8 @@ OP_TYPES = (
 )
 # What the keys that a tuned file may leave out are then.
 OPTIONAL_KEYS: dict[str, Config] = {
-    "shrink": {"row_wise": False, "block_r": 1},
-    "expand": {"row_wise": False, "tiles_n": 1},
+    "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "weights_left": False},
+    "expand": {"row_wise": False, "tiles_n": 1, "short_n": 0, "weights_left": False},
 }
 PACKAGED = Path(__file__).parent / "tuned"
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
@@ -147,7 +157,7 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
         if key not in leaf:
             raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
     for key, value in leaf.items():
-        if key == "row_wise":
+        if key in ("row_wise", "weights_left"):
             continue
         smallest = 16 if key in _BLOCKS else 1
         power = key in _BLOCKS or key in ("block_r", "num_warps")
@@ -159,7 +169,7 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
 
 def clear_config_cache() -> None:
     """Forget loaded tables, chosen configurations and given warnings (for tests)."""
-    for cached in (get_config, _checked_table, load_lora_op_config, _table_path, _warn_once, _gpu_name):
+    for cached in (choose, _checked_table, load_lora_op_config, _table_path, _warn_once, _gpu_name):
         cached.cache_clear()
 
 
@@ -172,77 +182,39 @@ def get_lora_op_configs(
     """Configuration of one launch. ``max_loras``: segments the grid holds; ``batch``: rows; ``batch_invariant``: the
     one form and split that depends on neither, whatever a tuned file says.
     """
+    shape = StepShape.even(max_loras, batch)
+    sizes = (hidden_size, rank, num_slices)
+    return dict(_chosen(op_type, shape, batch, *sizes, add_inputs, moe_intermediate_size, tuned_dir, batch_invariant))
+
+
+@functools.lru_cache(maxsize=65536)
+def choose(
+    op_type: str, shape: StepShape, rows: int, hidden_size: int, rank: int, num_slices: int, options: Options,
+    add_inputs: bool | None = None,
+) -> Config:  # fmt: skip
+    """What the ops ask: the configuration for ``rows`` rows of a step. Shared by all who ask alike: not to be
+    changed.
+    """
+    sizes = (hidden_size, rank, num_slices)
+    return _chosen(op_type, shape, rows, *sizes, add_inputs, None, options.tuned_dir, options.batch_invariant)
+
+
+def _chosen(
+    op_type: str, shape: StepShape, rows: int, hidden_size: int, rank: int, num_slices: int,
+    add_inputs: bool | None, moe_size: int | None, tuned_dir: str | None, batch_invariant: bool,
+) -> Config:  # fmt: skip
     path = _table_path(op_type, add_inputs, tuned_dir)  # refuses an unknown op_type in either mode
-    sizes: tuple[int, ...] = (batch, hidden_size, rank) if op_type == "shrink" else (batch, rank, hidden_size)
-    if moe_intermediate_size is not None:
-        sizes += (moe_intermediate_size,)
+    sizes: tuple[int, ...] = (rows, hidden_size, rank) if op_type == "shrink" else (rows, rank, hidden_size)
+    if moe_size is not None:
+        sizes += (moe_size,)
     table = None if batch_invariant else _checked_table(op_type, add_inputs, tuned_dir, 2 + len(sizes))
     if table is not None:
-        by_slices = _nearest(table, max_loras)
+        by_slices = _nearest(table, shape.adapters)
         if num_slices in by_slices:
             found = by_slices[num_slices]
             for size in sizes:
                 found = _nearest(found, size)
-            return dict(found)
+            return found
         if tuned_dir is not None:
             _warn_once(f"tuned LoRA kernel table {path} has nothing for {num_slices} slices: defaults are used")
-    return _default(op_type, max_loras, batch, hidden_size, rank, num_slices, batch_invariant)
-
-
-# What the ops call: answers are kept, so that a dict is shared by all who ask alike and must not be changed.
-get_config = functools.lru_cache(maxsize=65536)(get_lora_op_configs)
-
-
-def _default(op_type: str, segments: int, rows: int, hidden: int, rank: int, slices: int, invariant: bool) -> Config:
-    """Rules of thumb, for what no tuned table answers."""
-    if op_type == "shrink":
-        return _default_shrink(segments, rows, hidden, rank, slices, invariant)
-    if op_type == "expand":
-        return _default_expand(segments, rows, rank, invariant)
-    lanes = block_at_least(rank)
-    block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
-    config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
-    return config | {"group_size_m": 8}
-
-
-def _default_shrink(segments: int, rows: int, hidden: int, rank: int, slices: int, invariant: bool) -> Config:
-    """Few rows or short segments: one row per program and all of K at once (up to 4096), as many ranks per program as
-    leave about 64 programs. Long segments: tiles, K split only as far as it takes to occupy the multiprocessors, since
-    expand sums the planes again.
-    """
-    block_n = min(block_at_least(rank), 64)
-    config: Config = {"row_wise": False, "block_m": 16, "block_n": block_n, "block_k": 128, "block_r": 1}
-    config |= {"split_k": 1, "num_warps": 4, "num_stages": 3}
-    if invariant:
-        split_k = max(1, min(4, hidden // 1024))
-        return config | {"block_m": 16 if rows <= 128 else 32, "block_k": 256, "split_k": split_k}
-    if rows <= 128 or rows < 4 * segments:
-        block_k = min(4096, block_at_least(hidden))
-        block_r = min(16, block_at_least(rank, 1), _power_below(rows * rank * slices // 64))
-        config |= {"row_wise": True, "block_k": block_k, "block_r": block_r, "split_k": cdiv(hidden, block_k)}
-        return config | {"num_warps": min(16, _power_below(block_k * block_r // 1024))}
-    block_m = 32 if rows <= 1024 else 64
-    programs = (cdiv(rows, block_m) + min(segments, rows) - 1) * slices * cdiv(rank, block_n)
-    split_k = 1
-    while split_k < 4 and programs * split_k <= 64 and hidden >= split_k * 1024:
-        split_k *= 2
-    return config | {"block_m": block_m, "split_k": split_k, "num_stages": 4}
-
-
-def _default_expand(segments: int, rows: int, rank: int, invariant: bool) -> Config:
-    """Row-wise while segments are short; tiles above, and with many rows a walk over columns."""
-    lanes = block_at_least(rank)
-    config: Config = {"row_wise": False, "block_m": 16, "block_n": 128, "block_k": min(lanes, 128)}
-    config |= {"num_warps": 4, "num_stages": 3, "tiles_n": 1}
-    if invariant:
-        return config | {"block_m": 16 if rows <= 128 else 32, "tiles_n": 1 if rows <= 512 else 8}
-    if rows <= 16 or rows < 6 * segments:
-        return config | {"row_wise": True, "block_n": max(32, 4096 // lanes)}
-    if rows <= 256:
-        return config | {"block_n": 256 if lanes == 16 else 128}
-    return config | {"block_m": 64 if lanes == 16 or rows > 1024 else 32, "tiles_n": 8 if rows > 1024 else 1}
-
-
-def _power_below(number: int) -> int:
-    """The largest power of two that is at most `number`, and at least 1."""
-    return 1 << (max(1, number).bit_length() - 1)
+    return rule(op_type, shape, rows, hidden_size, rank, num_slices, batch_invariant)

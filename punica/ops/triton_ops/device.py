@@ -9,8 +9,15 @@ batch has depends on the segment lengths, which a captured graph must not depend
 import triton
 import triton.language as tl
 
+from punica.ops.triton_ops.launch import block_at_least
+
 INDEX_POINTERS = ["mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "ranks_ptr"]
 """Arguments whose address may be any multiple of 4: views into the one buffer of a step's metadata."""
+
+
+def slots_read(slots: int) -> int:
+    """SLOTS of `rank_of` for a table of `slots`: 0 where it is too long to be read whole."""
+    return block_at_least(slots, 1) if slots <= 128 else 0
 
 
 def max_tiles(tokens: int, segments: int, block_m: int) -> int:
@@ -29,11 +36,20 @@ def pick(values, index, COUNT: tl.constexpr):
 
 
 @triton.jit
-def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr):
-    """True rank of the adapter in `slot` (R without a table), between 0 and R; `slot` must be >= 0."""
-    rank = R
-    if HAS_RANKS:
-        rank = tl.minimum(tl.load(ranks_ptr + slice_id * num_slots + slot), R)
+def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr):
+    """True rank of the adapter in `slot` (R without a table), between 0 and R; 0 for slot -1.
+
+    A table of up to SLOTS slots is read whole, beside the slot and not after it: what is fetched early waits for one
+    read less.
+    """
+    if not HAS_RANKS:
+        rank = tl.where(slot >= 0, R, 0)
+    elif SLOTS > 0:
+        offs = tl.arange(0, SLOTS)
+        ranks = tl.load(ranks_ptr + slice_id * num_slots + offs, mask=offs < num_slots, other=0)
+        rank = tl.minimum(tl.sum(tl.where(offs == slot, ranks, 0), 0), R)
+    else:
+        rank = tl.minimum(tl.load(ranks_ptr + slice_id * num_slots + slot, mask=slot >= 0, other=0), R)
     return rank
 
 
@@ -57,10 +73,45 @@ def find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M: tl.c
 
 
 @triton.jit
-def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """acc + a @ b in float32; float32 operands take IEEE products. Every row's result depends on that row of `a` alone,
-    also in the interpreter, whose own product depends on the row's position (and multiplies bfloat16 as integers).
+def read_record(record):
+    """Slot, first sorted position and number of rows of a tile of `punica.metadata.work` (of a row: slot, row, 0)."""
+    return ((record >> 32) & 0xFFFFFF).to(tl.int32), (record & 0xFFFFFFFF).to(tl.int32), (record >> 56).to(tl.int32)
+
+
+@triton.jit
+def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTS_LEFT: tl.constexpr):
+    """Zeros for `dot`, [ROWS, COLUMNS], or the other way round with WEIGHTS_LEFT."""
+    if WEIGHTS_LEFT:
+        zeros = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    return zeros
+
+
+@triton.jit
+def result(acc, WEIGHTS_LEFT: tl.constexpr):
+    """What `dot` accumulated, [ROWS, COLUMNS]."""
+    if WEIGHTS_LEFT:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def dot(a, b, acc, WEIGHTS_LEFT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """acc + a @ b in float32, a [ROWS, K], b [K, COLUMNS]; float32 operands take IEEE products. Every row's result
+    depends on that row of `a` alone, also in the interpreter, whose own product depends on the row's position (and
+    multiplies bfloat16 as integers).
+
+    WEIGHTS_LEFT: the tensor cores get the product transposed, so that rows are their right operand, which may be as
+    narrow as 8, and the instruction is chosen by the block of weights alone.
     """
     if INTERPRETED:
-        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
-    return tl.dot(a, b, acc, input_precision="ieee")
+        products = tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+        if WEIGHTS_LEFT:
+            products = tl.trans(products)
+        acc += products
+    elif WEIGHTS_LEFT:
+        acc = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc

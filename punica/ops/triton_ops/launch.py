@@ -91,7 +91,8 @@ def _specialised(stride: int) -> tuple[bool, bool, bool]:
 
 
 class Launch:
-    """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``.
+    """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``,
+    and its grid where that follows the counts.
 
     The kernel's arguments are ``tensors`` (one may be a tuple of tensors, one per slice), ``counts`` (numbers it is not
     specialised on), ``strides`` and ``constants``, in this order; constants are given by name, all of them.
@@ -108,7 +109,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], dtypes: tuple, strides: tuple[int, ...],
+        self, kernel: Any, grid: tuple[int, int, int] | None, dtypes: tuple, strides: tuple[int, ...],
         constants: dict[str, Any],
         *,
         num_warps: int, pdl: bool,
@@ -121,8 +122,8 @@ class Launch:
         kinds = tuple([_specialised(stride) for stride in strides])
         self.binary = _binary(kernel, dtypes, kinds, values, (num_warps, pdl), self.device)
 
-    def __call__(self, tensors: tuple, counts: tuple, aligned: bool) -> None:
-        compiled = self.binary.compiled
+    def __call__(self, tensors: tuple, counts: tuple, aligned: bool, grid: tuple[int, int, int] | None = None) -> None:
+        compiled, grid = self.binary.compiled, grid or self.grid
         if (
             compiled is not None
             and aligned
@@ -133,15 +134,15 @@ class Launch:
                 tuple([part.data_ptr() for part in one]) if type(one) is tuple else one.data_ptr() for one in tensors
             ]
             compiled.run(
-                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *addresses, *counts, *self.tail,
             )  # fmt: skip
             return
         arguments = (*tensors, *counts, *self.tail)
         if Launch.compile_only:
-            self.kernel.warmup(*arguments, grid=self.grid, **self.options)
+            self.kernel.warmup(*arguments, grid=grid, **self.options)
             return
-        compiled = self.kernel[self.grid](*arguments, **self.options)
+        compiled = self.kernel[grid](*arguments, **self.options)
         if aligned and not INTERPRETED and launches_directly():
             self.binary.compiled = compiled
 

@@ -24,12 +24,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.metadata import LoRABatch
+from punica.metadata import HEIGHTS, LoRABatch
+from punica.metadata.work import LONG, TOTALS
 from punica.ops.checks import Names, Weights, check_low_rank, check_ranks, check_stored_output, describe_stored
-from punica.ops.triton_ops.configs import get_config
-from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
+from punica.ops.triton_ops.configs import choose
+from punica.ops.triton_ops.device import (
+    INDEX_POINTERS,
+    accumulator,
+    dot,
+    find_tile,
+    max_tiles,
+    pick,
+    rank_of,
+    read_record,
+    result,
+    slots_read,
+)
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import Batch, Call, KernelPlan, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
@@ -94,26 +107,20 @@ def _expand_row(
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
-def _lora_expand_rows_kernel(
-    h_ptr, b_ptrs, y_ptr, mapping_ptr, ranks_ptr,
+@triton.jit
+def _expand_row_of(
+    h_ptr, b_ptrs, y_ptr, ranks_ptr, row, slot, block, idle_waits,
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
+    VECTOR: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
+    HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_N columns of one slice. The true rank chooses among the ascending LANES the width in ranks of a
     block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many elements either
-    way.
+    way. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do.
     """
-    pid = tl.program_id(0)
-    row = (pid // NUM_BLOCKS).to(tl.int64)
-    slice_id, first_n, width, column = _column_block(pid % NUM_BLOCKS, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
-    slot = tl.load(mapping_ptr + row)
-    rank = 0
-    if slot >= 0:
-        rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
+    slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
+    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS, SLOTS)
     if (rank > 0) | ((slot >= 0) & (not ADD)):
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
@@ -133,123 +140,248 @@ def _lora_expand_rows_kernel(
                     )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-            if pid == 0:  # one waiting program keeps the kernel behind the one in front of it
+            if idle_waits:  # one waiting program keeps the kernel behind the one in front of it
                 tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def _expand_rows_of(
+    h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
+    stride_hp, stride_ht, stride_hr, stride_yt,
+    R: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILES_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
+    B takes; else the loads reach beyond it and what lies there is dropped.
+    """
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_r = tl.arange(0, BLOCK_R)
+    if ROW_MAJOR:
+        b_ptrs = b_ptr + offs_r[:, None] + offs_n[None, :] * R
+    else:
+        b_ptrs = b_ptr + offs_r[:, None] * width + offs_n[None, :]
+    h_ptrs = h_ptr + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
+    y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
+    if WHOLE:
+        rank_read = rank // VECTOR * VECTOR  # it is the rank, and the compiler sees that it is a multiple
+    else:
+        rank_read = (rank + VECTOR - 1) // VECTOR * VECTOR
+    mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
+    if BLOCK_R >= R:
+        mask_b = (offs_r < rank_read)[:, None]
+        if TILES_N == 1:
+            mask_n = (offs_n < width)[None, :]
+            b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
+            if ADD:
+                old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
+        if not WHOLE:
+            h = tl.where((offs_r < rank)[None, :], h, 0.0)
+        h = h.to(b_ptr.dtype.element_ty)
+        if TILES_N == 1:
+            if not WHOLE:
+                b = tl.where((offs_r < rank)[:, None], b, 0.0)
+            total = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
+            if ADD:
+                total += old.to(tl.float32)
+            tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n)
+        else:
+            for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
+                mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
+                b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
+                if not WHOLE:
+                    b = tl.where((offs_r < rank)[:, None], b, 0.0)
+                total = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
+                if ADD:
+                    total += tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0).to(tl.float32)
+                tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n)
+                offs_n += BLOCK_N
+                y_ptrs += BLOCK_N
+                b_ptrs += BLOCK_N * (R if ROW_MAJOR else 1)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        for _ in tl.range(0, TILES_N):
+            mask_n = (offs_n < width)[None, :]
+            acc = accumulator(BLOCK_M, BLOCK_N, LEFT)
+            for first_r in tl.range(0, rank, BLOCK_R):
+                lanes = first_r + offs_r
+                h_mask = mask_m[:, None] & (lanes < rank)[None, :]
+                h = _sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
+                jump = first_r * (1 if ROW_MAJOR else width)
+                b = tl.load(b_ptrs + jump, mask=(lanes < rank)[:, None] & mask_n, other=0.0)
+                acc = dot(h.to(b.dtype), b, acc, LEFT, INTERPRET)
+            total = result(acc, LEFT)
+            if ADD:
+                total += tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0).to(tl.float32)
+            tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n)
+            offs_n += BLOCK_N
+            y_ptrs += BLOCK_N
+            b_ptrs += BLOCK_N * (R if ROW_MAJOR else 1)
+
+
+@triton.jit
+def _expand_tile(
+    h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, block, idle_waits,
+    num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
+    VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice."""
+    slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
+    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS, SLOTS)
+    if (rank > 0) | ((slot >= 0) & (not ADD)):
+        offs_m = tl.arange(0, BLOCK_M)
+        mask_m = offs_m < num_rows
+        rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
+        b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
+        h_ptr += slice_id.to(tl.int64) * stride_hs
+        if HAS_RANKS and VECTOR > 1:
+            if rank % VECTOR == 0:
+                _expand_rows_of(
+                    h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, True, EVEN_N, BLOCK_M, BLOCK_N,
+                    BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                )  # fmt: skip
+            else:
+                _expand_rows_of(
+                    h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, False, EVEN_N, BLOCK_M, BLOCK_N,
+                    BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                )  # fmt: skip
+        else:
+            _expand_rows_of(
+                h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
+                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, True, EVEN_N, BLOCK_M, BLOCK_N,
+                BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+            )  # fmt: skip
+    else:
+        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+            if idle_waits:
+                tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _lora_expand_rows_kernel(
+    h_ptr, b_ptrs, y_ptr, mapping_ptr, ranks_ptr,
+    num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """All rows, one by one."""
+    pid = tl.program_id(0)
+    row = (pid // NUM_BLOCKS).to(tl.int64)
+    slot = tl.load(mapping_ptr + row)
+    _expand_row_of(
+        h_ptr, b_ptrs, y_ptr, ranks_ptr, row, slot, pid % NUM_BLOCKS, pid == 0,
+        num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, SLOTS, ADD, PDL,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_segments", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
-def _lora_expand_tiles_kernel(
+def _lora_expand_search_kernel(
     h_ptr, b_ptrs, y_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
     num_segments, num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of one segment x TILES_N blocks of BLOCK_N columns of one slice."""
+    """All tiles; every program searches the segments for its own."""
     pid = tl.program_id(0)
     tile = pid // NUM_BLOCKS
-    slice_id, first_n, width, column = _column_block(pid % NUM_BLOCKS, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
     slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
-    rank = 0
-    if slot >= 0:
-        rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
-    if (rank > 0) | ((slot >= 0) & (not ADD)):
-        offs_m = tl.arange(0, BLOCK_M)
-        offs_n = first_n + tl.arange(0, BLOCK_N)
-        offs_r = tl.arange(0, BLOCK_R)
-        mask_m = offs_m < num_rows
-        rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
-        b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
-        if ROW_MAJOR:
-            b_ptrs_block = b_ptr + offs_r[:, None] + offs_n[None, :] * R
-        else:
-            b_ptrs_block = b_ptr + offs_r[:, None] * width + offs_n[None, :]
-        h_ptrs = h_ptr + slice_id.to(tl.int64) * stride_hs + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
-        y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
-        rank_read = (rank + VECTOR - 1) // VECTOR * VECTOR
-        mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
-        if TILES_N == 1 and BLOCK_R >= R:
-            mask_n = (offs_n < width)[None, :]
-            mask_y = mask_m[:, None] & mask_n
-            b = tl.load(b_ptrs_block, mask=(offs_r < rank_read)[:, None] & mask_n, other=0.0)
-            if ADD:
-                old = tl.load(y_ptrs, mask=mask_y, other=0.0)
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-            h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
-            h = tl.where((offs_r < rank)[None, :], h, 0.0)
-            b = tl.where((offs_r < rank)[:, None], b, 0.0)
-            total = dot(h.to(b.dtype), b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRET)
-            if ADD:
-                total += old.to(tl.float32)
-            tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
-        else:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-            if BLOCK_R >= R:
-                h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
-                h = tl.where((offs_r < rank)[None, :], h, 0.0).to(b_ptr.dtype.element_ty)
-                for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
-                    mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
-                    mask_y = mask_m[:, None] & mask_n
-                    b = tl.load(b_ptrs_block, mask=(offs_r < rank_read)[:, None] & mask_n, other=0.0)
-                    if HAS_RANKS:
-                        b = tl.where((offs_r < rank)[:, None], b, 0.0)
-                    total = dot(h, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRET)
-                    if ADD:
-                        total += tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
-                    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
-                    offs_n += BLOCK_N
-                    y_ptrs += BLOCK_N
-                    b_ptrs_block += BLOCK_N * (R if ROW_MAJOR else 1)
-            else:
-                for _ in tl.range(0, TILES_N):
-                    mask_n = (offs_n < width)[None, :]
-                    mask_y = mask_m[:, None] & mask_n
-                    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                    for first_r in tl.range(0, rank, BLOCK_R):
-                        lanes = first_r + offs_r
-                        h_mask = mask_m[:, None] & (lanes < rank)[None, :]
-                        h = _sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
-                        jump = first_r * (1 if ROW_MAJOR else width)
-                        b = tl.load(b_ptrs_block + jump, mask=(lanes < rank)[:, None] & mask_n, other=0.0)
-                        total = dot(h.to(b.dtype), b, total, INTERPRET)
-                    if ADD:
-                        total += tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
-                    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
-                    offs_n += BLOCK_N
-                    y_ptrs += BLOCK_N
-                    b_ptrs_block += BLOCK_N * (R if ROW_MAJOR else 1)
-    else:
+    _expand_tile(
+        h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
+        num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES,
+        PLANES, HAS_RANKS, SLOTS, ADD, PDL, LEFT, INTERPRET,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_rows", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _lora_expand_listed_kernel(
+    h_ptr, b_ptrs, y_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
+    num_tiles, num_rows, num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
+    ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr,
+    LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
+    SHORT_N, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
+    """
+    pid = tl.program_id(0)
+    tile_programs = num_tiles * NUM_BLOCKS
+    if pid < tile_programs:
+        tile = pid // NUM_BLOCKS
+        record = tl.load(tiles_ptr + tile)
+        total = tl.load(totals_ptr + TILES_AT)
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-            if pid == 0:
+            if (pid == 0) & (tile >= total):
                 tl.extra.cuda.gdc_wait()
+        while tile < total:
+            slot, start, tile_rows = read_record(record)
+            _expand_tile(
+                h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
+                num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
+                NUM_STAGES, PLANES, HAS_RANKS, SLOTS, ADD, PDL, LEFT, INTERPRET,
+            )  # fmt: skip
+            tile += num_tiles
+            record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
+    elif SHORT_N > 0:
+        item = (pid - tile_programs) // SHORT_BLOCKS
+        record = tl.load(rows_ptr + item)
+        total = tl.load(totals_ptr + ROWS_AT)
+        while item < total:
+            slot, row, _ = read_record(record)
+            _expand_row_of(
+                h_ptr, b_ptrs, y_ptr, ranks_ptr, row.to(tl.int64), slot, (pid - tile_programs) % SHORT_BLOCKS, False,
+                num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
+                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS, SLOTS, ADD, PDL,
+            )  # fmt: skip
+            item += num_rows
+            record = tl.load(rows_ptr + item, mask=item < total, other=0)
 
 
-def _lane_blocks(rank: int, block_n: int, has_ranks: bool, programs: Callable[[int], int]) -> tuple[tuple, tuple, int]:
+def _lane_blocks(
+    rank: int, block_n: int, has_ranks: bool, row_major: bool, programs: Callable[[int], int]
+) -> tuple[tuple, tuple, int]:
     """Block widths in ranks among which the kernel chooses, in how many steps each takes a program's columns, and how
     many columns that is.
 
-    ``block_n`` suits the whole width. With true ranks a program gets up to as many times more columns as rank 16 is
-    narrower, so that its blocks stay as large; ``programs(block_n)`` must still occupy the device.
+    ``block_n`` suits the whole width. With true ranks a program gets up to as many times more columns as the least
+    rank is narrower, so that its blocks stay as large; ``programs(block_n)`` must still occupy the device. The least
+    is 16 for B by rows, where memory moves no fewer, and 8 for B by ranks.
     """
-    whole = block_at_least(rank, 1)
-    if not has_ranks or whole <= 16:
+    whole, least = block_at_least(rank, 1), 16 if row_major else 8
+    if not has_ranks or whole <= least:
         return (whole,), (1,), block_n
-    factor = whole // 16
+    factor = whole // least
     while factor > 1 and programs(block_n * factor) < 512:
         factor //= 2
-    lanes = tuple(sorted({16, 32, whole}))
+    lanes = (*[width for width in (8, 16, 32) if least <= width < whole], whole)
     return lanes, tuple(max(1, factor * width // whole) for width in lanes), block_n * factor
 
 
 def plan_expand(
     h_shape: Sequence[int], h_strides: Sequence[int], h_dtype: torch.dtype, y: Tensor, weights: Weights,
-    segments: int, entries: int,
+    batch: Batch,
     config: dict[str, Any],
     *,
     offset_start: int, add_inputs: bool, has_ranks: bool,
@@ -259,34 +391,58 @@ def plan_expand(
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))
-    row_wise, block_n = config["row_wise"], config["block_n"]
-    if row_wise:
-        lanes, steps, block_n = _lane_blocks(
-            rank, block_n, has_ranks, lambda n: tokens * sum([triton.cdiv(width, n) for width in weights.widths])
-        )
-    tiles_n = 1 if row_wise else config["tiles_n"]
-    blocks = sum([triton.cdiv(width, block_n * tiles_n) for width in weights.widths])
     columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
     vector = gcd(rank, 16 // weights.dtype.itemsize) if weights.row_major else 1
     constants: dict[str, Any] = {"R": rank, "WIDTHS": weights.widths, "COLUMNS": columns, "NUM_SLICES": slices}
-    constants |= {"NUM_BLOCKS": blocks, "ROW_MAJOR": weights.row_major, "VECTOR": vector, "BLOCK_N": block_n}
-    constants |= {"PLANES": planes, "HAS_RANKS": has_ranks, "ADD": add_inputs, "PDL": pdl}
+    constants |= {
+        "ROW_MAJOR": weights.row_major,
+        "VECTOR": vector,
+        "PLANES": planes,
+        "HAS_RANKS": has_ranks,
+        "SLOTS": slots_read(weights.slots),
+    }
+    constants |= {"ADD": add_inputs, "PDL": pdl}
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": pdl, "device": weights.device}
     dtypes = (h_dtype, weights.dtype, y.dtype)
-    if row_wise:
-        constants |= {"LANES": lanes, "STEPS": steps}
-        launch = Launch(_lora_expand_rows_kernel, (tokens * blocks, 1, 1), dtypes, strides, constants, **shared)
-        return KernelPlan(launch, True, (weights.slots,))
+
+    def blocks(block_n: int) -> int:
+        """Blocks of this many columns in all slices."""
+        return sum([triton.cdiv(width, block_n) for width in weights.widths])
+
+    if config["row_wise"]:
+        lanes, steps, block_n = _lane_blocks(
+            rank, config["block_n"], has_ranks, weights.row_major, lambda n: tokens * blocks(n)
+        )
+        constants |= {"LANES": lanes, "STEPS": steps, "BLOCK_N": block_n, "NUM_BLOCKS": blocks(block_n)}
+        grid = (tokens * blocks(block_n), 1, 1)
+        launch = Launch(_lora_expand_rows_kernel, grid, dtypes, strides, constants, **shared)
+        return RowsPlan(launch, (weights.slots,))
+
     # all ranks in one pass where that fits: more passes would read y-sized accumulators again
     block_m, block_r = config["block_m"], block_at_least(rank) if rank <= 128 else min(config["block_k"], 128)
+    block_n, tiles_n = config["block_n"], config["tiles_n"]
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     stage_bytes = block_n * (block_r * weights.dtype.itemsize + block_m * y.element_size())
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
-    constants |= {"BLOCK_SEGMENTS": block_at_least(entries), "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_R": block_r}
-    constants |= {"TILES_N": tiles_n, "NUM_STAGES": stages, "INTERPRET": INTERPRETED}
-    grid = (max_tiles(tokens, segments, block_m) * blocks, 1, 1)
-    launch = Launch(_lora_expand_tiles_kernel, grid, dtypes, strides, constants, **shared)
-    return KernelPlan(launch, False, (segments, weights.slots))
+    per_tile = blocks(block_n * tiles_n)
+    constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
+    constants |= {"TILES_N": tiles_n, "NUM_STAGES": stages, "LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
+    if batch.listed and block_m in HEIGHTS:
+        height, short_n = HEIGHTS.index(block_m), config["short_n"]
+        constants |= {"TILES_AT": 2 * height + (short_n > 0), "ROWS_AT": TOTALS - 1}
+        rows = min(tokens, LONG * batch.shape.short)
+        lanes, steps, wide, per_row = (), (), 0, 0
+        if short_n:
+            lanes, steps, wide = _lane_blocks(rank, short_n, has_ranks, weights.row_major, lambda n: rows * blocks(n))
+            per_row = blocks(wide)
+        constants |= {"LANES": lanes, "STEPS": steps, "SHORT_N": wide, "SHORT_BLOCKS": per_row}
+        launch = Launch(_lora_expand_listed_kernel, None, dtypes, strides, constants, **shared)
+        return ListedPlan(launch, height, per_tile, per_row, 1, (), (weights.slots,))
+    segments = batch.max_segments
+    constants |= {"BLOCK_SEGMENTS": block_at_least(batch.tensors[4].numel())}
+    grid = (max_tiles(tokens, segments, block_m) * per_tile, 1, 1)
+    launch = Launch(_lora_expand_search_kernel, grid, dtypes, strides, constants, **shared)
+    return SearchPlan(launch, (segments, weights.slots))
 
 
 def _describe(names: Names, lora_b: Sequence[Tensor]) -> Weights:
@@ -298,16 +454,15 @@ def _plan(call: Call, weights: Weights) -> KernelPlan | None:
     names, x, y, lora_ranks, batch, switches = call
     offset_start, add_inputs, options = switches
     check_stored_output(names.output, y, weights, offset_start)
-    tokens, rank, segments, width = y.shape[0], weights.rank, batch.max_segments, max(weights.widths)
+    tokens, rank, width = y.shape[0], weights.rank, max(weights.widths)
     check_low_rank(names.input, x, weights, tokens, (torch.float32, weights.dtype))
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, weights)
-    if 0 in (tokens, rank, segments, width):
+    if 0 in (tokens, rank, batch.max_segments, width):
         return None
-    slices, (invariant, _, tuned_dir) = len(weights.widths), options
-    config = get_config("expand", segments, tokens, width, rank, slices, add_inputs, None, tuned_dir, invariant)
+    config = choose("expand", batch.shape, tokens, width, rank, len(weights.widths), options, add_inputs)
     return plan_expand(
-        (1, *x.shape), (0, *x.stride()), x.dtype, y, weights, segments, batch.tensors[4].numel(), config,
+        (1, *x.shape), (0, *x.stride()), x.dtype, y, weights, batch, config,
         offset_start=offset_start, add_inputs=add_inputs, has_ranks=lora_ranks is not None,
     )  # fmt: skip
 
@@ -331,7 +486,7 @@ def expand(
     plan, aligned = _PLANS.find(x, y, (lora_b_stacked,), lora_ranks, batch, switches)
     if plan is not None:
         with on_device(x.get_device()):
-            plan.run(x, lora_b_stacked, y, batch.tensors, lora_ranks, aligned)
+            plan.run(x, lora_b_stacked, y, batch, lora_ranks, aligned)
 
 
 @custom_op(mutates="output_tensor")

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from punica.metadata import LoRABatch
 from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
-from punica.ops.triton_ops.configs import get_config
+from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_shrink import plan_shrink
-from punica.ops.triton_ops.op import Batch, Call, KernelPlan, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.plan import Batch, KernelPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
@@ -36,7 +37,7 @@ class LinearPlan(NamedTuple):
 
 def plan_linear(
     y: Tensor, x: Tensor, a: Weights, b: Weights,
-    segments: int, entries: int,
+    batch: Batch,
     shrink: dict[str, Any], expand: dict[str, Any],
     *, add_inputs: bool = True, has_ranks: bool = False, pdl: bool = False, pdl_shrink: bool | None = None,
 ) -> LinearPlan:  # fmt: skip
@@ -45,11 +46,9 @@ def plan_linear(
     planes = (shrink["split_k"], slices, tokens, rank)
     strides = (slices * tokens * rank, tokens * rank, rank, 1)
     early = pdl if pdl_shrink is None else pdl_shrink
-    first = plan_shrink(
-        x, a, kind, segments, entries, shrink, has_ranks=has_ranks, direct=False, overlap=pdl, early=early
-    )
+    first = plan_shrink(x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=pdl, early=early)
     second = plan_expand(
-        planes, strides, kind, y, b, segments, entries, expand,
+        planes, strides, kind, y, b, batch, expand,
         offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl,
     )  # fmt: skip
     return LinearPlan(first, second, planes)
@@ -65,7 +64,7 @@ def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
     names, x, y, lora_ranks, batch, switches = call
     a, b = forms
-    add_inputs, (invariant, pdl, tuned_dir) = switches
+    add_inputs, options = switches
     check_input(names.input, x, a, names.a)
     check_stored_output(names.output, y, b, 0)
     tokens, k = x.shape
@@ -73,14 +72,14 @@ def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
         raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, a)
-    segments, width, slices = batch.max_segments, max(b.widths), len(a.widths)
-    if 0 in (tokens, k, a.rank, segments, width):
+    width, slices, shape = max(b.widths), len(a.widths), batch.shape
+    if 0 in (tokens, k, a.rank, batch.max_segments, width):
         return None
-    shrink = get_config("shrink", segments, tokens, k, a.rank, slices, None, None, tuned_dir, invariant)
-    expand = get_config("expand", segments, tokens, width, a.rank, slices, add_inputs, None, tuned_dir, invariant)
+    shrink = choose("shrink", shape, tokens, k, a.rank, slices, options)
+    expand = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs)
     return plan_linear(
-        y, x, a, b, segments, batch.tensors[4].numel(), shrink, expand,
-        add_inputs=add_inputs, has_ranks=lora_ranks is not None, pdl=pdl and supports_pdl(x.device),
+        y, x, a, b, batch, shrink, expand,
+        add_inputs=add_inputs, has_ranks=lora_ranks is not None, pdl=options.pdl and supports_pdl(x.device),
     )  # fmt: skip
 
 
@@ -104,8 +103,8 @@ def linear(
         return
     with on_device(x.get_device()):
         planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-        plan.shrink.run(x, lora_a_stacked, planes, batch.tensors, lora_ranks, aligned, float(scale))
-        plan.expand.run(planes, lora_b_stacked, y, batch.tensors, lora_ranks, aligned)
+        plan.shrink.run(x, lora_a_stacked, planes, batch, lora_ranks, aligned, float(scale))
+        plan.expand.run(planes, lora_b_stacked, y, batch, lora_ranks, aligned)
 
 
 @custom_op(mutates="output_tensor")

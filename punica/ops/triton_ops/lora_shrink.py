@@ -24,12 +24,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.metadata import LoRABatch
+from punica.metadata import HEIGHTS, LoRABatch
+from punica.metadata.work import LONG, TOTALS
 from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_rank, check_ranks, describe_stored
-from punica.ops.triton_ops.configs import get_config
-from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick, rank_of
+from punica.ops.triton_ops.configs import choose
+from punica.ops.triton_ops.device import (
+    INDEX_POINTERS,
+    accumulator,
+    dot,
+    find_tile,
+    max_tiles,
+    pick,
+    rank_of,
+    read_record,
+    result,
+    slots_read,
+)
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import Batch, Call, KernelPlan, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
@@ -40,31 +53,22 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
     tl.store(out_ptrs, value.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
-def _lora_shrink_rows_kernel(
-    x_ptr, a_ptrs, out_ptr, mapping_ptr, ranks_ptr,
+@triton.jit
+def _shrink_row(
+    x_ptr, a_ptrs, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
     programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
-    once.
+    once. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do.
     """
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    pid = tl.program_id(0)
-    pid_slice = tl.program_id(1)
-    pid_k = pid % SPLIT_K
-    pid_r = (pid // SPLIT_K) % PROGRAMS_R
-    row = (pid // (SPLIT_K * PROGRAMS_R)).to(tl.int64)
-
-    slot = tl.load(mapping_ptr + row)
-    rank = 0
-    if slot >= 0:
-        rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
+    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS, SLOTS)
     offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * R + offs_r
 
@@ -99,124 +103,245 @@ def _lora_shrink_rows_kernel(
             out_ptrs += PROGRAMS_R * BLOCK_R
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-            if (pid == 0) & (pid_slice == 0):  # one waiting program keeps the kernel behind the one in front of it
+            if idle_waits:
                 tl.extra.cuda.gdc_wait()
         if DIRECT and not ACCUMULATE:
             tl.store(out_ptrs, tl.zeros([BLOCK_R], out_ptr.dtype.element_ty), mask=offs_r < R)
+
+
+@triton.jit
+def _shrink_tile(
+    x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
+    num_tokens, num_slots, scaling, stride_xt, stride_xk,
+    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The rows of one tile x BLOCK_R ranks x one K split."""
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    offs_r = first_r + tl.arange(0, BLOCK_R)
+    offs_m = tl.arange(0, BLOCK_M)
+    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS, SLOTS)
+    if (slot >= 0) & ((first_r < rank) | DIRECT):
+        mask_m = offs_m < num_rows
+        rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
+        offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
+        a_ptrs_block = a_ptr + offs_r[None, :] * STRIDE_AR + offs_k[:, None] * STRIDE_AK
+        x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
+        mask_r = (offs_r < rank)[None, :]
+        acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
+        if STEPS == 1:
+            mask_k = offs_k < (1 << 30 if EVEN_K else K)
+            a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            acc = dot(x, a, acc, LEFT, INTERPRET)
+        else:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+                if EVEN_K:
+                    x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+                    a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
+                else:
+                    mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
+                    x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+                    a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
+                acc = dot(x, a, acc, LEFT, INTERPRET)
+                x_ptrs += BLOCK_K * SPLIT_K * stride_xk
+                a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
+        out_ptr += (pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) * R
+        out_ptrs = out_ptr + rows[:, None] * R + offs_r[None, :]
+        mask = mask_m[:, None] & (offs_r < (R if DIRECT else rank))[None, :]
+        _store_shrunk(out_ptrs, result(acc, LEFT) * scaling, mask, ACCUMULATE)
+    else:
+        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+            if idle_waits:
+                tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
+def _lora_shrink_rows_kernel(
+    x_ptr, a_ptrs, out_ptr, mapping_ptr, ranks_ptr,
+    num_tokens, num_slots, scaling, stride_xt, stride_xk,
+    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
+    BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All rows, one by one."""
+    pid, pid_slice = tl.program_id(0), tl.program_id(1)
+    pid_k, pid_r = pid % SPLIT_K, (pid // SPLIT_K) % PROGRAMS_R
+    row = (pid // (SPLIT_K * PROGRAMS_R)).to(tl.int64)
+    slot = tl.load(mapping_ptr + row)
+    _shrink_row(
+        x_ptr, a_ptrs, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
+        num_tokens, num_slots, scaling, stride_xt, stride_xk,
+        K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
+        HAS_RANKS, SLOTS, DIRECT, ACCUMULATE, PDL,
+    )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_segments", "num_tiles", "num_slots"],
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
-def _lora_shrink_tiles_kernel(
+def _lora_shrink_search_kernel(
     x_ptr, a_ptrs, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
     num_tokens, num_segments, num_tiles, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of one segment x BLOCK_R ranks x one K split. With DIRECT, programs past the tiles zero bare
+    """All tiles; every program searches the segments for its own. With DIRECT, programs past the tiles zero bare
     rows.
     """
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    pid = tl.program_id(0)
-    pid_slice = tl.program_id(1)
-    pid_k = pid % SPLIT_K
-    first_r = (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
+    pid, pid_slice = tl.program_id(0), tl.program_id(1)
+    pid_k, first_r = pid % SPLIT_K, (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
     tile = pid // (SPLIT_K * R_BLOCKS)
-    offs_r = first_r + tl.arange(0, BLOCK_R)
-    offs_m = tl.arange(0, BLOCK_M)
-    out_ptr += (pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) * R
-
     if tile < num_tiles:
         slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
-        rank = 0
-        if slot >= 0:
-            rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
-        if (slot >= 0) & ((first_r < rank) | DIRECT):
-            mask_m = offs_m < num_rows
-            rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
-            offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-            a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
-            a_ptrs_block = a_ptr + offs_r[None, :] * STRIDE_AR + offs_k[:, None] * STRIDE_AK
-            x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
-            mask_r = (offs_r < rank)[None, :]
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-            for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
-                if EVEN_K:
-                    x = tl.load(x_ptrs)
-                    a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
-                else:
-                    mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
-                    x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
-                    a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(x, a, acc, INTERPRET)
-                x_ptrs += BLOCK_K * SPLIT_K * stride_xk
-                a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
-            out_ptrs = out_ptr + rows[:, None] * R + offs_r[None, :]
-            mask = mask_m[:, None] & (offs_r < (R if DIRECT else rank))[None, :]
-            _store_shrunk(out_ptrs, acc * scaling, mask, ACCUMULATE)
-        else:
-            if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-                if (pid == 0) & (pid_slice == 0):
-                    tl.extra.cuda.gdc_wait()
+        _shrink_tile(
+            x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
+            (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
+            K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
+            HAS_RANKS, SLOTS, DIRECT, ACCUMULATE, PDL, LEFT, INTERPRET,
+        )  # fmt: skip
     else:
-        rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + offs_m
+        rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_r = first_r + tl.arange(0, BLOCK_R)
         bare = (rows < num_tokens) & (tl.load(mapping_ptr + rows, mask=rows < num_tokens, other=0) < 0)
+        out_ptrs = out_ptr + (pid_slice * num_tokens.to(tl.int64) + rows)[:, None] * R + offs_r[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_R], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + rows[:, None] * R + offs_r[None, :], zeros, mask=bare[:, None] & (offs_r < R)[None, :])
+        tl.store(out_ptrs, zeros, mask=bare[:, None] & (offs_r < R)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_tiles", "num_rows", "num_slots"],
+    do_not_specialize_on_alignment=INDEX_POINTERS,
+)
+def _lora_shrink_listed_kernel(
+    x_ptr, a_ptrs, out_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
+    num_tokens, num_tiles, num_rows, num_slots, scaling, stride_xt, stride_xk,
+    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
+    TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr,
+    SHORT_K: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
+    SHORT_K, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
+    """
+    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    pid, pid_slice = tl.program_id(0), tl.program_id(1)
+    pid_k = pid % SPLIT_K
+    first = (pid == 0) & (pid_slice == 0)
+    tile_programs = num_tiles * (SPLIT_K * R_BLOCKS)
+    if pid < tile_programs:
+        tile, first_r = pid // (SPLIT_K * R_BLOCKS), (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
+        record = tl.load(tiles_ptr + tile)
+        total = tl.load(totals_ptr + TILES_AT)
+        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+            if first & (tile >= total):
+                tl.extra.cuda.gdc_wait()
+        while tile < total:
+            slot, start, tile_rows = read_record(record)
+            _shrink_tile(
+                x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice, first,
+                num_tokens, num_slots, scaling, stride_xt, stride_xk,
+                K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
+                HAS_RANKS, SLOTS, False, ACCUMULATE, PDL, LEFT, INTERPRET,
+            )  # fmt: skip
+            tile += num_tiles
+            record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
+    elif SHORT_K > 0:
+        item = (pid - tile_programs) // (SPLIT_K * SHORT_PROGRAMS_R)
+        pid_r = (pid - tile_programs) // SPLIT_K % SHORT_PROGRAMS_R
+        record = tl.load(rows_ptr + item)
+        total = tl.load(totals_ptr + ROWS_AT)
+        while item < total:
+            slot, row, _ = read_record(record)
+            _shrink_row(
+                x_ptr, a_ptrs, out_ptr, ranks_ptr, row.to(tl.int64), slot, (pid - tile_programs) % SPLIT_K, pid_r,
+                pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
+                K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
+                HAS_RANKS, SLOTS, False, ACCUMULATE, PDL,
+            )  # fmt: skip
+            item += num_rows
+            record = tl.load(rows_ptr + item, mask=item < total, other=0)
 
 
 def plan_shrink(
     x: Tensor, weights: Weights, out_dtype: torch.dtype,
-    segments: int, entries: int,
+    batch: Batch,
     config: dict[str, Any],
     *,
     has_ranks: bool, direct: bool,
     accumulate: bool = False, overlap: bool = False, early: bool = False,
 ) -> KernelPlan:  # fmt: skip
-    """The launch that `config` names, for x's shape and strides. ``segments`` of the ``entries`` of the ids may be
-    active.
+    """The launch that `config` names, for x's shape and strides.
 
     ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, r]. ``overlap``: it lets the
     kernel behind it start early; ``early``: it itself starts early.
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
-    block_k = min(config["block_k"], block_at_least(k))
     stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
     constants = {"K": k, "R": rank, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak, "NUM_SLICES": slices}
-    constants |= {"HAS_RANKS": has_ranks, "DIRECT": direct, "ACCUMULATE": accumulate, "PDL": overlap}
+    constants |= {
+        "SPLIT_K": split_k,
+        "HAS_RANKS": has_ranks,
+        "SLOTS": slots_read(weights.slots),
+        "ACCUMULATE": accumulate,
+        "PDL": overlap,
+    }
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
     dtypes = (weights.dtype, out_dtype)
-    if config["row_wise"]:
+
+    def row_blocks(rows: int) -> tuple[int, int]:
+        """Ranks per program of a row, and programs."""
         block_r = min(config["block_r"], block_at_least(rank, 1))
-        programs_r = triton.cdiv(rank, block_r)
-        if has_ranks and not direct:
-            programs_r = _rank_programs(programs_r, block_r, tokens * slices * split_k)
+        programs = triton.cdiv(rank, block_r)
+        return block_r, programs if direct or not has_ranks else _rank_programs(programs, block_r, rows)
+
+    if config["row_wise"]:
+        block_r, programs_r = row_blocks(tokens * slices * split_k)
+        block_k = min(config["block_k"], block_at_least(k))
+        constants |= {"BLOCK_R": block_r, "PROGRAMS_R": programs_r, "BLOCK_K": block_k, "DIRECT": direct}
         grid = (tokens * programs_r * split_k, slices, 1)
-        constants |= {"BLOCK_R": block_r, "PROGRAMS_R": programs_r, "BLOCK_K": block_k, "SPLIT_K": split_k}
         launch = Launch(_lora_shrink_rows_kernel, grid, dtypes, x.stride(), constants, **shared)
-        return KernelPlan(launch, True, (tokens, weights.slots))
+        return RowsPlan(launch, (tokens, weights.slots))
+
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(rank))
-    tiles = max_tiles(tokens, segments, block_m)
-    bare_tiles = triton.cdiv(tokens, block_m) if direct and not accumulate else 0
-    grid = ((tiles + bare_tiles) * triton.cdiv(rank, block_r) * split_k, slices, 1)
-    bytes_of = (block_m + block_r) * weights.dtype.itemsize
+    block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * weights.dtype.itemsize
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
-    constants |= {"BLOCK_SEGMENTS": block_at_least(entries), "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k}
-    constants |= {"SPLIT_K": split_k, "NUM_STAGES": stages, "INTERPRET": INTERPRETED}
-    launch = Launch(_lora_shrink_tiles_kernel, grid, dtypes, x.stride(), constants, **shared)
-    return KernelPlan(launch, False, (tokens, segments, tiles, weights.slots))
+    per_tile = triton.cdiv(rank, block_r) * split_k
+    constants |= {"BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k, "NUM_STAGES": stages}
+    constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
+    if batch.listed and block_m in HEIGHTS and (accumulate or not direct):
+        height, short_k = HEIGHTS.index(block_m), min(config["short_k"], block_at_least(k))
+        short_r, short_programs = row_blocks(min(tokens, LONG * batch.shape.short) * slices * split_k)
+        constants |= {"TILES_AT": 2 * height + (short_k > 0), "ROWS_AT": TOTALS - 1}
+        constants |= {"SHORT_K": short_k, "SHORT_R": short_r, "SHORT_PROGRAMS_R": short_programs}
+        launch = Launch(_lora_shrink_listed_kernel, None, dtypes, x.stride(), constants, **shared)
+        per_row = short_programs * split_k if short_k else 0
+        return ListedPlan(launch, height, per_tile, per_row, slices, (tokens,), (weights.slots,))
+    segments = batch.max_segments
+    tiles = max_tiles(tokens, segments, block_m)
+    bare_tiles = triton.cdiv(tokens, block_m) if direct and not accumulate else 0
+    constants |= {"BLOCK_SEGMENTS": block_at_least(batch.tensors[4].numel()), "DIRECT": direct}
+    grid = ((tiles + bare_tiles) * per_tile, slices, 1)
+    launch = Launch(_lora_shrink_search_kernel, grid, dtypes, x.stride(), constants, **shared)
+    return SearchPlan(launch, (tokens, segments, tiles, weights.slots))
 
 
 def _rank_programs(blocks: int, block_r: int, others: int) -> int:
@@ -245,19 +370,9 @@ def _plan(call: Call, weights: Weights) -> KernelPlan | None:
     check_ranks(lora_ranks, weights)
     if 0 in (tokens, k, weights.rank, segments):
         return None
-    slices, (invariant, _, tuned_dir) = len(weights.widths), options
-    config = get_config("shrink", segments, tokens, k, weights.rank, slices, None, None, tuned_dir, invariant)
-    entries = batch.tensors[4].numel()
+    config = choose("shrink", batch.shape, tokens, k, weights.rank, len(weights.widths), options)
     return plan_shrink(
-        x,
-        weights,
-        y.dtype,
-        segments,
-        entries,
-        config,
-        has_ranks=lora_ranks is not None,
-        direct=True,
-        accumulate=accumulate,
+        x, weights, y.dtype, batch, config, has_ranks=lora_ranks is not None, direct=True, accumulate=accumulate
     )
 
 
@@ -282,7 +397,7 @@ def shrink(
     plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches, scale)
     if plan is not None:
         with on_device(x.get_device()):
-            plan.run(x, lora_a_stacked, y, batch.tensors, lora_ranks, aligned, float(scale))
+            plan.run(x, lora_a_stacked, y, batch, lora_ranks, aligned, float(scale))
     elif not accumulate:
         y.zero_()
 

@@ -23,21 +23,13 @@ from torch.library import Library
 
 from punica.metadata import LoRABatch
 from punica.ops.checks import FLAT, STEP, WITH_DOUBLE, Names, check_dtype, check_scale
-from punica.ops.triton_ops.launch import INTERPRETED, Launch
+from punica.ops.triton_ops.configs import Options as Options
+from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.plan import Batch
 from punica.ops.triton_ops.tensor_batch import TensorBatch
-
-Batch = LoRABatch | TensorBatch
 
 # The custom ops of this package, `torch.ops.punica.*`
 LIBRARY = Library("punica", "FRAGMENT")
-
-
-class Options(NamedTuple):
-    """How kernels are chosen, whatever is computed; fields of `punica.config.LoRAConfig`."""
-
-    batch_invariant: bool = False
-    pdl: bool = True
-    tuned_dir: str | None = None
 
 
 def check_runnable(device: torch.device) -> None:
@@ -175,29 +167,6 @@ class Call(NamedTuple):
     switches: tuple
 
 
-class KernelPlan(NamedTuple):
-    """A launch of the row-wise or the tiled kernel of an op, and the counts it takes."""
-
-    launch: Launch
-    row_wise: bool
-    counts: tuple[int, ...]
-
-    def run(
-        self,
-        source: Tensor,
-        weights: Sequence[Tensor],
-        target: Tensor,
-        tensors: Sequence[Tensor],
-        lora_ranks: Tensor | None,
-        aligned: bool,
-        *numbers: float,
-    ) -> None:
-        """Launch. ``tensors``: mapping, sorted rows, counts, starts, ids; ``numbers`` follow the counts."""
-        indices = tensors[:1] if self.row_wise else tensors
-        ranks = tensors[0] if lora_ranks is None else lora_ranks
-        self.launch((source, tuple(weights), target, *indices, ranks), (*self.counts, *numbers), aligned)
-
-
 class Plans:
     """What an op has checked and chosen, in a bounded table: a full one starts anew.
 
@@ -234,7 +203,7 @@ class Plans:
         key = (
             x.shape, x.stride(), x.dtype, x.get_device(), y.shape, y.stride(), y.dtype, y.get_device(),
             ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.get_device()),
-            batch.max_segments, batch.form, switches,
+            batch.shape, batch.max_segments, batch.form, switches,
         )  # fmt: skip
         try:
             plan = known.plans[key]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from punica.metadata import StepShape
+
 NAMES = (
     "token_lora_mapping",
     "token_indices_sorted_by_lora_ids",
@@ -16,18 +18,25 @@ NAMES = (
     "lora_ids",
 )
 
+NO_SHAPE = StepShape(0, 0, 0)
+
 
 class TensorBatch(NamedTuple):
     """What ops ask of a `punica.metadata.LoRABatch`, for tensors from elsewhere. Built by `given`.
 
     ``tensors``: mapping, sorted rows, counts, starts and ids; ``max_segments``: how many entries of the ids may be in
-    use; ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal.
+    use; ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``shape``: the step,
+    as far as it can be told: the rows spread evenly.
     """
+
+    listed = False
+    """Whether the tiles of the step are listed (`punica.metadata.work`)."""
 
     tensors: tuple[Tensor, ...]
     max_segments: int
     no_lora: bool
     form: tuple
+    shape: StepShape
 
     @classmethod
     def given(cls, *tensors: Tensor, flag: Tensor, count: int | Tensor | None) -> TensorBatch:
@@ -41,10 +50,15 @@ class TensorBatch(NamedTuple):
             what = f"{flag.dtype} {tuple(flag.shape)} on {flag.device}" if isinstance(flag, Tensor) else repr(flag)
             raise ValueError(f"no_lora_flag_cpu must be a bool tensor with one element on the CPU, got {what}")
         if bool(flag):
-            return cls(tensors, 0, True, ())
+            return cls(tensors, 0, True, (), NO_SHAPE)
         entries = tensors[4].numel()
         form = tuple([(t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
-        return cls(tensors, entries if count is None else _active(count, entries), False, form)
+        active = entries if count is None else _active(count, entries)
+        return cls(tensors, active, False, form, StepShape.even(active, tensors[0].numel()))
+
+    def work(self, height: int) -> tuple[Any, ...]:
+        """RuntimeError: no lists (see `listed`)."""
+        raise RuntimeError("a step given by its tensors has no lists of tiles")
 
     def check_rows(self, rows: int) -> None:
         """Nothing: the lengths of the tensors are part of their form."""

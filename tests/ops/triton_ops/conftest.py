@@ -29,12 +29,14 @@ def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def use(**chosen: dict[str, Any]) -> None:
         from importlib import import_module
 
-        def get_config(op_type: str, *arguments: Any) -> dict[str, Any]:
-            return chosen.get(op_type) or configs.get_config(op_type, *arguments)
+        def choose(op_type: str, *arguments: Any) -> dict[str, Any]:
+            if op_type in chosen:
+                return configs.OPTIONAL_KEYS[op_type] | chosen[op_type]
+            return configs.choose(op_type, *arguments)
 
         for name in ("lora_shrink", "lora_expand", "lora_linear"):
             module = import_module(f"punica.ops.triton_ops.{name}")
-            monkeypatch.setattr(module, "get_config", get_config)
+            monkeypatch.setattr(module, "choose", choose)
             monkeypatch.setattr(module._PLANS, "sets", {})
             monkeypatch.setattr(module._PLANS, "plans", {})
 

@@ -1,0 +1,96 @@
+"""The ops on a step (`LoRABatch`): tiles read from its lists, long segments as tiles beside short ones row by row."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from triton_batches import EXPAND_ROWS, EXPAND_TILES, EXPAND_WALK, SHRINK_ROWS, SHRINK_TILES, Batch, assert_close
+
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.triton_ops import Options, linear
+
+SHRINKS = {
+    "rows": SHRINK_ROWS,
+    "tiles": SHRINK_TILES,
+    "high": SHRINK_TILES | {"block_m": 64, "split_k": 2},
+    "mixed": SHRINK_TILES | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
+    "left": SHRINK_TILES | {"weights_left": True},
+}
+EXPANDS = {
+    "rows": EXPAND_ROWS,
+    "tiles": EXPAND_TILES,
+    "high": EXPAND_WALK | {"block_m": 64},
+    "mixed": EXPAND_WALK | {"short_n": 64},
+    "left": EXPAND_TILES | {"weights_left": True},
+}
+PROMPT = [2] * 41 + [0, 5, -1, 1, 3, 1, 3]  # a prompt beside decode rows, not in the order of their slots
+STEPS = {"prompt": PROMPT, "short": [0, 1, 1, -1, 4, 5], "long": [1] * 19 + [3] * 8, "one": [4], "none": [-1, -1]}
+
+
+def started(slots: list[int], batch: Batch, rows: int = 64) -> LoRABatch:
+    step = LoRABatch(rows, batch.slot_count, batch.device)
+    step.fill(RowGroups.of_rows(np.array(slots)))
+    return step
+
+
+def made(slots: list[int], device: str, rank: int = 16, widths: tuple[int, ...] = (96, 40), **options: object) -> Batch:
+    torch.manual_seed(len(slots))
+    return Batch(slots, 200, widths, rank, 6, torch.float16, device, **options)  # type: ignore[arg-type]
+
+
+def expected(batch: Batch) -> torch.Tensor:
+    return batch.y.cpu().double() + batch.expanded(batch.shrunk())
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("shrink", "expand"), [*zip(SHRINKS, EXPANDS, strict=True), ("rows", "mixed"), ("mixed", "rows")])
+def test_every_form(shrink, expand, name, device, use_config):
+    use_config(shrink=SHRINKS[shrink], expand=EXPANDS[expand])
+    batch = made(STEPS[name], device)
+    y = batch.y.clone()
+    linear(y, batch.x, batch.a, batch.b, started(batch.slots, batch), 0.5)
+    assert_close(y, expected(batch), torch.float16)
+
+
+@pytest.mark.parametrize("rank", [8, 20, 64, 160])
+@pytest.mark.parametrize("form", ["tiles", "mixed", "left"])
+def test_true_ranks(form, rank, device, use_config):
+    use_config(shrink=SHRINKS[form], expand=EXPANDS[form])
+    ranks = [[0, rank, 5, 8, min(rank, 16), 1], [rank, 0, rank, 3, 8, rank]]
+    batch = made(PROMPT, device, rank, ranks=ranks)
+    for (i, weights), slot in itertools.product(enumerate(zip(batch.a, batch.b, strict=True)), range(6)):
+        weights[0][slot, 0, ranks[i][slot] :] = float("nan")  # beyond the rank
+        weights[1][slot, 0, :, ranks[i][slot] :] = float("nan")
+    y = batch.y.clone()
+    linear(y, batch.x, batch.a, batch.b, started(PROMPT, batch), 0.5, lora_ranks=batch.lora_ranks)
+    assert_close(y, expected(batch), torch.float16)
+
+
+@pytest.mark.parametrize("form", ["tiles", "high", "mixed"])
+@pytest.mark.parametrize("captured", ["one", "short", "long", "prompt"])
+def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_config):
+    """As a replayed graph: programs of the captured step, lists of the one at hand."""
+    use_config(shrink=SHRINKS[form], expand=EXPANDS[form])
+
+    class Replayed(LoRABatch):
+        def work(self, height: int):
+            grid = RowGroups.of_rows(np.array(STEPS[captured])).work.totals
+            return (*super().work(height)[:-1], grid)
+
+    batch = made(PROMPT, device)
+    step = Replayed(64, 6, device)
+    step.fill(RowGroups.of_rows(np.array(PROMPT)))
+    y = batch.y.clone()
+    linear(y, batch.x, batch.a, batch.b, step, 0.5)
+    assert_close(y, expected(batch), torch.float16)
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "none"])
+def test_what_the_rule_chooses(name, device):
+    batch = made(STEPS[name], device, ranks=[[16, 16, 4, 16, 16, 8]] * 2)
+    for options in (Options(), Options(batch_invariant=True)):
+        y = batch.y.clone()
+        step = started(batch.slots, batch)
+        linear(y, batch.x, batch.a, batch.b, step, 0.5, lora_ranks=batch.lora_ranks, options=options)
+        assert_close(y, expected(batch), torch.float16)
