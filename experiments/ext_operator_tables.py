@@ -27,7 +27,7 @@ in a row); ``wrapper`` what a layer calls: `PunicaWrapperGPU` at its defaults, 6
 launches; ``rank table`` as ``punica``, the ranks read from a table. ``eager`` is host time per call. In ``gemm``,
 ``base`` is the projection alone and ``added by`` the difference between both in one graph and it.
 
-Cost of table=all: a few minutes on an H200, about one of them for compiling kernels; 4 GB.
+Cost of table=all: minutes on a GPU, where kernels are compiled on first use (in parallel, once for all tables).
 """
 
 from __future__ import annotations

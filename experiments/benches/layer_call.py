@@ -6,12 +6,15 @@ it lies outside the timing.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from experiments.benches.operators import Problem
 from punica.config import LoRAConfig
+from punica.measure.timing import Call
 from punica.metadata import LoRAMapping
-from punica.wrapper import PunicaWrapperBase
+from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
 
 MAX_LORAS = 64
 """Slots that a step's metadata provides for, as in a server, however few adapters a batch has."""
@@ -38,3 +41,20 @@ def begun(
     adapters = [slot + 1 for slot in slots_of_rows]
     wrapper.update_metadata(LoRAMapping(adapters, adapters), list(range(1, max_loras + 1)), max_loras, VOCAB_SIZE)
     return wrapper
+
+
+def layer_calls(batches: Sequence[Problem]) -> list[Call]:
+    """What a layer calls on each of `batches`, on the wrapper of their device at its defaults.
+
+    Batches whose rows use the same slots share a wrapper, as layers do: the step's metadata is the same memory.
+    """
+    steps: dict[tuple[int, ...], PunicaWrapperBase] = {}
+    calls = []
+    for batch in batches:
+        rows, (slots, rank, _) = tuple(batch.slots.tolist()), batch.a.shape
+        if rows not in steps:
+            steps[rows] = begun(get_punica_wrapper, rows, slots, rank, batch.x.device)
+        ranks = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
+        operands = batch.y, batch.x, (batch.a,), (batch.b,), 1.0, (batch.b.shape[1],)
+        calls.append(partial(steps[rows].add_lora_linear, *operands, lora_ranks=ranks))
+    return calls
