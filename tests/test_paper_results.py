@@ -66,6 +66,16 @@ def test_anchors_hold_checked_measurements():
             assert float(line["graph_us"]) > 0
 
 
+def test_anchors_of_other_shapes_hold_five_public_kernels_each():
+    content = lines("anchors_shapes.csv")
+    shapes = {tuple(line[name] for name in ("case", "pattern", "T", "K", "N", "r")) for line in content}
+    assert (len(content), len(shapes)) == (310, 62)
+    assert {line["impl"] for line in content} == {"sgl_v2_best", "sgl_v2", "vllm_tuned", "vllm", "torch_loop"}
+    for line in content:
+        assert len(line["N"].split("+")) == int(line["S"])
+        assert float(line["graph_us"]) > 0
+
+
 @pytest.mark.parametrize("figure", FIGURE_FILES)
 def test_one_value_per_quantity(figure):
     frame = read_figure(PAPER, figure)

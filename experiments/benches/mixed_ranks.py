@@ -107,7 +107,7 @@ def _weights(cfg: Config, chosen: Variant) -> operators.Weights:
 def batches(cfg: Config, workload: str, rows: int, chosen: Variant) -> list[Problem]:
     """The batches of one variant: whole rounds, each batch on its own x, y and adapters."""
     count = copies(cfg, workload, rows, chosen.mean_rank)
-    return operators.rotated(cfg, workload, rows, count, _weights(cfg, chosen))
+    return operators.rotated(cfg, popularity(workload).group_sizes(rows), count, _weights(cfg, chosen))
 
 
 def checked_rounds(cfg: Config, problems: Sequence[Problem]) -> tuple[list[Call], int]:
@@ -115,9 +115,4 @@ def checked_rounds(cfg: Config, problems: Sequence[Problem]) -> tuple[list[Call]
     length = round_length(len(problems[0].sizes), len(cfg.adapters.ranks))
     calls = [call for problem in problems[:length] for call in operators.prepare_checked([problem], "SGMV")]
     calls += [OPERATORS.get("SGMV")(problem).call for problem in problems[length:]]
-    return [partial(_in_turn, calls[i : i + length]) for i in range(0, len(calls), length)], length
-
-
-def _in_turn(calls: Sequence[Call]) -> None:
-    for call in calls:
-        call()
+    return [partial(operators.in_turn, calls[i : i + length]) for i in range(0, len(calls), length)], length

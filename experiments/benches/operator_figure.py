@@ -1,13 +1,18 @@
 """What Figures 7, 8, 9 and README share: a grid over popularity, batch and rank, systems timed side by side."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
 from experiments.benches.operator_conf import operator_conf
 from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, sampled
+
+if TYPE_CHECKING:
+    from punica.measure.timing import Call
 
 
 class OperatorExperiment(Experiment):
@@ -47,19 +52,24 @@ class OperatorExperiment(Experiment):
         """Name in `experiments.benches.operators.OPERATORS` of what is timed as `point.system`."""
         return point.system
 
+    def calls(self, cfg: Config, point: Point) -> list[Call]:
+        """What is timed as `point`: checked calls on different inputs."""
+        from experiments.benches import operators
+
+        rows = cast(int, point.batch_size)
+        if point.rank is None:
+            return operators.prepare_backbone(cfg, rows)
+        batches = operators.problems(cfg, point.workload, rows, point.rank)
+        return operators.prepare_checked(batches, self.operator(point))
+
     def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
         """Checked microseconds of each point, all timed interleaved; none for what this torch cannot run."""
         from experiments.benches import operators
 
         calls = {}
         for index, point in enumerate(points):
-            rows = cast(int, point.batch_size)
-            if point.rank is None:
-                calls[index] = operators.prepare_backbone(cfg, rows)
-                continue
-            batches = operators.problems(cfg, point.workload, rows, point.rank)
             try:
-                calls[index] = operators.prepare_checked(batches, self.operator(point))
+                calls[index] = self.calls(cfg, point)
             except operators.Unsupported as error:
                 tqdm.write(f"{self.name}: no row for {point.label()}: {error}", file=sys.stderr)
         samples = operators.microseconds(cfg, calls)

@@ -16,14 +16,14 @@ from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import plan_linear
 
 Config = dict[str, Any]
-Job = tuple[Operator, Config, Config, bool, bool | None]  # operator, shrink, expand, pdl, pdl_shrink
+Job = tuple[Operator, Config, Config, bool]  # operator, shrink, expand, pdl
 
 
-def tuned(op: Operator, **options: bool) -> tuple[Config, Config]:
+def tuned(op: Operator) -> tuple[Config, Config]:
     """What the library chooses for the shrink and the expand of `op`."""
     shape, slices = (len(op.sizes), op.tokens), len(op.widths)
-    shrink = configs.get_lora_op_configs("shrink", *shape, op.k, op.rank, slices, **options)
-    expand = configs.get_lora_op_configs("expand", *shape, max(op.widths), op.rank, slices, add_inputs=True, **options)
+    shrink = configs.get_lora_op_configs("shrink", *shape, op.k, op.rank, slices)
+    expand = configs.get_lora_op_configs("expand", *shape, max(op.widths), op.rank, slices, add_inputs=True)
     return shrink, expand
 
 
@@ -68,10 +68,10 @@ class _MetaSets:
 
 
 def _compile(job: Job) -> str:
-    op, shrink, expand, pdl, pdl_shrink = job
+    op, shrink, expand, pdl = job
     Launch.compile_only = True
     try:
-        pair_plan(_MetaSets(op), shrink, expand, pdl=pdl, pdl_shrink=pdl_shrink)(0)  # type: ignore[arg-type]
+        pair_plan(_MetaSets(op), shrink, expand, pdl=pdl)(0)  # type: ignore[arg-type]
     except Exception as error:  # a candidate that does not fit the GPU is simply not a candidate
         return f"{type(error).__name__}: {error}"
     return ""

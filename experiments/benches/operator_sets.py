@@ -7,49 +7,60 @@ of one CUDA graph. The time of a call is the time of a replay over its calls: wh
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from experiments.benches.layer_call import MAX_LORAS
 from experiments.benches.operator_shapes import Operator
 from experiments.benches.operators import kernel_meta_args
 from punica.measure.timing import seconds_between_events
 
 ROTATING_BYTES = 256 << 20
 """Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""
-MAX_LORAS = 64
-"""Slots that the kernels' metadata provides for, as in a server, however few adapters an operator has."""
 
 
 class OperatorSets:
     """Rotating inputs of one operator. ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i;
     ``meta_args`` is shared.
+
+    ``stacked_a[i]``, ``stacked_b[i]`` are what a layer holds: the adapters of set i in the first of its slots, those of
+    other sets in the rest; ``stacked_ranks`` int32 ``[slices, slots]`` is the table of their true ranks, 0 in the rest.
     """
 
-    def __init__(self, operator: Operator) -> None:
+    def __init__(
+        self, operator: Operator, device: torch.device | str = "cuda", rotating_bytes: int = ROTATING_BYTES
+    ) -> None:
         self.operator = operator
         adapters, tokens, slices = len(operator.sizes), operator.tokens, len(operator.widths)
-        generator = torch.Generator(device="cuda").manual_seed(0)
+        slots = max(MAX_LORAS, adapters)
+        generator = torch.Generator(device).manual_seed(0)
         per_set = 2 * (tokens * (operator.k + sum(operator.widths)))
         per_set += 2 * adapters * operator.rank * (operator.k * slices + sum(operator.widths))
-        self.count = max(2, -(-ROTATING_BYTES // per_set))
+        self.count = max(2, -(-rotating_bytes // per_set))
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-            out = torch.empty(self.count, *shape, device="cuda", dtype=torch.float16)
+            out = torch.empty(shape, device=device, dtype=torch.float16)
             return out.normal_(generator=generator).mul_(scale)
 
-        self.x = normal(tokens, operator.k)
-        self.y = torch.zeros(self.count, tokens, sum(operator.widths), device="cuda", dtype=torch.float16)
-        a = [normal(adapters, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
-        b = [normal(adapters, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
-        self.a = [tuple(weight[i] for weight in a) for i in range(self.count)]
-        self.b = [tuple(weight[i] for weight in b) for i in range(self.count)]
+        def windows(bank: Sequence[torch.Tensor], length: int) -> list[tuple[torch.Tensor, ...]]:
+            starts = range(0, self.count * adapters, adapters)
+            return [tuple(weight[start : start + length] for weight in bank) for start in starts]
+
+        self.x = normal(self.count, tokens, operator.k)
+        self.y = torch.zeros(self.count, tokens, sum(operator.widths), device=device, dtype=torch.float16)
+        total = self.count * adapters + slots - adapters
+        a = [normal(total, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
+        b = [normal(total, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
+        self.a, self.b = windows(a, adapters), windows(b, adapters)
+        self.stacked_a, self.stacked_b = windows(a, slots), windows(b, slots)
         self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
-        self.meta_args = kernel_meta_args(self.slots, max(MAX_LORAS, adapters), self.x.device)
+        self.meta_args = kernel_meta_args(self.slots, slots, self.x.device)
         self._references: dict[int, torch.Tensor] = {}
-        self.lora_ranks: torch.Tensor | None = None
-        if operator.ranks:
-            self.lora_ranks = torch.tensor([operator.ranks] * slices, dtype=torch.int32, device="cuda")
+        true = torch.tensor(operator.ranks or [operator.rank] * adapters, dtype=torch.int32, device=device)
+        self.lora_ranks = true.repeat(slices, 1) if operator.ranks else None
+        self.stacked_ranks = torch.zeros(slices, slots, dtype=torch.int32, device=device)
+        self.stacked_ranks[:, :adapters] = true
 
     def reference(self, i: int) -> torch.Tensor:
         """What one call must add to y[i], in float32; computed once."""
@@ -79,9 +90,8 @@ class OperatorSets:
             self.y[i].zero_()
         return max(errors)
 
-    def time_graph(self, call: Callable[[int], object], *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
-        """Microseconds per call in a graph of at least `calls` calls (median over replays), and the relative error left
-        by one whole replay from y = 0: calls that overlap wrongly would show there."""
+    def captured(self, call: Callable[[int], object], calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+        """A graph of `calls` calls or one per set, every set in turn, and how often each set is in it."""
         rounds = max(1, calls // self.count)
         for i in range(min(self.count, 2)):
             call(i)
@@ -91,6 +101,12 @@ class OperatorSets:
             for _ in range(rounds):
                 for i in range(self.count):
                     call(i)
+        return graph, rounds
+
+    def time_graph(self, call: Callable[[int], object], *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
+        """Microseconds per call in a graph of at least `calls` calls (median over replays), and the relative error left
+        by one whole replay from y = 0: calls that overlap wrongly would show there."""
+        graph, rounds = self.captured(call, calls)
         self.y.zero_()
         graph.replay()
         torch.cuda.synchronize()

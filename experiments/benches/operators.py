@@ -213,6 +213,12 @@ def adding(problem: Problem, call: Call) -> Prepared:
     return Prepared(call, lambda: problem.y, problem.expected)
 
 
+def in_turn(calls: Sequence[Call]) -> None:
+    """Several calls as one."""
+    for call in calls:
+        call()
+
+
 @lru_cache(maxsize=1)
 def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A [slots, rank, h1] and B [slots, h2, rank], random, scaled so that v and y have unit variance."""
@@ -232,15 +238,14 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
         total = max(total, -(-flush_bytes(cfg) // per_slot))
         copies = total // adapters
     a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
-    return rotated(cfg, workload, batch_size, copies, (a, b, None))
+    return rotated(cfg, popularity(workload).group_sizes(batch_size), copies, (a, b, None))
 
 
-def rotated(cfg: Config, workload: str, rows: int, copies: int, weights: Weights) -> list[Problem]:
-    """`copies` batches of `workload`, each on its own x, y and adapters out of all slots of `weights`."""
+def rotated(cfg: Config, sizes: Sequence[int], copies: int, weights: Weights) -> list[Problem]:
+    """`copies` batches of `sizes` rows per adapter, each on its own x, y and adapters out of all slots of `weights`."""
     a, b, ranks = weights
-    figure, device = operator_conf(cfg), cfg.hardware.device
-    sizes = tuple(popularity(workload).group_sizes(rows))
-    slots = torch.from_numpy(popularity(workload).slots(rows))
+    figure, device, rows = operator_conf(cfg), cfg.hardware.device, sum(sizes)
+    slots = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(copies, rows, figure.h1, generator=generator, device=device).to(a.dtype)
     y = torch.zeros(copies, rows, figure.h2, dtype=a.dtype, device=device)
@@ -249,7 +254,7 @@ def rotated(cfg: Config, workload: str, rows: int, copies: int, weights: Weights
         first = i * len(sizes)
         seen = window(first, max(figure.resident(cfg), len(sizes)), a.shape[0])
         true = None if ranks is None else ranks[:, seen].contiguous()
-        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), sizes, true))
+        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), tuple(sizes), true))
     return made
 
 
@@ -271,8 +276,12 @@ def prepare_checked(batches: Sequence[Problem], name: str) -> list[Call]:
 
     Raises `CheckFailed` with the operator, its error and the tolerance when the result is wrong.
     """
-    prepared = [OPERATORS.get(name)(batch) for batch in batches]
     batches[0].y.zero_()
+    return checked(name, [OPERATORS.get(name)(batch) for batch in batches])
+
+
+def checked(name: str, prepared: Sequence[Prepared]) -> list[Call]:
+    """The calls of `prepared`, the first of them checked, as in `prepare_checked`; y must be 0 where it is added to."""
     prepared[0].call()
     result = prepared[0].result()
     _check(name, result, prepared[0].expected(), TOLERANCE[DType(str(result.dtype).removeprefix("torch."))])

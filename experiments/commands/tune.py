@@ -99,7 +99,7 @@ class Tuner:
     def _ranked(self, pairs: dict[Operator, list[Pair]], what: str) -> dict[Operator, list[Pair]]:
         """The pairs of each operator, fastest first: compiled in parallel, then measured."""
         pdl = supports_pdl(torch.device("cuda", torch.cuda.current_device()))
-        compile_all([(op, *pair, pdl, None) for op, several in pairs.items() for pair in several], self.workers)
+        compile_all([(op, *pair, pdl) for op, several in pairs.items() for pair in several], self.workers)
         ranked = {}
         for op, several in pairs.items():
             ranked[op] = sorted(several, key=lambda pair, op=op: self.measure(op, *pair))  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Figures of the extensions, which the paper has nothing to stand beside.
 
-One column of axes per popularity: absolute latency above, ratios to the system of reference below.
+One column of axes per popularity or panel: absolute latency above, ratios to the system of reference below.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,17 @@ from experiments.plots import style
 from experiments.plots.frames import centre, described
 
 Lines = Mapping[str, pd.Series]
-"""Legend -> values by batch size, ascending."""
+"""Legend -> values by batch size (or what else is drawn to the right), ascending."""
 BETWEEN_RUNS = ", between runs"
 LOOKS = {
     "true rank": (0, "o"), "padded": (3, "s"), "mean of uniform ranks": (2, "D"), "padded / true rank": (3, "s"),
     "true rank / mean of uniform ranks": (0, "o"), "bytes, padded / true rank": (7, "^"),
     "deterministic": (0, "o"), "deterministic, no PDL": (9, "v"), "batch invariant": (2, "D"), "atomics": (3, "s"),
-    "atomics, finer split": (1, "P"),
+    "atomics, finer split": (1, "P"), "apart": (2, "D"),
 }  # fmt: skip
-"""Legend -> place in the palette, and marker."""
+"""Legend -> place in the palette, and marker, where `style.look` has no other."""
+GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
+"""How a bound or a scale beside the measured lines looks."""
 
 
 def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -61,14 +63,47 @@ def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     return _finish(figure, axes, "Price of determinism", rows, "latency (µs)", *labels)
 
 
-def _columns(rows: pd.DataFrame, depth: int) -> tuple[list[str], Figure, Any]:
-    """The workloads, and a figure with a column of `depth` axes for each."""
-    workloads = list(dict.fromkeys(rows["workload"]))
-    width = max(style.PANEL_WIDTH * len(workloads), 4.2) + 0.6
-    figure, axes = style.grid(depth, len(workloads), width, depth * style.PANEL_HEIGHT + 1.2)
-    for axis, workload in zip(axes[0], workloads, strict=True):
-        axis.set_title(workload)
-    return workloads, figure, axes
+def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Latency over the rows of the prompt, with the time of the bytes; below, relative to two calls for both parts."""
+    panels, figure, axes = _columns(rows, 2, "panel")
+    for panel, (above, below) in zip(panels, axes.T, strict=True):
+        mine = rows[rows["panel"] == panel]
+        latency, floors = _by(mine, "latency", "seq_len", "system"), mine[mine["metric"] == "floor"]
+        _fill(above, latency)
+        if not floors.empty:
+            floor = floors.groupby("seq_len")["value"].first()
+            above.plot(floor.index.astype(float), floor.astype(float), label="floor of the bytes", **GREY)
+        if "apart" in latency:
+            ratios = {name: (line / latency["apart"]).dropna() for name, line in latency.items() if name != "apart"}
+            _fill(below, ratios)
+        below.axhline(1.0, color="0.3", linewidth=0.8)
+    title = "The paper's step: one prompt and decodes of other adapters"
+    return _finish(figure, axes, title, rows, "latency (µs)", "relative to apart", x_label="rows of the prompt")
+
+
+def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """What LoRA adds to the projection, and the projection alone; below, the one relative to the other."""
+    panels, figure, axes = _columns(rows, 2, "panel")
+    for panel, (above, below) in zip(panels, axes.T, strict=True):
+        mine = rows[rows["panel"] == panel]
+        added, base = (_by(mine, metric, "batch_size", "workload") for metric in ("added_latency", "base_latency"))
+        _fill(above, added)
+        alone = pd.concat(base.values(), axis=1).mean(axis=1)
+        above.plot(alone.index.astype(float), alone, label="the projection alone", **GREY)
+        _fill(below, {name: line / base[name] for name, line in added.items()}, log=False)
+        below.set_ylim(bottom=min(0.0, below.get_ylim()[0]))
+    title = "Latency that LoRA adds to a projection"
+    return _finish(figure, axes, title, rows, "added latency (µs)", "relative to\nthe projection alone")
+
+
+def _columns(rows: pd.DataFrame, depth: int, column: str = "workload") -> tuple[list[str], Figure, Any]:
+    """The values of `column`, and a figure with a column of `depth` axes for each."""
+    names = list(dict.fromkeys(rows[column]))
+    width = max(style.PANEL_WIDTH * len(names), 4.2) + 0.6
+    figure, axes = style.grid(depth, len(names), width, depth * style.PANEL_HEIGHT + 1.2)
+    for axis, name in zip(axes[0], names, strict=True):
+        axis.set_title(name)
+    return names, figure, axes
 
 
 def _ratio(lines: Lines, over: str, under: str, what: str = "") -> Lines:
@@ -89,11 +124,17 @@ def _wide(rows: pd.DataFrame, metric: str) -> dict[str, pd.Series]:
     return lines
 
 
+def _by(rows: pd.DataFrame, metric: str, x: str, line: str) -> dict[str, pd.Series]:
+    """Value of column `line` -> `metric` by column `x`."""
+    rows = centre(rows[rows["metric"] == metric])
+    return {str(name): rows[rows[line] == name].groupby(x)["value"].mean() for name in dict.fromkeys(rows[line])}
+
+
 def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True) -> None:
     """Every line in its own colour and marker; those with `dashed` in their legend dashed and hollow."""
     for name, line in lines.items():
-        place, marker = LOOKS[name.removesuffix(BETWEEN_RUNS)]
-        colour = style.PALETTE[place]
+        place, marker = LOOKS.get(name.removesuffix(BETWEEN_RUNS), (None, ""))
+        colour, marker = style.look(name) if place is None else (style.PALETTE[place], marker)
         looks: dict[str, Any] = {"linestyle": "-"}
         if dashed and dashed in name:
             looks = {"linestyle": "--", "markerfacecolor": "white"}
@@ -103,12 +144,14 @@ def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True) -> None:
         style.log_y(axis)
 
 
-def _finish(figure: Figure, axes: Any, title: str, rows: pd.DataFrame, *labels: str) -> Figure:
+def _finish(
+    figure: Figure, axes: Any, title: str, rows: pd.DataFrame, *labels: str, x_label: str = "batch size"
+) -> Figure:
     """Title, a label for each row of axes, and a legend of everything that is drawn, each entry once."""
     for line, label in zip(axes, labels, strict=True):
         line[0].set_ylabel(label)
     for axis in axes[-1]:
-        axis.set_xlabel("batch size")
+        axis.set_xlabel(x_label)
     entries: dict[str, Any] = {}
     for axis in axes.flat:
         handles, names = axis.get_legend_handles_labels()

@@ -1,0 +1,49 @@
+"""A layer's base projection, alone and with LoRA behind it: what `ext_added_latency` times.
+
+y = x W [h1, h2]; then what a layer calls (`layer_call`) adds x A^T B^T into the same y. Under `cuda_graph` the weights
+W rotate as the adapters do, so that both come from memory.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from experiments.benches import operators
+from experiments.benches.layer_call import layer_calls
+from experiments.benches.operator_conf import operator_conf
+from experiments.benches.operators import Prepared, Problem
+from experiments.harness.schema import Config
+from punica.measure.timing import Call
+
+
+def projection(cfg: Config) -> torch.Tensor:
+    """The weights W [copies, h1, h2], random, scaled so that y has unit variance."""
+    figure, device, copies = operator_conf(cfg), cfg.hardware.device, 1
+    if cfg.timer.name == "cuda_graph":
+        copies = max(2, -(-operators.flush_bytes(cfg) // (figure.h1 * figure.h2 * figure.dtype.bytes)))
+    generator = torch.Generator(device).manual_seed(2)
+    weights = torch.empty(copies, figure.h1, figure.h2, device=device, dtype=getattr(torch, figure.dtype.name))
+    for one in weights:
+        one.copy_(torch.randn(one.shape, generator=generator, device=device) * figure.h1**-0.5)
+    return weights
+
+
+def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: bool) -> list[Call]:
+    """y = x W of every batch and, `with_lora`, what a layer adds to it; the first is checked, `CheckFailed` when it is
+    wrong.
+    """
+    chains = [[partial(torch.mm, one.x, weights[i % len(weights)], out=one.y)] for i, one in enumerate(batches)]
+    if with_lora:
+        for chain, call in zip(chains, layer_calls(batches), strict=True):
+            chain.append(call)
+    first = batches[0]
+
+    def expected() -> torch.Tensor:
+        y = first.x.double() @ weights[0].double()
+        return y + first.expected() if with_lora else y
+
+    name = f"base projection {'with' if with_lora else 'without'} LoRA"
+    return operators.checked(
+        name, [Prepared(partial(operators.in_turn, one), lambda: first.y, expected) for one in chains]
+    )

@@ -1,0 +1,60 @@
+"""What a layer calls: a wrapper with a server's slots, on which a step has begun.
+
+A layer hands its rows, its stacked weights and the table of their true ranks to ``wrapper.add_lora_linear``; how that
+is computed the wrapper chooses, from its `LoRAConfig`. A server begins a step once for all layers, so that here, too,
+it lies outside the timing.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from experiments.benches.operators import Problem
+from punica.config import LoRAConfig
+from punica.measure.timing import Call
+from punica.metadata import LoRAMapping
+from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
+
+MAX_LORAS = 64
+"""Slots that a step's metadata provides for, as in a server, however few adapters a batch has."""
+MAX_ROWS = 8192
+"""Rows that it provides for."""
+VOCAB_SIZE = 32000
+
+
+def begun(
+    make: Callable[..., PunicaWrapperBase],
+    slots_of_rows: Sequence[int],
+    max_loras: int,
+    rank: int,
+    device: torch.device | str,
+    **switches: bool,
+) -> PunicaWrapperBase:
+    """A wrapper for `max_loras` slots of width `rank`, made by `make`, on which a step has begun: row t uses slot
+    `slots_of_rows[t]`. `switches`: fields of `LoRAConfig`.
+
+    To the operator a prompt is a run of rows that share a slot, so that every step is described as one of decodes.
+    """
+    config = LoRAConfig(max_lora_rank=rank, max_loras=max_loras, **switches)
+    wrapper = make(max(MAX_ROWS, len(slots_of_rows)), max_loras, device, lora_config=config)
+    adapters = [slot + 1 for slot in slots_of_rows]
+    wrapper.update_metadata(LoRAMapping(adapters, adapters), list(range(1, max_loras + 1)), max_loras, VOCAB_SIZE)
+    return wrapper
+
+
+def layer_calls(batches: Sequence[Problem]) -> list[Call]:
+    """What a layer calls on each of `batches`, on the wrapper of their device at its defaults.
+
+    Batches whose rows use the same slots share a wrapper, as layers do: the step's metadata is the same memory.
+    """
+    steps: dict[tuple[int, ...], PunicaWrapperBase] = {}
+    calls = []
+    for batch in batches:
+        rows, (slots, rank, _) = tuple(batch.slots.tolist()), batch.a.shape
+        if rows not in steps:
+            steps[rows] = begun(get_punica_wrapper, rows, slots, rank, batch.x.device)
+        ranks = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
+        operands = batch.y, batch.x, (batch.a,), (batch.b,), 1.0, (batch.b.shape[1],)
+        calls.append(partial(steps[rows].add_lora_linear, *operands, lora_ranks=ranks))
+    return calls

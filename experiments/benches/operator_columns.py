@@ -1,0 +1,168 @@
+"""The operator tables' columns: what is called on the sets of one operator, and checked before its time counts.
+
+==========================  ==============================================================================
+punica                      the flat operator, both kernels early
+wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks
+wrapper, normal launch      the same with ``LoRAConfig(pdl=False)``
+normal shrink               the flat operator, expand early only
+no overlap                  the flat operator with plain launches
+rank table                  the flat operator, the ranks read from a table
+batch invariant             the flat operator with ``batch_invariant=True``
+wrapper, batch invariant    the wrapper with ``LoRAConfig(batch_invariant=True)``
+==========================  ==============================================================================
+"""
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from experiments.benches.layer_call import begun
+from experiments.benches.operator_pairs import pair_plan, tuned
+from experiments.benches.operator_sets import OperatorSets
+from experiments.benches.operator_shapes import Operator
+from experiments.harness.experiment import CheckFailed
+from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
+from punica.ops.triton_ops.launch import supports_pdl
+from punica.ops.triton_ops.lora_linear import lora_linear
+from punica.wrapper import PunicaWrapperGPU
+
+Call = Callable[[int], object]
+Columns = dict[str, Call]
+TOLERANCE = 1e-3
+"""Largest relative error of one call in half precision; four times that after the many additions of a graph."""
+TORCH_TOLERANCE = 4 * TOLERANCE
+"""The same for what torch computes, half precision between two products."""
+
+
+def columns(sets: OperatorSets, table: str) -> Columns:
+    """Column -> the call on set i."""
+    return COLUMNS.get(table, _of_the_operator)(sets)
+
+
+def _flat(sets: OperatorSets, **options: Any) -> Call:
+    *tensors, count = sets.meta_args
+    chosen = {"num_active_loras": count, "lora_ranks": sets.lora_ranks, **options}
+    return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
+
+
+def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
+    op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
+    wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), ranks.shape[1], op.rank, sets.x.device, **switches)
+    return lambda i: wrapper.add_lora_linear(sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths, lora_ranks=ranks)
+
+
+def _normal_shrink(sets: OperatorSets) -> Call:
+    return pair_plan(sets, *tuned(sets.operator), pdl=supports_pdl(sets.x.device), pdl_shrink=False)
+
+
+def _of_the_operator(sets: OperatorSets) -> Columns:
+    return {
+        "punica": _flat(sets),
+        "wrapper": _of_a_layer(sets),
+        "wrapper, normal launch": _of_a_layer(sets, pdl=False),
+        "normal shrink": _normal_shrink(sets),
+        "no overlap": _flat(sets, pdl=False),
+    }
+
+
+def _with_rank_table(sets: OperatorSets) -> Columns:
+    ranks = sets.stacked_ranks[:, : len(sets.operator.sizes)].contiguous()
+    return {**_of_the_operator(sets), "rank table": _flat(sets, lora_ranks=ranks)}
+
+
+def _behind_projection(sets: OperatorSets) -> Columns:
+    return {"punica": _flat(sets), "wrapper": _of_a_layer(sets)}
+
+
+def _invariant(sets: OperatorSets) -> Columns:
+    return {
+        "punica": _flat(sets),
+        "wrapper": _of_a_layer(sets),
+        "batch invariant": _flat(sets, batch_invariant=True),
+        "wrapper, batch invariant": _of_a_layer(sets, batch_invariant=True),
+    }
+
+
+def _atomics(sets: OperatorSets) -> Columns:
+    # what atomics are for: K split further without planes to sum; the better of ours and a finer split counts
+    shrink, expand = tuned(sets.operator)
+    finer = {**shrink, "split_k": min(16, 4 * shrink["split_k"]), "block_k": max(128, shrink["block_k"] // 4)}
+    found: Columns = {"punica": _flat(sets), "no early shrink": _normal_shrink(sets)}
+    first, overlap = (sets.y[0], sets.x[0], sets.a[0], sets.b[0]), supports_pdl(sets.x.device)
+    for name, config in (("atomics", shrink), ("atomics, finer split", finer)):
+        run = prepare_lora_atomics(*first, sets.meta_args, config, expand, overlap=overlap)
+        found[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.a[i], sets.b[i])
+    return found
+
+
+COLUMNS: dict[str, Callable[[OperatorSets], Columns]] = {
+    "A": _with_rank_table,
+    "B": _with_rank_table,
+    "gemm": _behind_projection,
+    "determinism": _atomics,
+    "invariant": _invariant,
+}
+"""Table -> its columns, where they are not the operator's and the wrapper's."""
+
+
+def torch_calls(sets: OperatorSets) -> Columns:
+    """The anchors' two torch baselines: one addmm pair per adapter; gather and two bmm."""
+    sizes, slots = sets.operator.sizes, sets.slots.to(sets.x.device)
+
+    def loop(i: int) -> None:
+        start = 0
+        for slot, size in enumerate(sizes):
+            rows = slice(start, start + size)
+            sets.y[i][rows].addmm_(sets.x[i][rows] @ sets.a[i][0][slot].T, sets.b[i][0][slot].T)
+            start += size
+
+    def gather_bmm(i: int) -> None:
+        a, b = sets.a[i][0][slots], sets.b[i][0][slots]
+        sets.y[i].add_(torch.bmm(torch.bmm(sets.x[i][:, None], a.transpose(1, 2)), b.transpose(1, 2))[:, 0])
+
+    return {"torch_loop": loop, "torch_gbmm": gather_bmm}
+
+
+def checked_us(sets: OperatorSets, name: str, call: Call, calls: int, replays: int) -> float:
+    """Median microseconds of `call` in a graph, right after one call and after a whole replay; else `CheckFailed`."""
+    check(name, sets.relative_error(call), TORCH_TOLERANCE if name.startswith("torch") else TOLERANCE)
+    us, error = sets.time_graph(call, calls=calls, replays=replays)
+    check(f"{name}, after a graph replay", error, 4 * TOLERANCE)
+    return us
+
+
+def check(name: str, error: float, tolerance: float) -> None:
+    """Raise `CheckFailed` unless the relative `error` is at most `tolerance`."""
+    if not error <= tolerance:
+        raise CheckFailed(f"{name}: relative error {error:.1e} is above {tolerance:.0e}: not timed")
+
+
+def compile_all_columns(jobs: Iterable[tuple[Operator, str]]) -> None:
+    """Compile what the columns of (operator, table) call, in parallel: alone, one kernel takes about a second.
+
+    Worker processes call every column once; this process then finds the kernels in Triton's cache. Jobs that need the
+    same kernels stand side by side in a table, so they are dealt in a random order.
+    """
+    unique = list(dict.fromkeys(jobs))
+    random.Random(0).shuffle(unique)
+    workers = min(multiprocessing.cpu_count(), 16, len(unique))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for message in filter(None, pool.map(_call_once, unique, chunksize=4)):
+            print("not compiled:", message[:200])
+
+
+def _call_once(job: tuple[Operator, str]) -> str:
+    """What went wrong: it is met again, and reported, when the column is timed."""
+    operator, table = job
+    try:
+        for call in columns(OperatorSets(operator, rotating_bytes=0), table).values():
+            call(0)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception as error:
+        return f"{operator}: {type(error).__name__}: {error}"
+    return ""

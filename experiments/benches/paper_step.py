@@ -1,0 +1,71 @@
+"""The step that the paper runs, one prompt and many decodes in one batch: what `ext_paper_step` times.
+
+===========  ==========================================================================
+SGMV         the whole step in one call of a layer (`layer_call`)
+apart        the prompt in one call of a layer, then the decodes in another
+Loop         one product pair per adapter, the decodes' of one row each
+grouped_mm   torch's grouped products
+===========  ==========================================================================
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from experiments.benches import operators
+from experiments.benches.layer_call import layer_calls
+from experiments.benches.operator_conf import operator_conf
+from experiments.benches.operator_shapes import Operator
+from experiments.benches.operators import Problem
+from experiments.harness.schema import Config
+from punica.measure.timing import Call
+
+
+def sizes_of(requests: int, prompt: int) -> tuple[int, ...]:
+    """Rows of each adapter: the prompt's, then one for each of the other requests, all of different adapters."""
+    return (prompt, *[1] * (requests - 1))
+
+
+def bytes_moved(cfg: Config, requests: int, prompt: int, rank: int) -> int:
+    """Bytes that the step must move: A and B of its adapters, x [T, h1] read, y [T, h2] read and written."""
+    figure = operator_conf(cfg)
+    halves = Operator(figure.h1, (figure.h2,), rank, sizes_of(requests, prompt)).bytes()
+    return halves * figure.dtype.bytes // 2
+
+
+def steps(cfg: Config, requests: int, prompt: int, rank: int) -> list[Problem]:
+    """The step on its own x, y and adapters, as often as the timer needs it: under `cuda_graph` often enough to move
+    more bytes than the caches hold.
+    """
+    figure, copies = operator_conf(cfg), 1
+    if cfg.timer.name == "cuda_graph":
+        copies = max(2, -(-operators.flush_bytes(cfg) // bytes_moved(cfg, requests, prompt, rank)))
+    slots = max(figure.resident(cfg), copies * requests)
+    a, b = operators.bank(slots, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
+    return operators.rotated(cfg, sizes_of(requests, prompt), copies, (a, b, None))
+
+
+def checked_calls(batches: Sequence[Problem], system: str) -> list[Call]:
+    """The calls of `system` on `batches`, the first of them checked; `CheckFailed` when it is wrong."""
+    if system not in THROUGH_LAYERS:
+        return operators.prepare_checked(batches, system)
+    batches[0].y.zero_()
+    calls = THROUGH_LAYERS[system](batches)
+    return operators.checked(system, [operators.adding(*pair) for pair in zip(batches, calls, strict=True)])
+
+
+def _apart(batches: Sequence[Problem]) -> list[Call]:
+    prompts, decodes = (layer_calls([_part(batch, of_prompt) for batch in batches]) for of_prompt in (True, False))
+    return [partial(operators.in_turn, pair) for pair in zip(prompts, decodes, strict=True)]
+
+
+def _part(batch: Problem, of_prompt: bool) -> Problem:
+    """The rows of the first segment, or all others."""
+    first, *others = batch.sizes
+    rows = slice(0, first) if of_prompt else slice(first, None)
+    sizes = (first,) if of_prompt else tuple(others)
+    return replace(batch, x=batch.x[rows], y=batch.y[rows], slots=batch.slots[rows], sizes=sizes)
+
+
+THROUGH_LAYERS: dict[str, Callable[[Sequence[Problem]], list[Call]]] = {"SGMV": layer_calls, "apart": _apart}
+"""System -> its calls, where they are a layer's."""
