@@ -81,7 +81,7 @@ def measure(line: Line, table: str) -> list[str]:
 
 def rows_of(table: str, found: list[Line]) -> list[Row]:
     """The measurements as rows of the repository's kind."""
-    about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve(), "cuda")}
+    about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve())}
     about |= {"figure": "operator tables", "hardware": environment.hardware_slug(), "device": environment.device_name()}
     about |= {"unit": "us", "statistic": "median", "model": "", "seq_len": None}
     out = []

@@ -137,7 +137,7 @@ def _throughputs(cfg: Config, point: Point) -> dict[str, float]:
     because its check failed.
     """
     rows = read_rows(folders(cfg).fresh_rows / f"{EXPERIMENT.name}.csv")
-    panel, source = point.panel.removesuffix(f" {RATIOS}"), source_of(EXPERIMENT, cfg.hardware.device)
+    panel, source = point.panel.removesuffix(f" {RATIOS}"), source_of(EXPERIMENT)
     cell = (panel, point.workload, point.model, point.batch_size, cfg.scale.name, cfg.timer.name)
     found = {
         row.system: row.value

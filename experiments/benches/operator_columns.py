@@ -4,7 +4,7 @@
 punica                      the flat operator, both kernels early
 wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks
 wrapper, normal launch      the same with ``LoRAConfig(pdl=False)``
-normal shrink               the flat operator, expand early only
+normal shrink               as a layer has it run, expand early only
 no overlap                  the flat operator with plain launches
 rank table                  the flat operator, the ranks read from a table
 batch invariant             the flat operator with ``batch_invariant=True``

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from experiments.benches.layer_call import MAX_LORAS
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
-from punica.ops.checks import FLAT, describe_stored
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.checks import STEP, describe_stored
 from punica.ops.triton_ops import configs
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import plan_linear
@@ -27,23 +29,25 @@ def tuned(op: Operator) -> tuple[Config, Config]:
     return shrink, expand
 
 
+def step_of(op: Operator, device: torch.device) -> LoRABatch:
+    """The step of `op`, as a wrapper with a server's slots holds it."""
+    step = LoRABatch(op.tokens, max(MAX_LORAS, len(op.sizes)), device)
+    step.fill(RowGroups.of_runs(range(len(op.sizes)), op.sizes))
+    return step
+
+
 def pair_plan(
     sets: OperatorSets, shrink: Config, expand: Config, *, pdl: bool, pdl_shrink: bool | None = None
 ) -> Callable[[int], None]:
-    """``call(i)``: the operator on set i with these configurations, as `lora_linear` runs it, but not dispatched."""
-    op = sets.operator
-    a, b = describe_stored(FLAT.a, sets.a[0], -2), describe_stored(FLAT.b, sets.b[0], -1)
-    *meta, _, count = sets.meta_args
-    ranks = sets.lora_ranks
-    plan = plan_linear(
-        sets.y[0], sets.x[0], a, b, int(count), meta[4].numel(), shrink, expand,
-        has_ranks=bool(op.ranks), pdl=pdl, pdl_shrink=pdl_shrink,
-    )  # fmt: skip
+    """``call(i)``: the operator on set i with these configurations, as a layer has it run, but not dispatched."""
+    step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks[:, : len(sets.operator.sizes)].contiguous()
+    a, b = describe_stored(STEP.a, sets.a[0], -2), describe_stored(STEP.b, sets.b[0], -1)
+    plan = plan_linear(sets.y[0], sets.x[0], a, b, step, shrink, expand, has_ranks=True, pdl=pdl, pdl_shrink=pdl_shrink)
     planes = torch.empty(plan.planes, dtype=torch.float32, device=sets.x.device)
 
     def call(i: int) -> None:
-        plan.shrink.run(sets.x[i], sets.a[i], planes, meta, ranks, True, 1.0)
-        plan.expand.run(planes, sets.b[i], sets.y[i], meta, ranks, True)
+        plan.shrink.run(sets.x[i], sets.a[i], planes, step, ranks, True, 1.0)
+        plan.expand.run(planes, sets.b[i], sets.y[i], step, ranks, True)
 
     return call
 
@@ -60,11 +64,7 @@ class _MetaSets:
         self.x, self.y = empty(1, op.tokens, op.k), empty(1, op.tokens, sum(op.widths))
         self.a = [tuple(empty(adapters, op.rank, op.k) for _ in op.widths)]
         self.b = [tuple(empty(adapters, n, op.rank) for n in op.widths)]
-        entries = max(64, adapters) + 1
-        lengths = (op.tokens, op.tokens, entries, entries + 1, entries)
-        tensors = [empty(n, dtype=torch.int32) for n in lengths]
-        self.meta_args = (*tensors, None, adapters)
-        self.lora_ranks = empty(len(op.widths), adapters, dtype=torch.int32) if op.ranks else None
+        self.stacked_ranks = empty(len(op.widths), adapters, dtype=torch.int32)
 
 
 def _compile(job: Job) -> str:

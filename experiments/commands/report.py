@@ -49,7 +49,7 @@ def read_folder(folder: Path) -> pd.DataFrame:
 def is_older(row: Row, path: Path) -> bool:
     """Whether other code decided ``row`` than the script of the rows file ``path`` runs now (its own or a kernel's)."""
     script = script_of(path)
-    return script is not None and row.source_hash != fingerprint(script, "cpu" if row.hardware == "cpu" else "cuda")
+    return script is not None and row.source_hash != fingerprint(script)
 
 
 def write_report(rows: Path, target: Path, figures: Path, paper: Path, timer: str = "auto") -> list[Verdict]:

@@ -29,8 +29,10 @@ from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, Operator
 from experiments.commands.tune_space import expand_candidates, operators, shrink_candidates
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
+from punica.metadata import RowGroups
 from punica.ops.triton_ops import configs
 from punica.ops.triton_ops.launch import supports_pdl
+from punica.ops.triton_ops.rules import rule
 
 Pair = tuple[Config, Config]  # shrink, expand
 TOLERANCE = 1e-3
@@ -108,8 +110,9 @@ class Tuner:
 
 
 def _defaults(op: Operator) -> Pair:
-    shape, ends = (len(op.sizes), op.tokens), (op.rank, len(op.widths), False)
-    return configs._default("shrink", *shape, op.k, *ends), configs._default("expand", *shape, max(op.widths), *ends)
+    shape = RowGroups.of_runs(range(len(op.sizes)), op.sizes).work.shape
+    ends = (op.rank, len(op.widths), False)
+    return rule("shrink", shape, op.tokens, op.k, *ends), rule("expand", shape, op.tokens, max(op.widths), *ends)
 
 
 def _label(op: Operator) -> str:
@@ -212,7 +215,7 @@ class Options:
     groups: str = "ARBCPD"  # of `tune_space.operators`
     minutes: float = 9
     work: str = "outputs/tune"  # folder of the measurements
-    tables: str = str(configs.PACKAGED)  # folder that receives the tables
+    tables: str = "outputs/tune/tables"  # folder that receives them, for `LoRAConfig(tuned_dir=...)`
     workers: int = multiprocessing.cpu_count()  # processes that compile; 0: none
 
 

@@ -48,7 +48,7 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     machine = {"device": environment.device_name(), "torch": environment.installed("torch")}
     digest = partial(config_hash, experiment, settled, machine=machine)
     points = list(experiment.points(settled))
-    source = source_of(experiment, settled.hardware.device)
+    source = source_of(experiment)
     done = set() if settled.force else {row.config_hash for row in rows.rows if row.source_hash == source}
     pending = [point for point in points if digest(point) not in done]
     outcome = Outcome(experiment.name, len(points), skipped=len(points) - len(pending), rows_file=str(rows.path))

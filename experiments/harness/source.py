@@ -1,8 +1,8 @@
 """Which code a number comes from: a short hash over the modules that decide it, kept in every row.
 
 Those modules are the experiment's script and, from there, everything of `experiments` and `punica` that it imports, at
-any depth and also inside functions; for a GPU the kernels' tuned tables count too. Left out are rooms that only show or
-judge numbers (plots, commands, claims) and what only a type checker imports. The hash is taken over the syntax tree
+any depth and also inside functions. Left out are rooms that only show or judge numbers (plots, commands, claims) and
+what only a type checker imports. The hash is taken over the syntax tree
 without docstrings and comments, so that rows become stale when code changes and not when a text about it does.
 """
 
@@ -20,24 +20,18 @@ ONLY_SHOW = (
     "experiments.plots", "experiments.commands", "experiments.claims", "experiments.harness.catalogue",
     "experiments.harness.command", "experiments.harness.source",
 )  # fmt: skip
-TABLES = "tuned"
-"""Folder of tuned tables beside the module that reads them."""
 
 
 @lru_cache(maxsize=64)
-def fingerprint(script: Path, device: str, root: Path = REPOSITORY) -> str:
-    """Twelve hex digits over the code below `root` that decides the numbers of `script` on `device` (cpu or cuda)."""
-    modules = decisive(script, root)
-    found = {_name(path, root): _code(path)[0] for path in modules}
-    if device != "cpu":
-        folders = {path.parent / TABLES for path in modules}
-        found |= {path.name: path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.json")}
+def fingerprint(script: Path, root: Path = REPOSITORY) -> str:
+    """Twelve hex digits over the code below `root` that decides the numbers of `script`."""
+    found = {_name(path, root): _code(path)[0] for path in decisive(script, root)}
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
 
 
-def source_of(experiment: object, device: str) -> str:
+def source_of(experiment: object) -> str:
     """The fingerprint of `experiment`'s own script."""
-    return fingerprint(Path(inspect.getfile(type(experiment))).resolve(), device)
+    return fingerprint(Path(inspect.getfile(type(experiment))).resolve())
 
 
 def script_of(rows_file: Path) -> Path | None:

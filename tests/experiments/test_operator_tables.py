@@ -317,15 +317,6 @@ class TestTuner:
             assert answer(sparse, *wanted) == answer(whole, *wanted), wanted
         assert len(json.dumps(sparse)) < len(json.dumps(whole)) / 2
 
-    def test_packaged_tables_hold_nothing_that_neighbours_answer(self, tune):
-        from punica.ops.triton_ops import configs
-
-        for path in configs.PACKAGED.glob("*.json"):
-            table = json.loads(path.read_text())
-            named = table.pop("configurations")
-            assert len({json.dumps(config) for config in named.values()}) == len(named)
-            assert tune.sparse(table) == table
-
     def test_unknown_options_are_refused(self, tune):
         command = [sys.executable, "-m", tune.__name__, "minute=3"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -25,7 +25,6 @@ FILES = {
     "punica/ops/__init__.py": "from punica.ops.kernel import run\n",
     "punica/ops/kernel.py": "def run(x):\n    return x + 1\n",
     "punica/ops/other.py": "def unused():\n    return 0\n",
-    "punica/ops/tuned/gpu.json": "{}",
 }  # fmt: skip
 
 
@@ -37,10 +36,10 @@ def tree(tmp_path):
     return tmp_path
 
 
-def hashed(tree, device="cpu"):
+def hashed(tree):
     fingerprint.cache_clear()
     source._code.cache_clear()
-    return fingerprint(tree / "experiments/fig99.py", device, tree)
+    return fingerprint(tree / "experiments/fig99.py", tree)
 
 
 def test_what_decides_is_found_at_any_depth_and_inside_functions(tree):
@@ -91,18 +90,10 @@ def test_what_only_a_type_checker_imports_decides_nothing(tree):
     assert decisive(script, tree) == before
 
 
-def test_tuned_tables_decide_on_a_gpu_alone(tree):
-    cpu, cuda = hashed(tree), hashed(tree, "cuda")
-    (tree / "punica/ops/tuned/gpu.json").write_text('{"block": 2}')
-    assert hashed(tree) == cpu
-    assert hashed(tree, "cuda") != cuda
-
-
-def test_operator_figures_depend_on_kernels_and_their_tables_and_on_no_engine():
+def test_operator_figures_depend_on_kernels_and_on_no_engine():
     paths = decisive(REPOSITORY / "experiments/fig08_lora_operator.py")
     names = {path.relative_to(REPOSITORY).as_posix() for path in paths}
     assert {"experiments/benches/operators.py", "punica/ops/torch_ops.py", "punica/measure/timing.py"} <= names
-    assert any(path.parent.joinpath(source.TABLES).is_dir() for path in paths)
     assert not [name for name in names if name.startswith(("punica/engine", "experiments/plots", "experiments/claims"))]
 
 
@@ -153,7 +144,7 @@ def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_p
     )
     assert {verdict.older_source for verdict in old if verdict.figure == "8" and verdict.kind != "simulated"} == {"8"}
     assert {verdict.older_source for verdict in old if verdict.figure == "7"} == {""}
-    current = fingerprint(script_of(rows), "cpu")
+    current = fingerprint(script_of(rows))
     write_rows(rows, [replace(row, source_hash=current) for row in read_rows(rows)])
     new = write_report(rows.parent, tmp_path / "new", tmp_path, paper)
     assert "older source" not in (tmp_path / "new/claims.md").read_text()

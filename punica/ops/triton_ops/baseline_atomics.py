@@ -18,6 +18,7 @@ from punica.ops.checks import FLAT, describe_stored
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least
 from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDEX_POINTERS)
@@ -78,7 +79,7 @@ def _atomic_shrink_tiles_kernel(
             x = tl.load(x_ptr + rows[:, None] * K + columns[None, :], mask=(columns < K)[None, :], other=0.0)
             mask = (offs_r < R)[None, :] & (columns < K)[:, None]
             a = tl.load(a_ptr + offs_r[None, :] * K + columns[:, None], mask=mask, other=0.0)
-            acc = dot(x, a, acc, INTERPRET)
+            acc = dot(x, a, acc, False, INTERPRET)
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         out_ptrs = out_ptr + (pid_slice * num_tokens + rows)[:, None] * R + offs_r[None, :]
@@ -99,7 +100,8 @@ def prepare_lora_atomics(
     """
     a = describe_stored(FLAT.a, lora_a_weights, -2)
     b = describe_stored(FLAT.b, lora_b_weights, -1)
-    *meta, _, count = meta_args
+    *meta, flag, count = meta_args
+    step = TensorBatch.given(*meta, flag=flag, count=count)
     segments, entries, slices = int(count), meta[4].numel(), len(lora_a_weights)
     tokens, k = x.shape
     split_k, block_k = shrink["split_k"], min(shrink["block_k"], block_at_least(k))
@@ -121,13 +123,13 @@ def prepare_lora_atomics(
         first = Launch(_atomic_shrink_tiles_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = tuple(meta), (tokens, segments)  # type: ignore[assignment]
     second = plan_expand(
-        h.shape, h.stride(), h.dtype, y, b, segments, entries, expand,
+        h.shape, h.stride(), h.dtype, y, b, step, expand,
         offset_start=0, add_inputs=True, has_ranks=False, pdl=overlap,
     )  # fmt: skip
 
     def call(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
         h.zero_()
         first((x, tuple(a), h, *indices), counts, True)
-        second.run(h, b, y, meta, None, True)
+        second.run(h, b, y, step, None, True)
 
     return call

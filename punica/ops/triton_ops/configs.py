@@ -1,4 +1,4 @@
-"""Which block sizes a kernel runs with: a tuned file for this GPU when there is one, else rules of thumb.
+"""Which block sizes a kernel runs with: what the step is decides, by a rule (`rules`) or by a file tuned for this GPU.
 
 A configuration is a dict with lower-case keys. ``block_m, block_n, block_k, num_warps, num_stages`` always, ``split_k``
 for shrinks, and for shrink and expand these extras of the kernels in this package (all optional in a tuned file):
@@ -8,6 +8,9 @@ for shrinks, and for shrink and expand these extras of the kernels in this packa
 | ``row_wise`` | both | one row per program, multiply and sum, no tensor core (`block_m` is then unused) |
 | ``block_r`` | shrink, row-wise | ranks per program (a power of two, 1 and up) |
 | ``tiles_n`` | expand, tiles | column blocks that one program walks |
+| ``short_k`` | shrink, tiles | above 0: only for long segments; rows of short ones singly, so much of K at once |
+| ``short_n`` | expand, tiles | the same, in blocks of so many columns |
+| ``weights_left`` | both, tiles | weights are the left operand of the tensor cores |
 
 A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
 nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k
@@ -56,7 +59,6 @@ OPTIONAL_KEYS: dict[str, Config] = {
     "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "weights_left": False},
     "expand": {"row_wise": False, "tiles_n": 1, "short_n": 0, "weights_left": False},
 }
-PACKAGED = Path(__file__).parent / "tuned"
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
 _COUNTS = ("num_warps", "num_stages")
@@ -81,30 +83,34 @@ def _warn_once(message: str) -> None:
 
 
 @functools.cache
-def _table_path(op_type: str, add_inputs: bool | None, tuned_dir: str | None) -> Path:
+def _table_path(op_type: str, add_inputs: bool | None, tuned_dir: str) -> Path:
     """The table made for `add_inputs`, or that of both values when there is only this one."""
+    own, both = (Path(tuned_dir, tuned_file_name(op_type, value, _gpu_name())) for value in (bool(add_inputs), None))
+    return both if both.is_file() and not own.is_file() else own
+
+
+def _check_op_type(op_type: str) -> None:
     if op_type not in OP_TYPES:
         raise ValueError(f"op_type must be one of {', '.join(OP_TYPES)}, got {op_type!r}")
-    folder = Path(tuned_dir or PACKAGED)
-    own, both = (folder / tuned_file_name(op_type, value, _gpu_name()) for value in (bool(add_inputs), None))
-    return both if both.is_file() and not own.is_file() else own
 
 
 @functools.cache
 def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None = None) -> dict | None:
-    """Parsed tuned table of this GPU from `tuned_dir` (None: the tables that come with the package), or None. What it
-    holds is as it stands in the file: sparse, and perhaps names where configurations are meant.
+    """Parsed tuned table of this GPU from `tuned_dir`, or None: no folder, or no such file in it. What it holds is as it
+    stands in the file: sparse, and perhaps names where configurations are meant.
 
     ValueError: unknown `op_type`, or a file that is not JSON. A given folder without the file warns, once per process.
     """
+    _check_op_type(op_type)
+    if tuned_dir is None:
+        return None
     path = _table_path(op_type, add_inputs, tuned_dir)
     if path.is_file():
         try:
             return json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"tuned LoRA kernel table {path} is not valid JSON: {error}") from error
-    if tuned_dir is not None:
-        _warn_once(f"no tuned LoRA kernel table {path}: default configurations are used")
+    _warn_once(f"no tuned LoRA kernel table {path}: default configurations are used")
     return None
 
 
@@ -114,7 +120,7 @@ def _checked_table(op_type: str, add_inputs: bool | None, tuned_dir: str | None,
     is no file): ``num_slices`` is a dict, the other levels are (limits, what is below) as `_nearest` reads them.
     """
     table = load_lora_op_config(op_type, add_inputs, tuned_dir)
-    if table is None:
+    if table is None or tuned_dir is None:
         return None
     where = f"tuned LoRA kernel table {_table_path(op_type, add_inputs, tuned_dir)}"
     named = {}
@@ -184,7 +190,8 @@ def get_lora_op_configs(
     """
     shape = StepShape.even(max_loras, batch)
     sizes = (hidden_size, rank, num_slices)
-    return dict(_chosen(op_type, shape, batch, *sizes, add_inputs, moe_intermediate_size, tuned_dir, batch_invariant))
+    moe = moe_intermediate_size
+    return dict(_chosen(op_type, shape, max_loras, batch, *sizes, add_inputs, moe, tuned_dir, batch_invariant))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -196,25 +203,26 @@ def choose(
     changed.
     """
     sizes = (hidden_size, rank, num_slices)
-    return _chosen(op_type, shape, rows, *sizes, add_inputs, None, options.tuned_dir, options.batch_invariant)
+    invariant = options.batch_invariant
+    return _chosen(op_type, shape, shape.adapters, rows, *sizes, add_inputs, None, options.tuned_dir, invariant)
 
 
 def _chosen(
-    op_type: str, shape: StepShape, rows: int, hidden_size: int, rank: int, num_slices: int,
+    op_type: str, shape: StepShape, segments: int, rows: int, hidden_size: int, rank: int, num_slices: int,
     add_inputs: bool | None, moe_size: int | None, tuned_dir: str | None, batch_invariant: bool,
 ) -> Config:  # fmt: skip
-    path = _table_path(op_type, add_inputs, tuned_dir)  # refuses an unknown op_type in either mode
     sizes: tuple[int, ...] = (rows, hidden_size, rank) if op_type == "shrink" else (rows, rank, hidden_size)
     if moe_size is not None:
         sizes += (moe_size,)
+    _check_op_type(op_type)
     table = None if batch_invariant else _checked_table(op_type, add_inputs, tuned_dir, 2 + len(sizes))
-    if table is not None:
-        by_slices = _nearest(table, shape.adapters)
+    if table is not None and tuned_dir is not None:
+        by_slices = _nearest(table, segments)
         if num_slices in by_slices:
             found = by_slices[num_slices]
             for size in sizes:
                 found = _nearest(found, size)
             return found
-        if tuned_dir is not None:
-            _warn_once(f"tuned LoRA kernel table {path} has nothing for {num_slices} slices: defaults are used")
+        path = _table_path(op_type, add_inputs, tuned_dir)
+        _warn_once(f"tuned LoRA kernel table {path} has nothing for {num_slices} slices: defaults are used")
     return rule(op_type, shape, rows, hidden_size, rank, num_slices, batch_invariant)

@@ -72,18 +72,18 @@ def _column_block(pid_n, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.c
 @triton.jit
 def _expand_row(
     h_ptr, b_ptr, y_ptr,
-    first_n, width, rank, stride_hp, stride_hr, stride_bn, stride_br,
+    first_n, width, rank, lanes, stride_hp, stride_hr, stride_bn, stride_br,
     COLUMNS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PLANES: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row x STEPS blocks of COLUMNS columns, each LANES ranks wide; the next block is fetched before one is
-    summed.
+    """One row x STEPS blocks of COLUMNS columns, each LANES ranks wide, of which ``lanes`` are read; the next block is
+    fetched before one is summed.
     """
     offs_r = tl.arange(0, LANES)
     offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     # Whole vectors are read (a mask cut inside one would narrow every load); what lies beyond the rank is dropped.
-    mask_read = offs_r < (rank + VECTOR - 1) // VECTOR * VECTOR
+    mask_read = offs_r < (lanes + VECTOR - 1) // VECTOR * VECTOR
     b_ptrs = b_ptr + offs_n[:, None] * stride_bn + offs_r[None, :] * stride_br
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
     old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
@@ -104,7 +104,7 @@ def _expand_row(
             if ADD:
                 old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
         total = tl.sum(product, 1) + before
-        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
 
 
 @triton.jit
@@ -117,25 +117,28 @@ def _expand_row_of(
 ):  # fmt: skip
     """One row x BLOCK_N columns of one slice. The true rank chooses among the ascending LANES the width in ranks of a
     block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many elements either
-    way. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do.
+    way. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do. Where a row of B is
+    32 bytes or fewer, the least that memory moves, it is read whole, and does not wait for the table of ranks.
     """
+    WHOLE: tl.constexpr = HAS_RANKS and len(LANES) == 1
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS, SLOTS)
-    if (rank > 0) | ((slot >= 0) & (not ADD)):
+    lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
+    if (lanes > 0) | ((slot >= 0) & (not ADD)):
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
         y_ptr += row * stride_yt + column
         for i in tl.static_range(len(LANES)):
             above = LANES[i - 1] if i > 0 else -1
-            if (rank > above) & (rank <= LANES[i]):
+            if (lanes > above) & (lanes <= LANES[i]):
                 if ROW_MAJOR:
                     _expand_row(
-                        h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr, R, 1,
+                        h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, R, 1,
                         BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, PDL,
                     )  # fmt: skip
                 else:
                     _expand_row(
-                        h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr, 1, width,
+                        h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, 1, width,
                         BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, PDL,
                     )  # fmt: skip
     else:

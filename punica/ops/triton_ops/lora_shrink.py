@@ -63,31 +63,34 @@ def _shrink_row(
 ):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
     programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
-    once. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do.
+    once. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do. Slots of up to 16
+    ranks are read whole, so that reading them does not wait for the table.
     """
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS, SLOTS)
+    lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
     offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * R + offs_r
 
-    if pid_r * BLOCK_R < rank:
+    if pid_r * BLOCK_R < lanes:
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
         a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
         a_block = a_ptr + offs_r[:, None] * STRIDE_AR + offs_k[None, :] * STRIDE_AK
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk
         mask_k = offs_k < (1 << 30 if EVEN_K else K)
-        a = tl.load(a_block, mask=(offs_r < rank)[:, None] & mask_k[None, :], other=0.0)
+        a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
         if PDL:  # A was written long before; x may come from the kernel in front of this one
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         x = tl.load(x_ptrs, mask=mask_k, other=0.0).to(tl.float32)
         for _ in tl.range(
-            pid_r * BLOCK_R, rank if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R
+            pid_r * BLOCK_R, lanes if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R
         ):
             product = a.to(tl.float32) * x[None, :]
-            mask_r = (offs_r < rank)[:, None]
+            mask_r = (offs_r < lanes)[:, None]
             for step in tl.range(1, STEPS):
                 jump = step * (BLOCK_K * SPLIT_K)
                 mask_step = offs_k < K - jump
@@ -98,8 +101,11 @@ def _shrink_row(
             if PROGRAMS_R < R_BLOCKS:  # fetch the next ranks before this block's sum is formed
                 a_block += PROGRAMS_R * BLOCK_R * STRIDE_AR
                 offs_r += PROGRAMS_R * BLOCK_R
-                a = tl.load(a_block, mask=(offs_r < rank)[:, None] & mask_k[None, :], other=0.0)
-            _store_shrunk(out_ptrs, tl.sum(product, 1) * scaling, mask_out, ACCUMULATE)
+                a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
+            total = tl.sum(product, 1) * scaling
+            if WHOLE and DIRECT:
+                total = tl.where(offs_r < rank, total, 0.0)
+            _store_shrunk(out_ptrs, total, mask_out, ACCUMULATE)
             out_ptrs += PROGRAMS_R * BLOCK_R
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)

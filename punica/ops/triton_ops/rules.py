@@ -1,66 +1,127 @@
-"""Which configuration suits a step that no tuned table answers."""
+"""Which configuration suits a step that no tuned table answers: rules over rows per adapter, bytes and programs.
+
+Fitted on an H200 to operators of several models (`experiments/commands/tune_space.py`) and checked on others; what
+they lose against a search per operator is in results/h200/operator_tables.md. The quantities they turn on belong to the
+work, not to that GPU: enough programs to occupy it, blocks of about 16 KiB, weights read again from the L2 cache only
+while that is cheaper than what a tile wastes.
+"""
 
 from typing import Any
 
 from triton import cdiv
 
-from punica.metadata import StepShape
+from punica.metadata import HEIGHTS, StepShape
 from punica.ops.triton_ops.launch import block_at_least
 
 Config = dict[str, Any]
 
+MULTIPROCESSORS = 132
+"""Of the GPU that the rules are fitted to."""
+ROW_TRAFFIC = 24e6
+"""Bytes of A that taking every row by itself may read again before tiles of rows are better."""
+
 
 def rule(op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slices: int, invariant: bool) -> Config:
-    """Rules of thumb, for what no tuned table answers."""
-    segments = shape.adapters
+    """The configuration of one launch; arguments as in `configs.choose`."""
     if op_type == "shrink":
-        return _default_shrink(segments, rows, hidden, rank, slices, invariant)
+        if invariant:
+            return _invariant_shrink(shape, rows, hidden, rank)
+        return _shrink(shape, rows, hidden, rank, slices)
     if op_type == "expand":
-        return _default_expand(segments, rows, rank, invariant)
+        choose = _invariant_expand if invariant else _expand
+        return choose(shape, rows, hidden, rank, slices)
     lanes = block_at_least(rank)
     block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
     config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
     return config | {"group_size_m": 8}
 
 
-def _default_shrink(segments: int, rows: int, hidden: int, rank: int, slices: int, invariant: bool) -> Config:
-    """Few rows or short segments: one row per program and all of K at once (up to 4096), as many ranks per program as
-    leave about 64 programs. Long segments: tiles, K split only as far as it takes to occupy the multiprocessors, since
-    expand sums the planes again.
+def is_mixed(shape: StepShape) -> bool:
+    """Whether long segments stand beside so many short ones that each need the form that suits them."""
+    return shape.longest >= 64 and shape.short >= 8
+
+
+def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) -> Config:
+    mean, lanes = rows / shape.adapters, min(block_at_least(rank), 64)
+    again = 2 * rows * rank * hidden * slices
+    config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False}
+    if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC):
+        block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
+        split_k = cdiv(hidden, block_k)
+        block_r = 4 if rows * rank * slices * split_k > 1024 else 2
+        config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
+        return config | {"num_warps": min(16, max(4, block_k * block_r // 2048)), "num_stages": 1}
+    block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 800))
+    split_k = _power_near(MULTIPROCESSORS / (_tiles(shape, rows, block_m) * slices * cdiv(rank, lanes)), 1, 16)
+    while split_k > 1 and hidden < 448 * split_k:
+        split_k //= 2
+    config |= {"block_m": block_m, "block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4, "num_stages": 4}
+    if is_mixed(shape):
+        short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
+        config |= {"short_k": short_k, "block_r": min(16, max(1, 16384 // short_k))}
+    return config
+
+
+def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
+    mean, lanes = rows / shape.adapters, block_at_least(rank)
+    again = 2 * rows * rank * width * slices
+    config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
+    config |= {"weights_left": False}
+    if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
+        return config | {"row_wise": True, "block_m": 16, "block_n": max(32, 8192 // lanes), "num_stages": 1}
+    block_m = _height(rows, mean, (96, 1200 if lanes <= 32 else 800))
+    block_n = 256 if rows <= 96 and lanes <= 32 else 128
+    programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
+    tiles_n = _power_near(programs / (300 if rows <= 1200 else 450), 1, 16) if rows > 96 else 1
+    config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
+    return config | ({"short_n": max(32, 8192 // lanes)} if is_mixed(shape) else {})
+
+
+def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Config:
+    """One split and one instruction whatever the step is, so that a row has the same bits in every batch.
+
+    Weights are the left operand of the tensor cores: the instruction depends on their block and on the warps alone, and
+    a row is a column of its right operand, however many there are. Sums run over K in order, whatever a block holds of
+    it. So the height of a tile is free, and all else here depends on the layer only.
     """
-    block_n = min(block_at_least(rank), 64)
-    config: Config = {"row_wise": False, "block_m": 16, "block_n": block_n, "block_k": 128, "block_r": 1, "short_k": 0}
-    config |= {"split_k": 1, "num_warps": 4, "num_stages": 3, "weights_left": False}
-    if invariant:
-        split_k = max(1, min(4, hidden // 1024))
-        return config | {"block_m": 16 if rows <= 128 else 32, "block_k": 256, "split_k": split_k}
-    if rows <= 128 or rows < 4 * segments:
-        block_k = min(4096, block_at_least(hidden))
-        block_r = min(16, block_at_least(rank, 1), _power_below(rows * rank * slices // 64))
-        config |= {"row_wise": True, "block_k": block_k, "block_r": block_r, "split_k": cdiv(hidden, block_k)}
-        return config | {"num_warps": min(16, _power_below(block_k * block_r // 1024))}
-    block_m = 32 if rows <= 1024 else 64
-    programs = (cdiv(rows, block_m) + min(segments, rows) - 1) * slices * cdiv(rank, block_n)
-    split_k = 1
-    while split_k < 4 and programs * split_k <= 64 and hidden >= split_k * 1024:
-        split_k *= 2
-    return config | {"block_m": block_m, "split_k": split_k, "num_stages": 4}
+    config: Config = {"row_wise": False, "block_n": min(block_at_least(rank), 64), "block_r": 1, "num_warps": 4}
+    config |= {"split_k": _power_near(hidden / 1024, 1, 4), "block_k": 128, "num_stages": 4, "short_k": 0}
+    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows, 2048)}
 
 
-def _default_expand(segments: int, rows: int, rank: int, invariant: bool) -> Config:
-    """Row-wise while segments are short; tiles above, and with many rows a walk over columns."""
-    lanes = block_at_least(rank)
-    config: Config = {"row_wise": False, "block_m": 16, "block_n": 128, "block_k": min(lanes, 128)}
-    config |= {"num_warps": 4, "num_stages": 3, "tiles_n": 1, "short_n": 0, "weights_left": False}
-    if invariant:
-        return config | {"block_m": 16 if rows <= 128 else 32, "tiles_n": 1 if rows <= 512 else 8}
-    if rows <= 16 or rows < 6 * segments:
-        return config | {"row_wise": True, "block_n": max(32, 4096 // lanes)}
-    if rows <= 256:
-        return config | {"block_n": 256 if lanes == 16 else 128}
-    return config | {"block_m": 64 if lanes == 16 or rows > 1024 else 32, "tiles_n": 8 if rows > 1024 else 1}
+def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
+    """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
+    lanes, block_m = block_at_least(rank), _invariant_height(shape, rows, 1 << 30)
+    config: Config = {"row_wise": False, "block_m": block_m, "block_k": min(lanes, 128), "num_stages": 3, "short_n": 0}
+    config |= {"weights_left": True}
+    if block_m < 32:
+        return config | {"block_n": max(32, 4096 // lanes), "tiles_n": 1, "num_warps": 1}
+    programs = _tiles(shape, rows, block_m) * cdiv(width, 128) * slices
+    tiles_n = _power_near(programs / (300 if rows <= 1200 else 450), 1, 16)
+    return config | {"block_n": 128, "tiles_n": tiles_n, "num_warps": 2}
 
 
-def _power_below(number: int) -> int:
-    """The largest power of two that is at most `number`, and at least 1."""
-    return 1 << (max(1, number).bit_length() - 1)
+def _invariant_height(shape: StepShape, rows: int, many: int) -> int:
+    if rows <= 64 or rows < 8 * shape.adapters:
+        return 8
+    return 16 if rows <= 128 else 32 if rows < many else 64
+
+
+def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
+    """Rows of a tile: more for more rows, but not more than a segment has."""
+    block_m = 16 if rows <= limits[0] else 32 if rows < limits[1] else 64
+    return min(block_m, _power_near(mean, 16, HEIGHTS[-1]))
+
+
+def _tiles(shape: StepShape, rows: int, block_m: int) -> int:
+    """About how many tiles of `block_m` rows the step makes."""
+    long = max(0, shape.adapters - shape.short) if is_mixed(shape) else shape.adapters
+    return cdiv(rows, block_m) + long // 4
+
+
+def _power_near(number: float, least: int, most: int) -> int:
+    """The power of two in `least` to `most` that is nearest to `number` by ratio."""
+    power = least
+    while power < most and number > power * 1.41:
+        power *= 2
+    return power

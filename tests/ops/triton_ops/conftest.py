@@ -30,9 +30,7 @@ def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         from importlib import import_module
 
         def choose(op_type: str, *arguments: Any) -> dict[str, Any]:
-            if op_type in chosen:
-                return configs.OPTIONAL_KEYS[op_type] | chosen[op_type]
-            return configs.choose(op_type, *arguments)
+            return chosen.get(op_type) or configs.choose(op_type, *arguments)
 
         for name in ("lora_shrink", "lora_expand", "lora_linear"):
             module = import_module(f"punica.ops.triton_ops.{name}")

@@ -267,11 +267,11 @@ def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device
     batch, asked = Batch([0, 1, -1], 32, (16,), 4, 2, FP16, device), []
     configs = import_module("punica.ops.triton_ops.configs")
 
-    def get_config(op_type: str, *arguments: Any) -> dict[str, Any]:
-        asked.append(arguments[-2:])
-        return configs.get_config(op_type, *arguments[:-2], None, arguments[-1])
+    def choose(*arguments: Any) -> dict[str, Any]:
+        asked.append(next(one for one in arguments if isinstance(one, Options)))
+        return configs.choose(*[one._replace(tuned_dir=None) if one is asked[-1] else one for one in arguments])
 
-    monkeypatch.setattr(MODULES[name], "get_config", get_config)
+    monkeypatch.setattr(MODULES[name], "choose", choose)
     monkeypatch.setattr(MODULES[name]._PLANS, "sets", {})
     monkeypatch.setattr(MODULES[name]._PLANS, "plans", {})
     h, options = torch.zeros(1, 3, 4, device=device), Options(batch_invariant=True, tuned_dir="folder")
@@ -285,7 +285,7 @@ def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device
     else:
         lora_linear(batch.y, batch.x, batch.a, batch.b, *batch.args, 1.0, **flat)
         linear(batch.y.clone(), batch.x, batch.a, batch.b, step, options=options)
-    assert set(asked) == {("folder", True)}
+    assert {(one.tuned_dir, one.batch_invariant) for one in asked} == {("folder", True)}
 
 
 @pytest.mark.parametrize("slots", [random_slots(9, 3), [-1, -1], [1]], ids=["mixed", "none", "one"])

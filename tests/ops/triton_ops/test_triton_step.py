@@ -44,7 +44,9 @@ def expected(batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize(("shrink", "expand"), [*zip(SHRINKS, EXPANDS, strict=True), ("rows", "mixed"), ("mixed", "rows")])
+@pytest.mark.parametrize(
+    ("shrink", "expand"), [*zip(SHRINKS, EXPANDS, strict=True), ("rows", "mixed"), ("mixed", "rows")]
+)
 def test_every_form(shrink, expand, name, device, use_config):
     use_config(shrink=SHRINKS[shrink], expand=EXPANDS[expand])
     batch = made(STEPS[name], device)
