@@ -9,15 +9,8 @@ batch has depends on the segment lengths, which a captured graph must not depend
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.launch import block_at_least
-
 INDEX_POINTERS = ["mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "ranks_ptr"]
 """Arguments whose address may be any multiple of 4: views into the one buffer of a step's metadata."""
-
-
-def slots_read(slots: int) -> int:
-    """SLOTS of `rank_of` for a table of `slots`: 0 where it is too long to be read whole."""
-    return block_at_least(slots, 1) if slots <= 128 else 0
 
 
 def max_tiles(tokens: int, segments: int, block_m: int) -> int:
@@ -36,20 +29,12 @@ def pick(values, index, COUNT: tl.constexpr):
 
 
 @triton.jit
-def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr):
-    """True rank of the adapter in `slot` (R without a table), between 0 and R; 0 for slot -1.
-
-    A table of up to SLOTS slots is read whole, beside the slot and not after it: what is fetched early waits for one
-    read less.
-    """
-    if not HAS_RANKS:
-        rank = tl.where(slot >= 0, R, 0)
-    elif SLOTS > 0:
-        offs = tl.arange(0, SLOTS)
-        ranks = tl.load(ranks_ptr + slice_id * num_slots + offs, mask=offs < num_slots, other=0)
-        rank = tl.minimum(tl.sum(tl.where(offs == slot, ranks, 0), 0), R)
-    else:
+def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr):
+    """True rank of the adapter in `slot` (R without a table), between 0 and R; 0 for slot -1."""
+    if HAS_RANKS:
         rank = tl.minimum(tl.load(ranks_ptr + slice_id * num_slots + slot, mask=slot >= 0, other=0), R)
+    else:
+        rank = tl.where(slot >= 0, R, 0)
     return rank
 
 

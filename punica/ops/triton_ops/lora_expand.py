@@ -38,7 +38,6 @@ from punica.ops.triton_ops.device import (
     rank_of,
     read_record,
     result,
-    slots_read,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
@@ -113,7 +112,7 @@ def _expand_row_of(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
     VECTOR: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
-    HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    HAS_RANKS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_N columns of one slice. The true rank chooses among the ascending LANES the width in ranks of a
     block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many elements either
@@ -122,7 +121,7 @@ def _expand_row_of(
     """
     WHOLE: tl.constexpr = HAS_RANKS and len(LANES) == 1
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
-    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS, SLOTS)
+    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
     lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
     if (lanes > 0) | ((slot >= 0) & (not ADD)):
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
@@ -235,12 +234,12 @@ def _expand_tile(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
     VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice."""
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
-    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS, SLOTS)
+    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
     if (rank > 0) | ((slot >= 0) & (not ADD)):
         offs_m = tl.arange(0, BLOCK_M)
         mask_m = offs_m < num_rows
@@ -278,7 +277,7 @@ def _lora_expand_rows_kernel(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows, one by one."""
@@ -288,7 +287,7 @@ def _lora_expand_rows_kernel(
     _expand_row_of(
         h_ptr, b_ptrs, y_ptr, ranks_ptr, row, slot, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, SLOTS, ADD, PDL,
+        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, ADD, PDL,
     )  # fmt: skip
 
 
@@ -299,7 +298,7 @@ def _lora_expand_search_kernel(
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own."""
@@ -310,7 +309,7 @@ def _lora_expand_search_kernel(
         h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
         R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES,
-        PLANES, HAS_RANKS, SLOTS, ADD, PDL, LEFT, INTERPRET,
+        PLANES, HAS_RANKS, ADD, PDL, LEFT, INTERPRET,
     )  # fmt: skip
 
 
@@ -322,7 +321,7 @@ def _lora_expand_listed_kernel(
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr,
-    LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+    LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
@@ -343,7 +342,7 @@ def _lora_expand_listed_kernel(
                 h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
                 R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
-                NUM_STAGES, PLANES, HAS_RANKS, SLOTS, ADD, PDL, LEFT, INTERPRET,
+                NUM_STAGES, PLANES, HAS_RANKS, ADD, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -356,7 +355,7 @@ def _lora_expand_listed_kernel(
             _expand_row_of(
                 h_ptr, b_ptrs, y_ptr, ranks_ptr, row.to(tl.int64), slot, (pid - tile_programs) % SHORT_BLOCKS, False,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS, SLOTS, ADD, PDL,
+                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS, ADD, PDL,
             )  # fmt: skip
             item += num_rows
             record = tl.load(rows_ptr + item, mask=item < total, other=0)
@@ -402,7 +401,6 @@ def plan_expand(
         "VECTOR": vector,
         "PLANES": planes,
         "HAS_RANKS": has_ranks,
-        "SLOTS": slots_read(weights.slots),
     }
     constants |= {"ADD": add_inputs, "PDL": pdl}
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": pdl, "device": weights.device}

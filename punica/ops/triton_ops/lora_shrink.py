@@ -38,7 +38,6 @@ from punica.ops.triton_ops.device import (
     rank_of,
     read_record,
     result,
-    slots_read,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
@@ -59,7 +58,7 @@ def _shrink_row(
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
     programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
@@ -70,7 +69,7 @@ def _shrink_row(
     WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS, SLOTS)
+    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
     lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
     offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * R + offs_r
@@ -121,7 +120,7 @@ def _shrink_tile(
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x BLOCK_R ranks x one K split."""
@@ -129,7 +128,7 @@ def _shrink_tile(
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_m = tl.arange(0, BLOCK_M)
-    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS, SLOTS)
+    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
     if (slot >= 0) & ((first_r < rank) | DIRECT):
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
@@ -178,7 +177,7 @@ def _lora_shrink_rows_kernel(
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows, one by one."""
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
@@ -189,7 +188,7 @@ def _lora_shrink_rows_kernel(
         x_ptr, a_ptrs, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
         num_tokens, num_slots, scaling, stride_xt, stride_xk,
         K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
-        HAS_RANKS, SLOTS, DIRECT, ACCUMULATE, PDL,
+        HAS_RANKS, DIRECT, ACCUMULATE, PDL,
     )  # fmt: skip
 
 
@@ -202,7 +201,7 @@ def _lora_shrink_search_kernel(
     num_tokens, num_segments, num_tiles, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
     ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own. With DIRECT, programs past the tiles zero bare
@@ -218,7 +217,7 @@ def _lora_shrink_search_kernel(
             x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
             (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
             K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
-            HAS_RANKS, SLOTS, DIRECT, ACCUMULATE, PDL, LEFT, INTERPRET,
+            HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, INTERPRET,
         )  # fmt: skip
     else:
         rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -239,7 +238,7 @@ def _lora_shrink_listed_kernel(
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr,
-    SHORT_K: tl.constexpr, HAS_RANKS: tl.constexpr, SLOTS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
+    SHORT_K: tl.constexpr, HAS_RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
@@ -263,7 +262,7 @@ def _lora_shrink_listed_kernel(
                 x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice, first,
                 num_tokens, num_slots, scaling, stride_xt, stride_xk,
                 K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
-                HAS_RANKS, SLOTS, False, ACCUMULATE, PDL, LEFT, INTERPRET,
+                HAS_RANKS, False, ACCUMULATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -278,7 +277,7 @@ def _lora_shrink_listed_kernel(
                 x_ptr, a_ptrs, out_ptr, ranks_ptr, row.to(tl.int64), slot, (pid - tile_programs) % SPLIT_K, pid_r,
                 pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
                 K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
-                HAS_RANKS, SLOTS, False, ACCUMULATE, PDL,
+                HAS_RANKS, False, ACCUMULATE, PDL,
             )  # fmt: skip
             item += num_rows
             record = tl.load(rows_ptr + item, mask=item < total, other=0)
@@ -304,7 +303,6 @@ def plan_shrink(
     constants |= {
         "SPLIT_K": split_k,
         "HAS_RANKS": has_ranks,
-        "SLOTS": slots_read(weights.slots),
         "ACCUMULATE": accumulate,
         "PDL": overlap,
     }

@@ -69,10 +69,10 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> 
     config |= {"weights_left": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         return config | {"row_wise": True, "block_m": 16, "block_n": max(32, 8192 // lanes), "num_stages": 1}
-    block_m = _height(rows, mean, (96, 1200 if lanes <= 32 else 800))
+    block_m = _height(rows, mean, (96, 800 if lanes > 32 else 1 << 30))
     block_n = 256 if rows <= 96 and lanes <= 32 else 128
     programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
-    tiles_n = _power_near(programs / (300 if rows <= 1200 else 450), 1, 16) if rows > 96 else 1
+    tiles_n = _power_near(programs / (450 if rows > 1200 and lanes <= 32 else 300), 1, 16) if rows > 96 else 1
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     return config | ({"short_n": max(32, 8192 // lanes)} if is_mixed(shape) else {})
 
