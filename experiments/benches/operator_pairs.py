@@ -13,9 +13,9 @@ from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.checks import STEP, describe_stored
-from punica.ops.triton_ops import configs
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import plan_linear
+from punica.ops.triton_ops.rules import rule
 
 Config = dict[str, Any]
 Job = tuple[Operator, Config, Config, bool]  # operator, shrink, expand, pdl
@@ -23,9 +23,9 @@ Job = tuple[Operator, Config, Config, bool]  # operator, shrink, expand, pdl
 
 def tuned(op: Operator) -> tuple[Config, Config]:
     """What the library chooses for the shrink and the expand of `op`."""
-    shape, slices = (len(op.sizes), op.tokens), len(op.widths)
-    shrink = configs.get_lora_op_configs("shrink", *shape, op.k, op.rank, slices)
-    expand = configs.get_lora_op_configs("expand", *shape, max(op.widths), op.rank, slices, add_inputs=True)
+    shape, rest = RowGroups.of_runs(range(len(op.sizes)), op.sizes).work.shape, (op.rank, len(op.widths), False)
+    shrink = rule("shrink", shape, op.tokens, op.k, *rest)
+    expand = rule("expand", shape, op.tokens, max(op.widths), *rest, shrink["split_k"])
     return shrink, expand
 
 

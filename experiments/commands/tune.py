@@ -23,16 +23,14 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from experiments.benches.operator_pairs import Config, compile_all, pair_plan
+from experiments.benches.operator_pairs import Config, compile_all, pair_plan, tuned
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, Operator
 from experiments.commands.tune_space import expand_candidates, operators, shrink_candidates
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
-from punica.metadata import RowGroups
 from punica.ops.triton_ops import configs
 from punica.ops.triton_ops.launch import supports_pdl
-from punica.ops.triton_ops.rules import rule
 
 Pair = tuple[Config, Config]  # shrink, expand
 TOLERANCE = 1e-3
@@ -89,7 +87,7 @@ class Tuner:
 
     def search(self, found: list[Operator]) -> None:
         """Measure until the best pair of every operator is known."""
-        default = {op: _defaults(op) for op in found}
+        default = {op: tuned(op) for op in found}
         shrinks = {op: [(s, e) for s in (first, *shrink_candidates(op))] for op, (first, e) in default.items()}
         ranked_s = self._ranked(shrinks, "shrink")
         best = {op: ranked_s[op][0][0] for op in found}
@@ -107,12 +105,6 @@ class Tuner:
             ranked[op] = sorted(several, key=lambda pair, op=op: self.measure(op, *pair))  # type: ignore[misc]
             print(_label(op), what, f"{self.measure(op, *ranked[op][0]):.2f} us", *ranked[op][0], flush=True)
         return ranked
-
-
-def _defaults(op: Operator) -> Pair:
-    shape = RowGroups.of_runs(range(len(op.sizes)), op.sizes).work.shape
-    ends = (op.rank, len(op.widths), False)
-    return rule("shrink", shape, op.tokens, op.k, *ends), rule("expand", shape, op.tokens, max(op.widths), *ends)
 
 
 def _label(op: Operator) -> str:

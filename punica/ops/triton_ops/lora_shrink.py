@@ -30,14 +30,12 @@ from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_ran
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
-    accumulator,
     dot,
     find_tile,
     max_tiles,
     pick,
     rank_of,
     read_record,
-    result,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
@@ -115,6 +113,40 @@ def _shrink_row(
 
 
 @triton.jit
+def _shrink_by_warps(
+    x_ptr, a_ptr, rows, mask_m, offs_r, rank, pid_k, stride_xt, stride_xk,
+    K: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, each of its own part of every K block (one for
+    each warp), added up at the end. The instruction and the order of the sums do not depend on BLOCK_M.
+    """
+    WARPS: tl.constexpr = 4
+    PART: tl.constexpr = BLOCK_K // WARPS
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    offs_b = tl.arange(0, WARPS)[:, None, None] * PART
+    offs_ak = pid_k * BLOCK_K + offs_b + tl.arange(0, PART)[None, None, :]  # [WARPS, 1, PART]
+    offs_xk = pid_k * BLOCK_K + offs_b + tl.arange(0, PART)[None, :, None]  # [WARPS, PART, 1]
+    a_ptrs = a_ptr + offs_r[None, :, None] * STRIDE_AR + offs_ak * STRIDE_AK
+    x_ptrs = x_ptr + rows[None, None, :] * stride_xt + offs_xk * stride_xk
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([WARPS, BLOCK_R, BLOCK_M], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+        left = K - step * (BLOCK_K * SPLIT_K)
+        a = tl.load(a_ptrs, mask=(offs_r < rank)[None, :, None] & (offs_ak < left), other=0.0)
+        x = tl.load(x_ptrs, mask=mask_m[None, None, :] & (offs_xk < left), other=0.0)
+        if INTERPRET:
+            acc += tl.sum(a.to(tl.float32)[:, :, :, None] * x.to(tl.float32)[:, None, :, :], 2)
+        else:
+            acc = tl.dot(a, x, acc, input_precision="ieee")
+        a_ptrs += BLOCK_K * SPLIT_K * STRIDE_AK
+        x_ptrs += BLOCK_K * SPLIT_K * stride_xk
+    return tl.trans(tl.sum(acc, 0))
+
+
+@triton.jit
 def _shrink_tile(
     x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
@@ -137,16 +169,22 @@ def _shrink_tile(
         a_ptrs_block = a_ptr + offs_r[None, :] * STRIDE_AR + offs_k[:, None] * STRIDE_AK
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
         mask_r = (offs_r < rank)[None, :]
-        acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
-        if STEPS == 1:
+        if LEFT:
+            acc = _shrink_by_warps(
+                x_ptr, a_ptr, rows, mask_m, offs_r, rank, pid_k, stride_xt, stride_xk,
+                K, STRIDE_AR, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
+            )  # fmt: skip
+        elif STEPS == 1:
+            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             mask_k = offs_k < (1 << 30 if EVEN_K else K)
             a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            acc = dot(x, a, acc, LEFT, INTERPRET)
+            acc = dot(x, a, acc, False, INTERPRET)
         else:
+            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
@@ -158,13 +196,13 @@ def _shrink_tile(
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(x, a, acc, LEFT, INTERPRET)
+                acc = dot(x, a, acc, False, INTERPRET)
                 x_ptrs += BLOCK_K * SPLIT_K * stride_xk
                 a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
         out_ptr += (pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) * R
         out_ptrs = out_ptr + rows[:, None] * R + offs_r[None, :]
         mask = mask_m[:, None] & (offs_r < (R if DIRECT else rank))[None, :]
-        _store_shrunk(out_ptrs, result(acc, LEFT) * scaling, mask, ACCUMULATE)
+        _store_shrunk(out_ptrs, acc * scaling, mask, ACCUMULATE)
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
             if idle_waits:
@@ -246,10 +284,11 @@ def _lora_shrink_listed_kernel(
     """
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
-    pid_k = pid % SPLIT_K
     first = (pid == 0) & (pid_slice == 0)
-    tile_programs = num_tiles * (SPLIT_K * R_BLOCKS)
-    if pid < tile_programs:
+    row_programs = num_rows * (SPLIT_K * SHORT_PROGRAMS_R) if SHORT_K > 0 else 0
+    if pid >= row_programs:
+        pid -= row_programs
+        pid_k = pid % SPLIT_K
         tile, first_r = pid // (SPLIT_K * R_BLOCKS), (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
         record = tl.load(tiles_ptr + tile)
         total = tl.load(totals_ptr + TILES_AT)
@@ -267,15 +306,17 @@ def _lora_shrink_listed_kernel(
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
     elif SHORT_K > 0:
-        item = (pid - tile_programs) // (SPLIT_K * SHORT_PROGRAMS_R)
-        pid_r = (pid - tile_programs) // SPLIT_K % SHORT_PROGRAMS_R
+        item, pid_r = pid // (SPLIT_K * SHORT_PROGRAMS_R), pid // SPLIT_K % SHORT_PROGRAMS_R
         record = tl.load(rows_ptr + item)
         total = tl.load(totals_ptr + ROWS_AT)
+        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+            if first & (item >= total):
+                tl.extra.cuda.gdc_wait()
         while item < total:
             slot, row, _ = read_record(record)
             _shrink_row(
-                x_ptr, a_ptrs, out_ptr, ranks_ptr, row.to(tl.int64), slot, (pid - tile_programs) % SPLIT_K, pid_r,
-                pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
+                x_ptr, a_ptrs, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
+                pid_slice, first, num_tokens, num_slots, scaling, stride_xt, stride_xk,
                 K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
                 HAS_RANKS, False, ACCUMULATE, PDL,
             )  # fmt: skip

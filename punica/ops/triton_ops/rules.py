@@ -21,7 +21,9 @@ ROW_TRAFFIC = 24e6
 """Bytes of A that taking every row by itself may read again before tiles of rows are better."""
 
 
-def rule(op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slices: int, invariant: bool) -> Config:
+def rule(
+    op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slices: int, invariant: bool, planes: int = 1
+) -> Config:
     """The configuration of one launch; arguments as in `configs.choose`."""
     if op_type == "shrink":
         if invariant:
@@ -29,7 +31,7 @@ def rule(op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slic
         return _shrink(shape, rows, hidden, rank, slices)
     if op_type == "expand":
         choose = _invariant_expand if invariant else _expand
-        return choose(shape, rows, hidden, rank, slices)
+        return choose(shape, rows, hidden, rank, slices, planes)
     lanes = block_at_least(rank)
     block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
     config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
@@ -45,34 +47,40 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
     mean, lanes = rows / shape.adapters, min(block_at_least(rank), 64)
     again = 2 * rows * rank * hidden * slices
     config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False}
-    if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC):
+    if not is_mixed(shape) and (mean < 2 or rows <= 8 or again <= ROW_TRAFFIC * (3 if mean < 3 else 1)):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
-        block_r = 4 if rows * rank * slices * split_k > 1024 else 2
+        block_r = _power_below(rows * slices * split_k * rank / 64, 2, 16 if rank <= 16 and block_k <= 4096 else 4)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
-        return config | {"num_warps": min(16, max(4, block_k * block_r // 2048)), "num_stages": 1}
-    block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 800))
-    split_k = _power_near(MULTIPROCESSORS / (_tiles(shape, rows, block_m) * slices * cdiv(rank, lanes)), 1, 16)
-    while split_k > 1 and hidden < 448 * split_k:
+        return config | {"num_warps": 4 if block_r * block_k <= 8192 else 8, "num_stages": 1}
+    block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 600))
+    wanted = MULTIPROCESSORS * (1.5 if rows > 4096 and lanes <= 32 else 1)
+    split_k = _power_near(wanted / (_tiles(shape, rows, block_m) * slices * cdiv(rank, lanes)), 1, max(1, 512 // lanes))
+    while split_k > 1 and (hidden < 448 * split_k or split_k > 8):
         split_k //= 2
-    config |= {"block_m": block_m, "block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4, "num_stages": 4}
+    stages = 5 if block_m <= 32 and lanes <= 64 else 4
+    config |= {"block_m": block_m, "block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4}
+    config |= {"num_stages": stages}
     if is_mixed(shape):
         short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
         config |= {"short_k": short_k, "block_r": min(16, max(1, 16384 // short_k))}
     return config
 
 
-def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
+def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
     mean, lanes = rows / shape.adapters, block_at_least(rank)
     again = 2 * rows * rank * width * slices
     config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
     config |= {"weights_left": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         return config | {"row_wise": True, "block_m": 16, "block_n": max(32, 8192 // lanes), "num_stages": 1}
-    block_m = _height(rows, mean, (96, 800 if lanes > 32 else 1 << 30))
-    block_n = 256 if rows <= 96 and lanes <= 32 else 128
-    programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
-    tiles_n = _power_near(programs / (450 if rows > 1200 and lanes <= 32 else 300), 1, 16) if rows > 96 else 1
+    block_m = _height(rows, mean, (128, 600 if lanes > 32 else 4096))
+    block_n = 256 if rows <= 96 and lanes <= 16 else 128
+    tiles = _tiles(shape, rows, block_m)
+    programs = tiles * cdiv(width, block_n) * slices
+    fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 300) if rows > 128 else 1.0
+    again = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 2048)  # of a tile's planes, in 4 or 8 KiB
+    tiles_n = max(_power_near(fill, 1, 16), min(_power_near(again, 1, 8), _power_below(programs / 80, 1, 16)))
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     return config | ({"short_n": max(32, 8192 // lanes)} if is_mixed(shape) else {})
 
@@ -81,17 +89,18 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     """One split and one instruction whatever the step is, so that a row has the same bits in every batch.
 
     Weights are the left operand of the tensor cores: the instruction depends on their block and on the warps alone, and
-    a row is a column of its right operand, however many there are. Sums run over K in order, whatever a block holds of
-    it. So the height of a tile is free, and all else here depends on the layer only.
+    a row is a column of its right operand, however many there are. The height of a tile is free, and all else here
+    depends on the layer only.
     """
-    config: Config = {"row_wise": False, "block_n": min(block_at_least(rank), 64), "block_r": 1, "num_warps": 4}
-    config |= {"split_k": _power_near(hidden / 1024, 1, 4), "block_k": 128, "num_stages": 4, "short_k": 0}
-    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows, 2048)}
+    lanes = min(block_at_least(rank), 64)
+    config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "num_warps": 4, "short_k": 0}
+    config |= {"split_k": _power_near(hidden / 2048, 1, 8), "block_k": 256, "num_stages": 3}
+    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows)}
 
 
-def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
+def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
-    lanes, block_m = block_at_least(rank), _invariant_height(shape, rows, 1 << 30)
+    lanes, block_m = block_at_least(rank), _invariant_height(shape, rows)
     config: Config = {"row_wise": False, "block_m": block_m, "block_k": min(lanes, 128), "num_stages": 3, "short_n": 0}
     config |= {"weights_left": True}
     if block_m < 32:
@@ -101,10 +110,8 @@ def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices
     return config | {"block_n": 128, "tiles_n": tiles_n, "num_warps": 2}
 
 
-def _invariant_height(shape: StepShape, rows: int, many: int) -> int:
-    if rows <= 64 or rows < 8 * shape.adapters:
-        return 8
-    return 16 if rows <= 128 else 32 if rows < many else 64
+def _invariant_height(shape: StepShape, rows: int) -> int:
+    return 8 if rows <= 64 or rows < 8 * shape.adapters else 16 if rows <= 128 else 32
 
 
 def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
@@ -123,5 +130,13 @@ def _power_near(number: float, least: int, most: int) -> int:
     """The power of two in `least` to `most` that is nearest to `number` by ratio."""
     power = least
     while power < most and number > power * 1.41:
+        power *= 2
+    return power
+
+
+def _power_below(number: float, least: int, most: int) -> int:
+    """The largest power of two in `least` to `most` that is at most `number`, else `least`."""
+    power = least
+    while power < most and 2 * power <= number:
         power *= 2
     return power
