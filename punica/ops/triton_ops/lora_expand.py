@@ -328,20 +328,18 @@ def _lora_expand_listed_kernel(
     SHORT_N, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
     """
     pid = tl.program_id(0)
-    first = pid == 0
-    row_programs = num_rows * SHORT_BLOCKS if SHORT_N > 0 else 0
-    if pid >= row_programs:
-        pid -= row_programs
+    tile_programs = num_tiles * NUM_BLOCKS
+    if pid < tile_programs:
         tile = pid // NUM_BLOCKS
         record = tl.load(tiles_ptr + tile)
         total = tl.load(totals_ptr + TILES_AT)
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-            if first & (tile >= total):
+            if (pid == 0) & (tile >= total):
                 tl.extra.cuda.gdc_wait()
         while tile < total:
             slot, start, tile_rows = read_record(record)
             _expand_tile(
-                h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, first,
+                h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
                 R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
                 NUM_STAGES, PLANES, HAS_RANKS, ADD, PDL, LEFT, INTERPRET,
@@ -349,16 +347,14 @@ def _lora_expand_listed_kernel(
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
     elif SHORT_N > 0:
+        pid -= tile_programs
         item = pid // SHORT_BLOCKS
         record = tl.load(rows_ptr + item)
         total = tl.load(totals_ptr + ROWS_AT)
-        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-            if first & (item >= total):
-                tl.extra.cuda.gdc_wait()
         while item < total:
             slot, row, _ = read_record(record)
             _expand_row_of(
-                h_ptr, b_ptrs, y_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SHORT_BLOCKS, first,
+                h_ptr, b_ptrs, y_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SHORT_BLOCKS, False,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
                 R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS, ADD, PDL,
             )  # fmt: skip

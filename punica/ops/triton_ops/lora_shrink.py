@@ -30,12 +30,14 @@ from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_ran
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
+    accumulator,
     dot,
     find_tile,
     max_tiles,
     pick,
     rank_of,
     read_record,
+    result,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
@@ -169,12 +171,12 @@ def _shrink_tile(
         a_ptrs_block = a_ptr + offs_r[None, :] * STRIDE_AR + offs_k[:, None] * STRIDE_AK
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
         mask_r = (offs_r < rank)[None, :]
-        if LEFT:
+        if LEFT and BLOCK_R <= 32:
             acc = _shrink_by_warps(
                 x_ptr, a_ptr, rows, mask_m, offs_r, rank, pid_k, stride_xt, stride_xk,
                 K, STRIDE_AR, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
             )  # fmt: skip
-        elif STEPS == 1:
+        elif STEPS == 1 and not LEFT:
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             mask_k = offs_k < (1 << 30 if EVEN_K else K)
             a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
@@ -184,7 +186,7 @@ def _shrink_tile(
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             acc = dot(x, a, acc, False, INTERPRET)
         else:
-            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
@@ -196,9 +198,10 @@ def _shrink_tile(
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(x, a, acc, False, INTERPRET)
+                acc = dot(x, a, acc, LEFT, INTERPRET)
                 x_ptrs += BLOCK_K * SPLIT_K * stride_xk
                 a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
+            acc = result(acc, LEFT)
         out_ptr += (pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) * R
         out_ptrs = out_ptr + rows[:, None] * R + offs_r[None, :]
         mask = mask_m[:, None] & (offs_r < (R if DIRECT else rank))[None, :]
@@ -285,9 +288,8 @@ def _lora_shrink_listed_kernel(
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
     first = (pid == 0) & (pid_slice == 0)
-    row_programs = num_rows * (SPLIT_K * SHORT_PROGRAMS_R) if SHORT_K > 0 else 0
-    if pid >= row_programs:
-        pid -= row_programs
+    tile_programs = num_tiles * (SPLIT_K * R_BLOCKS)
+    if pid < tile_programs:
         pid_k = pid % SPLIT_K
         tile, first_r = pid // (SPLIT_K * R_BLOCKS), (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
         record = tl.load(tiles_ptr + tile)
@@ -306,17 +308,15 @@ def _lora_shrink_listed_kernel(
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
     elif SHORT_K > 0:
+        pid -= tile_programs
         item, pid_r = pid // (SPLIT_K * SHORT_PROGRAMS_R), pid // SPLIT_K % SHORT_PROGRAMS_R
         record = tl.load(rows_ptr + item)
         total = tl.load(totals_ptr + ROWS_AT)
-        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-            if first & (item >= total):
-                tl.extra.cuda.gdc_wait()
         while item < total:
             slot, row, _ = read_record(record)
             _shrink_row(
                 x_ptr, a_ptrs, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
-                pid_slice, first, num_tokens, num_slots, scaling, stride_xt, stride_xk,
+                pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
                 K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
                 HAS_RANKS, False, ACCUMULATE, PDL,
             )  # fmt: skip

@@ -55,15 +55,17 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
         return config | {"num_warps": 4 if block_r * block_k <= 8192 else 8, "num_stages": 1}
     block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 600))
     wanted = MULTIPROCESSORS * (1.5 if rows > 4096 and lanes <= 32 else 1)
-    split_k = _power_near(wanted / (_tiles(shape, rows, block_m) * slices * cdiv(rank, lanes)), 1, max(1, 512 // lanes))
-    while split_k > 1 and (hidden < 448 * split_k or split_k > 8):
+    if is_mixed(shape) and slices > 1:
+        wanted /= 2
+    programs = _tiles(shape, rows, block_m) * slices * cdiv(rank, lanes)
+    split_k = _power_near(wanted / programs, 2 if is_mixed(shape) else 1, min(8, 512 // lanes))
+    while split_k > 1 and hidden < 448 * split_k:
         split_k //= 2
-    stages = 5 if block_m <= 32 and lanes <= 64 else 4
     config |= {"block_m": block_m, "block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4}
-    config |= {"num_stages": stages}
+    config |= {"num_stages": 5 if block_m <= 32 and not is_mixed(shape) else 4}
     if is_mixed(shape):
         short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
-        config |= {"short_k": short_k, "block_r": min(16, max(1, 16384 // short_k))}
+        config |= {"short_k": short_k, "block_r": 16 if short_k <= 2048 else 8, "num_warps": 4 if short_k <= 1024 else 8}
     return config
 
 
@@ -94,24 +96,29 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     """
     lanes = min(block_at_least(rank), 64)
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "num_warps": 4, "short_k": 0}
-    config |= {"split_k": _power_near(hidden / 2048, 1, 8), "block_k": 256, "num_stages": 3}
-    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows)}
+    config |= {"split_k": _power_near(hidden / 1024, 1, 8), "block_k": 256 if lanes <= 32 else 128, "num_stages": 3}
+    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows, lanes)}
 
 
 def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
-    lanes, block_m = block_at_least(rank), _invariant_height(shape, rows)
+    lanes = block_at_least(rank)
+    block_m = _invariant_height(shape, rows, lanes)
     config: Config = {"row_wise": False, "block_m": block_m, "block_k": min(lanes, 128), "num_stages": 3, "short_n": 0}
     config |= {"weights_left": True}
     if block_m < 32:
         return config | {"block_n": max(32, 4096 // lanes), "tiles_n": 1, "num_warps": 1}
-    programs = _tiles(shape, rows, block_m) * cdiv(width, 128) * slices
-    tiles_n = _power_near(programs / (300 if rows <= 1200 else 450), 1, 16)
-    return config | {"block_n": 128, "tiles_n": tiles_n, "num_warps": 2}
+    if rows <= 1024 and lanes <= 32:
+        return config | {"block_n": 128, "tiles_n": 1, "num_warps": 1}
+    block_n = 128 if lanes <= 32 else 64
+    programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
+    return config | {"block_n": block_n, "tiles_n": _power_near(programs / 300, 1, 16), "num_warps": 2}
 
 
-def _invariant_height(shape: StepShape, rows: int) -> int:
-    return 8 if rows <= 64 or rows < 8 * shape.adapters else 16 if rows <= 128 else 32
+def _invariant_height(shape: StepShape, rows: int, lanes: int) -> int:
+    if rows <= 64 or rows < 8 * shape.adapters:
+        return 8
+    return 16 if rows <= 128 else 32 if lanes <= 32 else 64
 
 
 def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
