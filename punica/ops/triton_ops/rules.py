@@ -44,7 +44,7 @@ def is_mixed(shape: StepShape) -> bool:
 
 
 def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) -> Config:
-    mean, lanes = rows / shape.adapters, min(block_at_least(rank), 64)
+    mean, lanes = _rows_per_tiled_adapter(shape, rows), min(block_at_least(rank), 64)
     again = 2 * rows * rank * hidden * slices
     config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False}
     if not is_mixed(shape) and (mean < 2 or rows <= 8 or again <= ROW_TRAFFIC * (3 if mean < 3 else 1)):
@@ -70,7 +70,7 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
 
 
 def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
-    mean, lanes = rows / shape.adapters, block_at_least(rank)
+    mean, lanes = _rows_per_tiled_adapter(shape, rows), block_at_least(rank)
     again = 2 * rows * rank * width * slices
     config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
     config |= {"weights_left": False}
@@ -81,7 +81,7 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
     fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 300) if rows > 128 else 1.0
-    again = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 2048)  # of a tile's planes, in 4 or 8 KiB
+    again = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # planes of a tile, in 4 or 16 KiB
     tiles_n = max(_power_near(fill, 1, 16), min(_power_near(again, 1, 8), _power_below(programs / 80, 1, 16)))
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     return config | ({"short_n": max(32, 8192 // lanes)} if is_mixed(shape) else {})
@@ -119,6 +119,10 @@ def _invariant_height(shape: StepShape, rows: int, lanes: int) -> int:
     if rows <= 64 or rows < 8 * shape.adapters:
         return 8
     return 16 if rows <= 128 else 32 if lanes <= 32 else 64
+
+
+def _rows_per_tiled_adapter(shape: StepShape, rows: int) -> float:
+    return shape.longest if is_mixed(shape) else rows / shape.adapters
 
 
 def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
