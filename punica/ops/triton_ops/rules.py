@@ -15,8 +15,8 @@ from punica.ops.triton_ops.launch import block_at_least
 
 Config = dict[str, Any]
 
-MULTIPROCESSORS = 132
-"""Of the GPU that the rules are fitted to."""
+WANTED = 160
+"""Programs of a shrink by tiles: about one for each multiprocessor (an H200 has 132), each with a deep pipeline."""
 ROW_TRAFFIC = 24e6
 """Bytes of A that taking every row by itself may read again before tiles of rows are better."""
 
@@ -40,21 +40,21 @@ def rule(
 
 def is_mixed(shape: StepShape) -> bool:
     """Whether long segments stand beside so many short ones that each need the form that suits them."""
-    return shape.longest >= 64 and shape.short >= 8
+    return shape.longest > 64 and shape.short >= 8
 
 
 def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) -> Config:
     mean, lanes = _rows_per_tiled_adapter(shape, rows), min(block_at_least(rank), 64)
     again = 2 * rows * rank * hidden * slices
     config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False}
-    if not is_mixed(shape) and (mean < 2 or rows <= 8 or again <= ROW_TRAFFIC * (3 if mean < 3 else 1)):
+    if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
         block_r = _power_below(rows * slices * split_k * rank / 64, 2, 16 if rank <= 16 and block_k <= 4096 else 4)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
         return config | {"num_warps": 4 if block_r * block_k <= 8192 else 8, "num_stages": 1}
     block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 600))
-    wanted = MULTIPROCESSORS * (1.5 if rows > 4096 and lanes <= 32 else 1)
+    wanted = WANTED * (1.5 if rows > 4096 and lanes <= 32 else 1)
     if is_mixed(shape) and slices > 1:
         wanted /= 2
     programs = _tiles(shape, rows, block_m) * slices * cdiv(rank, lanes)
@@ -76,11 +76,10 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     config |= {"weights_left": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         return config | {"row_wise": True, "block_m": 16, "block_n": max(32, 8192 // lanes), "num_stages": 1}
-    block_m = _height(rows, mean, (128, 600 if lanes > 32 else 4096))
-    block_n = 256 if rows <= 96 and lanes <= 16 else 128
+    block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 4096)), 128
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
-    fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 300) if rows > 128 else 1.0
+    fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 300) if rows > 128 or programs > 1200 else 1.0
     again = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # planes of a tile, in 4 or 16 KiB
     tiles_n = max(_power_near(fill, 1, 16), min(_power_near(again, 1, 8), _power_below(programs / 80, 1, 16)))
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
@@ -97,28 +96,26 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     lanes = min(block_at_least(rank), 64)
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "num_warps": 4, "short_k": 0}
     config |= {"split_k": _power_near(hidden / 1024, 1, 8), "block_k": 256 if lanes <= 32 else 128, "num_stages": 3}
-    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows, lanes)}
+    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows)}
 
 
 def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
     lanes = block_at_least(rank)
-    block_m = _invariant_height(shape, rows, lanes)
+    block_m = _invariant_height(shape, rows)
     config: Config = {"row_wise": False, "block_m": block_m, "block_k": min(lanes, 128), "num_stages": 3, "short_n": 0}
     config |= {"weights_left": True}
     if block_m < 32:
         return config | {"block_n": max(32, 4096 // lanes), "tiles_n": 1, "num_warps": 1}
     if rows <= 1024 and lanes <= 32:
         return config | {"block_n": 128, "tiles_n": 1, "num_warps": 1}
-    block_n = 128 if lanes <= 32 else 64
-    programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
-    return config | {"block_n": block_n, "tiles_n": _power_near(programs / 300, 1, 16), "num_warps": 2}
+    programs = _tiles(shape, rows, block_m) * cdiv(width, 128) * slices
+    tiles_n = _power_near(programs / (300 if rows <= 1200 else 450), 1, 16)
+    return config | {"block_n": 128, "tiles_n": tiles_n, "num_warps": 2}
 
 
-def _invariant_height(shape: StepShape, rows: int, lanes: int) -> int:
-    if rows <= 64 or rows < 8 * shape.adapters:
-        return 8
-    return 16 if rows <= 128 else 32 if lanes <= 32 else 64
+def _invariant_height(shape: StepShape, rows: int) -> int:
+    return 8 if rows <= 64 or rows < 8 * shape.adapters else 16 if rows <= 128 else 32
 
 
 def _rows_per_tiled_adapter(shape: StepShape, rows: int) -> float:
@@ -134,7 +131,7 @@ def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
 def _tiles(shape: StepShape, rows: int, block_m: int) -> int:
     """About how many tiles of `block_m` rows the step makes."""
     long = max(0, shape.adapters - shape.short) if is_mixed(shape) else shape.adapters
-    return cdiv(rows, block_m) + long // 4
+    return shape.adapters if rows <= block_m * long else cdiv(rows, block_m) + long // 4
 
 
 def _power_near(number: float, least: int, most: int) -> int:
