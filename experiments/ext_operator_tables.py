@@ -8,7 +8,7 @@ ranks        ranks 8 to 128, ranks 20 and 24, mixed ranks
 B            the packed projections of one Llama-2-7B layer, batch 32
 C            prefill, 4096 -> r -> 4096, 512 to 8192 tokens
 padding      mixed ranks at their true ranks, and padded to the widest
-shapes       projections of other models and ragged prefills: in no tuned table
+shapes       projections of other models and ragged prefills, to which no rule was fitted
 step         the paper's step: one prompt and 31 decodes, and its parts
 gemm         what the operator adds to the base projection in front of it
 determinism  planes (ours), atomic additions

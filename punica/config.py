@@ -30,7 +30,8 @@ class LoRAConfig:
         fully_sharded_loras: shard A as well as B over tensor-parallel ranks.
         enable_mixed_moe_lora_format: always use the 2D MoE class and convert 3D adapters.
     Execution
-        specialize_active_lora: one captured CUDA graph per count of active adapters.
+        specialize_active_lora: the metadata counts the adapters that are there, rounded up to the counts for which
+            graphs are captured, for callers of the flat ops. Kernels behind a layer follow the step either way.
         batch_invariant: one fixed kernel form, so that a row's bits do not depend on its batch.
         tuned_dir: folder with tuned kernel tables; ``None`` uses the ones in the package.
         debug_checks: the wrapper verifies the indices on the device once per step (synchronises; for debugging).

@@ -3,7 +3,8 @@
 ==========================  ==============================================================================
 punica                      the flat operator, both kernels early
 wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks
-wrapper, normal launch      the same with ``LoRAConfig(pdl=False)``
+wrapper, B by ranks         the same with B stored as layers store it on a GPU
+wrapper, normal launch      as ``wrapper`` with ``LoRAConfig(pdl=False)``
 normal shrink               as a layer has it run, expand early only
 no overlap                  the flat operator with plain launches
 rank table                  the flat operator, the ranks read from a table
@@ -49,8 +50,9 @@ def _flat(sets: OperatorSets, **options: Any) -> Call:
     return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
 
 
-def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
-    op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
+def _of_a_layer(sets: OperatorSets, by_ranks: bool = False, **switches: bool) -> Call:
+    op, a, ranks = sets.operator, sets.stacked_a, sets.stacked_ranks
+    b = sets.b_by_ranks if by_ranks else sets.stacked_b
     wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), ranks.shape[1], op.rank, sets.x.device, **switches)
     return lambda i: wrapper.add_lora_linear(sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths, lora_ranks=ranks)
 
@@ -63,6 +65,7 @@ def _of_the_operator(sets: OperatorSets) -> Columns:
     return {
         "punica": _flat(sets),
         "wrapper": _of_a_layer(sets),
+        "wrapper, B by ranks": _of_a_layer(sets, by_ranks=True),
         "wrapper, normal launch": _of_a_layer(sets, pdl=False),
         "normal shrink": _normal_shrink(sets),
         "no overlap": _flat(sets, pdl=False),

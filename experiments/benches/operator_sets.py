@@ -8,6 +8,7 @@ of one CUDA graph. The time of a call is the time of a replay over its calls: wh
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -54,6 +55,7 @@ class OperatorSets:
         b = [normal(total, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
         self.a, self.b = windows(a, adapters), windows(b, adapters)
         self.stacked_a, self.stacked_b = windows(a, slots), windows(b, slots)
+        self._windows_of_b = lambda: windows([weight.mT.contiguous().mT for weight in b], slots)
         self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
         self.meta_args = kernel_meta_args(self.slots, slots, self.x.device)
         self._references: dict[int, torch.Tensor] = {}
@@ -61,6 +63,11 @@ class OperatorSets:
         self.lora_ranks = true.repeat(slices, 1) if operator.ranks else None
         self.stacked_ranks = torch.zeros(slices, slots, dtype=torch.int32, device=device)
         self.stacked_ranks[:, :adapters] = true
+
+    @cached_property
+    def b_by_ranks(self) -> list[tuple[torch.Tensor, ...]]:
+        """``stacked_b`` as layers keep it on a GPU: the same values, the columns of one rank side by side."""
+        return self._windows_of_b()
 
     def reference(self, i: int) -> torch.Tensor:
         """What one call must add to y[i], in float32; computed once."""

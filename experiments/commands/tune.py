@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +61,7 @@ class Tuner:
 
     def measure(self, op: Operator, shrink: Config, expand: Config) -> float:
         """Microseconds of `op` with this pair (infinite when it fails its check or does not fit)."""
-        key = json.dumps([[op.k, op.widths, op.rank, op.sizes], shrink, expand])
+        key = _key(op, shrink, expand)
         if key not in self.times:
             if time.monotonic() > self.deadline:
                 raise TimeoutError
@@ -107,6 +108,11 @@ class Tuner:
         return ranked
 
 
+def _key(op: Operator, shrink: Config, expand: Config) -> str:
+    forms = [dict(sorted(config.items())) for config in (shrink, expand)]
+    return json.dumps([[op.k, op.widths, op.rank, op.sizes], *forms])
+
+
 def _label(op: Operator) -> str:
     return f"T={op.tokens} G={len(op.sizes)} K={op.k} N={'+'.join(map(str, op.widths))} r={op.rank}"
 
@@ -120,6 +126,20 @@ def best_pairs(times: dict[str, float]) -> dict[Operator, tuple[float, Config, C
         if us < best.get(op, (float("inf"),))[0]:
             best[op] = (us, shrink, expand)
     return best
+
+
+def regrets(best: dict[Operator, tuple[float, Config, Config]], times: dict[str, float]) -> str:
+    """How much slower the rule's own choice is than the best that was found: per operator, and over all."""
+    text, ratios = [], []
+    for op, (us, *_) in best.items():
+        chosen = times.get(_key(op, *tuned(op)))
+        if chosen is not None:
+            ratios.append(chosen / us)
+            text.append(f"{_label(op)}: rule {chosen:.2f} us, best found {us:.2f} us, {ratios[-1]:.3f}")
+    if ratios:
+        mean, worst = statistics.geometric_mean(ratios), max(ratios)
+        text.append(f"rule / best found: geometric mean {mean:.3f}, worst {worst:.3f}, operators {len(ratios)}")
+    return "\n".join(text)
 
 
 def tables(best: dict[Operator, tuple[float, Config, Config]]) -> dict[str, dict[str, Any]]:
@@ -224,6 +244,7 @@ def tune(options: Options) -> None:
     except TimeoutError:
         print("time is up: run again to go on")
     best = best_pairs(tuner.times)
+    print(regrets(best, tuner.times))
     write_tables(best, folder, torch.cuda.get_device_name())
     print(f"{len(best)} operators measured; tables are in {folder}")
 

@@ -5,8 +5,10 @@ from itertools import product
 
 import triton
 
+from experiments.benches.operator_lines import lines
 from experiments.benches.operator_pairs import Config
 from experiments.benches.operator_shapes import DECODE_GRID, PREFILL_GRID, PROJECTIONS, UP, Operator, decode, prefill
+from punica.ops.triton_ops.configs import OPTIONAL_KEYS
 from punica.ops.triton_ops.launch import block_at_least
 from punica.workload.popularity import PAPER_WORKLOADS
 
@@ -16,7 +18,7 @@ EXPAND = ("row_wise", "block_m", "block_n", "block_k", "tiles_n", "num_warps", "
 
 def operators(groups: str) -> list[Operator]:
     """The operators to tune: A decode, R ranks, B packed projections of one 7B layer, C prefill,
-    P prefill of packed projections, D large decode batches."""
+    P prefill of packed projections, D large decode batches, S some shapes of other models."""
     found: list[Operator] = []
     packed, square, ends = PROJECTIONS.values(), PROJECTIONS["o"], ("Distinct", "Identical")
     if "A" in groups:
@@ -35,6 +37,8 @@ def operators(groups: str) -> list[Operator]:
             found += [decode(square, 16, pattern, tokens) for pattern in ("Uniform", "Identical")]
             found.append(prefill(square, 16, 64, tokens))
         found += [prefill(square, 16, 64, tokens) for tokens in (512, 2048)]
+    if "S" in groups:
+        found += [line.operator for line in lines("shapes")[2::6]]
     return list(dict.fromkeys(found))
 
 
@@ -94,4 +98,4 @@ def expand_candidates(op: Operator) -> list[Config]:
 
 
 def _config(names: Sequence[str], *values: int) -> Config:
-    return dict(zip(names, values, strict=True))
+    return OPTIONAL_KEYS["shrink" if names is SHRINK else "expand"] | dict(zip(names, values, strict=True))

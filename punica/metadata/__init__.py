@@ -17,4 +17,4 @@ from punica.metadata.mapping import (
 )
 from punica.metadata.rows import RowGroups
 from punica.metadata.segment_plan import SegmentPlan
-from punica.metadata.work import HEIGHTS, StepShape
+from punica.metadata.work import HEIGHTS, StepShape, captured_adapters

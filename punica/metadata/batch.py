@@ -28,8 +28,8 @@ class LoRABatch:
         max_num_tokens: most rows, N; bounds the sampled rows too. ``None``: no bound (and no kernels).
         max_loras: slots, L. ``None``: not known (and no kernels).
         device: where the kernels' tensors lie.
-        specialize_active_lora: launch for the adapters that are there, rounded up to a count for which a graph may have
-            been captured, instead of for all L.
+        specialize_active_lora: count the adapters that are there, rounded up to a count for which a graph may have
+            been captured, instead of all L, for callers of the flat ops.
 
     Attributes, of the current step:
         rows: the rows and their runs on the host.
@@ -141,8 +141,10 @@ class LoRABatch:
             meta.active_lora_ids,
         )
 
-    listed = True
-    """The tiles of the step are listed: see `work`."""
+    @property
+    def listed(self) -> bool:
+        """Whether the tiles of the step are listed: see `work`."""
+        return True
 
     @property
     def shape(self) -> StepShape:
@@ -174,7 +176,7 @@ class LoRABatch:
 
     @property
     def max_segments(self) -> int:
-        """Most distinct slots (-1 counted) that a launch for this step, or for a replay of its graph, has to cover."""
+        """Most distinct slots (-1 counted) that are told to the flat ops."""
         meta = self.kernel_meta
         return meta.num_active_loras if self._specialize else meta.active_lora_ids.shape[0]
 

@@ -42,6 +42,18 @@ class StepShape(NamedTuple):
         return cls(_power(adapters), _power(each), _power(adapters) if each < LONG else 0)
 
 
+def captured_adapters(rows: int, max_loras: int) -> list[int]:
+    """Numbers of adapters for which a CUDA graph of ``rows`` decode rows is worth capturing, ascending: one, a quarter
+    of the rows, and as many as rows (at most ``max_loras``).
+
+    A graph keeps the kernels that suited the step it was captured with. It computes every step of as many rows rightly,
+    but fastest those like its own, and between these three the kernels hardly change. So an engine captures
+    `RowGroups.of_runs` of each of these counts, evenly filled, at most three graphs per number of rows, and replays the
+    first that has as many adapters as the step.
+    """
+    return sorted({min(count, max_loras) for count in (1, -(-rows // 4), rows) if rows > 0})
+
+
 class WorkLists:
     """The pieces of one step. ``tiles[i]``: int64 records for `HEIGHTS[i]`; ``short_rows``: int64 records of the rows
     in short segments; ``totals``: ints `[TOTALS]`.

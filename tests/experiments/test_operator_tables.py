@@ -213,8 +213,8 @@ for name, call in found.items():
 
 @pytest.mark.parametrize(
     ("table", "count"),
-    [("A", 6), *[pytest.param(*one, marks=pytest.mark.slow)
-                 for one in (("padding", 5), ("invariant", 4), ("determinism", 4), ("gemm", 4))]],
+    [("A", 7), *[pytest.param(*one, marks=pytest.mark.slow)
+                 for one in (("padding", 6), ("invariant", 4), ("determinism", 4), ("gemm", 4))]],
 )  # fmt: skip
 def test_every_column_computes_the_operator(table, count):
     pytest.importorskip("triton")
@@ -262,7 +262,7 @@ class TestTuner:
     def tune(self):
         return pytest.importorskip("experiments.commands.tune")
 
-    @pytest.mark.parametrize("group", "ARBCPD")
+    @pytest.mark.parametrize("group", "ARBCPDS")
     def test_candidates_are_legal(self, tune, group):
         from punica.ops.triton_ops import configs
 
@@ -279,7 +279,7 @@ class TestTuner:
         for op in (*tune.operators("A"), *tune.operators("C")):
             pairs = zip(tune.shrink_candidates(op), tune.expand_candidates(op), strict=False)
             for us, (shrink, expand) in enumerate(pairs):
-                times[json.dumps([[op.k, op.widths, op.rank, op.sizes], shrink, expand])] = abs(us - 3.0)
+                times[tune._key(op, shrink, expand)] = abs(us - 3.0)
         best = tune.best_pairs(times)
         earlier = tmp_path / configs.tuned_file_name("expand", True, configs._gpu_name())
         earlier.write_text("{}")
@@ -292,6 +292,16 @@ class TestTuner:
             assert configs.get_lora_op_configs("expand", *query) == expand
         assert configs.get_lora_op_configs("shrink", 64, 64, 4096, 16, 1, tuned_dir=str(tmp_path)) == shrink
         configs.clear_config_cache()
+
+    def test_regret_is_that_of_the_rule(self, tune):
+        from experiments.benches.operator_pairs import tuned
+
+        first, second = tune.operators("S")[:2]
+        times = {tune._key(op, *tuned(op)): us for op, us in ((first, 12.0), (second, 10.0))}
+        times[tune._key(first, tune.shrink_candidates(first)[0], tune.expand_candidates(first)[0])] = 10.0
+        text = tune.regrets(tune.best_pairs(times), times)
+        assert "rule 12.00 us, best found 10.00 us, 1.200" in text
+        assert text.endswith("geometric mean 1.095, worst 1.200, operators 2")
 
     def test_sparse_tables_answer_every_look_up_alike(self, tune):
         def answer(node: dict, *wanted: int) -> int:

@@ -96,8 +96,8 @@ def _check_op_type(op_type: str) -> None:
 
 @functools.cache
 def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None = None) -> dict | None:
-    """Parsed tuned table of this GPU from `tuned_dir`, or None: no folder, or no such file in it. What it holds is as it
-    stands in the file: sparse, and perhaps names where configurations are meant.
+    """Parsed tuned table of this GPU from `tuned_dir`, or None: no folder, or no such file in it. What it holds is as
+    it stands in the file: sparse, and perhaps names where configurations are meant.
 
     ValueError: unknown `op_type`, or a file that is not JSON. A given folder without the file warns, once per process.
     """
@@ -163,10 +163,10 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
         if key not in leaf:
             raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
     for key, value in leaf.items():
-        if key in ("row_wise", "weights_left"):
+        if key in ("row_wise", "weights_left") or (key in ("short_k", "short_n") and value == 0):
             continue
         smallest = 16 if key in _BLOCKS else 1
-        power = key in _BLOCKS or key in ("block_r", "num_warps")
+        power = key in _BLOCKS or key in ("block_r", "num_warps", "short_k", "short_n")
         if not isinstance(value, int) or value < smallest or (power and value & (value - 1)):
             wanted = f"a power of two >= {smallest}" if power else "an integer >= 1"
             raise ValueError(f"{where}: {key} must be {wanted}, got {value!r}")

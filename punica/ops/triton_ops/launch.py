@@ -123,7 +123,8 @@ class Launch:
         self.binary = _binary(kernel, dtypes, kinds, values, (num_warps, pdl), self.device)
 
     def __call__(self, tensors: tuple, counts: tuple, aligned: bool, grid: tuple[int, int, int] | None = None) -> None:
-        compiled, grid = self.binary.compiled, grid or self.grid
+        compiled: Any = self.binary.compiled
+        grid = grid or self.grid or (0, 0, 0)
         if (
             compiled is not None
             and aligned

@@ -246,7 +246,7 @@ def _expand_tile(
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += slice_id.to(tl.int64) * stride_hs
-        if HAS_RANKS and VECTOR > 1:
+        if HAS_RANKS and VECTOR > 1 and TILES_N > 1:  # a loop streams B best where it may drop nothing of it
             if rank % VECTOR == 0:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
@@ -262,8 +262,8 @@ def _expand_tile(
         else:
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, True, EVEN_N, BLOCK_M, BLOCK_N,
-                BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, not HAS_RANKS or VECTOR == 1, EVEN_N,
+                BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)

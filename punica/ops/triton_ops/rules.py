@@ -47,7 +47,7 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
     mean, lanes = _rows_per_tiled_adapter(shape, rows), min(block_at_least(rank), 64)
     again = 2 * rows * rank * hidden * slices
     config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False}
-    if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC):
+    if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC / (1.5 if mean >= 32 else 1)):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
         block_r = _power_below(rows * slices * split_k * rank / 64, 2, 16 if rank <= 16 and block_k <= 4096 else 4)
@@ -65,7 +65,11 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
     config |= {"num_stages": 5 if block_m <= 32 and not is_mixed(shape) else 4}
     if is_mixed(shape):
         short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
-        config |= {"short_k": short_k, "block_r": 16 if short_k <= 2048 else 8, "num_warps": 4 if short_k <= 1024 else 8}
+        config |= {
+            "short_k": short_k,
+            "block_r": 16 if short_k <= 2048 else 8,
+            "num_warps": 4 if short_k <= 1024 else 8,
+        }
     return config
 
 
@@ -76,12 +80,14 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     config |= {"weights_left": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         return config | {"row_wise": True, "block_m": 16, "block_n": max(32, 8192 // lanes), "num_stages": 1}
-    block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 4096)), 128
+    block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 1 << 30)), 128
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
     fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 300) if rows > 128 or programs > 1200 else 1.0
-    again = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # planes of a tile, in 4 or 16 KiB
-    tiles_n = max(_power_near(fill, 1, 16), min(_power_near(again, 1, 8), _power_below(programs / 80, 1, 16)))
+    summed = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
+    tiles_n = max(
+        _power_near(fill, 1, 16), min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
+    )
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     return config | ({"short_n": max(32, 8192 // lanes)} if is_mixed(shape) else {})
 
@@ -119,7 +125,7 @@ def _invariant_height(shape: StepShape, rows: int) -> int:
 
 
 def _rows_per_tiled_adapter(shape: StepShape, rows: int) -> float:
-    return shape.longest if is_mixed(shape) else rows / shape.adapters
+    return shape.longest if is_mixed(shape) else rows / max(1, shape.adapters)
 
 
 def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:

@@ -29,9 +29,6 @@ class TensorBatch(NamedTuple):
     as far as it can be told: the rows spread evenly.
     """
 
-    listed = False
-    """Whether the tiles of the step are listed (`punica.metadata.work`)."""
-
     tensors: tuple[Tensor, ...]
     max_segments: int
     no_lora: bool
@@ -56,8 +53,13 @@ class TensorBatch(NamedTuple):
         active = entries if count is None else _active(count, entries)
         return cls(tensors, active, False, form, StepShape.even(active, tensors[0].numel()))
 
+    @property
+    def listed(self) -> bool:
+        """Whether the tiles of the step are listed, as `punica.metadata.work` does."""
+        return False
+
     def work(self, height: int) -> tuple[Any, ...]:
-        """RuntimeError: no lists (see `listed`)."""
+        """RuntimeError: there are no lists."""
         raise RuntimeError("a step given by its tensors has no lists of tiles")
 
     def check_rows(self, rows: int) -> None:
