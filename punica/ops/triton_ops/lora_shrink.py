@@ -120,32 +120,51 @@ def _shrink_by_warps(
     K: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, each of its own part of every K block (one for
-    each warp), added up at the end. The instruction and the order of the sums do not depend on BLOCK_M.
+    """[BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one for each warp and of its own quarter of the
+    split, added up at the end. Neither instruction nor order of the sums depends on BLOCK_M or BLOCK_K.
     """
     WARPS: tl.constexpr = 4
     PART: tl.constexpr = BLOCK_K // WARPS
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    offs_b = tl.arange(0, WARPS)[:, None, None] * PART
-    offs_ak = pid_k * BLOCK_K + offs_b + tl.arange(0, PART)[None, None, :]  # [WARPS, 1, PART]
-    offs_xk = pid_k * BLOCK_K + offs_b + tl.arange(0, PART)[None, :, None]  # [WARPS, PART, 1]
-    a_ptrs = a_ptr + offs_r[None, :, None] * STRIDE_AR + offs_ak * STRIDE_AK
-    x_ptrs = x_ptr + rows[None, None, :] * stride_xt + offs_xk * stride_xk
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    QUARTER: tl.constexpr = (K + 64 * SPLIT_K * WARPS - 1) // (64 * SPLIT_K * WARPS) * 64
+    STEPS: tl.constexpr = (QUARTER + PART - 1) // PART
+    first_k = (pid_k * WARPS + tl.arange(0, WARPS)[:, None, None]) * QUARTER
+    offs_ak = tl.arange(0, PART)[None, None, :]
+    offs_xk = tl.arange(0, PART)[None, :, None]
+    a_ptrs = a_ptr + offs_r[None, :, None] * STRIDE_AR + (first_k + offs_ak) * STRIDE_AK
+    x_ptrs = x_ptr + rows[None, None, :] * stride_xt + (first_k + offs_xk) * stride_xk
+    mask_r = (offs_r < rank)[None, :, None]
+    mask_rows = mask_m[None, None, :]
     acc = tl.zeros([WARPS, BLOCK_R, BLOCK_M], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
-        left = K - step * (BLOCK_K * SPLIT_K)
-        a = tl.load(a_ptrs, mask=(offs_r < rank)[None, :, None] & (offs_ak < left), other=0.0)
-        x = tl.load(x_ptrs, mask=mask_m[None, None, :] & (offs_xk < left), other=0.0)
-        if INTERPRET:
-            acc += tl.sum(a.to(tl.float32)[:, :, :, None] * x.to(tl.float32)[:, None, :, :], 2)
-        else:
-            acc = tl.dot(a, x, acc, input_precision="ieee")
-        a_ptrs += BLOCK_K * SPLIT_K * STRIDE_AK
-        x_ptrs += BLOCK_K * SPLIT_K * stride_xk
+    if STEPS == 1:
+        a = tl.load(a_ptrs, mask=mask_r & (offs_ak < QUARTER) & (first_k + offs_ak < K), other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < K), other=0.0)
+        acc = _batched_dot(a, x, acc, INTERPRET)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+            left = QUARTER - step * PART
+            end = K - step * PART
+            a = tl.load(a_ptrs, mask=mask_r & (offs_ak < left) & (first_k + offs_ak < end), other=0.0)
+            x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < left) & (first_k + offs_xk < end), other=0.0)
+            acc = _batched_dot(a, x, acc, INTERPRET)
+            a_ptrs += PART * STRIDE_AK
+            x_ptrs += PART * stride_xk
     return tl.trans(tl.sum(acc, 0))
+
+
+@triton.jit
+def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
+    """acc + a @ b for a batch of matrices, in float32."""
+    if INTERPRET:
+        acc += tl.sum(a.to(tl.float32)[:, :, :, None] * b.to(tl.float32)[:, None, :, :], 2)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -368,6 +387,8 @@ def plan_shrink(
     block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * weights.dtype.itemsize
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
+    if config["weights_left"]:
+        block_k = max(block_k, 64)  # 16 for each of four warps
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
     per_tile = triton.cdiv(rank, block_r) * split_k
     constants |= {"BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k, "NUM_STAGES": stages}

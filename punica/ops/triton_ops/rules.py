@@ -83,7 +83,9 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 1 << 30)), 128
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
-    fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 300) if rows > 128 or programs > 1200 else 1.0
+    fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 250 if is_mixed(shape) else 300)
+    if rows <= 128 and programs <= 1200:
+        fill = 1.0
     summed = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
     tiles_n = max(
         _power_near(fill, 1, 16), min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
@@ -102,7 +104,8 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     lanes = min(block_at_least(rank), 64)
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "num_warps": 4, "short_k": 0}
     config |= {"split_k": _power_near(hidden / 1024, 1, 8), "block_k": 256 if lanes <= 32 else 128, "num_stages": 3}
-    return config | {"weights_left": True, "block_m": _invariant_height(shape, rows)}
+    config |= {"weights_left": True, "block_m": _invariant_height(shape, rows)}
+    return config | ({"block_k": 16384 // lanes} if lanes <= 32 and config["block_m"] < 32 else {})
 
 
 def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
