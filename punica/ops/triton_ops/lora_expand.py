@@ -462,7 +462,9 @@ def _plan(call: Call, weights: Weights) -> KernelPlan | None:
     check_ranks(lora_ranks, weights)
     if 0 in (tokens, rank, batch.max_segments, width):
         return None
-    config = choose("expand", batch.shape, tokens, width, rank, len(weights.widths), options, add_inputs)
+    config = choose(
+        "expand", batch.shape, tokens, width, rank, len(weights.widths), options, add_inputs, 1, weights.row_major
+    )
     return plan_expand(
         (1, *x.shape), (0, *x.stride()), x.dtype, y, weights, batch, config,
         offset_start=offset_start, add_inputs=add_inputs, has_ranks=lora_ranks is not None,

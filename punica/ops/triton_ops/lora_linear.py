@@ -76,7 +76,7 @@ def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
     if 0 in (tokens, k, a.rank, batch.max_segments, width):
         return None
     shrink = choose("shrink", shape, tokens, k, a.rank, slices, options)
-    expand = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, shrink["split_k"])
+    expand = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, shrink["split_k"], b.row_major)
     return plan_linear(
         y, x, a, b, batch, shrink, expand,
         add_inputs=add_inputs, has_ranks=lora_ranks is not None, pdl=options.pdl and supports_pdl(x.device),

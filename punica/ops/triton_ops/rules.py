@@ -22,16 +22,18 @@ ROW_TRAFFIC = 24e6
 
 
 def rule(
-    op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slices: int, invariant: bool, planes: int = 1
-) -> Config:
+    op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slices: int, invariant: bool,
+    planes: int = 1, row_major: bool = True,
+) -> Config:  # fmt: skip
     """The configuration of one launch; arguments as in `configs.choose`."""
     if op_type == "shrink":
         if invariant:
             return _invariant_shrink(shape, rows, hidden, rank)
         return _shrink(shape, rows, hidden, rank, slices)
     if op_type == "expand":
-        choose = _invariant_expand if invariant else _expand
-        return choose(shape, rows, hidden, rank, slices, planes)
+        if invariant:
+            return _invariant_expand(shape, rows, hidden, rank, slices)
+        return _expand(shape, rows, hidden, rank, slices, planes, row_major)
     lanes = block_at_least(rank)
     block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
     config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
@@ -73,25 +75,28 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
     return config
 
 
-def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
+def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int, row_major: bool) -> Config:
     mean, lanes = _rows_per_tiled_adapter(shape, rows), block_at_least(rank)
     again = 2 * rows * rank * width * slices
     config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
     config |= {"weights_left": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
-        return config | {"row_wise": True, "block_m": 16, "block_n": max(32, 8192 // lanes), "num_stages": 1}
+        config |= {"row_wise": True, "block_m": 16, "num_stages": 1}
+        if row_major:
+            return config | {"block_n": max(32, 8192 // lanes)}
+        return config | {"block_n": max(32, 4096 // lanes), "num_warps": 1}  # threads hold all ranks of their columns
     block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 1 << 30)), 128
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
     fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 250 if is_mixed(shape) else 300)
-    if rows <= 128 and programs <= 1200:
+    if rows <= 128 and programs <= 2000:
         fill = 1.0
     summed = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
     tiles_n = max(
         _power_near(fill, 1, 16), min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
     )
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
-    return config | ({"short_n": max(32, 8192 // lanes)} if is_mixed(shape) else {})
+    return config | ({"short_n": max(32, (8192 if row_major else 16384) // lanes)} if is_mixed(shape) else {})
 
 
 def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Config:
@@ -103,12 +108,12 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     """
     lanes = min(block_at_least(rank), 64)
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "num_warps": 4, "short_k": 0}
-    config |= {"split_k": _power_near(hidden / 1024, 1, 8), "block_k": 256 if lanes <= 32 else 128, "num_stages": 3}
-    config |= {"weights_left": True, "block_m": _invariant_height(shape, rows)}
-    return config | ({"block_k": 16384 // lanes} if lanes <= 32 and config["block_m"] < 32 else {})
+    split_k = _power_near(hidden / (1024 if lanes <= 32 else 2048), 1, 8)
+    config |= {"split_k": split_k, "block_k": 256 if lanes <= 32 else 128, "num_stages": 3, "weights_left": True}
+    return config | {"block_m": _invariant_height(shape, rows)}
 
 
-def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int) -> Config:
+def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
     lanes = block_at_least(rank)
     block_m = _invariant_height(shape, rows)
