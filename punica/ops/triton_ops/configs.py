@@ -203,9 +203,10 @@ def choose(
     how B is stored. Shared by all who ask alike: not to be changed.
     """
     sizes = (hidden_size, rank, num_slices)
-    invariant = options.batch_invariant
-    ends = (add_inputs, None, options.tuned_dir, invariant, planes, row_major)
-    return _chosen(op_type, shape, shape.adapters, rows, *sizes, *ends)
+    tuned_dir, segments = options.tuned_dir, shape.adapters
+    return _chosen(
+        op_type, shape, segments, rows, *sizes, add_inputs, None, tuned_dir, options.batch_invariant, planes, row_major
+    )
 
 
 def _chosen(
