@@ -38,12 +38,11 @@ class Bits:
 
 
 def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) -> Call:
-    from punica.ops.triton_ops.lora_linear import lora_linear
+    from punica.ops.triton_ops import Options, linear
 
-    *tensors, count = problem.meta_args()
+    step, options = problem.step(), Options(batch_invariant, pdl)
     operands = problem.y, problem.x, (problem.a,), (problem.b,)
-    chosen = {"num_active_loras": count, "pdl": pdl, "batch_invariant": batch_invariant}
-    return lambda: lora_linear(*operands, *tensors, 1.0, **chosen)
+    return lambda: linear(*operands, step, options=options)
 
 
 def _atomics(problem: Problem, finer: int = 1) -> Call:

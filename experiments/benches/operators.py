@@ -22,7 +22,7 @@ from experiments.benches.operator_conf import operator_conf
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import Config, DType
 from punica.measure.timing import Call, Name, Protocol, time_side_by_side
-from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs
+from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs, RowGroups
 from punica.ops import baselines, reference, torch_ops
 from punica.registry import Registry
 from punica.workload.popularity import popularity
@@ -56,6 +56,12 @@ class Problem:
     def meta_args(self) -> MetaArgs:
         """The metadata arguments of the Triton operators for these rows."""
         return kernel_meta_args(self.slots, self.a.shape[0], self.x.device)
+
+    def step(self) -> LoRABatch:
+        """The step of these rows, as a wrapper holds it."""
+        step = LoRABatch(len(self.slots), self.a.shape[0], self.x.device)
+        step.fill(RowGroups.of_rows(self.slots.numpy()))
+        return step
 
     def rounded(self, dtype: torch.dtype) -> Problem:
         """A copy in another dtype, with a result of its own."""
@@ -123,18 +129,17 @@ def _torch_backend() -> Backend:
 
 @BACKENDS.register("cuda")
 def _triton_backend() -> Backend:
-    from punica.ops.triton_ops.lora_expand import lora_expand
-    from punica.ops.triton_ops.lora_linear import lora_linear
+    from punica.ops.triton_ops import expand as expand_on_step
+    from punica.ops.triton_ops import linear
 
     def sgmv(problem: Problem, v: torch.Tensor) -> Call:
-        *tensors, count = problem.meta_args()
+        step = problem.step()
         operands = problem.y, problem.x, (problem.a,), (problem.b,)
-        return lambda: lora_linear(*operands, *tensors, 1.0, num_active_loras=count, lora_ranks=problem.ranks)
+        return lambda: linear(*operands, step, lora_ranks=problem.ranks)
 
     def expand(problem: Problem, v: torch.Tensor) -> Call:
-        *tensors, count = problem.meta_args()
-        chosen = {"num_active_loras": count, "add_inputs": True, "lora_ranks": problem.ranks}
-        return lambda: lora_expand(v, (problem.b,), problem.y, *tensors, **chosen)
+        step = problem.step()
+        return lambda: expand_on_step(v, (problem.b,), problem.y, step, lora_ranks=problem.ranks)
 
     return Backend(sgmv, expand)
 
