@@ -117,26 +117,26 @@ def stage(
 ) -> StagedAdapter:
     """Copy this rank's part of every matrix of a packed adapter into an image, in the order of the model's layers.
 
-    `dtype` is that of the slots; casting happens here, once.
+    `dtype` is that of the slots. Casting, and turning a matrix to the order in which its slot lies in memory, happens
+    here, once.
     """
     parts = {name: layer.slot_parts(*lora.pair_of(name)) for name, layer in modules.items()}
-    matrices = [SlotMatrix(part.part, part.rank) for of_layer in parts.values() for part in of_layer]
-    image = pack_image(matrices, dtype, pin_memory=pin_memory)
-    views = iter(image_matrices(image, len(matrices), dtype))
+    all_parts = [part for of_layer in parts.values() for part in of_layer]
+    image = pack_image([SlotMatrix(part.stored().part, part.rank) for part in all_parts], dtype, pin_memory=pin_memory)
+    matrices = zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True)
+    views = iter([matrix if matrix is None or part.row_major else matrix.T for part, matrix in matrices])
     loras: dict[str, ModuleWeights] = {}
     for name, of_layer in parts.items():
         own = [next(views) for _ in of_layer]
         if (weights := lora.get_lora(name)) is not None:
-            loras[name] = _as_views(weights, own, modules[name].a_transposed)
+            loras[name] = _as_views(weights, own)
     return StagedAdapter(lora, loras, image)
 
 
-def _as_views(weights: ModuleWeights, views: list[Tensor | None], a_transposed: bool) -> ModuleWeights:
+def _as_views(weights: ModuleWeights, views: list[Tensor | None]) -> ModuleWeights:
     """`weights` with the tensors replaced by the views: first those of A, slice by slice, then those of B."""
     slices = len(views) // 2
     lora_a, lora_b = views[:slices], views[slices:]
-    if a_transposed:
-        lora_a = [None if a is None else a.t() for a in lora_a]
     if slices > 1 or isinstance(weights, PackedLoRALayerWeights):
         return PackedLoRALayerWeights(weights.module_name, weights.rank, lora_a, lora_b)
     own = copy.copy(weights)

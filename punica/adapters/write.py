@@ -152,7 +152,7 @@ class StreamSlotWriter:
         self._marked = {name: layer for name, layer in modules.items() if layer.skips_when_empty}
         self._device = device
         self._write_slot = write_slot
-        empty = [part for layer in modules.values() for part in layer.slot_parts(None, None)]
+        empty = [part.stored() for layer in modules.values() for part in layer.slot_parts(None, None)]
         self._table = SlotTable([part.slots for part in empty], [part.ranks for part in empty])
         self._step_stream = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)

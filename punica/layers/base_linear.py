@@ -8,7 +8,7 @@ The first two terms are the base layer's, shared by all tenants in one matmul; t
 operation over all tenants, computed by ``punica_wrapper.add_lora_linear``. All adapters of a layer live in two stacked
 buffers per slice, ``A [L, 1, R, in]`` and ``B [L, 1, out, R]``: ``L = max_loras`` slots of width ``R = max_lora_rank``.
 An adapter of rank ``r < R`` fills the top-left corner of its slot; the rest stays zero and ``lora_ranks`` tells the
-kernels not to read it.
+kernels not to read it. In memory both lie rank after rank: B is a view of ``[L, 1, R, out]``.
 
 Tensor parallelism: the base layer knows its place (``tp_rank``, ``tp_size``); ``set_lora`` takes full matrices and
 keeps this rank's part. A column layer splits B by rows, a row layer splits A by columns; the other factor is

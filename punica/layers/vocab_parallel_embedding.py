@@ -29,7 +29,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
     ``lora_b_stacked [L, 1, embedding_dim, R]``: tensors, as there is one slice.
     """
 
-    a_transposed = True
+    a_row_major = False
     lora_a_stacked_2d: Tensor
 
     def __init__(self, base_layer: Any) -> None:
@@ -44,7 +44,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
 
     def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
         super()._allocate(max_loras, shapes, dtype)
-        self.lora_a_stacked = self.lora_a_stacked.squeeze(1)
+        self.lora_a_stacked = self.lora_a_stacked.mT.squeeze(1)
         self.lora_a_stacked_2d = self.lora_a_stacked.flatten(0, 1)
 
     def forward(self, input_: Tensor) -> Tensor:

@@ -124,15 +124,17 @@ def describe_stored(name: str, weights: Any, rank_dim: int) -> Weights:
     """`describe_weights` for kernels, which address the memory: also how all slices are stored."""
     form, orders = describe_weights(name, weights, rank_dim), set()
     for i, weight in enumerate(weights):
-        if not (weight.is_contiguous() or weight.transpose(-1, -2).is_contiguous()):
+        row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
+        if not (row_major or swapped):
             raise ValueError(
                 f"{name}[{i}] (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither row-major "
                 "nor with its last two dimensions swapped: pass a contiguous tensor"
             )
-        orders.add(weight.is_contiguous())
+        if not (row_major and swapped):  # a slice of width 1 lies either way
+            orders.add(row_major)
     if len(orders) > 1:
         raise ValueError(f"slices of {name} mix row-major and transposed storage: store all the same way")
-    return form._replace(row_major=orders.pop())
+    return form._replace(row_major=orders.pop() if orders else True)
 
 
 def check_pair(a: Weights, b: Weights, names: Names) -> None:

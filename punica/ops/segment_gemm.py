@@ -47,7 +47,8 @@ _KEPT_TILES = 256
 
 class Tile(NamedTuple):
     """Shapes and dtypes of a product that converts operands to ``dtype``: ``x [*batch, length, K]``,
-    ``w [*batch, N, K]``."""
+    ``w [*batch, N, K]``. A w that is not ``row_major`` has its last two dimensions swapped in memory, and so it is
+    converted: to turn it too takes twice as long."""
 
     batch: tuple[int, ...]
     length: int
@@ -58,6 +59,7 @@ class Tile(NamedTuple):
     x_dtype: torch.dtype
     w_dtype: torch.dtype
     device: torch.device
+    row_major: bool
 
 
 class Operands(NamedTuple):
@@ -86,7 +88,9 @@ class _Scratch(threading.local):
             if tile.x_dtype != dtype:
                 x = self._buffer("x", (*batch, tile.length, tile.k), dtype, tile.device)
             if tile.w_dtype != dtype:
-                w = self._buffer("w", (*batch, tile.n, tile.k), dtype, tile.device)
+                shape = (tile.n, tile.k) if tile.row_major else (tile.k, tile.n)
+                w = self._buffer("w", (*batch, *shape), dtype, tile.device)
+                w = w if tile.row_major else w.mT
             if tile.out_dtype != dtype:
                 total = self._buffer("total", (*batch, tile.length, tile.n), dtype, tile.device)
             operands = Operands(x, w, None if w is None else w.mT, total)
@@ -128,7 +132,7 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
         return (_multiply_one, w[0].t()) if count == 1 else (_multiply_many, w.mT)
     batch = () if count == 1 else (count,)
     dtype = torch.float64 if torch.float64 in (out_dtype, x_dtype, w.dtype) else torch.float32
-    tile = Tile(batch, length, n, k, dtype, out_dtype, x_dtype, w.dtype, w.device)
+    tile = Tile(batch, length, n, k, dtype, out_dtype, x_dtype, w.dtype, w.device, _is_row_major(w))
     if length > (_CONVERT_ROWS if count == 1 else _CONVERT_RUN_ROWS) and _native_applies(out_dtype, w):
         return _convert(tile._replace(dtype=w.dtype)), w if batch else w[0]
     if count == 1:
@@ -137,6 +141,11 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
     if group < 2:
         return _convert_each(_convert_segment(tile._replace(batch=()))), w
     return (_convert(tile) if group >= count else _convert_groups(tile, group)), w
+
+
+def _is_row_major(w: Tensor) -> bool:
+    """Whether the rows of ``[..., N, K]`` lie together in memory; else its columns do."""
+    return w.stride(-2) >= w.stride(-1)
 
 
 def _native_applies(out_dtype: torch.dtype, w: Tensor) -> bool:
@@ -245,7 +254,7 @@ def _convert_blocks(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float
     columns = max(1, _TILE // max(1, inner + rows))
     for column in range(0, width, columns):
         block = w[column : column + columns]
-        tile = Tile((), rows, block.shape[0], inner, dtype, out.dtype, x.dtype, w.dtype, w.device)
+        tile = Tile((), rows, block.shape[0], inner, dtype, out.dtype, x.dtype, w.dtype, w.device, _is_row_major(w))
         whole = _convert(tile)
         converted = (_scratch.operands.get(whole) or _scratch.cut(whole)).w
         if converted is not None:

@@ -8,7 +8,9 @@ over the stacked buffers of all layers. Layout, for M matrices (A and B of every
     header  int64 [M, 4]       offset of the matrix in units of 16 bytes, its rows, its columns, its rank; zeros if none
     data    the matrices, row by row, each beginning at a multiple of 16 bytes
 
-The zeros around a matrix narrower than its slot are not part of the image: the kernel makes them.
+Matrices and slots are meant as they lie in memory, rank after rank: A ``[rank, in]``, and B turned to ``[rank, out]``
+before it is packed. Both then are the first piece of their slot. The zeros around a matrix smaller than its slot are
+not part of the image: the kernel makes them.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory
         _header(image, len(matrices)).copy_(torch.tensor(header, device="cpu"))
     for target, matrix in zip(image_matrices(image, len(matrices), dtype), matrices, strict=True):
         if target is not None and matrix.part is not None:
-            target.copy_(matrix.part.detach())
+            target.copy_(matrix.part.detach().to(dtype))  # cast apart: torch is slow to cast and turn at once
     return image
 
 

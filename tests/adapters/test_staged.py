@@ -32,7 +32,7 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, shard
     staged = stage(manager.modules, lora, dtype, pin_memory=False)
     for buffer in all_buffers(manager):
         buffer[SLOT].fill_(3)
-    empty = [part for layer in manager.modules.values() for part in layer.slot_parts(None, None)]
+    empty = [part.stored() for layer in manager.modules.values() for part in layer.slot_parts(None, None)]
     write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], SLOT)
     for found, wanted in zip(all_buffers(manager), expected, strict=True):
         assert torch.equal(found, wanted)
@@ -52,6 +52,8 @@ def test_a_staged_adapter_is_the_adapter(make_manager):
         for wanted, found in pairs:
             assert torch.equal(found, wanted)
             assert found.untyped_storage().data_ptr() == storage
+        for b in own.lora_b if weights.is_packed else [own.lora_b]:
+            assert b.T.is_contiguous(), "it lies as its slot does"
     manager.add_adapter(staged)
     manager.activate_adapter(3)
     down = manager.modules["model.layers.1.mlp.down_proj"]

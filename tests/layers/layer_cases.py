@@ -142,9 +142,13 @@ def linear_layer(
 
 
 def fill(layer: Any, slot: int, pairs: Pairs) -> None:
+    layer.set_lora(slot, *as_arguments(layer, pairs))
+
+
+def as_arguments(layer: Any, pairs: Pairs) -> tuple[Any, Any]:
+    """A and B as `set_lora` of this layer takes them: lists of one per slice, or the only ones."""
     a, b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    packed = isinstance(layer, layers.MergedColumnParallelLinearWithLoRA)
-    layer.set_lora(slot, a if packed else a[0], b if packed else b[0])
+    return (a, b) if isinstance(layer, layers.MergedColumnParallelLinearWithLoRA) else (a[0], b[0])
 
 
 def lora_term(x: Tensor, slots: list[int], adapters: dict[int, Pairs], dtype: torch.dtype) -> Tensor:

@@ -72,7 +72,10 @@ def test_the_sum_is_that_of_one_stream(name, dtype) -> None:
     use(wrapper, MIXED)
     expected = layer(x)
     layer._streams = streams = InTurn()
-    assert torch.equal(layer(x), expected), "the term is kept in float32, so even the rounding is the same"
+    if dtype == torch.float32:  # a product that adds to y may begin its sums with it
+        torch.testing.assert_close(layer(x), expected)
+    else:
+        assert torch.equal(layer(x), expected), "the term is kept in float32, so even the rounding is the same"
     torch.testing.assert_close(layer(x.view(1, len(MIXED), IN))[0], expected)  # 3-D: another base product
     assert streams.runs == 2
     use(wrapper, [-1] * len(MIXED))

@@ -27,6 +27,10 @@ LAYOUTS = {
     "long-segment": [1] * 130 + [0] * 3,
 }
 
+ORDERS = pytest.mark.parametrize(
+    "order", [torch.clone, lambda b: b.mT.contiguous().mT], ids=["row-major", "rank-major"]
+)
+
 
 def run_lora(x, a, b, y, slots, scaling=0.5, offset=0, add_inputs=True, ranks=None):
     step = LoRABatch.of_slots(torch.as_tensor(slots, dtype=torch.int64))
@@ -80,16 +84,17 @@ def test_sizes(dtype, rows, hidden, rank, num_slots):
     assert_expanded(y, expected_lora(buffer, b, before, slots))
 
 
+@ORDERS
 @pytest.mark.parametrize("native", [True, False], ids=["native", "convert"])
 @pytest.mark.parametrize("layout", ["identical", "uniform", "distinct", "long-segment"])
-def test_both_bfloat16_forms_agree_with_float64(native, layout, monkeypatch):
+def test_both_bfloat16_forms_agree_with_float64(native, layout, order, monkeypatch):
     """The processor decides between the forms; this test runs both on every machine."""
     monkeypatch.setattr(segment_gemm, "_onednn_multiplies_bfloat16", lambda: native)
     slots = LAYOUTS[layout]
     rows, rank, width = len(slots), 16, 4100
     x, y = normal(rows, 64, dtype=torch.bfloat16), normal(rows, width, dtype=torch.bfloat16, seed=3)
     a = (normal(7, rank, 64, dtype=torch.bfloat16, scale=0.125, seed=1),)
-    b = (normal(7, width, rank, dtype=torch.bfloat16, scale=0.25, seed=2),)
+    b = (order(normal(7, width, rank, dtype=torch.bfloat16, scale=0.25, seed=2)),)
     before = y.clone()
     buffer = run_lora(x, a, b, y, slots)
     assert_expanded(y, expected_lora(buffer, b, before, slots))
@@ -335,15 +340,17 @@ def test_slices_of_mixed_dtype_raise():
     assert (y == 5).all()
 
 
+@ORDERS
 @pytest.mark.parametrize("tile", [1, 200, 700, 2500])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", ["distinct", "identical", "uniform", "long-segment"])
-def test_every_way_to_tile_a_conversion(layout, dtype, tile, monkeypatch):
+def test_every_way_to_tile_a_conversion(layout, dtype, tile, order, monkeypatch):
     """One tile, groups of segments with a rest, segment by segment, blocks of columns; float64 inputs stay float64."""
     monkeypatch.setattr(segment_gemm, "_TILE", tile)
     slots = LAYOUTS[layout]
     x, y = normal(len(slots), 30, dtype=dtype), normal(len(slots), 21, dtype=torch.bfloat16, seed=3)
-    a, b = (normal(7, 5, 30, dtype=dtype, scale=0.2, seed=1),), (normal(7, 21, 5, dtype=dtype, scale=0.4, seed=2),)
+    a = (normal(7, 5, 30, dtype=dtype, scale=0.2, seed=1),)
+    b = (order(normal(7, 21, 5, dtype=dtype, scale=0.4, seed=2)),)
     before = y.clone()
     buffer = run_lora(x, a, b, y, slots)
     assert_shrunk(buffer[0], products(x, a[0], torch.tensor(slots), 0.5))

@@ -3,6 +3,9 @@
     slots_m[index, i, j] = image_m[i, j]  where i < r_m and j < c_m, else 0          for every matrix m of the slot
     ranks_m[index]       = rank_m
 
+Rows and columns are those of the memory, which holds A as ``[rank, in]`` and B as ``[rank, out]``: an adapter of lower
+rank has fewer rows than its slot, and only where ranks are columns (the A of an embedding) fewer columns.
+
 The image (:mod:`punica.ops.slot_image`) stays in page-locked host memory and the kernel reads it through the link, so
 an adapter needs no copy on the device and moves once. A few programs suffice to keep the link busy, and they leave the
 other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read

@@ -135,10 +135,12 @@ def test_column_view_of_y_and_strided_input(form, device, use_config):
     assert_close(whole, expected(batch, h, old, 10, True), FP16)
 
 
+@pytest.mark.parametrize("widths", [(33, 40), (33, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize("form", EXPANDS)
-def test_weights_stored_rank_major(form, device, use_config):
+def test_weights_stored_rank_major(form, widths, device, use_config):
+    """A slice of width 1 lies in memory either way, and goes with any other."""
     use_config(expand=EXPANDS[form])
-    batch = Batch([0, 1, -1, 1], 16, (33, 40), 20, 2, FP16, device)
+    batch = Batch([0, 1, -1, 1], 16, widths, 20, 2, FP16, device)
     rank_major = tuple(b.transpose(-1, -2).contiguous().transpose(-1, -2) for b in batch.b)
     h, y = rank_vectors(batch), wide_output(batch)
     old = y.clone()
