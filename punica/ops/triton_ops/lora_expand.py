@@ -212,12 +212,15 @@ def _expand_rows_of(
         for _ in tl.range(0, TILES_N):
             mask_n = (offs_n < width)[None, :]
             acc = accumulator(BLOCK_M, BLOCK_N, LEFT)
-            for first_r in tl.range(0, rank, BLOCK_R):
+            for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes = first_r + offs_r
-                h_mask = mask_m[:, None] & (lanes < rank)[None, :]
+                h_mask = mask_m[:, None] & (lanes < rank_read)[None, :]
                 h = _sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
                 jump = first_r * (1 if ROW_MAJOR else width)
-                b = tl.load(b_ptrs + jump, mask=(lanes < rank)[:, None] & mask_n, other=0.0)
+                b = tl.load(b_ptrs + jump, mask=(lanes < rank_read)[:, None] & mask_n, other=0.0)
+                if not WHOLE:
+                    h = tl.where((lanes < rank)[None, :], h, 0.0)
+                    b = tl.where((lanes < rank)[:, None], b, 0.0)
                 acc = dot(h.to(b.dtype), b, acc, LEFT, INTERPRET)
             total = result(acc, LEFT)
             if ADD:
@@ -237,7 +240,11 @@ def _expand_tile(
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice."""
+    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. In a loop, true ranks that are whole
+    vectors have code of their own, as B streams best where nothing of it is dropped; float32 does without, since the
+    shared memory of both counts.
+    """
+    EITHER: tl.constexpr = HAS_RANKS and VECTOR > 1
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
     if (rank > 0) | ((slot >= 0) & (not ADD)):
@@ -246,7 +253,7 @@ def _expand_tile(
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += slice_id.to(tl.int64) * stride_hs
-        if HAS_RANKS and VECTOR > 1 and TILES_N > 1:  # a loop streams B best where it may drop nothing of it
+        if EITHER and TILES_N > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
             if rank % VECTOR == 0:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
@@ -262,8 +269,8 @@ def _expand_tile(
         else:
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, not HAS_RANKS or VECTOR == 1, EVEN_N,
-                BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, not EITHER, EVEN_N, BLOCK_M, BLOCK_N,
+                BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -420,11 +427,14 @@ def plan_expand(
         launch = Launch(_lora_expand_rows_kernel, grid, dtypes, strides, constants, **shared)
         return RowsPlan(launch, (weights.slots,))
 
-    # all ranks in one pass where that fits: more passes would read y-sized accumulators again
-    block_m, block_r = config["block_m"], block_at_least(rank) if rank <= 128 else min(config["block_k"], 128)
+    # All ranks in one pass where that fits, since more would read h again for every block of columns. The operands of
+    # a float32 product lie in registers, whose number per program is the limit there.
+    most_r = 128 if weights.dtype.itemsize == 2 else 16
+    block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
-    stage_bytes = block_n * (block_r * weights.dtype.itemsize + block_m * y.element_size())
+    row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
+    stage_bytes = block_n * block_r * weights.dtype.itemsize + block_m * row_bytes  # B, and old y or the planes of h
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
     per_tile = blocks(block_n * tiles_n)
     constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}

@@ -102,23 +102,22 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
 def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Config:
     """One split and one instruction whatever the step is, so that a row has the same bits in every batch.
 
-    Weights are the left operand of the tensor cores: the instruction depends on their block and on the warps alone, and
-    a row is a column of its right operand, however many there are. The height of a tile is free, and all else here
-    depends on the layer only.
+    Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. The
+    height of a tile is free, and all else here depends on the layer only. 64 lanes get two warps, since with four
+    Hopper and Blackwell take their wide instructions for high tiles and the old one for low tiles.
     """
     lanes = min(block_at_least(rank), 64)
-    config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "num_warps": 4, "short_k": 0}
+    config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "short_k": 0}
     split_k = _power_near(hidden / (1024 if lanes <= 32 else 2048), 1, 8)
     config |= {"split_k": split_k, "block_k": 256 if lanes <= 32 else 128, "num_stages": 3, "weights_left": True}
-    return config | {"block_m": _invariant_height(shape, rows)}
+    return config | {"block_m": _invariant_height(shape, rows), "num_warps": 4 if lanes <= 32 else 2}
 
 
 def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
-    lanes = block_at_least(rank)
-    block_m = _invariant_height(shape, rows)
-    config: Config = {"row_wise": False, "block_m": block_m, "block_k": min(lanes, 128), "num_stages": 3, "short_n": 0}
-    config |= {"weights_left": True}
+    lanes, block_m = block_at_least(rank), _invariant_height(shape, rows)
+    config: Config = {"row_wise": False, "block_m": block_m, "block_k": lanes if lanes <= 128 else 32, "short_n": 0}
+    config |= {"weights_left": True, "num_stages": 3}
     if block_m < 32:
         return config | {"block_n": max(32, 4096 // lanes), "tiles_n": 1, "num_warps": 1}
     if rows <= 1024 and lanes <= 32:

@@ -1,0 +1,216 @@
+"""Compile kernels for a GPU that is not there: ``python target_compiler.py 86 < cases.json`` prints what came of it.
+
+A program of its own, since Triton decides when it is imported whether kernels are interpreted, and since it has to take
+this machine for one with that GPU: its driver and the two questions that the library asks torch are answered here. From
+there on everything is the library's own: the rule chooses, a plan is made for the GPU, and the launch compiles
+(`Launch.compile_only`). Operands lie on the meta device.
+"""
+
+import contextlib
+import io
+import json
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.checks import STEP, Weights, describe_stored
+from punica.ops.slot_image import SlotMatrix, pack_image
+from punica.ops.triton_ops.configs import Options, choose
+from punica.ops.triton_ops.launch import Launch, supports_pdl
+from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.lora_linear import plan_linear
+from punica.ops.triton_ops.lora_shrink import plan_shrink
+from punica.ops.triton_ops.plan import Batch, KernelPlan
+from punica.ops.triton_ops.slot_write import SlotTable, write_slot
+from punica.ops.triton_ops.tensor_batch import TensorBatch
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+"""Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
+STEPS = {
+    "one row": [1],
+    "64 distinct": [1] * 64,
+    "64 of one": [64],
+    "prefill 512": [512],
+    "prefill 2048": [1500, 548],
+    "prefill 8192": [8192],
+    "prompt and 31 rows": [481] + [1] * 31,
+}
+"""Rows of each adapter."""
+LAYERS = {"qkv": (4096, (4096, 1024, 1024)), "down": (14336, (4096,)), "odd": (1000, (1000, 24))}
+"""Hidden size and widths of the slices."""
+SLOTS = 64
+GPU = torch.device("cuda", 0)
+Record = dict[str, Any]
+
+
+class AbsentGpu:
+    """What Triton asks of its driver while it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+class Compilations:
+    """Everything that a launch has compiled; ``records`` grows by one per launch."""
+
+    def __init__(self, capability: int) -> None:
+        self.records: list[Record] = []
+        self._compile, self._known = JITFunction.warmup, {}
+        shared = SHARED_KIB[capability] << 10
+        driver.set_active(AbsentGpu(capability))
+        triton.knobs.nvidia.dump_ptxas_log = True
+        torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(shared_memory_per_block_optin=shared)
+        JITFunction.warmup = lambda kernel, *arguments, **options: self._note(kernel, arguments, options)
+        Launch.compile_only = True
+
+    def _note(self, kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> None:
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            compiled = self._compile(kernel, *arguments, **options)
+        if compiled.hash not in self._known:  # later compilations of the same are remembered ones, without log
+            self._known[compiled.hash] = _described(compiled, log.getvalue())
+        self.records.append(dict(self._known[compiled.hash]))
+
+
+def _described(compiled: Any, log: str) -> Record:
+    code = compiled.asm["ptx"]
+    return {
+        "error": "",
+        "target": int(re.findall(r"\.target sm_(\d+)", code)[0]),
+        "shared": compiled.metadata.shared,
+        "registers": int(re.findall(r"Used (\d+) registers", log)[-1]),
+        "spilled": int(re.findall(r"(\d+) bytes spill stores", log)[-1]),
+        "waits": "griddepcontrol" in code,
+        "starts_early": bool(compiled.metadata.launch_pdl),
+        "instructions": sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", code))),
+    }
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Operands:
+    """Those of one case, as its forms and as tensors without memory."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        sizes, (self.k, self.widths) = STEPS[case["step"]], LAYERS[case["layer"]]
+        self.rank, self.dtype = case["rank"], getattr(torch, case["dtype"])
+        self.tokens, self.slices = sum(sizes), len(self.widths)
+        self.x, self.y = self._empty(self.tokens, self.k), self._empty(self.tokens, sum(self.widths))
+        self.a = tuple([self._empty(SLOTS, self.rank, self.k) for _ in self.widths])
+        self.b = tuple([self._b(width, case["by_ranks"]) for width in self.widths])
+        self.ranks = empty(self.slices, SLOTS, dtype=torch.int32) if case["ranks"] else None
+        step = LoRABatch(self.tokens, SLOTS, "meta")
+        step.fill(RowGroups.of_runs(range(len(sizes)), sizes))
+        flat = TensorBatch.given(*step.tensors, flag=torch.tensor([False]), count=len(sizes))
+        self.batch: Batch = step if case["listed"] else flat
+        self.options = Options(case["invariant"])
+
+    def _empty(self, *shape: int) -> Tensor:
+        return empty(*shape, dtype=self.dtype)
+
+    def _b(self, width: int, by_ranks: bool) -> Tensor:
+        if by_ranks:
+            return self._empty(SLOTS, self.rank, width).transpose(1, 2)
+        return self._empty(SLOTS, width, self.rank)
+
+    def forms(self) -> tuple[Weights, Weights]:
+        """Of A and B, as if they were on the GPU."""
+        a, b = describe_stored(STEP.a, self.a, -2), describe_stored(STEP.b, self.b, -1)
+        return a._replace(device=GPU), b._replace(device=GPU)
+
+    def shrink_config(self) -> Record:
+        return choose("shrink", self.batch.shape, self.tokens, self.k, self.rank, self.slices, self.options)
+
+    def expand_config(self, planes: int) -> Record:
+        sizes = (self.tokens, max(self.widths), self.rank, self.slices)
+        return choose("expand", self.batch.shape, *sizes, self.options, True, planes)
+
+
+def linear_plans(given: Operands) -> tuple[tuple, tuple]:
+    """Shrink and expand of a layer, each with the low-rank tensor between them."""
+    (a, b), shrink, has_ranks = given.forms(), given.shrink_config(), given.ranks is not None
+    expand = given.expand_config(shrink["split_k"])
+    plan = plan_linear(
+        given.y, given.x, a, b, given.batch, shrink, expand, has_ranks=has_ranks, pdl=supports_pdl(GPU)
+    )  # fmt: skip
+    planes = empty(*plan.planes, dtype=torch.float32)
+    return (plan.shrink, planes), (plan.expand, planes)
+
+
+def single_plans(given: Operands) -> tuple[tuple, tuple]:
+    """The ops by themselves, with a low-rank tensor of the inputs' type. On a listed step shrink adds to it."""
+    (a, b), has_ranks = given.forms(), given.ranks is not None
+    h = given._empty(given.slices, given.tokens, given.rank)
+    shrink = plan_shrink(
+        given.x, a, h.dtype, given.batch, given.shrink_config(),
+        has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
+    )  # fmt: skip
+    expand = plan_expand(
+        (1, *h.shape), (0, *h.stride()), h.dtype, given.y, b, given.batch, given.expand_config(1),
+        offset_start=0, add_inputs=True, has_ranks=has_ranks,
+    )  # fmt: skip
+    return (shrink, h), (expand, h)
+
+
+def form_of(plan: KernelPlan) -> str:
+    """Which kernel it is, and which of its parts are in use."""
+    launch = plan.launch  # type: ignore[attr-defined]
+    constants = dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
+    name = launch.kernel.__name__.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
+    short = constants.get("SHORT_K", 0) + constants.get("SHORT_N", 0) > 0
+    return name + (" and rows" if short else "") + (", weights left" if constants.get("LEFT") else "")
+
+
+def compile_case(case: dict[str, Any], done: Compilations) -> list[Record]:
+    """Both kernels of one case."""
+    given, found = Operands(case), []
+    (shrink, h), (expand, _) = linear_plans(given) if case["linear"] else single_plans(given)
+    for plan, run in (
+        (shrink, lambda: shrink.run(given.x, given.a, h, given.batch, given.ranks, True, 1.0)),
+        (expand, lambda: expand.run(h, given.b, given.y, given.batch, given.ranks, True)),
+    ):
+        try:
+            run()
+            record = done.records[-1]
+        except Exception as error:
+            record = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
+        found.append({"case": case, "form": form_of(plan), **record})
+    return found
+
+
+def compile_slot_write(dtype: str, elements: int, done: Compilations) -> Record:
+    """The kernel that fills slots of so many elements, which decides whether all of them are aligned."""
+    slots, ranks = [torch.zeros(2, 1, elements, dtype=getattr(torch, dtype))], [torch.zeros(2, dtype=torch.int32)]
+    write_slot(pack_image([SlotMatrix(None, 0)], slots[0].dtype), SlotTable(slots, ranks), 0)
+    return {"case": {"dtype": dtype, "elements": elements}, "form": "slot write", **done.records[-1]}
+
+
+def main() -> None:
+    done = Compilations(int(sys.argv[1]))
+    found = [record for case in json.load(sys.stdin) for record in compile_case(case, done)]
+    found += [compile_slot_write(dtype, size, done) for dtype in ("float16", "float32") for size in (64, 33)]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Every kernel form compiled ahead for the GPUs that the library is meant for, without one: what the rule chooses there
+must compile, fit into that GPU's shared memory, and use only instructions that it has.
+"""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from target_compiler import LAYERS, SHARED_KIB, STEPS
+
+ROOT = Path(__file__).parents[3]
+Case = dict[str, Any]
+CHOICES: dict[str, Sequence] = {
+    "step": tuple(STEPS),
+    "rank": (8, 16, 20, 64, 128, 256),
+    "layer": tuple(LAYERS),
+    "dtype": ("float16", "bfloat16", "float32"),
+    "invariant": (False, True),
+    "ranks": (True, False),  # a table of true ranks
+    "by_ranks": (False, True),  # how B is stored
+    "listed": (True, False),  # a step of the wrapper's, or tensors from elsewhere
+    "linear": (True, False),  # both kernels as a layer has them run, or each op by itself
+}
+USUAL: Case = {name: values[0] for name, values in CHOICES.items()}
+DEMANDING: list[Case] = [
+    USUAL | {"step": step, "rank": rank, "dtype": dtype, "layer": layer, "invariant": invariant}
+    for step, rank, dtype, layer, invariant in (
+        ("64 of one", 128, "float32", "qkv", False),
+        ("64 of one", 256, "float16", "down", False),
+        ("64 of one", 256, "bfloat16", "down", True),
+        ("prompt and 31 rows", 64, "float16", "qkv", False),
+        ("prompt and 31 rows", 256, "float16", "down", False),
+        ("prefill 2048", 64, "float32", "qkv", False),
+        ("prefill 2048", 128, "float16", "qkv", False),
+        ("prefill 2048", 128, "float16", "qkv", True),
+        ("prefill 2048", 256, "float32", "qkv", True),
+        ("prefill 8192", 256, "bfloat16", "qkv", False),
+    )
+]
+"""Much shared memory, many registers, or both."""
+FORMS = {
+    "shrink rows", "shrink search", "shrink search, weights left", "shrink listed", "shrink listed and rows",
+    "shrink listed, weights left", "expand rows", "expand search", "expand search, weights left", "expand listed",
+    "expand listed and rows", "expand listed, weights left", "slot write",
+}  # fmt: skip
+SPILLED = 1536
+"""Most bytes that a thread of a form that serves by default, in 16 bits, may keep in memory for lack of registers."""
+
+
+def pairwise(seed: int) -> list[Case]:
+    """Cases in which every two values of two choices meet, others for another seed."""
+    generator = random.Random(seed)
+    names = list(CHOICES)
+    missing = {
+        frozenset([(a, x), (b, y)])
+        for a, b in itertools.combinations(names, 2)
+        for x, y in itertools.product(CHOICES[a], CHOICES[b])
+    }
+    cases = []
+    while missing:
+        wanted = dict(min(missing, key=lambda pair: sorted(map(repr, pair))))
+        drawn = [{name: generator.choice(CHOICES[name]) for name in names} | wanted for _ in range(40)]
+        met = [{frozenset(pair) for pair in itertools.combinations(case.items(), 2)} for case in drawn]
+        best = max(range(len(drawn)), key=lambda i: len(met[i] & missing))
+        cases.append(drawn[best])
+        missing -= met[best]
+    return cases
+
+
+def compiled(capability: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """What `target_compiler` says of these cases. It starts from an empty cache, since ptxas is asked what it does."""
+    script = Path(__file__).with_name("target_compiler.py")
+    with TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": str(ROOT)}
+        found = subprocess.run(
+            [sys.executable, str(script), str(capability)],
+            input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    return json.loads(found.stdout)
+
+
+def check(capability: int, records: list[dict[str, Any]]) -> None:
+    """They compiled, for this GPU, and fit."""
+    failed = [(one["form"], one["case"], one["error"]) for one in records if one["error"]]
+    assert not failed
+    assert {one["target"] for one in records} == {capability}
+    limit = SHARED_KIB[capability] << 10
+    assert not [(one["form"], one["case"], one["shared"]) for one in records if one["shared"] > limit]
+    early = [one["case"].get("linear", False) and capability >= 90 for one in records]
+    assert [one["waits"] for one in records] == early
+    assert [one["starts_early"] for one in records] == early
+
+
+@cache
+def everything(capability: int) -> list[dict[str, Any]]:
+    return compiled(capability, DEMANDING + pairwise(capability))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+class TestEveryForm:
+    def test_compiles_and_fits(self, capability: int):
+        records = everything(capability)
+        assert {one["form"] for one in records} == FORMS
+        check(capability, records)
+
+    def test_registers_suffice(self, capability: int):
+        usual = [one for one in everything(capability) if one["form"] != "slot write"]
+        usual = [one for one in usual if one["case"]["dtype"] != "float32" and not one["case"]["invariant"]]
+        assert not [(one["spilled"], one["form"], one["case"]) for one in usual if one["spilled"] > SPILLED]
+
+    def test_weights_left_has_one_instruction_for_all_steps(self, capability: int):
+        """Else a row's bits would depend on what else is in the batch."""
+        found = defaultdict(set)
+        for one in everything(capability):
+            if "weights left" in one["form"]:
+                found[one["case"]["dtype"]].add(tuple(one["instructions"]))
+        assert found == {
+            "float16": {("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",)},
+            "bfloat16": {("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",)},
+            "float32": {()},
+        }
+
+
+def test_a_usual_step_compiles_for_a_small_gpu():
+    steps = ("64 distinct", "prompt and 31 rows")
+    check(86, compiled(86, [USUAL | {"step": step} for step in steps]))
