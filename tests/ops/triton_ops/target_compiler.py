@@ -29,7 +29,7 @@ from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_linear import plan_linear
 from punica.ops.triton_ops.lora_shrink import plan_shrink
-from punica.ops.triton_ops.plan import Batch, KernelPlan
+from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
@@ -172,11 +172,16 @@ def single_plans(given: Operands) -> tuple[tuple, tuple]:
     return (shrink, h), (expand, h)
 
 
-def form_of(plan: KernelPlan) -> str:
+def constants_of(plan: RowsPlan | SearchPlan | ListedPlan) -> Record:
+    """What the kernel is compiled for, by name (and the strides)."""
+    launch = plan.launch
+    return dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
+
+
+def form_of(plan: RowsPlan | SearchPlan | ListedPlan) -> str:
     """Which kernel it is, and which of its parts are in use."""
-    launch = plan.launch  # type: ignore[attr-defined]
-    constants = dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
-    name = launch.kernel.__name__.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
+    constants = constants_of(plan)
+    name = plan.launch.kernel.__name__.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
     short = constants.get("SHORT_K", 0) + constants.get("SHORT_N", 0) > 0
     return name + (" and rows" if short else "") + (", weights left" if constants.get("LEFT") else "")
 
