@@ -41,7 +41,7 @@ def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) 
     from punica.ops.triton_ops import Options, linear
 
     step, options = problem.step(), Options(batch_invariant, pdl)
-    operands = problem.y, problem.x, (problem.a,), (problem.b,)
+    operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
     return lambda: linear(*operands, step, options=options)
 
 
@@ -54,7 +54,7 @@ def _atomics(problem: Problem, finer: int = 1) -> Call:
     shrink, expand = tuned(Operator(problem.x.shape[1], (h2,), rank, problem.sizes))
     if finer > 1:
         shrink |= {"split_k": finer * shrink["split_k"], "block_k": max(SMALLEST_BLOCK, shrink["block_k"] // finer)}
-    operands = problem.y, problem.x, (problem.a,), (problem.b,)
+    operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
     overlap = supports_pdl(problem.x.device)
     call = prepare_lora_atomics(*operands, problem.meta_args(), shrink, expand, overlap=overlap)
     return lambda: call(*operands)

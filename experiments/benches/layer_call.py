@@ -55,6 +55,6 @@ def layer_calls(batches: Sequence[Problem]) -> list[Call]:
         if rows not in steps:
             steps[rows] = begun(get_punica_wrapper, rows, slots, rank, batch.x.device)
         ranks = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
-        operands = batch.y, batch.x, (batch.a,), (batch.b,), 1.0, (batch.b.shape[1],)
+        operands = batch.y, batch.x, (batch.a,), (batch.stored_b,), 1.0, (batch.b.shape[1],)
         calls.append(partial(steps[rows].add_lora_linear, *operands, lora_ranks=ranks))
     return calls

@@ -1,9 +1,8 @@
 """The operator tables' columns: what is called on the sets of one operator, and checked before its time counts.
 
 ==========================  ==============================================================================
-punica                      the flat operator, both kernels early
-wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks
-wrapper, B by ranks         the same with B stored as layers store it on a GPU
+punica                      the flat operator, both kernels early, B row after row as in adapter files
+wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks, B by ranks
 wrapper, normal launch      as ``wrapper`` with ``LoRAConfig(pdl=False)``
 normal shrink               as a layer has it run, expand early only
 no overlap                  the flat operator with plain launches
@@ -50,9 +49,8 @@ def _flat(sets: OperatorSets, **options: Any) -> Call:
     return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
 
 
-def _of_a_layer(sets: OperatorSets, by_ranks: bool = False, **switches: bool) -> Call:
-    op, a, ranks = sets.operator, sets.stacked_a, sets.stacked_ranks
-    b = sets.b_by_ranks if by_ranks else sets.stacked_b
+def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
+    op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
     wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), ranks.shape[1], op.rank, sets.x.device, **switches)
     return lambda i: wrapper.add_lora_linear(sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths, lora_ranks=ranks)
 
@@ -65,7 +63,6 @@ def _of_the_operator(sets: OperatorSets) -> Columns:
     return {
         "punica": _flat(sets),
         "wrapper": _of_a_layer(sets),
-        "wrapper, B by ranks": _of_a_layer(sets, by_ranks=True),
         "wrapper, normal launch": _of_a_layer(sets, pdl=False),
         "normal shrink": _normal_shrink(sets),
         "no overlap": _flat(sets, pdl=False),
@@ -95,10 +92,10 @@ def _atomics(sets: OperatorSets) -> Columns:
     shrink, expand = tuned(sets.operator)
     finer = {**shrink, "split_k": min(16, 4 * shrink["split_k"]), "block_k": max(128, shrink["block_k"] // 4)}
     found: Columns = {"punica": _flat(sets), "no early shrink": _normal_shrink(sets)}
-    first, overlap = (sets.y[0], sets.x[0], sets.a[0], sets.b[0]), supports_pdl(sets.x.device)
+    first, overlap = (sets.y[0], sets.x[0], sets.stacked_a[0], sets.stacked_b[0]), supports_pdl(sets.x.device)
     for name, config in (("atomics", shrink), ("atomics, finer split", finer)):
         run = prepare_lora_atomics(*first, sets.meta_args, config, expand, overlap=overlap)
-        found[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.a[i], sets.b[i])
+        found[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.stacked_a[i], sets.stacked_b[i])
     return found
 
 

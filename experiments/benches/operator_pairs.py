@@ -22,10 +22,10 @@ Job = tuple[Operator, Config, Config, bool]  # operator, shrink, expand, pdl
 
 
 def tuned(op: Operator) -> tuple[Config, Config]:
-    """What the library chooses for the shrink and the expand of `op`."""
+    """What the library chooses for the shrink and the expand of `op` in a layer."""
     shape, rest = RowGroups.of_runs(range(len(op.sizes)), op.sizes).work.shape, (op.rank, len(op.widths), False)
     shrink = rule("shrink", shape, op.tokens, op.k, *rest)
-    expand = rule("expand", shape, op.tokens, max(op.widths), *rest, shrink["split_k"])
+    expand = rule("expand", shape, op.tokens, max(op.widths), *rest, shrink["split_k"], row_major=False)
     return shrink, expand
 
 
@@ -40,14 +40,14 @@ def pair_plan(
     sets: OperatorSets, shrink: Config, expand: Config, *, pdl: bool, pdl_shrink: bool | None = None
 ) -> Callable[[int], None]:
     """``call(i)``: the operator on set i with these configurations, as a layer has it run, but not dispatched."""
-    step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks[:, : len(sets.operator.sizes)].contiguous()
-    a, b = describe_stored(STEP.a, sets.a[0], -2), describe_stored(STEP.b, sets.b[0], -1)
+    step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
+    a, b = describe_stored(STEP.a, sets.stacked_a[0], -2), describe_stored(STEP.b, sets.stacked_b[0], -1)
     plan = plan_linear(sets.y[0], sets.x[0], a, b, step, shrink, expand, has_ranks=True, pdl=pdl, pdl_shrink=pdl_shrink)
     planes = torch.empty(plan.planes, dtype=torch.float32, device=sets.x.device)
 
     def call(i: int) -> None:
-        plan.shrink.run(sets.x[i], sets.a[i], planes, step, ranks, True, 1.0)
-        plan.expand.run(planes, sets.b[i], sets.y[i], step, ranks, True)
+        plan.shrink.run(sets.x[i], sets.stacked_a[i], planes, step, ranks, True, 1.0)
+        plan.expand.run(planes, sets.stacked_b[i], sets.y[i], step, ranks, True)
 
     return call
 
@@ -59,12 +59,12 @@ class _MetaSets:
         def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
-        adapters = len(op.sizes)
+        slots = max(MAX_LORAS, len(op.sizes))
         self.operator = op
         self.x, self.y = empty(1, op.tokens, op.k), empty(1, op.tokens, sum(op.widths))
-        self.a = [tuple(empty(adapters, op.rank, op.k) for _ in op.widths)]
-        self.b = [tuple(empty(adapters, n, op.rank) for n in op.widths)]
-        self.stacked_ranks = empty(len(op.widths), adapters, dtype=torch.int32)
+        self.stacked_a = [tuple(empty(slots, op.rank, op.k) for _ in op.widths)]
+        self.stacked_b = [tuple(empty(slots, op.rank, n).mT for n in op.widths)]
+        self.stacked_ranks = empty(len(op.widths), slots, dtype=torch.int32)
 
 
 def _compile(job: Job) -> str:

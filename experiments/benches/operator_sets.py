@@ -8,7 +8,6 @@ of one CUDA graph. The time of a call is the time of a replay over its calls: wh
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import torch
 
@@ -26,7 +25,8 @@ class OperatorSets:
     ``meta_args`` is shared.
 
     ``stacked_a[i]``, ``stacked_b[i]`` are what a layer holds: the adapters of set i in the first of its slots, those of
-    other sets in the rest; ``stacked_ranks`` int32 ``[slices, slots]`` is the table of their true ranks, 0 in the rest.
+    other sets in the rest, B rank after rank; ``stacked_ranks`` int32 ``[slices, slots]`` is the table of their true
+    ranks, 0 in the rest.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class OperatorSets:
         a = [normal(total, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
         b = [normal(total, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
         self.a, self.b = windows(a, adapters), windows(b, adapters)
-        self.stacked_a, self.stacked_b = windows(a, slots), windows(b, slots)
-        self._windows_of_b = lambda: windows([weight.mT.contiguous().mT for weight in b], slots)
+        self.stacked_a = windows(a, slots)
+        self.stacked_b = windows([weight.mT.contiguous().mT for weight in b], slots)
         self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
         self.meta_args = kernel_meta_args(self.slots, slots, self.x.device)
         self._references: dict[int, torch.Tensor] = {}
@@ -63,11 +63,6 @@ class OperatorSets:
         self.lora_ranks = true.repeat(slices, 1) if operator.ranks else None
         self.stacked_ranks = torch.zeros(slices, slots, dtype=torch.int32, device=device)
         self.stacked_ranks[:, :adapters] = true
-
-    @cached_property
-    def b_by_ranks(self) -> list[tuple[torch.Tensor, ...]]:
-        """``stacked_b`` as layers keep it on a GPU: the same values, the columns of one rank side by side."""
-        return self._windows_of_b()
 
     def reference(self, i: int) -> torch.Tensor:
         """What one call must add to y[i], in float32; computed once."""

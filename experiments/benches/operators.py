@@ -1,9 +1,10 @@
 """The LoRA operators of Figures 7, 8, 9 and README, ready to be checked and timed on either device.
 
 A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
-y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. Preparing one builds what a server builds once per
-step (segment plan, kernel metadata) outside the timing, and gives the call that is timed together with its result, so
-that the result can be checked first.
+y [T, h2]. What stands for the library takes B as its layers store it, rank after rank; the baselines take it row after
+row, as adapter files hold it. An operator adds `x A^T B^T` of each row's adapter into y. Preparing one builds what a
+server builds once per step (segment plan, kernel metadata) outside the timing, and gives the call that is timed
+together with its result, so that the result can be checked first.
 
 On a CPU one problem is enough, because the timer empties the caches between calls. Under `cuda_graph` nothing does, so
 `problems` returns as many as it takes for their adapters to exceed the caches; each has its own x, y and adapters.
@@ -43,6 +44,7 @@ class Problem:
     x: torch.Tensor
     a: torch.Tensor
     b: torch.Tensor
+    stored_b: torch.Tensor  # the same values in the memory order of a layer: a view of [L, r, h2]
     y: torch.Tensor
     slots: torch.Tensor  # [T] int64 on the host
     sizes: tuple[int, ...]  # rows per segment
@@ -65,7 +67,7 @@ class Problem:
 
     def rounded(self, dtype: torch.dtype) -> Problem:
         """A copy in another dtype, with a result of its own."""
-        parts = {name: getattr(self, name).to(dtype) for name in ("x", "a", "b")}
+        parts = {name: getattr(self, name).to(dtype) for name in ("x", "a", "b", "stored_b")}
         return replace(self, y=torch.zeros_like(self.y, dtype=dtype), **parts)
 
     def shrunk(self) -> torch.Tensor:
@@ -117,11 +119,11 @@ BACKENDS: Registry[Callable[[], Backend]] = Registry("op backend")
 def _torch_backend() -> Backend:
     def expand(problem: Problem, v: torch.Tensor) -> Call:
         step = LoRABatch.of_slots(problem.slots)
-        return lambda: torch_ops.expand(v, (problem.b,), problem.y, step, lora_ranks=problem.ranks)
+        return lambda: torch_ops.expand(v, (problem.stored_b,), problem.y, step, lora_ranks=problem.ranks)
 
     def sgmv(problem: Problem, v: torch.Tensor) -> Call:
         step = LoRABatch.of_slots(problem.slots)
-        operands = problem.y, problem.x, (problem.a,), (problem.b,)
+        operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
         return lambda: torch_ops.linear(*operands, step, lora_ranks=problem.ranks, buffer=v)
 
     return Backend(sgmv, expand)
@@ -134,12 +136,12 @@ def _triton_backend() -> Backend:
 
     def sgmv(problem: Problem, v: torch.Tensor) -> Call:
         step = problem.step()
-        operands = problem.y, problem.x, (problem.a,), (problem.b,)
+        operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
         return lambda: linear(*operands, step, lora_ranks=problem.ranks)
 
     def expand(problem: Problem, v: torch.Tensor) -> Call:
         step = problem.step()
-        return lambda: expand_on_step(v, (problem.b,), problem.y, step, lora_ranks=problem.ranks)
+        return lambda: expand_on_step(v, (problem.stored_b,), problem.y, step, lora_ranks=problem.ranks)
 
     return Backend(sgmv, expand)
 
@@ -254,12 +256,13 @@ def rotated(cfg: Config, sizes: Sequence[int], copies: int, weights: Weights) ->
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(copies, rows, figure.h1, generator=generator, device=device).to(a.dtype)
     y = torch.zeros(copies, rows, figure.h2, dtype=a.dtype, device=device)
-    made = []
+    stored, made = b.mT.contiguous().mT, []
     for i in range(copies):
         first = i * len(sizes)
         seen = window(first, max(figure.resident(cfg), len(sizes)), a.shape[0])
         true = None if ranks is None else ranks[:, seen].contiguous()
-        made.append(Problem(x[i], a[seen], b[seen], y[i], slots + (first - seen.start), tuple(sizes), true))
+        weights_seen = a[seen], b[seen], stored[seen]
+        made.append(Problem(x[i], *weights_seen, y[i], slots + (first - seen.start), tuple(sizes), true))
     return made
 
 

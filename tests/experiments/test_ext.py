@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -78,7 +79,8 @@ def test_the_true_ranks_cycle_over_the_adapters_and_what_lies_above_is_not_read(
         assert not b[slot, :, rank:].any()
         a[slot, rank:] = torch.nan
         b[slot, :, rank:] = torch.nan
-    poisoned = operators.Problem(batch.x, a, b, batch.y, batch.slots, batch.sizes, batch.ranks)
+    stored = b.mT.contiguous().mT
+    poisoned = replace(batch, a=a, b=b, stored_b=stored)
     operators.OPERATORS.get("SGMV")(poisoned).call()
     torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
 
@@ -213,7 +215,8 @@ def test_bits_that_change_between_runs_are_seen(monkeypatch):
     from experiments.benches import determinism
 
     problem = operators.Problem(
-        torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.zeros(2, 5), torch.zeros(2).long(), (2,)
+        *(torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.ones(1, 5, 4)),
+        *(torch.zeros(2, 5), torch.zeros(2).long(), (2,)),
     )
     calls = []
 
@@ -236,7 +239,8 @@ def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch):
     from experiments.benches import determinism
 
     problem = operators.Problem(
-        torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.zeros(2, 5), torch.zeros(2).long(), (2,)
+        *(torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.ones(1, 5, 4)),
+        *(torch.zeros(2, 5), torch.zeros(2).long(), (2,)),
     )
 
     def crowded(batch):

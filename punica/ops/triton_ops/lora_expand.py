@@ -44,6 +44,10 @@ from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op,
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
+FEW_BYTES = 12e6
+"""Bytes of B by ranks up to which 16 ranks, else 8, are read without waiting for the true rank: reading some in vain
+costs less there than waiting."""
+
 
 @triton.jit
 def _sum_planes(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
@@ -71,19 +75,19 @@ def _column_block(pid_n, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.c
 @triton.jit
 def _expand_row(
     h_ptr, b_ptr, y_ptr,
-    first_n, width, rank, lanes, stride_hp, stride_hr, stride_bn, stride_br,
-    COLUMNS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PLANES: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    first_n, width, rank, lanes, stride_hp, stride_hr,
+    R: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    PLANES: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row x STEPS blocks of COLUMNS columns, each LANES ranks wide, of which ``lanes`` are read; the next block is
-    fetched before one is summed.
+    """One row x STEPS blocks of COLUMNS columns of a B that lies row after row, each LANES ranks wide, of which
+    ``lanes`` are read; the next block is fetched before one is summed.
     """
     offs_r = tl.arange(0, LANES)
     offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     # Whole vectors are read (a mask cut inside one would narrow every load); what lies beyond the rank is dropped.
     mask_read = offs_r < (lanes + VECTOR - 1) // VECTOR * VECTOR
-    b_ptrs = b_ptr + offs_n[:, None] * stride_bn + offs_r[None, :] * stride_br
+    b_ptrs = b_ptr + offs_n[:, None] * R + offs_r[None, :]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
     old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
     if ADD:
@@ -97,13 +101,50 @@ def _expand_row(
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
         if STEPS > 1:
             offs_n += COLUMNS
-            b_ptrs += COLUMNS * stride_bn
+            b_ptrs += COLUMNS * R
             mask_n = (offs_n < width) & (step + 1 < STEPS)
             b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
             if ADD:
                 old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
         total = tl.sum(product, 1) + before
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
+
+
+@triton.jit
+def _expand_row_by_ranks(
+    h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
+    R: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row x COLUMNS columns of a B that lies rank after rank, LANES ranks at a time as far as the true rank goes;
+    the next ones are fetched before these are summed, and the first ones before the true rank is known. A thread holds
+    all ranks of its columns: no sum leaves it.
+    """
+    offs_r = tl.arange(0, LANES)
+    offs_n = first_n + tl.arange(0, COLUMNS)
+    mask_n = offs_n < width
+    b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < R)[None, :], other=0.0)
+    total = tl.zeros([COLUMNS], tl.float32)
+    if ADD:
+        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    h_ptrs = h_ptr + offs_r * stride_hr
+    h = _sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
+    b = tl.where((offs_r < rank)[None, :], b, 0.0)
+    if R > LANES:
+        for _ in tl.range(LANES, rank, LANES):
+            product = b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
+            offs_r += LANES
+            b_ptrs += LANES * width
+            h_ptrs += LANES * stride_hr
+            b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
+            h = _sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
+            total += tl.sum(product, 1)
+    total += tl.sum(b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :], 1)
+    tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not ADD)))
 
 
 @triton.jit
@@ -114,12 +155,13 @@ def _expand_row_of(
     VECTOR: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
     HAS_RANKS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row x BLOCK_N columns of one slice. The true rank chooses among the ascending LANES the width in ranks of a
-    block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many elements either
-    way. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do. Where a row of B is
-    32 bytes or fewer, the least that memory moves, it is read whole, and does not wait for the table of ranks.
+    """One row x BLOCK_N columns of one slice. With B by rows the true rank chooses among the ascending LANES the width
+    in ranks of a block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many
+    elements either way. Where a row of B is 32 bytes or fewer, the least that memory moves, it is read whole, and like
+    the first ranks of B by ranks does not wait for the table of ranks. ``idle_waits``: this program waits for the
+    kernel in front even when it has nothing to do.
     """
-    WHOLE: tl.constexpr = HAS_RANKS and len(LANES) == 1
+    WHOLE: tl.constexpr = HAS_RANKS and (len(LANES) == 1 or not ROW_MAJOR)
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
     lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
@@ -127,19 +169,19 @@ def _expand_row_of(
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
         y_ptr += row * stride_yt + column
-        for i in tl.static_range(len(LANES)):
-            above = LANES[i - 1] if i > 0 else -1
-            if (lanes > above) & (lanes <= LANES[i]):
-                if ROW_MAJOR:
+        if ROW_MAJOR:
+            for i in tl.static_range(len(LANES)):
+                above = LANES[i - 1] if i > 0 else -1
+                if (lanes > above) & (lanes <= LANES[i]):
                     _expand_row(
-                        h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, R, 1,
+                        h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, R,
                         BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, PDL,
                     )  # fmt: skip
-                else:
-                    _expand_row(
-                        h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, 1, width,
-                        BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, PDL,
-                    )  # fmt: skip
+        else:
+            _expand_row_by_ranks(
+                h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
+                R, BLOCK_N, LANES[0], PLANES, ADD, PDL,
+            )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
             if idle_waits:  # one waiting program keeps the kernel behind the one in front of it
@@ -150,14 +192,16 @@ def _expand_row_of(
 def _expand_rows_of(
     h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
     stride_hp, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILES_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    R: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr,
+    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
-    B takes; else the loads reach beyond it and what lies there is dropped.
+    h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
+    and with ALL_OF_B to the end of the slot, so that it does not wait for the table of ranks.
     """
+    CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
     if ROW_MAJOR:
@@ -172,7 +216,10 @@ def _expand_rows_of(
         rank_read = (rank + VECTOR - 1) // VECTOR * VECTOR
     mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
     if BLOCK_R >= R:
-        mask_b = (offs_r < rank_read)[:, None]
+        if ALL_OF_B:
+            mask_b = (offs_r < R)[:, None]
+        else:
+            mask_b = (offs_r < (rank_read if ROW_MAJOR else rank))[:, None]
         if TILES_N == 1:
             mask_n = (offs_n < width)[None, :]
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
@@ -186,7 +233,7 @@ def _expand_rows_of(
             h = tl.where((offs_r < rank)[None, :], h, 0.0)
         h = h.to(b_ptr.dtype.element_ty)
         if TILES_N == 1:
-            if not WHOLE:
+            if CUT_B:
                 b = tl.where((offs_r < rank)[:, None], b, 0.0)
             total = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
             if ADD:
@@ -196,7 +243,7 @@ def _expand_rows_of(
             for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
                 mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
                 b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
-                if not WHOLE:
+                if CUT_B:
                     b = tl.where((offs_r < rank)[:, None], b, 0.0)
                 total = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
                 if ADD:
@@ -217,9 +264,11 @@ def _expand_rows_of(
                 h_mask = mask_m[:, None] & (lanes < rank_read)[None, :]
                 h = _sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
                 jump = first_r * (1 if ROW_MAJOR else width)
-                b = tl.load(b_ptrs + jump, mask=(lanes < rank_read)[:, None] & mask_n, other=0.0)
+                b_mask = (lanes < (rank_read if ROW_MAJOR else rank))[:, None] & mask_n
+                b = tl.load(b_ptrs + jump, mask=b_mask, other=0.0)
                 if not WHOLE:
                     h = tl.where((lanes < rank)[None, :], h, 0.0)
+                if CUT_B:
                     b = tl.where((lanes < rank)[:, None], b, 0.0)
                 acc = dot(h.to(b.dtype), b, acc, LEFT, INTERPRET)
             total = result(acc, LEFT)
@@ -240,37 +289,39 @@ def _expand_tile(
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. In a loop, true ranks that are whole
+    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. One block of a slot of up to 16 ranks is
+    read whole, so that reading it does not wait for the table of ranks. In a loop, true ranks that are whole
     vectors have code of their own, as B streams best where nothing of it is dropped; float32 does without, since the
     shared memory of both counts.
     """
     EITHER: tl.constexpr = HAS_RANKS and VECTOR > 1
+    ALL_OF_B: tl.constexpr = HAS_RANKS and R <= 16 and TILES_N == 1
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
-    if (rank > 0) | ((slot >= 0) & (not ADD)):
+    if ((slot >= 0) if ALL_OF_B or not ADD else (rank > 0)):
         offs_m = tl.arange(0, BLOCK_M)
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += slice_id.to(tl.int64) * stride_hs
-        if EITHER and TILES_N > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        if EITHER and ROW_MAJOR and TILES_N > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
             if rank % VECTOR == 0:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, True, EVEN_N, BLOCK_M, BLOCK_N,
-                    BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, True, False, EVEN_N, BLOCK_M,
+                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
                 )  # fmt: skip
             else:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, False, EVEN_N, BLOCK_M, BLOCK_N,
-                    BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, False, False, EVEN_N, BLOCK_M,
+                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
                 )  # fmt: skip
         else:
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, not EITHER, EVEN_N, BLOCK_M, BLOCK_N,
-                BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, not EITHER, ALL_OF_B, EVEN_N, BLOCK_M,
+                BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -370,22 +421,22 @@ def _lora_expand_listed_kernel(
 
 
 def _lane_blocks(
-    rank: int, block_n: int, has_ranks: bool, row_major: bool, programs: Callable[[int], int]
-) -> tuple[tuple, tuple, int]:
-    """Block widths in ranks among which the kernel chooses, in how many steps each takes a program's columns, and how
-    many columns that is.
+    rank: int, block_n: int, has_ranks: bool, programs: Callable[[int], int]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Block widths in ranks among which the kernel chooses for B by rows, in how many steps each takes a program's
+    columns, and how many columns that is.
 
-    ``block_n`` suits the whole width. With true ranks a program gets up to as many times more columns as the least
-    rank is narrower, so that its blocks stay as large; ``programs(block_n)`` must still occupy the device. The least
-    is 16 for B by rows, where memory moves no fewer, and 8 for B by ranks.
+    ``block_n`` suits the whole width. With true ranks a program gets up to as many times more columns as 16 ranks, the
+    least that memory moves, are narrower, so that its blocks stay as large; ``programs(block_n)`` must still occupy the
+    device.
     """
-    whole, least = block_at_least(rank, 1), 16 if row_major else 8
+    whole, least = block_at_least(rank, 1), 16
     if not has_ranks or whole <= least:
         return (whole,), (1,), block_n
     factor = whole // least
     while factor > 1 and programs(block_n * factor) < 512:
         factor //= 2
-    lanes = (*[width for width in (8, 16, 32) if least <= width < whole], whole)
+    lanes = (*[width for width in (16, 32) if width < whole], whole)
     return lanes, tuple(max(1, factor * width // whole) for width in lanes), block_n * factor
 
 
@@ -402,7 +453,7 @@ def plan_expand(
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))
     columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
-    vector = gcd(rank, 16 // weights.dtype.itemsize) if weights.row_major else 1
+    vector = gcd(rank, 16 // weights.dtype.itemsize if weights.row_major else 4)
     constants: dict[str, Any] = {"R": rank, "WIDTHS": weights.widths, "COLUMNS": columns, "NUM_SLICES": slices}
     constants |= {
         "ROW_MAJOR": weights.row_major,
@@ -418,10 +469,15 @@ def plan_expand(
         """Blocks of this many columns in all slices."""
         return sum([triton.cdiv(width, block_n) for width in weights.widths])
 
+    def row_blocks(block_n: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """LANES, STEPS and columns of a program that takes one row."""
+        if not weights.row_major:
+            first = sum(weights.widths) * rows * min(rank, 16) * weights.dtype.itemsize
+            return (min(16 if first <= FEW_BYTES else 8, block_at_least(rank, 1)),), (1,), block_n
+        return _lane_blocks(rank, block_n, has_ranks, lambda columns: rows * blocks(columns))
+
     if config["row_wise"]:
-        lanes, steps, block_n = _lane_blocks(
-            rank, config["block_n"], has_ranks, weights.row_major, lambda n: tokens * blocks(n)
-        )
+        lanes, steps, block_n = row_blocks(config["block_n"], tokens)
         constants |= {"LANES": lanes, "STEPS": steps, "BLOCK_N": block_n, "NUM_BLOCKS": blocks(block_n)}
         grid = (tokens * blocks(block_n), 1, 1)
         launch = Launch(_lora_expand_rows_kernel, grid, dtypes, strides, constants, **shared)
@@ -445,7 +501,7 @@ def plan_expand(
         rows = min(tokens, LONG * batch.shape.short)
         lanes, steps, wide, per_row = (), (), 0, 0
         if short_n:
-            lanes, steps, wide = _lane_blocks(rank, short_n, has_ranks, weights.row_major, lambda n: rows * blocks(n))
+            lanes, steps, wide = row_blocks(short_n, rows)
             per_row = blocks(wide)
         constants |= {"LANES": lanes, "STEPS": steps, "SHORT_N": wide, "SHORT_BLOCKS": per_row}
         launch = Launch(_lora_expand_listed_kernel, None, dtypes, strides, constants, **shared)

@@ -30,14 +30,12 @@ from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_ran
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
-    accumulator,
     dot,
     find_tile,
     max_tiles,
     pick,
     rank_of,
     read_record,
-    result,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
@@ -116,8 +114,8 @@ def _shrink_row(
 
 @triton.jit
 def _shrink_by_warps(
-    x_ptr, a_ptr, rows, mask_m, offs_r, rank, pid_k, stride_xt, stride_xk,
-    K: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
+    K: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one for each warp and of its own quarter of the
@@ -130,9 +128,9 @@ def _shrink_by_warps(
     first_k = (pid_k * WARPS + tl.arange(0, WARPS)[:, None, None]) * QUARTER
     offs_ak = tl.arange(0, PART)[None, None, :]
     offs_xk = tl.arange(0, PART)[None, :, None]
-    a_ptrs = a_ptr + offs_r[None, :, None] * STRIDE_AR + (first_k + offs_ak) * STRIDE_AK
+    a_ptrs = a_lanes[None, :, None] + (first_k + offs_ak) * STRIDE_AK
     x_ptrs = x_ptr + rows[None, None, :] * stride_xt + (first_k + offs_xk) * stride_xk
-    mask_r = (offs_r < rank)[None, :, None]
+    mask_r = mask_lanes[None, :, None]
     mask_rows = mask_m[None, None, :]
     acc = tl.zeros([WARPS, BLOCK_R, BLOCK_M], tl.float32)
     if STEPS == 1:
@@ -168,34 +166,66 @@ def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _lanes_of_tile(
+    ranks_ptr, offs_r, pid_slice, slot, num_slots,
+    R: tl.constexpr, NUM_SLICES: tl.constexpr, HAS_RANKS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Slice, rank inside it and true rank of a tile's lanes: those of one slice (slice and true rank are then numbers),
+    or TOGETHER of all slices side by side.
+    """
+    if TOGETHER:
+        slice_id = tl.minimum(offs_r // R, NUM_SLICES - 1)
+        if HAS_RANKS:
+            rank = tl.load(ranks_ptr + slice_id * num_slots + slot, mask=slice_id * 0 + slot >= 0, other=0)
+            rank = tl.minimum(rank, R)
+        else:
+            rank = tl.where(slice_id * 0 + slot >= 0, R, 0)
+        lane = offs_r - slice_id * R
+    else:
+        slice_id = pid_slice
+        rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
+        lane = offs_r
+    return slice_id, lane, rank
+
+
+@triton.jit
 def _shrink_tile(
     x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile x BLOCK_R ranks x one K split."""
+    """The rows of one tile x BLOCK_R ranks x one K split; TOGETHER: the ranks of all slices are side by side, so that x
+    is read once for all of them. Slots of up to 16 ranks are read whole, as in `_shrink_row`.
+    """
+    WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_m = tl.arange(0, BLOCK_M)
-    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
-    if (slot >= 0) & ((first_r < rank) | DIRECT):
+    slice_id, lane, rank = _lanes_of_tile(
+        ranks_ptr, offs_r, pid_slice, slot, num_slots, R, NUM_SLICES, HAS_RANKS, TOGETHER
+    )
+    needed = slot >= 0
+    if not (TOGETHER or DIRECT or WHOLE):
+        needed &= first_r < rank
+    if needed:
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
-        a_ptrs_block = a_ptr + offs_r[None, :] * STRIDE_AR + offs_k[:, None] * STRIDE_AK
+        a_lanes = pick(a_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane * STRIDE_AR
+        a_ptrs_block = a_lanes[None, :] + offs_k[:, None] * STRIDE_AK
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
-        mask_r = (offs_r < rank)[None, :]
-        if LEFT and BLOCK_R <= 32:
+        mask_lanes = lane < (R if WHOLE else rank)
+        mask_r = mask_lanes[None, :]
+        if LEFT:
             acc = _shrink_by_warps(
-                x_ptr, a_ptr, rows, mask_m, offs_r, rank, pid_k, stride_xt, stride_xk,
-                K, STRIDE_AR, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
+                x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
+                K, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
             )  # fmt: skip
-        elif STEPS == 1 and not LEFT:
+        elif STEPS == 1:
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             mask_k = offs_k < (1 << 30 if EVEN_K else K)
             a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
@@ -205,7 +235,7 @@ def _shrink_tile(
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             acc = dot(x, a, acc, False, INTERPRET)
         else:
-            acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
+            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
@@ -217,13 +247,14 @@ def _shrink_tile(
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(x, a, acc, LEFT, INTERPRET)
+                acc = dot(x, a, acc, False, INTERPRET)
                 x_ptrs += BLOCK_K * SPLIT_K * stride_xk
                 a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
-            acc = result(acc, LEFT)
-        out_ptr += (pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) * R
-        out_ptrs = out_ptr + rows[:, None] * R + offs_r[None, :]
-        mask = mask_m[:, None] & (offs_r < (R if DIRECT else rank))[None, :]
+        if WHOLE and DIRECT:
+            acc = tl.where((lane < rank)[None, :], acc, 0.0)
+        out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * R + lane
+        out_ptrs = rows[:, None] * R + out_lanes[None, :]
+        mask = mask_m[:, None] & (lane < (R if DIRECT else rank))[None, :]
         _store_shrunk(out_ptrs, acc * scaling, mask, ACCUMULATE)
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -277,7 +308,7 @@ def _lora_shrink_search_kernel(
             x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
             (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
             K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
-            HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, INTERPRET,
+            HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, False, INTERPRET,
         )  # fmt: skip
     else:
         rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -299,12 +330,14 @@ def _lora_shrink_listed_kernel(
     TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr,
     SHORT_K: tl.constexpr, HAS_RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
     SHORT_K, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
     """
-    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    LANES: tl.constexpr = R * NUM_SLICES if TOGETHER else R
+    R_BLOCKS: tl.constexpr = (LANES + BLOCK_R - 1) // BLOCK_R
+    SHORT_SLICES: tl.constexpr = NUM_SLICES if TOGETHER else 1
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
     first = (pid == 0) & (pid_slice == 0)
     tile_programs = num_tiles * (SPLIT_K * R_BLOCKS)
@@ -322,13 +355,14 @@ def _lora_shrink_listed_kernel(
                 x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice, first,
                 num_tokens, num_slots, scaling, stride_xt, stride_xk,
                 K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
-                HAS_RANKS, False, ACCUMULATE, PDL, LEFT, INTERPRET,
+                HAS_RANKS, False, ACCUMULATE, PDL, LEFT, TOGETHER, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
     elif SHORT_K > 0:
         pid -= tile_programs
-        item, pid_r = pid // (SPLIT_K * SHORT_PROGRAMS_R), pid // SPLIT_K % SHORT_PROGRAMS_R
+        item, pid_r = pid // (SPLIT_K * SHORT_PROGRAMS_R * SHORT_SLICES), pid // SPLIT_K % SHORT_PROGRAMS_R
+        pid_slice += pid // (SPLIT_K * SHORT_PROGRAMS_R) % SHORT_SLICES
         record = tl.load(rows_ptr + item)
         total = tl.load(totals_ptr + ROWS_AT)
         while item < total:
@@ -383,24 +417,26 @@ def plan_shrink(
         launch = Launch(_lora_shrink_rows_kernel, grid, dtypes, x.stride(), constants, **shared)
         return RowsPlan(launch, (tokens, weights.slots))
 
-    block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(rank))
+    together = config["together"] and slices > 1 and batch.listed
+    lanes = rank * slices if together else rank
+    block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(lanes))
     block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * weights.dtype.itemsize
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
     if config["weights_left"]:
         block_k = max(block_k, 64)  # 16 for each of four warps
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
-    per_tile = triton.cdiv(rank, block_r) * split_k
+    per_tile = triton.cdiv(lanes, block_r) * split_k
     constants |= {"BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k, "NUM_STAGES": stages}
     constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
     if batch.listed and block_m in HEIGHTS and (accumulate or not direct):
         height, short_k = HEIGHTS.index(block_m), min(config["short_k"], block_at_least(k))
         short_r, short_programs = row_blocks(min(tokens, LONG * batch.shape.short) * slices * split_k)
         constants |= {"TILES_AT": 2 * height + (short_k > 0), "ROWS_AT": TOTALS - 1}
-        constants |= {"SHORT_K": short_k, "SHORT_R": short_r, "SHORT_PROGRAMS_R": short_programs}
+        constants |= {"SHORT_K": short_k, "SHORT_R": short_r, "SHORT_PROGRAMS_R": short_programs, "TOGETHER": together}
         launch = Launch(_lora_shrink_listed_kernel, None, dtypes, x.stride(), constants, **shared)
-        per_row = short_programs * split_k if short_k else 0
-        return ListedPlan(launch, height, per_tile, per_row, slices, (tokens,), (weights.slots,))
+        per_row = short_programs * split_k * (slices if together else 1) if short_k else 0
+        return ListedPlan(launch, height, per_tile, per_row, 1 if together else slices, (tokens,), (weights.slots,))
     segments = batch.max_segments
     tiles = max_tiles(tokens, segments, block_m)
     bare_tiles = triton.cdiv(tokens, block_m) if direct and not accumulate else 0

@@ -48,22 +48,26 @@ def is_mixed(shape: StepShape) -> bool:
 def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) -> Config:
     mean, lanes = _rows_per_tiled_adapter(shape, rows), min(block_at_least(rank), 64)
     again = 2 * rows * rank * hidden * slices
-    config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False}
+    config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False, "together": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC / (1.5 if mean >= 32 else 1)):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
         block_r = _power_below(rows * slices * split_k * rank / 64, 2, 16 if rank <= 16 and block_k <= 4096 else 4)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
         return config | {"num_warps": 4 if block_r * block_k <= 8192 else 8, "num_stages": 1}
+    together = slices > 1 and rank < 64 and rows >= 256
+    if together:
+        lanes = min(64, block_at_least(slices * rank))
     block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 600))
     wanted = WANTED * (1.5 if rows > 4096 and lanes <= 32 else 1)
-    if is_mixed(shape) and slices > 1:
+    if is_mixed(shape) and slices > 1 and not together:
         wanted /= 2
-    programs = _tiles(shape, rows, block_m) * slices * cdiv(rank, lanes)
+    programs = _tiles(shape, rows, block_m) * (cdiv(slices * rank, lanes) if together else slices * cdiv(rank, lanes))
     split_k = _power_near(wanted / programs, 2 if is_mixed(shape) else 1, min(8, 512 // lanes))
     while split_k > 1 and hidden < 448 * split_k:
         split_k //= 2
-    config |= {"block_m": block_m, "block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4}
+    config |= {"block_m": block_m, "block_n": lanes, "together": together}
+    config |= {"block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4}
     config |= {"num_stages": 5 if block_m <= 32 and not is_mixed(shape) else 4}
     if is_mixed(shape):
         short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
@@ -84,51 +88,56 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
         config |= {"row_wise": True, "block_m": 16, "num_stages": 1}
         if row_major:
             return config | {"block_n": max(32, 8192 // lanes)}
-        return config | {"block_n": max(32, 4096 // lanes), "num_warps": 1}  # threads hold all ranks of their columns
+        block_n = min(512, block_at_least(width, 32))
+        return config | {"block_n": block_n, "num_warps": max(1, block_n // 256)}  # a thread has 8 columns
     block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 1 << 30)), 128
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
     fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 250 if is_mixed(shape) else 300)
     if rows <= 128 and programs <= 2000:
         fill = 1.0
+    most = 16
+    if not (row_major or is_mixed(shape)) and lanes <= 32:
+        fill, most = fill / 2, 8
     summed = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
     tiles_n = max(
-        _power_near(fill, 1, 16), min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
+        _power_near(fill, 1, most), min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
     )
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
-    return config | ({"short_n": max(32, (8192 if row_major else 16384) // lanes)} if is_mixed(shape) else {})
+    return config | ({"short_n": max(32, 8192 // lanes) if row_major else 1024} if is_mixed(shape) else {})
 
 
 def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Config:
     """One split and one instruction whatever the step is, so that a row has the same bits in every batch.
 
-    Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. The
-    height of a tile is free, and all else here depends on the layer only. 64 lanes get two warps, since with four
-    Hopper and Blackwell take their wide instructions for high tiles and the old one for low tiles.
+    Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. Every
+    warp multiplies a quarter of the split by itself. The height of a tile is free, and all else here depends on the
+    layer only.
     """
     lanes = min(block_at_least(rank), 64)
-    config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "short_k": 0}
-    split_k = _power_near(hidden / (1024 if lanes <= 32 else 2048), 1, 8)
-    config |= {"split_k": split_k, "block_k": 256 if lanes <= 32 else 128, "num_stages": 3, "weights_left": True}
-    return config | {"block_m": _invariant_height(shape, rows), "num_warps": 4 if lanes <= 32 else 2}
+    config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "short_k": 0, "together": False}
+    config |= {"split_k": _power_near(hidden / 1024, 1, 8), "block_k": 256 if lanes <= 32 else 128, "num_stages": 3}
+    return config | {"block_m": 8 if _is_flat(shape, rows) else 16, "num_warps": 4, "weights_left": True}
 
 
 def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
-    lanes, block_m = block_at_least(rank), _invariant_height(shape, rows)
-    config: Config = {"row_wise": False, "block_m": block_m, "block_k": lanes if lanes <= 128 else 32, "short_n": 0}
-    config |= {"weights_left": True, "num_stages": 3}
-    if block_m < 32:
-        return config | {"block_n": max(32, 4096 // lanes), "tiles_n": 1, "num_warps": 1}
+    lanes = block_at_least(rank)
+    config: Config = {"row_wise": False, "block_k": lanes if lanes <= 128 else 32, "short_n": 0, "tiles_n": 1}
+    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2}
+    if _is_flat(shape, rows) or rows <= 128:
+        return config | {"block_m": 8 if _is_flat(shape, rows) else 16, "block_n": max(32, 8192 // lanes)}
     if rows <= 1024 and lanes <= 32:
-        return config | {"block_n": 128, "tiles_n": 1, "num_warps": 1}
-    programs = _tiles(shape, rows, block_m) * cdiv(width, 128) * slices
+        return config | {"block_m": 32, "block_n": 128, "num_warps": 1}
+    block_m, block_n = (64 if rows > 1024 else 32, 64) if lanes > 32 else (32, 128)
+    programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
     tiles_n = _power_near(programs / (300 if rows <= 1200 else 450), 1, 16)
-    return config | {"block_n": 128, "tiles_n": tiles_n, "num_warps": 2}
+    return config | {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n}
 
 
-def _invariant_height(shape: StepShape, rows: int) -> int:
-    return 8 if rows <= 64 or rows < 8 * shape.adapters else 16 if rows <= 128 else 32
+def _is_flat(shape: StepShape, rows: int) -> bool:
+    """Whether tiles of 8 rows suit the step: few rows, or few of each adapter."""
+    return rows <= 64 or rows < 8 * shape.adapters
 
 
 def _rows_per_tiled_adapter(shape: StepShape, rows: int) -> float:

@@ -16,6 +16,9 @@ SHRINKS = {
     "high": SHRINK_TILES | {"block_m": 64, "split_k": 2},
     "mixed": SHRINK_TILES | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
     "left": SHRINK_TILES | {"weights_left": True},
+    "together": SHRINK_TILES | {"together": True, "block_n": 64},
+    "together, mixed": SHRINK_TILES | {"together": True, "short_k": 128, "block_r": 8, "split_k": 2},
+    "together, left": SHRINK_TILES | {"together": True, "weights_left": True},
 }
 EXPANDS = {
     "rows": EXPAND_ROWS,
@@ -45,7 +48,8 @@ def expected(batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(
-    ("shrink", "expand"), [*zip(SHRINKS, EXPANDS, strict=True), ("rows", "mixed"), ("mixed", "rows")]
+    ("shrink", "expand"),
+    [*zip(SHRINKS, [*EXPANDS, "high", "mixed", "left"], strict=True), ("rows", "mixed"), ("mixed", "rows")],
 )
 def test_every_form(shrink, expand, name, device, use_config):
     use_config(shrink=SHRINKS[shrink], expand=EXPANDS[expand])
@@ -56,24 +60,25 @@ def test_every_form(shrink, expand, name, device, use_config):
 
 
 @pytest.mark.parametrize("rank", [8, 20, 64, 160])
-@pytest.mark.parametrize("form", ["tiles", "mixed", "left"])
-def test_true_ranks(form, rank, device, use_config):
-    use_config(shrink=SHRINKS[form], expand=EXPANDS[form])
+@pytest.mark.parametrize("by_ranks", [False, True])
+@pytest.mark.parametrize("form", ["rows", "tiles", "mixed", "left", "together", "together, mixed", "together, left"])
+def test_true_ranks(form, by_ranks, rank, device, use_config):
+    use_config(shrink=SHRINKS[form], expand=EXPANDS[form.removeprefix("together, ").replace("together", "tiles")])
     ranks = [[0, rank, 5, 8, min(rank, 16), 1], [rank, 0, rank, 3, 8, rank]]
     batch = made(PROMPT, device, rank, ranks=ranks)
     for (i, weights), slot in itertools.product(enumerate(zip(batch.a, batch.b, strict=True)), range(6)):
         weights[0][slot, 0, ranks[i][slot] :] = float("nan")  # beyond the rank
         weights[1][slot, 0, :, ranks[i][slot] :] = float("nan")
-    y = batch.y.clone()
-    linear(y, batch.x, batch.a, batch.b, started(PROMPT, batch), 0.5, lora_ranks=batch.lora_ranks)
+    y, b = batch.y.clone(), tuple(one.mT.contiguous().mT if by_ranks else one for one in batch.b)
+    linear(y, batch.x, batch.a, b, started(PROMPT, batch), 0.5, lora_ranks=batch.lora_ranks)
     assert_close(y, expected(batch), torch.float16)
 
 
-@pytest.mark.parametrize("form", ["tiles", "high", "mixed"])
+@pytest.mark.parametrize("form", ["tiles", "high", "mixed", "together, mixed"])
 @pytest.mark.parametrize("captured", ["one", "short", "long", "prompt"])
 def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_config):
     """As a replayed graph: programs of the captured step, lists of the one at hand."""
-    use_config(shrink=SHRINKS[form], expand=EXPANDS[form])
+    use_config(shrink=SHRINKS[form], expand=EXPANDS[form.removeprefix("together, ")])
 
     class Replayed(LoRABatch):
         def work(self, height: int):

@@ -65,7 +65,7 @@ EXPAND_DEEP = {
     "num_stages": 2,
 }
 for _config in (SHRINK_ROWS, SHRINK_TILES):
-    _config |= {"short_k": 0, "weights_left": False}
+    _config |= {"short_k": 0, "weights_left": False, "together": False}
 for _config in (EXPAND_ROWS, EXPAND_TILES, EXPAND_WALK, EXPAND_DEEP):
     _config |= {"short_n": 0, "weights_left": False}
 SHRINKS = {"rows": SHRINK_ROWS, "tiles": SHRINK_TILES}
