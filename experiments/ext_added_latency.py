@@ -2,8 +2,8 @@
 
 The paper compares the operator's own latency with the projection's (README figure); a user feels what the operator adds
 to a layer. Claim: what it adds is small beside the projection, at every batch and popularity, and no more than the
-operator costs on its own: its kernels begin while the product in front of them ends, and read adapters that the
-product's weights have driven out of the caches. Expected shape: Identical nearly flat, Distinct growing with the bytes
+operator costs on its own: the shrink runs beside the product, and both read adapters that the product's weights have
+driven out of the caches. Expected shape: Identical nearly flat, Distinct growing with the bytes
 of its adapters, Uniform and Skewed between them; on a GPU, whose projection is bound by memory, the ratio to it follows
 the added time; on a CPU, whose projection grows with the batch, it need not. There the small difference of two large
 times is uncertain: p10 and p90 say by how much.
@@ -11,7 +11,8 @@ times is uncertain: p10 and p90 say by how much.
 Timed: y = x W, alone and followed by y += x A^T B^T, at h1 = 4096, h2 = 11008, rank 16, both after a check against the
 reference and all popularities of one batch interleaved; what is added is the difference between neighbouring samples,
 and both are kept beside it. LoRA is what a layer calls: the device's wrapper at its defaults, the table of true ranks.
-On a GPU product and operator are one CUDA graph, on a CPU they run one after the other.
+On a GPU product and operator are one CUDA graph, in decode steps with the shrink beside the product
+(`punica.layers.dual_stream`); on a CPU they run one after the other.
 
 Cost at scale=laptop: about 25 seconds on two cores, 1 GB.
 """

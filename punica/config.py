@@ -36,7 +36,7 @@ class LoRAConfig:
         tuned_dir: folder with tuned kernel tables; ``None`` uses the ones in the package.
         debug_checks: the wrapper verifies the indices on the device once per step (synchronises; for debugging).
         pdl: programmatic dependent launch between shrink and expand where the GPU has it.
-        dual_stream: compute the LoRA term beside the base layer's product, on a second CUDA stream.
+        dual_stream: in the CUDA graph of a decode step, run shrink beside the base product, on a second stream.
     """
 
     max_lora_rank: int = 16
@@ -51,7 +51,7 @@ class LoRAConfig:
     tuned_dir: str | Path | None = None
     debug_checks: bool = False
     pdl: bool = True
-    dual_stream: bool = False
+    dual_stream: bool = True
 
     def __post_init__(self) -> None:
         check_count("max_lora_rank", self.max_lora_rank)

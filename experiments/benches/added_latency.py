@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from experiments.benches import operators
-from experiments.benches.layer_call import layer_calls
+from experiments.benches.layer_call import behind_products
 from experiments.benches.operator_conf import operator_conf
 from experiments.benches.operators import Prepared, Problem
 from experiments.harness.schema import Config
@@ -33,17 +33,14 @@ def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: 
     """y = x W of every batch and, `with_lora`, what a layer adds to it; the first is checked, `CheckFailed` when it is
     wrong.
     """
-    chains = [[partial(torch.mm, one.x, weights[i % len(weights)], out=one.y)] for i, one in enumerate(batches)]
-    if with_lora:
-        for chain, call in zip(chains, layer_calls(batches), strict=True):
-            chain.append(call)
-    first = batches[0]
+    products: list[Call] = [
+        partial(torch.mm, one.x, weights[i % len(weights)], out=one.y) for i, one in enumerate(batches)
+    ]
+    chains, first = behind_products(products, batches) if with_lora else products, batches[0]
 
     def expected() -> torch.Tensor:
         y = first.x.double() @ weights[0].double()
         return y + first.expected() if with_lora else y
 
     name = f"base projection {'with' if with_lora else 'without'} LoRA"
-    return operators.checked(
-        name, [Prepared(partial(operators.in_turn, one), lambda: first.y, expected) for one in chains]
-    )
+    return operators.checked(name, [Prepared(chain, lambda: first.y, expected) for chain in chains])

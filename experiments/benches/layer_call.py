@@ -12,6 +12,7 @@ import torch
 
 from experiments.benches.operators import Problem
 from punica.config import LoRAConfig
+from punica.layers.dual_stream import DualStream
 from punica.measure.timing import Call
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
@@ -58,3 +59,18 @@ def layer_calls(batches: Sequence[Problem]) -> list[Call]:
         operands = batch.y, batch.x, (batch.a,), (batch.stored_b,), 1.0, (batch.b.shape[1],)
         calls.append(partial(steps[rows].add_lora_linear, *operands, lora_ranks=ranks))
     return calls
+
+
+def behind_products(products: Sequence[Call], batches: Sequence[Problem]) -> list[Call]:
+    """A layer's base product of each of `batches`, and what it calls behind it, on two streams where it has two."""
+    x = batches[0].x
+    streams = DualStream(x.device) if x.is_cuda else None
+
+    def behind(product: Call, call: Call) -> None:
+        beside = streams is not None and streams.suits(x)
+        if streams is not None and beside:
+            streams.mark()
+        product()
+        call(**({"aside": streams.aside} if streams is not None and beside else {}))
+
+    return [partial(behind, *pair) for pair in zip(products, layer_calls(batches), strict=True)]

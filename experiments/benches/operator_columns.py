@@ -3,6 +3,7 @@
 ==========================  ==============================================================================
 punica                      the flat operator, both kernels early, B row after row as in adapter files
 wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks, B by ranks
+layer                       the wrapper behind a base product as a layer calls it, in decode steps the shrink beside
 wrapper, normal launch      as ``wrapper`` with ``LoRAConfig(pdl=False)``
 normal shrink               as a layer has it run, expand early only
 no overlap                  the flat operator with plain launches
@@ -16,7 +17,7 @@ import multiprocessing
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from experiments.benches.operator_pairs import pair_plan, tuned
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from experiments.harness.experiment import CheckFailed
+from punica.layers.dual_stream import DualStream
 from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_linear import lora_linear
@@ -38,6 +40,16 @@ TORCH_TOLERANCE = 4 * TOLERANCE
 """The same for what torch computes, half precision between two products."""
 
 
+class Marked(NamedTuple):
+    """A call that wants its second stream marked in front of what comes before it."""
+
+    streams: DualStream
+    call: Call
+
+    def __call__(self, i: int) -> None:
+        self.call(i)
+
+
 def columns(sets: OperatorSets, table: str) -> Columns:
     """Column -> the call on set i."""
     return COLUMNS.get(table, _of_the_operator)(sets)
@@ -49,10 +61,16 @@ def _flat(sets: OperatorSets, **options: Any) -> Call:
     return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
 
 
-def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
+def _of_a_layer(sets: OperatorSets, streams: DualStream | None = None, **switches: bool) -> Call:
     op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
     wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), ranks.shape[1], op.rank, sets.x.device, **switches)
-    return lambda i: wrapper.add_lora_linear(sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths, lora_ranks=ranks)
+
+    def call(i: int) -> None:
+        beside = {"aside": streams.aside} if streams is not None and streams.suits(sets.x[i]) else {}
+        operands = sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths
+        wrapper.add_lora_linear(*operands, lora_ranks=ranks, **beside)
+
+    return call
 
 
 def _normal_shrink(sets: OperatorSets) -> Call:
@@ -75,7 +93,11 @@ def _with_rank_table(sets: OperatorSets) -> Columns:
 
 
 def _behind_projection(sets: OperatorSets) -> Columns:
-    return {"punica": _flat(sets), "wrapper": _of_a_layer(sets)}
+    found: Columns = {"punica": _flat(sets), "wrapper": _of_a_layer(sets)}
+    if sets.x.is_cuda:
+        streams = DualStream(sets.x.device)
+        found["layer"] = Marked(streams, _of_a_layer(sets, streams))
+    return found
 
 
 def _invariant(sets: OperatorSets) -> Columns:

@@ -11,7 +11,7 @@ import statistics
 
 import torch
 
-from experiments.benches.operator_columns import TORCH_TOLERANCE, Call, Columns, check
+from experiments.benches.operator_columns import TORCH_TOLERANCE, Call, Columns, Marked, check
 from experiments.benches.operator_lines import ADDED
 from experiments.benches.operator_sets import ROTATING_BYTES, OperatorSets
 from punica.measure.timing import seconds_between_events
@@ -38,6 +38,8 @@ class Projection:
         """y[i] = x[i] W, then `call(i)`, which adds into y[i]."""
 
         def both(i: int) -> None:
+            if isinstance(call, Marked):
+                call.streams.mark()
             self.alone(i)
             call(i)
 

@@ -5,7 +5,8 @@
     selection.py        which class wraps which base layer
     base.py             what all have: a base layer, slots with adapters, the wrapper; packing.py splits fused adapters
     base_linear.py      the way of ``x`` in every linear layer: ``apply`` calls the base layer's product, then
-                        ``punica_wrapper.add_lora_linear`` (dual_stream.py: both at once), which launches the kernels
+                        ``punica_wrapper.add_lora_linear``, which launches the kernels (dual_stream.py: the first of
+                        them beside the base product)
     column_parallel_linear.py, row_parallel_linear.py, replicated_linear.py
                         the ``forward`` around ``apply``: who gathers or reduces, and which part of A and B a rank keeps
     fully_sharded.py    both A and B cut over the ranks: shrink, a collective, expand

@@ -19,7 +19,6 @@ Inference only: where activations require gradients, run the model under ``torch
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
@@ -27,7 +26,6 @@ from punica.layers.base import BaseLayerWithLoRA, Shapes
 from punica.layers.dual_stream import DualStream, dual_stream_for
 from punica.layers.utils import as_rows, base_weight, has_no_lora
 from punica.parallel.linear import check_last_dim
-from punica.wrapper import PunicaWrapperABC
 
 
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
@@ -81,37 +79,15 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
-        if self._streams is not None and not has_no_lora(wrapper):
-            return self._apply_on_two_streams(self._streams, wrapper, x, bias, rows)
+        streams, beside = self._streams, dict[str, Any]()
+        if streams is not None and streams.suits(rows) and not has_no_lora(wrapper):
+            streams.mark()
+            beside = {"aside": streams.aside}
         output = self._base_output(x, bias)
-        y = as_rows(output)
-        returned = wrapper.add_lora_linear(
-            y, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices, lora_ranks=self.lora_ranks
-        )
+        y, operands = as_rows(output), (rows, self.lora_a_stacked, self.lora_b_stacked)
+        returned = wrapper.add_lora_linear(y, *operands, 1.0, self.output_slices, lora_ranks=self.lora_ranks, **beside)
         y = y if returned is None else returned
         return y if y.ndim == output.ndim else y.view(output.shape)
-
-    def _apply_on_two_streams(
-        self, streams: DualStream, wrapper: PunicaWrapperABC, x: Tensor, bias: Tensor | None, rows: Tensor
-    ) -> Tensor:
-        """:meth:`apply` with the LoRA term beside the base product, see :mod:`punica.layers.dual_stream`."""
-        # float32, so that the sum is rounded once, as where the LoRA kernels add into y themselves
-        term = torch.empty(rows.shape[0], sum(self.output_slices), dtype=torch.float32, device=rows.device)
-
-        def beside() -> Tensor | None:
-            return wrapper.add_lora_linear(
-                term.zero_(),
-                rows,
-                self.lora_a_stacked,
-                self.lora_b_stacked,
-                1.0,
-                self.output_slices,
-                add_inputs=False,
-                lora_ranks=self.lora_ranks,
-            )
-
-        output, returned = streams.run(lambda: self._base_output(x, bias), beside)
-        return output.add_((term if returned is None else returned).view(output.shape))
 
     def _adapter_rows(self, x: Tensor) -> Tensor:
         """``x [..., in]``, its width checked, as rows ``[T, in]`` in the dtype of the adapters."""

@@ -1,34 +1,35 @@
-"""Optional on CUDA (``LoRAConfig.dual_stream``): a linear layer's LoRA term beside the base product, on its own stream.
+"""In a CUDA graph of a decode step (``LoRAConfig.dual_stream``): the shrink beside the base product, on its own stream.
 
-    current stream   --fork----- base product -----join-- y += term -->
+    current stream   --mark----- base product -----join-- expand into y -->
                          \\                          /
-    auxiliary stream      `-- zero, shrink, expand -'
+    auxiliary stream      `-------- shrink ---------'
 
-The two products read one ``x`` and are independent until the sum. In decode each of them is too small to fill a large
-GPU by itself; in prefill they only compete. The term needs a buffer of its own, zeroed, because rows without adapter
-are never written by the LoRA kernels; the sum is one more kernel. So this pays only where the LoRA kernels are slow
-enough to be worth hiding. On an H200 they are not: a decoder layer of Llama-2 7B in a CUDA graph takes the same or
-longer with two streams than with one, at every batch size from 1 to 512. It is off by default.
+Both products read one ``x`` and are independent until expand adds into ``y``. The base product of a decode step waits
+for the memory of its weights, and the shrink hides in it; what is left behind the product is expand, whose weights are
+fetched while the product ends. On an H200 that takes 2 of the 5 us that LoRA adds to a projection at one row, and 2 of
+12 us at 64 rows of 64 adapters; with 128 rows of 128 adapters, or in a prefill, both want all of the GPU, and are
+slower beside one another (results/h200/operator_tables.md). So up to `MOST_ROWS` rows, and only where a graph is
+captured: outside of one, the host's time for the events is more than what they save.
 
-Memory: whatever both streams touch (``x``, the buffer) is allocated on the current stream before the fork, so the
-auxiliary stream starts after any earlier use of that memory, and given back after the join, so any later use on the
-current stream comes after the auxiliary stream is done. The caching allocator needs no ``record_stream`` for that.
-Allocations of the LoRA kernels themselves belong to the auxiliary stream alone. Fork and join are event waits, so a
-CUDA graph can capture them.
+Memory: ``x`` is allocated on the current stream before the mark. The shrink's result belongs to the auxiliary stream,
+and is read by expand after the join; whatever takes its memory next does so on the auxiliary stream, behind a later
+mark, and so after that expand. The caching allocator needs no ``record_stream`` for that.
 """
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from punica.config import LoRAConfig
+from punica.layers.utils import is_being_captured
 
-Here = TypeVar("Here")
-Beside = TypeVar("Beside")
+MOST_ROWS = 64
+"""Rows up to which the base product leaves room beside it."""
 
 _claimed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """Base layer -> the LoRA layer whose second stream it has."""
@@ -39,25 +40,30 @@ class DualStream:
 
     def __init__(self, device: torch.device) -> None:
         self._auxiliary = _auxiliary_stream(device)
-        self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
+        self._mark, self._join = torch.cuda.Event(), torch.cuda.Event()
 
-    def run(self, here: Callable[[], Here], beside: Callable[[], Beside]) -> tuple[Here, Beside]:
-        """Issue ``here`` on the current stream and ``beside`` on the auxiliary one; the current stream waits for both.
+    def suits(self, rows: Tensor) -> bool:
+        """Whether the shrink of ``rows`` [T, in] should run beside the base product."""
+        return rows.shape[0] <= MOST_ROWS and is_being_captured(rows)
 
-        The host waits for neither. The streams are joined also when one of the two raises, since the memory that
-        ``beside`` was given goes back to the current stream then.
+    def mark(self) -> None:
+        """What the current stream has been given up to here is all that `aside` waits for."""
+        self._mark.record(torch.cuda.current_stream(self._auxiliary.device))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is launched inside runs on the auxiliary stream, behind the mark; the current stream waits for it.
+
+        The streams are joined also when a launch raises. The host waits for neither.
         """
         current = torch.cuda.current_stream(self._auxiliary.device)
-        self._fork.record(current)
-        self._auxiliary.wait_event(self._fork)
+        self._auxiliary.wait_event(self._mark)
         try:
-            on_current = here()
             with torch.cuda.stream(self._auxiliary):
-                on_auxiliary = beside()
+                yield
         finally:
             self._join.record(self._auxiliary)
             current.wait_event(self._join)
-        return on_current, on_auxiliary
 
 
 def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | None:

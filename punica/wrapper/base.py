@@ -108,6 +108,8 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
     metadata yet. ``T' = 0`` rows are legal and do nothing.
     """
 
+    _linear_keywords: tuple[str, ...] = ()  # what `add_lora_linear` of a backend takes besides
+
     def add_shrink(self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any) -> None:
         """``y[i][t] += scale * (x[t] @ A_i[slot_t]^T)`` for every slice i.
 
@@ -185,10 +187,11 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
 
         Shapes as in `add_shrink` and `add_expand`; the intermediate ``[n, T', r]`` is float32 whatever the model dtype.
         ``buffer`` (CPU only): n float32 tensors ``[T', r]`` that are zeroed and then hold the intermediate. Keywords:
-        ``add_inputs`` (default True), ``lora_ranks``. A and B must have one rank: rank-sharded weights go through
-        `add_shrink`, a collective, `add_expand`. A step without any adapter writes nothing at all.
+        ``add_inputs`` (default True), ``lora_ranks``, ``aside`` (GPU only: `punica.layers.dual_stream`). A and B must
+        have one rank: rank-sharded weights go through `add_shrink`, a collective, `add_expand`. A step without any
+        adapter writes nothing at all.
         """
-        check_keywords("add_lora_linear", kwargs, ("add_inputs", "lora_ranks"))
+        check_keywords("add_lora_linear", kwargs, ("add_inputs", "lora_ranks", *self._linear_keywords))
         check_bool("add_inputs", kwargs.get("add_inputs", True))
         batch = self._step()
         if buffer is None and batch.no_lora:

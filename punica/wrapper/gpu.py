@@ -21,6 +21,7 @@ class PunicaWrapperGPU(PunicaWrapperBase):
     kernels run under Triton's interpreter (``TRITON_INTERPRET=1``).
     """
 
+    _linear_keywords = ("aside",)
     limits_runs = False  # no kernel reads segments: tokens are grouped by slot instead
 
     def __init__(

@@ -1,5 +1,6 @@
-"""The second stream: who gets one, and that its sum is that of the single stream (on a GPU: test_layers_gpu)."""
+"""The second stream: who gets one, and what a layer puts on it (on a GPU: test_layers_gpu)."""
 
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +22,13 @@ class Over:
 @pytest.mark.parametrize(
     ("device", "options", "expected"),
     [
-        ("cuda", {"dual_stream": True}, True),
-        ("cuda", {}, False),
+        ("cuda", {}, True),
+        ("cuda", {"dual_stream": False}, False),
         ("cuda", {"dual_stream": True, "fully_sharded_loras": True}, False),
         ("cpu", {"dual_stream": True}, False),
         ("meta", {"dual_stream": True}, False),
     ],
-    ids=["asked-for", "off", "fully-sharded", "cpu", "meta"],
+    ids=["default", "off", "fully-sharded", "cpu", "meta"],
 )
 def test_who_gets_a_second_stream(device, options, expected, monkeypatch) -> None:
     monkeypatch.setattr(module, "DualStream", lambda device: SimpleNamespace(device=device))
@@ -51,33 +52,60 @@ def test_a_refused_layer_leaves_the_base_layer_to_the_next(monkeypatch) -> None:
     assert dual_stream_for(Over(base, "cuda"), config_for(torch.float32, dual_stream=True)) is not None
 
 
-class InTurn:
-    """Both products one after the other on the CPU."""
+class Recorded:
+    """A second stream on the CPU: it notes what happens in which order, and runs it at once."""
 
-    def __init__(self) -> None:
-        self.runs = 0
+    def __init__(self, order: list[str], suited: bool) -> None:
+        self.order, self.suited = order, suited
 
-    def run(self, here, beside):
-        self.runs += 1
-        return here(), beside()
+    def suits(self, rows: torch.Tensor) -> bool:
+        return self.suited
+
+    def mark(self) -> None:
+        self.order.append("mark")
+
+    @contextmanager
+    def aside(self):
+        self.order.append("aside")
+        yield
+        self.order.append("joined")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("suited", [True, False])
 @pytest.mark.parametrize("name", LINEAR)
-def test_the_sum_is_that_of_one_stream(name, dtype) -> None:
-    config = config_for(dtype, dual_stream=True)
+def test_the_mark_is_set_in_front_of_the_base_product(name, suited) -> None:
+    config = config_for(torch.float32)
     layer, _ = linear_layer(LINEAR[name], config)
-    wrapper, x = wrapper_for(config, "cpu"), torch.randn(len(MIXED), IN, dtype=dtype)
+    wrapper, x, order = wrapper_for(config, "cpu"), torch.randn(len(MIXED), IN), []
     layer.set_mapping(wrapper)
     use(wrapper, MIXED)
-    expected = layer(x)
-    layer._streams = streams = InTurn()
-    if dtype == torch.float32:  # a product that adds to y may begin its sums with it
-        torch.testing.assert_close(layer(x), expected)
-    else:
-        assert torch.equal(layer(x), expected), "the term is kept in float32, so even the rounding is the same"
-    torch.testing.assert_close(layer(x.view(1, len(MIXED), IN))[0], expected)  # 3-D: another base product
-    assert streams.runs == 2
+    expected, base, linear = layer(x), layer._base_output, wrapper.add_lora_linear
+    layer._streams = Recorded(order, suited)
+
+    def base_output(*operands):
+        order.append("base product")
+        return base(*operands)
+
+    def add_lora_linear(*operands, aside=nullcontext, **options):
+        with aside():
+            order.append("shrink")
+        return linear(*operands, **options)
+
+    layer._base_output, wrapper.add_lora_linear = base_output, add_lora_linear
+    torch.testing.assert_close(layer(x), expected)
+    beside = ["mark", "base product", "aside", "shrink", "joined"]
+    assert order == (beside if suited else ["base product", "shrink"])
+    order.clear()
     use(wrapper, [-1] * len(MIXED))
     layer(x)
-    assert streams.runs == 2, "a step without adapters has nothing to run beside"
+    assert "mark" not in order, "a step without adapters has nothing to run beside"
+
+
+def test_it_suits_decode_steps_that_are_captured(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_auxiliary_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    streams = module.DualStream(torch.device("cuda"))
+    for captured in (True, False):
+        monkeypatch.setattr(module, "is_being_captured", lambda rows, captured=captured: captured)
+        assert streams.suits(torch.empty(module.MOST_ROWS, 1)) == captured
+        assert not streams.suits(torch.empty(module.MOST_ROWS + 1, 1))

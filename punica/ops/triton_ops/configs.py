@@ -10,6 +10,7 @@ for shrinks, and for shrink and expand these extras of the kernels in this packa
 | ``tiles_n`` | expand, tiles | column blocks that one program walks |
 | ``short_k`` | shrink, tiles | above 0: only for long segments; rows of short ones singly, so much of K at once |
 | ``short_n`` | expand, tiles | the same, in blocks of so many columns |
+| ``ahead`` | expand | weights are read before the true rank is known |
 | ``together`` | shrink, tiles | the ranks of all slices side by side, x read once for all of them |
 | ``weights_left`` | both, tiles | weights are the left operand of the tensor cores |
 
@@ -58,7 +59,7 @@ OP_TYPES = (
 # What the keys that a tuned file may leave out are then.
 OPTIONAL_KEYS: dict[str, Config] = {
     "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "weights_left": False, "together": False},
-    "expand": {"row_wise": False, "tiles_n": 1, "short_n": 0, "weights_left": False},
+    "expand": {"row_wise": False, "tiles_n": 1, "short_n": 0, "weights_left": False, "ahead": False},
 }
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
@@ -164,7 +165,7 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
         if key not in leaf:
             raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
     for key, value in leaf.items():
-        if key in ("row_wise", "weights_left", "together") or (key in ("short_k", "short_n") and value == 0):
+        if key in ("row_wise", "weights_left", "together", "ahead") or (key in ("short_k", "short_n") and value == 0):
             continue
         smallest = 16 if key in _BLOCKS else 1
         power = key in _BLOCKS or key in ("block_r", "num_warps", "short_k", "short_n")

@@ -11,7 +11,8 @@ formed in fp32 and rounded once.
 * **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one
   load of h, so the planes are summed once for all of them.
 
-With ``PDL`` the kernel starts while shrink still runs: B and the old y are fetched first, then it waits for h.
+With ``PDL`` the kernel starts while the one in front still runs: B is fetched first, and the old y too unless it is
+``LATE`` (the one in front may write it), then it waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,10 +45,6 @@ from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op,
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
-FEW_BYTES = 12e6
-"""Bytes of B by ranks up to which 16 ranks, else 8, are read without waiting for the true rank: reading some in vain
-costs less there than waiting."""
-
 
 @triton.jit
 def _sum_planes(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
@@ -77,7 +74,7 @@ def _expand_row(
     h_ptr, b_ptr, y_ptr,
     first_n, width, rank, lanes, stride_hp, stride_hr,
     R: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-    PLANES: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x STEPS blocks of COLUMNS columns of a B that lies row after row, each LANES ranks wide, of which
     ``lanes`` are read; the next block is fetched before one is summed.
@@ -90,11 +87,13 @@ def _expand_row(
     b_ptrs = b_ptr + offs_n[:, None] * R + offs_r[None, :]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
     old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
-    if ADD:
+    if ADD and not LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if ADD and LATE:
+        old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
     h = _sum_planes(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
         product = tl.where((offs_r < rank)[None, :], b.to(tl.float32) * h[None, :], 0.0)
@@ -113,27 +112,30 @@ def _expand_row(
 @triton.jit
 def _expand_row_by_ranks(
     h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
-    R: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    R: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
+    ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x COLUMNS columns of a B that lies rank after rank, LANES ranks at a time as far as the true rank goes;
-    the next ones are fetched before these are summed, and the first ones before the true rank is known. A thread holds
-    all ranks of its columns: no sum leaves it.
+    the next ones are fetched before these are summed, and AHEAD the first ones before the true rank is known. Up to 16
+    LANES are held by one thread for its columns: no sum leaves it.
     """
     offs_r = tl.arange(0, LANES)
     offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]
-    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < R)[None, :], other=0.0)
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < (R if AHEAD else rank))[None, :], other=0.0)
     total = tl.zeros([COLUMNS], tl.float32)
-    if ADD:
+    if ADD and not LATE:
         total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if ADD and LATE:
+        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr
     h = _sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
-    b = tl.where((offs_r < rank)[None, :], b, 0.0)
+    if AHEAD:
+        b = tl.where((offs_r < rank)[None, :], b, 0.0)
     if R > LANES:
         for _ in tl.range(LANES, rank, LANES):
             product = b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
@@ -153,18 +155,16 @@ def _expand_row_of(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
     VECTOR: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
-    HAS_RANKS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_N columns of one slice. With B by rows the true rank chooses among the ascending LANES the width
     in ranks of a block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many
-    elements either way. Where a row of B is 32 bytes or fewer, the least that memory moves, it is read whole, and like
-    the first ranks of B by ranks does not wait for the table of ranks. ``idle_waits``: this program waits for the
-    kernel in front even when it has nothing to do.
+    elements either way. AHEAD: B is read before the true rank is known, with B by rows all ranks of the slot.
+    ``idle_waits``: this program waits for the kernel in front even when it has nothing to do.
     """
-    WHOLE: tl.constexpr = HAS_RANKS and (len(LANES) == 1 or not ROW_MAJOR)
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N, NUM_SLICES)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
-    lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
+    lanes = tl.where(slot >= 0, R, 0) if AHEAD else rank
     if (lanes > 0) | ((slot >= 0) & (not ADD)):
         b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
@@ -175,12 +175,12 @@ def _expand_row_of(
                 if (lanes > above) & (lanes <= LANES[i]):
                     _expand_row(
                         h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, R,
-                        BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, PDL,
+                        BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, LATE, PDL,
                     )  # fmt: skip
         else:
             _expand_row_by_ranks(
                 h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
-                R, BLOCK_N, LANES[0], PLANES, ADD, PDL,
+                R, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -194,12 +194,13 @@ def _expand_rows_of(
     stride_hp, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
     LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
     h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
-    and with ALL_OF_B to the end of the slot, so that it does not wait for the table of ranks.
+    and with ALL_OF_B to the end of the slot, before the true rank is known.
     """
     CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -223,11 +224,13 @@ def _expand_rows_of(
         if TILES_N == 1:
             mask_n = (offs_n < width)[None, :]
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
-            if ADD:
+            if ADD and not LATE:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
+        if TILES_N == 1 and ADD and LATE:
+            old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
         if not WHOLE:
             h = tl.where((offs_r < rank)[None, :], h, 0.0)
@@ -286,19 +289,21 @@ def _expand_tile(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
     VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
+    AHEAD: tl.constexpr, ADD: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. One block of a slot of up to 16 ranks is
-    read whole, so that reading it does not wait for the table of ranks. In a loop, true ranks that are whole
+    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. AHEAD, where there is one block: all ranks
+    of the slot are read before the true rank is known. In a loop, true ranks that are whole
     vectors have code of their own, as B streams best where nothing of it is dropped; float32 does without, since the
     shared memory of both counts.
     """
     EITHER: tl.constexpr = HAS_RANKS and VECTOR > 1
-    ALL_OF_B: tl.constexpr = HAS_RANKS and R <= 16 and TILES_N == 1
+    ALL_OF_B: tl.constexpr = AHEAD and TILES_N == 1 and BLOCK_R >= R
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
-    if ((slot >= 0) if ALL_OF_B or not ADD else (rank > 0)):
+    if (slot >= 0) if ALL_OF_B or not ADD else (rank > 0):
         offs_m = tl.arange(0, BLOCK_M)
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
@@ -309,19 +314,19 @@ def _expand_tile(
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
                     stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, True, False, EVEN_N, BLOCK_M,
-                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
                 )  # fmt: skip
             else:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
                     stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, False, False, EVEN_N, BLOCK_M,
-                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
                 )  # fmt: skip
         else:
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
                 stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, not EITHER, ALL_OF_B, EVEN_N, BLOCK_M,
-                BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, PDL, LEFT, INTERPRET,
+                BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -335,7 +340,9 @@ def _lora_expand_rows_kernel(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr,
+    ADD: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows, one by one."""
@@ -345,7 +352,8 @@ def _lora_expand_rows_kernel(
     _expand_row_of(
         h_ptr, b_ptrs, y_ptr, ranks_ptr, row, slot, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, ADD, PDL,
+        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, AHEAD, ADD, LATE,
+        PDL,
     )  # fmt: skip
 
 
@@ -357,7 +365,8 @@ def _lora_expand_search_kernel(
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own."""
     pid = tl.program_id(0)
@@ -367,7 +376,7 @@ def _lora_expand_search_kernel(
         h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
         R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES,
-        PLANES, HAS_RANKS, ADD, PDL, LEFT, INTERPRET,
+        PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
     )  # fmt: skip
 
 
@@ -379,7 +388,9 @@ def _lora_expand_listed_kernel(
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr,
-    LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, ADD: tl.constexpr,
+    LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr,
+    ADD: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
@@ -400,7 +411,7 @@ def _lora_expand_listed_kernel(
                 h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
                 R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
-                NUM_STAGES, PLANES, HAS_RANKS, ADD, PDL, LEFT, INTERPRET,
+                NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -414,7 +425,8 @@ def _lora_expand_listed_kernel(
             _expand_row_of(
                 h_ptr, b_ptrs, y_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SHORT_BLOCKS, False,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS, ADD, PDL,
+                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS, AHEAD, ADD,
+                LATE, PDL,
             )  # fmt: skip
             item += num_rows
             record = tl.load(rows_ptr + item, mask=item < total, other=0)
@@ -446,9 +458,11 @@ def plan_expand(
     config: dict[str, Any],
     *,
     offset_start: int, add_inputs: bool, has_ranks: bool,
-    pdl: bool = False,
+    pdl: bool = False, late: bool = False,
 ) -> KernelPlan:  # fmt: skip
-    """The launch that `config` names. h has shape and strides ``[planes, n, T, r]``; planes are added up."""
+    """The launch that `config` names. h has shape and strides ``[planes, n, T, r]``; planes are added up. ``late``: y
+    is not read before the kernel in front has ended.
+    """
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))
@@ -461,7 +475,7 @@ def plan_expand(
         "PLANES": planes,
         "HAS_RANKS": has_ranks,
     }
-    constants |= {"ADD": add_inputs, "PDL": pdl}
+    constants |= {"ADD": add_inputs, "LATE": late and pdl, "PDL": pdl}
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": pdl, "device": weights.device}
     dtypes = (h_dtype, weights.dtype, y.dtype)
 
@@ -469,16 +483,16 @@ def plan_expand(
         """Blocks of this many columns in all slices."""
         return sum([triton.cdiv(width, block_n) for width in weights.widths])
 
-    def row_blocks(block_n: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def row_blocks(block_n: int, lanes: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """LANES, STEPS and columns of a program that takes one row."""
         if not weights.row_major:
-            first = sum(weights.widths) * rows * min(rank, 16) * weights.dtype.itemsize
-            return (min(16 if first <= FEW_BYTES else 8, block_at_least(rank, 1)),), (1,), block_n
+            return (min(lanes, block_at_least(rank, 1)),), (1,), block_n
         return _lane_blocks(rank, block_n, has_ranks, lambda columns: rows * blocks(columns))
 
     if config["row_wise"]:
-        lanes, steps, block_n = row_blocks(config["block_n"], tokens)
-        constants |= {"LANES": lanes, "STEPS": steps, "BLOCK_N": block_n, "NUM_BLOCKS": blocks(block_n)}
+        lanes, steps, block_n = row_blocks(config["block_n"], config["block_k"], tokens)
+        ahead = has_ranks and (rank <= 16 if weights.row_major else config["ahead"])
+        constants |= {"LANES": lanes, "STEPS": steps, "BLOCK_N": block_n, "NUM_BLOCKS": blocks(block_n), "AHEAD": ahead}
         grid = (tokens * blocks(block_n), 1, 1)
         launch = Launch(_lora_expand_rows_kernel, grid, dtypes, strides, constants, **shared)
         return RowsPlan(launch, (weights.slots,))
@@ -495,13 +509,14 @@ def plan_expand(
     per_tile = blocks(block_n * tiles_n)
     constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
     constants |= {"TILES_N": tiles_n, "NUM_STAGES": stages, "LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
+    constants |= {"AHEAD": has_ranks and config["ahead"]}
     if batch.listed and block_m in HEIGHTS:
         height, short_n = HEIGHTS.index(block_m), config["short_n"]
         constants |= {"TILES_AT": 2 * height + (short_n > 0), "ROWS_AT": TOTALS - 1}
         rows = min(tokens, LONG * batch.shape.short)
         lanes, steps, wide, per_row = (), (), 0, 0
         if short_n:
-            lanes, steps, wide = row_blocks(short_n, rows)
+            lanes, steps, wide = row_blocks(short_n, 16 if config["ahead"] else 8, rows)
             per_row = blocks(wide)
         constants |= {"LANES": lanes, "STEPS": steps, "SHORT_N": wide, "SHORT_BLOCKS": per_row}
         launch = Launch(_lora_expand_listed_kernel, None, dtypes, strides, constants, **shared)

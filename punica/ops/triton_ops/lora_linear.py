@@ -7,10 +7,12 @@ shrink leaves fp32 planes ``[splits, n, T, r]`` in a workspace and expand sums t
 (compute capability 9.0 and newer) expand starts while shrink still runs, its weights and the old y already fetched when
 the planes are ready; shrink likewise fetches A while the kernel in front of it ends. That is safe because every kernel
 here lets its successor start only after it has itself waited for its predecessor: what a kernel reads early was
-complete two kernels ago.
+complete two kernels ago. The exception is an expand whose shrink ran elsewhere (``aside``): the kernel in front of it
+may have written y, so that it fetches only weights early.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +42,19 @@ def plan_linear(
     batch: Batch,
     shrink: dict[str, Any], expand: dict[str, Any],
     *, add_inputs: bool = True, has_ranks: bool = False, pdl: bool = False, pdl_shrink: bool | None = None,
+    apart: bool = False,
 ) -> LinearPlan:  # fmt: skip
-    """The two launches with the given configurations. ``pdl_shrink``: start shrink early too (None: as ``pdl``)."""
+    """The two launches with the given configurations. ``pdl_shrink``: start shrink early too (None: as ``pdl``);
+    ``apart``: they are not behind one another.
+    """
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
     planes = (shrink["split_k"], slices, tokens, rank)
     strides = (slices * tokens * rank, tokens * rank, rank, 1)
-    early = pdl if pdl_shrink is None else pdl_shrink
-    first = plan_shrink(x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=pdl, early=early)
+    overlap, early = pdl and not apart, (pdl if pdl_shrink is None else pdl_shrink) and not apart
+    first = plan_shrink(x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early)
     second = plan_expand(
         planes, strides, kind, y, b, batch, expand,
-        offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl,
+        offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, late=apart,
     )  # fmt: skip
     return LinearPlan(first, second, planes)
 
@@ -64,7 +69,7 @@ def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
     names, x, y, lora_ranks, batch, switches = call
     a, b = forms
-    add_inputs, options = switches
+    add_inputs, options, apart = switches
     check_input(names.input, x, a, names.a)
     check_stored_output(names.output, y, b, 0)
     tokens, k = x.shape
@@ -79,31 +84,38 @@ def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
     expand = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, shrink["split_k"], b.row_major)
     return plan_linear(
         y, x, a, b, batch, shrink, expand,
-        add_inputs=add_inputs, has_ranks=lora_ranks is not None, pdl=options.pdl and supports_pdl(x.device),
+        add_inputs=add_inputs, has_ranks=lora_ranks is not None,
+        pdl=options.pdl and supports_pdl(x.device), apart=apart,
     )  # fmt: skip
 
 
 _PLANS = Plans(_describe, _plan)
+_HERE = nullcontext()
 
 
 def linear(
     y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: Batch,
     scale: float = 1.0, *, add_inputs: bool = True, lora_ranks: Tensor | None = None, options: Options = Options(),
+    aside: Callable[[], AbstractContextManager] | None = None,
 ) -> None:  # fmt: skip
-    """`lora_linear` on a step: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T``, arguments as there."""
+    """`lora_linear` on a step: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T``, arguments as there.
+
+    ``aside``: shrink is launched in this context, which puts it on another stream and joins that to the current one.
+    """
     if batch.no_lora:
         return
     if isinstance(batch, LoRABatch) and is_traced():
         given = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **options._asdict()}
         call_flat(lora_linear, (y, x, lora_a_stacked, lora_b_stacked), batch, x.shape[0], **given)
         return
-    switches = (add_inputs, options)
+    switches = (add_inputs, options, aside is not None)
     plan, aligned = _PLANS.find(x, y, (lora_a_stacked, lora_b_stacked), lora_ranks, batch, switches, scale)
     if plan is None:
         return
     with on_device(x.get_device()):
-        planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-        plan.shrink.run(x, lora_a_stacked, planes, batch, lora_ranks, aligned, float(scale))
+        with aside() if aside is not None else _HERE:
+            planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
+            plan.shrink.run(x, lora_a_stacked, planes, batch, lora_ranks, aligned, float(scale))
         plan.expand.run(planes, lora_b_stacked, y, batch, lora_ranks, aligned)
 
 

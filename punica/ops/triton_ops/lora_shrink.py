@@ -30,12 +30,14 @@ from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_ran
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
+    accumulator,
     dot,
     find_tile,
     max_tiles,
     pick,
     rank_of,
     read_record,
+    result,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
@@ -220,12 +222,12 @@ def _shrink_tile(
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
         mask_lanes = lane < (R if WHOLE else rank)
         mask_r = mask_lanes[None, :]
-        if LEFT:
+        if LEFT and BLOCK_R <= 32:
             acc = _shrink_by_warps(
                 x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
                 K, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
             )  # fmt: skip
-        elif STEPS == 1:
+        elif STEPS == 1 and not LEFT:
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             mask_k = offs_k < (1 << 30 if EVEN_K else K)
             a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
@@ -235,7 +237,7 @@ def _shrink_tile(
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             acc = dot(x, a, acc, False, INTERPRET)
         else:
-            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
@@ -247,9 +249,10 @@ def _shrink_tile(
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(x, a, acc, False, INTERPRET)
+                acc = dot(x, a, acc, LEFT, INTERPRET)
                 x_ptrs += BLOCK_K * SPLIT_K * stride_xk
                 a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
+            acc = result(acc, LEFT)
         if WHOLE and DIRECT:
             acc = tl.where((lane < rank)[None, :], acc, 0.0)
         out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * R + lane

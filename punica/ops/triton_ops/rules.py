@@ -19,6 +19,8 @@ WANTED = 160
 """Programs of a shrink by tiles: about one for each multiprocessor (an H200 has 132), each with a deep pipeline."""
 ROW_TRAFFIC = 24e6
 """Bytes of A that taking every row by itself may read again before tiles of rows are better."""
+AHEAD = 12e6
+"""Bytes of B up to which reading some of them in vain costs less than waiting for the true ranks."""
 
 
 def rule(
@@ -52,7 +54,8 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
     if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC / (1.5 if mean >= 32 else 1)):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
-        block_r = _power_below(rows * slices * split_k * rank / 64, 2, 16 if rank <= 16 and block_k <= 4096 else 4)
+        most_r = 16 if rank <= 16 and block_k <= 4096 else 4 if rank <= 16 else 2
+        block_r = _power_below(rows * slices * split_k * rank / 64, 2, most_r)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
         return config | {"num_warps": 4 if block_r * block_k <= 8192 else 8, "num_stages": 1}
     together = slices > 1 and rank < 64 and rows >= 256
@@ -60,7 +63,7 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
         lanes = min(64, block_at_least(slices * rank))
     block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 600))
     wanted = WANTED * (1.5 if rows > 4096 and lanes <= 32 else 1)
-    if is_mixed(shape) and slices > 1 and not together:
+    if is_mixed(shape) and slices > 1 and (rows > 1024 or not together):
         wanted /= 2
     programs = _tiles(shape, rows, block_m) * (cdiv(slices * rank, lanes) if together else slices * cdiv(rank, lanes))
     split_k = _power_near(wanted / programs, 2 if is_mixed(shape) else 1, min(8, 512 // lanes))
@@ -68,13 +71,13 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
         split_k //= 2
     config |= {"block_m": block_m, "block_n": lanes, "together": together}
     config |= {"block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4}
-    config |= {"num_stages": 5 if block_m <= 32 and not is_mixed(shape) else 4}
+    config |= {"num_stages": 5 if block_m <= 32 and not (is_mixed(shape) and slices == 1) else 4}
     if is_mixed(shape):
         short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
         config |= {
             "short_k": short_k,
             "block_r": 16 if short_k <= 2048 else 8,
-            "num_warps": 4 if short_k <= 1024 else 8,
+            "num_warps": 4 if short_k <= 1024 or together else 8,
         }
     return config
 
@@ -83,13 +86,12 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     mean, lanes = _rows_per_tiled_adapter(shape, rows), block_at_least(rank)
     again = 2 * rows * rank * width * slices
     config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
-    config |= {"weights_left": False}
+    config |= {"weights_left": False, "ahead": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         config |= {"row_wise": True, "block_m": 16, "num_stages": 1}
         if row_major:
             return config | {"block_n": max(32, 8192 // lanes)}
-        block_n = min(512, block_at_least(width, 32))
-        return config | {"block_n": block_n, "num_warps": max(1, block_n // 256)}  # a thread has 8 columns
+        return config | _expand_rows_by_ranks(rows, width, rank, slices)
     block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 1 << 30)), 128
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
@@ -97,42 +99,63 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     if rows <= 128 and programs <= 2000:
         fill = 1.0
     most = 16
-    if not (row_major or is_mixed(shape)) and lanes <= 32:
-        fill, most = fill / 2, 8
+    if is_mixed(shape) and rows <= 256:
+        fill = 4.0
+    elif not row_major and lanes <= 32:
+        fill, most = 1.0 if programs <= 600 else fill, 16 if rows <= 4096 else 8
     summed = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
-    tiles_n = max(
-        _power_near(fill, 1, most), min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
-    )
+    share = min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
+    tiles_n = max(_power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
-    return config | ({"short_n": max(32, 8192 // lanes) if row_major else 1024} if is_mixed(shape) else {})
+    if is_mixed(shape):
+        short = 2 * shape.short * rank * width * slices
+        config |= {"short_n": max(32, 8192 // lanes) if row_major else 1024, "ahead": rank <= 16 and short <= AHEAD}
+    return config
+
+
+def _expand_rows_by_ranks(rows: int, width: int, rank: int, slices: int) -> Config:
+    """Threads that hold 8 columns, and of these up to 16 ranks. Little is read ahead of the true rank; where there is
+    much, the shrink that is still running needs the memory more."""
+    lanes, few = min(block_at_least(rank), 64), 2 * rows * rank * width * slices <= AHEAD
+    if few and lanes > 16:
+        return {"block_n": 4096 // lanes, "block_k": lanes, "num_warps": 1, "ahead": True}
+    block_n = min(512, block_at_least(width, 32))
+    return {"block_n": block_n, "block_k": 16 if few else 8, "num_warps": max(1, block_n // 256), "ahead": few}
 
 
 def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Config:
     """One split and one instruction whatever the step is, so that a row has the same bits in every batch.
 
-    Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. Every
-    warp multiplies a quarter of the split by itself. The height of a tile is free, and all else here depends on the
-    layer only.
+    Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. Up to
+    32 lanes, every warp multiplies a quarter of the split by itself, with the one instruction that a warp has, so that
+    the height of a tile is free; above, four warps multiply together, and the height is fixed because Hopper and
+    Blackwell have instructions for several. All else that matters for the bits depends on the layer only.
     """
     lanes = min(block_at_least(rank), 64)
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "short_k": 0, "together": False}
-    config |= {"split_k": _power_near(hidden / 1024, 1, 8), "block_k": 256 if lanes <= 32 else 128, "num_stages": 3}
-    return config | {"block_m": 8 if _is_flat(shape, rows) else 16, "num_warps": 4, "weights_left": True}
+    config |= {"split_k": _power_near(hidden / 1024, 1, 8), "num_warps": 4, "weights_left": True}
+    if lanes > 32:
+        return config | {"block_m": 16, "block_k": 128, "num_stages": 4}
+    flat = _is_flat(shape, rows)
+    return config | {"block_m": 8 if flat else 16, "block_k": 512 if flat else 256, "num_stages": 2 if flat else 3}
 
 
 def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
-    lanes = block_at_least(rank)
+    lanes, flat = block_at_least(rank), _is_flat(shape, rows)
     config: Config = {"row_wise": False, "block_k": lanes if lanes <= 128 else 32, "short_n": 0, "tiles_n": 1}
-    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2}
-    if _is_flat(shape, rows) or rows <= 128:
-        return config | {"block_m": 8 if _is_flat(shape, rows) else 16, "block_n": max(32, 8192 // lanes)}
-    if rows <= 1024 and lanes <= 32:
-        return config | {"block_m": 32, "block_n": 128, "num_warps": 1}
-    block_m, block_n = (64 if rows > 1024 else 32, 64) if lanes > 32 else (32, 128)
+    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False}
+    if flat and rank <= 16 and 2 * shape.adapters * rank * width * slices <= AHEAD:
+        return config | {"block_m": 8, "block_n": 128, "num_warps": 1, "ahead": True}
+    if flat or rows <= 128:
+        return config | {"block_m": 8 if flat else 16, "block_n": max(32, 8192 // lanes)}
+    if rows <= 1024:
+        return config | {"block_m": 32, "block_n": 128 if lanes <= 64 else 64, "num_warps": 1 if lanes <= 32 else 2}
+    if lanes <= 32 and rows <= 4096:
+        return config | {"block_m": 32, "block_n": 128}
+    block_m, block_n = (64, 64) if lanes > 32 else (32, 128)
     programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
-    tiles_n = _power_near(programs / (300 if rows <= 1200 else 450), 1, 16)
-    return config | {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n}
+    return config | {"block_m": block_m, "block_n": block_n, "tiles_n": _power_near(programs / 250, 1, 16)}
 
 
 def _is_flat(shape: StepShape, rows: int) -> bool:

@@ -1,6 +1,7 @@
 """The ops on a step (`LoRABatch`): tiles read from its lists, long segments as tiles beside short ones row by row."""
 
 import itertools
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -101,3 +102,21 @@ def test_what_the_rule_chooses(name, device):
         step = started(batch.slots, batch)
         linear(y, batch.x, batch.a, batch.b, step, 0.5, lora_ranks=batch.lora_ranks, options=options)
         assert_close(y, expected(batch), torch.float16)
+
+
+@pytest.mark.parametrize("name", ["prompt", "short"])
+def test_shrink_aside(name, device):
+    """Shrink, and nothing else, is launched in the context that is given."""
+    batch, seen = made(STEPS[name], device), []
+    y = batch.y.clone()
+
+    @contextmanager
+    def aside():
+        seen.append(y.clone())
+        yield
+        seen.append(y.clone())
+
+    linear(y, batch.x, batch.a, batch.b, started(batch.slots, batch), 0.5, aside=aside)
+    assert len(seen) == 2
+    assert all(torch.equal(one, batch.y) for one in seen)
+    assert_close(y, expected(batch), torch.float16)
