@@ -9,7 +9,8 @@ for the memory of its weights, and the shrink hides in it; what is left behind t
 fetched while the product ends. On an H200 that takes 2 of the 5 us that LoRA adds to a projection at one row, and 2 of
 12 us at 64 rows of 64 adapters; with 128 rows of 128 adapters, or in a prefill, both want all of the GPU, and are
 slower beside one another (results/h200/operator_tables.md). So up to `MOST_ROWS` rows, and only where a graph is
-captured: outside of one, the host's time for the events is more than what they save.
+captured: outside of one, the host's time for the events is more than what they save. The first call of each number of
+rows goes this way too, so that a graph captured later finds its kernels compiled and loaded.
 
 Memory: ``x`` is allocated on the current stream before the mark. The shrink's result belongs to the auxiliary stream,
 and is read by expand after the join; whatever takes its memory next does so on the auxiliary stream, behind a later
@@ -41,10 +42,15 @@ class DualStream:
     def __init__(self, device: torch.device) -> None:
         self._auxiliary = _auxiliary_stream(device)
         self._mark, self._join = torch.cuda.Event(), torch.cuda.Event()
+        self._seen: set[int] = set()
 
     def suits(self, rows: Tensor) -> bool:
         """Whether the shrink of ``rows`` [T, in] should run beside the base product."""
-        return rows.shape[0] <= MOST_ROWS and is_being_captured(rows)
+        count = rows.shape[0]
+        first = count <= MOST_ROWS and count not in self._seen
+        if first:
+            self._seen.add(count)
+        return first or (count <= MOST_ROWS and is_being_captured(rows))
 
     def mark(self) -> None:
         """What the current stream has been given up to here is all that `aside` waits for."""

@@ -101,11 +101,12 @@ def test_the_mark_is_set_in_front_of_the_base_product(name, suited) -> None:
     assert "mark" not in order, "a step without adapters has nothing to run beside"
 
 
-def test_it_suits_decode_steps_that_are_captured(monkeypatch) -> None:
+def test_it_suits_decode_steps_that_are_captured_and_the_first_of_a_size(monkeypatch) -> None:
     monkeypatch.setattr(module, "_auxiliary_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", object)
-    streams = module.DualStream(torch.device("cuda"))
-    for captured in (True, False):
-        monkeypatch.setattr(module, "is_being_captured", lambda rows, captured=captured: captured)
-        assert streams.suits(torch.empty(module.MOST_ROWS, 1)) == captured
-        assert not streams.suits(torch.empty(module.MOST_ROWS + 1, 1))
+    streams, most = module.DualStream(torch.device("cuda")), module.MOST_ROWS
+    captured = iter([False, False, True, False])
+    monkeypatch.setattr(module, "is_being_captured", lambda rows: next(captured))
+    assert [streams.suits(torch.empty(rows, 1)) for rows in (1, 1, most)] == [True, False, True], "first of a size"
+    assert [streams.suits(torch.empty(most, 1)) for _ in range(3)] == [False, True, False], "captured"
+    assert not any(streams.suits(torch.empty(most + 1, 1)) for _ in range(2)), "a prefill"

@@ -164,7 +164,7 @@ def test_two_streams_equal_one(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(result, one(x)), "the same kernels"
 
 
-@pytest.mark.parametrize("rows", [1, 32, 128])
+@pytest.mark.parametrize("rows", [1, 8, 32])
 def test_two_streams_do_not_touch_memory_that_is_still_in_use(rows: int) -> None:
     """Many large layers in one graph, whose memory changes hands all the time: what a missing wait would corrupt."""
     config = LoRAConfig(max_lora_rank=64, max_loras=MAX_LORAS, lora_dtype=torch.bfloat16)

@@ -516,7 +516,7 @@ def plan_expand(
         rows = min(tokens, LONG * batch.shape.short)
         lanes, steps, wide, per_row = (), (), 0, 0
         if short_n:
-            lanes, steps, wide = row_blocks(short_n, 16 if config["ahead"] else 8, rows)
+            lanes, steps, wide = row_blocks(short_n, 16, rows)
             per_row = blocks(wide)
         constants |= {"LANES": lanes, "STEPS": steps, "SHORT_N": wide, "SHORT_BLOCKS": per_row}
         launch = Launch(_lora_expand_listed_kernel, None, dtypes, strides, constants, **shared)

@@ -19,8 +19,8 @@ WANTED = 160
 """Programs of a shrink by tiles: about one for each multiprocessor (an H200 has 132), each with a deep pipeline."""
 ROW_TRAFFIC = 24e6
 """Bytes of A that taking every row by itself may read again before tiles of rows are better."""
-AHEAD = 12e6
-"""Bytes of B up to which reading some of them in vain costs less than waiting for the true ranks."""
+AHEAD = 6e6
+"""Bytes of one slice's B up to which reading some of them in vain costs less than waiting for the true ranks."""
 
 
 def rule(
@@ -57,7 +57,7 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
         most_r = 16 if rank <= 16 and block_k <= 4096 else 4 if rank <= 16 else 2
         block_r = _power_below(rows * slices * split_k * rank / 64, 2, most_r)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
-        return config | {"num_warps": 4 if block_r * block_k <= 8192 else 8, "num_stages": 1}
+        return config | {"num_warps": 4 if block_r * block_k <= 8192 and rank <= 16 else 8, "num_stages": 1}
     together = slices > 1 and rank < 64 and rows >= 256
     if together:
         lanes = min(64, block_at_least(slices * rank))
@@ -71,7 +71,7 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
         split_k //= 2
     config |= {"block_m": block_m, "block_n": lanes, "together": together}
     config |= {"block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4}
-    config |= {"num_stages": 5 if block_m <= 32 and not (is_mixed(shape) and slices == 1) else 4}
+    config |= {"num_stages": 5 if block_m <= 32 and not (is_mixed(shape) and (slices == 1 or together)) else 4}
     if is_mixed(shape):
         short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
         config |= {
@@ -91,7 +91,7 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
         config |= {"row_wise": True, "block_m": 16, "num_stages": 1}
         if row_major:
             return config | {"block_n": max(32, 8192 // lanes)}
-        return config | _expand_rows_by_ranks(rows, width, rank, slices)
+        return config | _expand_rows_by_ranks(rows, width, rank)
     block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 1 << 30)), 128
     tiles = _tiles(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
@@ -108,19 +108,35 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     tiles_n = max(_power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     if is_mixed(shape):
-        short = 2 * shape.short * rank * width * slices
-        config |= {"short_n": max(32, 8192 // lanes) if row_major else 1024, "ahead": rank <= 16 and short <= AHEAD}
+        config |= {"short_n": 8192 // lanes if row_major else 1024, "ahead": _reads_ahead(shape.short, width, rank)}
+        if slices == 1 and not row_major:
+            if rows > 1024:
+                config["short_n"] = 512
+            elif lanes <= 16:
+                config |= {"num_warps": 2, "tiles_n": 4}
+        config["short_n"] = max(32, config["short_n"])
     return config
 
 
-def _expand_rows_by_ranks(rows: int, width: int, rank: int, slices: int) -> Config:
-    """Threads that hold 8 columns, and of these up to 16 ranks. Little is read ahead of the true rank; where there is
+def _reads_ahead(rows: int, width: int, rank: int) -> bool:
+    """Whether all ranks of a slot are read, of so many rows, before it is known how many the adapter has."""
+    return rank <= 16 and 2 * rows * rank * width <= AHEAD
+
+
+def _expand_rows_by_ranks(rows: int, width: int, rank: int) -> Config:
+    """Threads that hold 8 columns, and of these 16 ranks at once. Little is read ahead of the true rank; where there is
     much, the shrink that is still running needs the memory more."""
-    lanes, few = min(block_at_least(rank), 64), 2 * rows * rank * width * slices <= AHEAD
-    if few and lanes > 16:
+    lanes, slice_bytes = block_at_least(rank), 2 * rows * rank * width
+    if 16 < lanes <= 64 and slice_bytes <= 2 * AHEAD:
         return {"block_n": 4096 // lanes, "block_k": lanes, "num_warps": 1, "ahead": True}
-    block_n = min(512, block_at_least(width, 32))
-    return {"block_n": block_n, "block_k": 16 if few else 8, "num_warps": max(1, block_n // 256), "ahead": few}
+    block_n = min(256 if slice_bytes <= AHEAD / 2 else 512, block_at_least(width, 32))
+    at_once = 32 if lanes == 64 else 16
+    return {
+        "block_n": block_n,
+        "block_k": at_once,
+        "num_warps": max(1, block_n // 256),
+        "ahead": _reads_ahead(rows, width, rank),
+    }
 
 
 def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Config:
@@ -135,7 +151,7 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "short_k": 0, "together": False}
     config |= {"split_k": _power_near(hidden / 1024, 1, 8), "num_warps": 4, "weights_left": True}
     if lanes > 32:
-        return config | {"block_m": 16, "block_k": 128, "num_stages": 4}
+        return config | {"block_m": 64, "block_k": 128, "num_stages": 4}
     flat = _is_flat(shape, rows)
     return config | {"block_m": 8 if flat else 16, "block_k": 512 if flat else 256, "num_stages": 2 if flat else 3}
 
@@ -145,7 +161,7 @@ def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices
     lanes, flat = block_at_least(rank), _is_flat(shape, rows)
     config: Config = {"row_wise": False, "block_k": lanes if lanes <= 128 else 32, "short_n": 0, "tiles_n": 1}
     config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False}
-    if flat and rank <= 16 and 2 * shape.adapters * rank * width * slices <= AHEAD:
+    if flat and _reads_ahead(shape.adapters, width, rank):
         return config | {"block_m": 8, "block_n": 128, "num_warps": 1, "ahead": True}
     if flat or rows <= 128:
         return config | {"block_m": 8 if flat else 16, "block_n": max(32, 8192 // lanes)}
