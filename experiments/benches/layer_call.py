@@ -67,10 +67,8 @@ def behind_products(products: Sequence[Call], batches: Sequence[Problem]) -> lis
     streams = DualStream(x.device) if x.is_cuda else None
 
     def behind(product: Call, call: Call) -> None:
-        beside = streams is not None and streams.suits(x)
-        if streams is not None and beside:
-            streams.mark()
+        aside = streams.begin(x) if streams is not None else None
         product()
-        call(**({"aside": streams.aside} if streams is not None and beside else {}))
+        call(**({} if aside is None else {"aside": aside}))
 
     return [partial(behind, *pair) for pair in zip(products, layer_calls(batches), strict=True)]

@@ -40,11 +40,17 @@ TORCH_TOLERANCE = 4 * TOLERANCE
 """The same for what torch computes, half precision between two products."""
 
 
-class Marked(NamedTuple):
-    """A call that wants its second stream marked in front of what comes before it."""
+class Beside(NamedTuple):
+    """A call that a layer begins in front of its base product, in a graph on a stream of its own."""
 
     streams: DualStream
-    call: Call
+    call: Callable[..., object]
+
+    def behind(self, product: Callable[[], object], x: torch.Tensor, i: int) -> None:
+        """``product()``, then the call on set i; ``x``: what both read."""
+        aside = self.streams.begin(x)
+        product()
+        self.call(i, **({} if aside is None else {"aside": aside}))
 
     def __call__(self, i: int) -> None:
         self.call(i)
@@ -61,12 +67,11 @@ def _flat(sets: OperatorSets, **options: Any) -> Call:
     return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
 
 
-def _of_a_layer(sets: OperatorSets, streams: DualStream | None = None, **switches: bool) -> Call:
+def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
     op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
     wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), ranks.shape[1], op.rank, sets.x.device, **switches)
 
-    def call(i: int) -> None:
-        beside = {"aside": streams.aside} if streams is not None and streams.suits(sets.x[i]) else {}
+    def call(i: int, **beside: Any) -> None:
         operands = sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths
         wrapper.add_lora_linear(*operands, lora_ranks=ranks, **beside)
 
@@ -96,7 +101,7 @@ def _behind_projection(sets: OperatorSets) -> Columns:
     found: Columns = {"punica": _flat(sets), "wrapper": _of_a_layer(sets)}
     if sets.x.is_cuda:
         streams = DualStream(sets.x.device)
-        found["layer"] = Marked(streams, _of_a_layer(sets, streams))
+        found["layer"] = Beside(streams, _of_a_layer(sets))
     return found
 
 

@@ -8,10 +8,11 @@ come from HBM and leave nothing of the adapters in the L2 cache.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import torch
 
-from experiments.benches.operator_columns import TORCH_TOLERANCE, Call, Columns, Marked, check
+from experiments.benches.operator_columns import TORCH_TOLERANCE, Beside, Call, Columns, check
 from experiments.benches.operator_lines import ADDED
 from experiments.benches.operator_sets import ROTATING_BYTES, OperatorSets
 from punica.measure.timing import seconds_between_events
@@ -38,10 +39,11 @@ class Projection:
         """y[i] = x[i] W, then `call(i)`, which adds into y[i]."""
 
         def both(i: int) -> None:
-            if isinstance(call, Marked):
-                call.streams.mark()
-            self.alone(i)
-            call(i)
+            if isinstance(call, Beside):
+                call.behind(partial(self.alone, i), self.sets.x[i], i)
+            else:
+                self.alone(i)
+                call(i)
 
         return both
 

@@ -79,13 +79,13 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
-        streams, beside = self._streams, dict[str, Any]()
-        if streams is not None and streams.suits(rows) and not has_no_lora(wrapper):
-            streams.mark()
-            beside = {"aside": streams.aside}
+        aside = None if self._streams is None or has_no_lora(wrapper) else self._streams.begin(rows)
         output = self._base_output(x, bias)
-        y, operands = as_rows(output), (rows, self.lora_a_stacked, self.lora_b_stacked)
-        returned = wrapper.add_lora_linear(y, *operands, 1.0, self.output_slices, lora_ranks=self.lora_ranks, **beside)
+        y, options = as_rows(output), dict[str, Any]() if aside is None else {"aside": aside}
+        returned = wrapper.add_lora_linear(
+            y, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices,
+            lora_ranks=self.lora_ranks, **options,
+        )  # fmt: skip
         y = y if returned is None else returned
         return y if y.ndim == output.ndim else y.view(output.shape)
 

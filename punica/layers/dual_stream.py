@@ -9,8 +9,8 @@ for the memory of its weights, and the shrink hides in it; what is left behind t
 fetched while the product ends. On an H200 that takes 2 of the 5 us that LoRA adds to a projection at one row, and 2 of
 12 us at 64 rows of 64 adapters; with 128 rows of 128 adapters, or in a prefill, both want all of the GPU, and are
 slower beside one another (results/h200/operator_tables.md). So up to `MOST_ROWS` rows, and only where a graph is
-captured: outside of one, the host's time for the events is more than what they save. The first call of each number of
-rows goes this way too, so that a graph captured later finds its kernels compiled and loaded.
+captured: outside of one, the host's time for the events is more than what they save. Until then the same kernels run on
+one stream, so that a graph finds them compiled and loaded.
 
 Memory: ``x`` is allocated on the current stream before the mark. The shrink's result belongs to the auxiliary stream,
 and is read by expand after the join; whatever takes its memory next does so on the auxiliary stream, behind a later
@@ -19,8 +19,8 @@ mark, and so after that expand. The caching allocator needs no ``record_stream``
 
 import functools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,23 +42,22 @@ class DualStream:
     def __init__(self, device: torch.device) -> None:
         self._auxiliary = _auxiliary_stream(device)
         self._mark, self._join = torch.cuda.Event(), torch.cuda.Event()
-        self._seen: set[int] = set()
 
-    def suits(self, rows: Tensor) -> bool:
-        """Whether the shrink of ``rows`` [T, in] should run beside the base product."""
-        count = rows.shape[0]
-        first = count <= MOST_ROWS and count not in self._seen
-        if first:
-            self._seen.add(count)
-        return first or (count <= MOST_ROWS and is_being_captured(rows))
-
-    def mark(self) -> None:
-        """What the current stream has been given up to here is all that `aside` waits for."""
+    def begin(self, rows: Tensor) -> Callable[[], AbstractContextManager] | None:
+        """The context in which to launch the shrink of ``rows`` [T, in], to be asked for in front of the base product:
+        `aside` in a graph, no other stream outside of one, ``None`` for more rows than pay.
+        """
+        if rows.shape[0] > MOST_ROWS:
+            return None
+        if not is_being_captured(rows):
+            return nullcontext
         self._mark.record(torch.cuda.current_stream(self._auxiliary.device))
+        return self.aside
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is launched inside runs on the auxiliary stream, behind the mark; the current stream waits for it.
+        """What is launched inside runs on the auxiliary stream, behind what the current one had at `begin`; the current
+        stream waits for it.
 
         The streams are joined also when a launch raises. The host waits for neither.
         """

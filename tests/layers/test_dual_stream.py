@@ -58,11 +58,9 @@ class Recorded:
     def __init__(self, order: list[str], suited: bool) -> None:
         self.order, self.suited = order, suited
 
-    def suits(self, rows: torch.Tensor) -> bool:
-        return self.suited
-
-    def mark(self) -> None:
-        self.order.append("mark")
+    def begin(self, rows: torch.Tensor):
+        self.order.append("begin")
+        return self.aside if self.suited else None
 
     @contextmanager
     def aside(self):
@@ -73,7 +71,7 @@ class Recorded:
 
 @pytest.mark.parametrize("suited", [True, False])
 @pytest.mark.parametrize("name", LINEAR)
-def test_the_mark_is_set_in_front_of_the_base_product(name, suited) -> None:
+def test_it_begins_in_front_of_the_base_product(name, suited) -> None:
     config = config_for(torch.float32)
     layer, _ = linear_layer(LINEAR[name], config)
     wrapper, x, order = wrapper_for(config, "cpu"), torch.randn(len(MIXED), IN), []
@@ -93,20 +91,22 @@ def test_the_mark_is_set_in_front_of_the_base_product(name, suited) -> None:
 
     layer._base_output, wrapper.add_lora_linear = base_output, add_lora_linear
     torch.testing.assert_close(layer(x), expected)
-    beside = ["mark", "base product", "aside", "shrink", "joined"]
-    assert order == (beside if suited else ["base product", "shrink"])
+    beside = ["begin", "base product", "aside", "shrink", "joined"]
+    assert order == (beside if suited else ["begin", "base product", "shrink"])
     order.clear()
     use(wrapper, [-1] * len(MIXED))
     layer(x)
-    assert "mark" not in order, "a step without adapters has nothing to run beside"
+    assert "begin" not in order, "a step without adapters has nothing to run beside"
 
 
-def test_it_suits_decode_steps_that_are_captured_and_the_first_of_a_size(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_auxiliary_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", object)
+def test_a_stream_of_its_own_for_decode_steps_that_are_captured(monkeypatch) -> None:
+    marks = []
+    monkeypatch.setattr(module, "_auxiliary_stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=marks.append))
     streams, most = module.DualStream(torch.device("cuda")), module.MOST_ROWS
-    captured = iter([False, False, True, False])
-    monkeypatch.setattr(module, "is_being_captured", lambda rows: next(captured))
-    assert [streams.suits(torch.empty(rows, 1)) for rows in (1, 1, most)] == [True, False, True], "first of a size"
-    assert [streams.suits(torch.empty(most, 1)) for _ in range(3)] == [False, True, False], "captured"
-    assert not any(streams.suits(torch.empty(most + 1, 1)) for _ in range(2)), "a prefill"
+    for captured in (False, True):
+        monkeypatch.setattr(module, "is_being_captured", lambda rows, captured=captured: captured)
+        assert streams.begin(torch.empty(most + 1, 1)) is None, "a prefill"
+        assert streams.begin(torch.empty(most, 1)) == (streams.aside if captured else nullcontext)
+    assert marks == ["current"]

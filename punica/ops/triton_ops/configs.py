@@ -199,22 +199,23 @@ def get_lora_op_configs(
 @functools.lru_cache(maxsize=65536)
 def choose(
     op_type: str, shape: StepShape, rows: int, hidden_size: int, rank: int, num_slices: int, options: Options,
-    add_inputs: bool | None = None, planes: int = 1, row_major: bool = True,
+    add_inputs: bool | None = None, planes: int = 1, row_major: bool = True, listed: bool = True,
 ) -> Config:  # fmt: skip
     """What the ops ask: the configuration for ``rows`` rows of a step; for expand, how many ``planes`` it adds up and
-    how B is stored. Shared by all who ask alike: not to be changed.
+    how B is stored; for shrink, whether tiles are ``listed``. Shared by all who ask alike: not to be changed.
     """
     sizes = (hidden_size, rank, num_slices)
     tuned_dir, segments = options.tuned_dir, shape.adapters
     return _chosen(
-        op_type, shape, segments, rows, *sizes, add_inputs, None, tuned_dir, options.batch_invariant, planes, row_major
-    )
+        op_type, shape, segments, rows, *sizes, add_inputs, None, tuned_dir, options.batch_invariant,
+        planes, row_major, listed,
+    )  # fmt: skip
 
 
 def _chosen(
     op_type: str, shape: StepShape, segments: int, rows: int, hidden_size: int, rank: int, num_slices: int,
     add_inputs: bool | None, moe_size: int | None, tuned_dir: str | None, batch_invariant: bool,
-    planes: int = 1, row_major: bool = True,
+    planes: int = 1, row_major: bool = True, listed: bool = True,
 ) -> Config:  # fmt: skip
     sizes: tuple[int, ...] = (rows, hidden_size, rank) if op_type == "shrink" else (rows, rank, hidden_size)
     if moe_size is not None:
@@ -230,4 +231,4 @@ def _chosen(
             return found
         path = _table_path(op_type, add_inputs, tuned_dir)
         _warn_once(f"tuned LoRA kernel table {path} has nothing for {num_slices} slices: defaults are used")
-    return rule(op_type, shape, rows, hidden_size, rank, num_slices, batch_invariant, planes, row_major)
+    return rule(op_type, shape, rows, hidden_size, rank, num_slices, batch_invariant, planes, row_major, listed)

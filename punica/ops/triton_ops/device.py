@@ -29,6 +29,18 @@ def pick(values, index, COUNT: tl.constexpr):
 
 
 @triton.jit
+def hold_loads(PDL: tl.constexpr):
+    """Everything loaded above is under way before anything below: with PDL that waits for the kernel in front, and lets
+    the one behind start. Without a barrier, the compiler spares registers by loading one vector after the other.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        tl.debug_barrier()
+
+
+@triton.jit
 def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr):
     """True rank of the adapter in `slot` (R without a table), between 0 and R; 0 for slot -1."""
     if HAS_RANKS:

@@ -34,6 +34,7 @@ from punica.ops.triton_ops.device import (
     accumulator,
     dot,
     find_tile,
+    hold_loads,
     max_tiles,
     pick,
     rank_of,
@@ -89,9 +90,7 @@ def _expand_row(
     old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
     if ADD and not LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    hold_loads(PDL)
     if ADD and LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
     h = _sum_planes(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
@@ -127,9 +126,7 @@ def _expand_row_by_ranks(
     total = tl.zeros([COLUMNS], tl.float32)
     if ADD and not LATE:
         total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    hold_loads(PDL)
     if ADD and LATE:
         total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr

@@ -80,7 +80,7 @@ def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
     width, slices, shape = max(b.widths), len(a.widths), batch.shape
     if 0 in (tokens, k, a.rank, batch.max_segments, width):
         return None
-    shrink = choose("shrink", shape, tokens, k, a.rank, slices, options)
+    shrink = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=batch.listed)
     expand = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, shrink["split_k"], b.row_major)
     return plan_linear(
         y, x, a, b, batch, shrink, expand,

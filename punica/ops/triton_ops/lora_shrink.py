@@ -33,6 +33,7 @@ from punica.ops.triton_ops.device import (
     accumulator,
     dot,
     find_tile,
+    hold_loads,
     max_tiles,
     pick,
     rank_of,
@@ -81,9 +82,7 @@ def _shrink_row(
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk
         mask_k = offs_k < (1 << 30 if EVEN_K else K)
         a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
-        if PDL:  # A was written long before; x may come from the kernel in front of this one
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        hold_loads(PDL)  # A was written long before; x may come from the kernel in front of this one
         x = tl.load(x_ptrs, mask=mask_k, other=0.0).to(tl.float32)
         for _ in tl.range(
             pid_r * BLOCK_R, lanes if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R
@@ -475,7 +474,8 @@ def _plan(call: Call, weights: Weights) -> KernelPlan | None:
     check_ranks(lora_ranks, weights)
     if 0 in (tokens, k, weights.rank, segments):
         return None
-    config = choose("shrink", batch.shape, tokens, k, weights.rank, len(weights.widths), options)
+    sizes = tokens, k, weights.rank, len(weights.widths)
+    config = choose("shrink", batch.shape, *sizes, options, listed=batch.listed)
     return plan_shrink(
         x, weights, y.dtype, batch, config, has_ranks=lora_ranks is not None, direct=True, accumulate=accumulate
     )

@@ -25,13 +25,13 @@ AHEAD = 6e6
 
 def rule(
     op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slices: int, invariant: bool,
-    planes: int = 1, row_major: bool = True,
+    planes: int = 1, row_major: bool = True, listed: bool = True,
 ) -> Config:  # fmt: skip
     """The configuration of one launch; arguments as in `configs.choose`."""
     if op_type == "shrink":
         if invariant:
             return _invariant_shrink(shape, rows, hidden, rank)
-        return _shrink(shape, rows, hidden, rank, slices)
+        return _shrink(shape, rows, hidden, rank, slices, listed)
     if op_type == "expand":
         if invariant:
             return _invariant_expand(shape, rows, hidden, rank, slices)
@@ -47,7 +47,7 @@ def is_mixed(shape: StepShape) -> bool:
     return shape.longest > 64 and shape.short >= 8
 
 
-def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) -> Config:
+def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int, listed: bool) -> Config:
     mean, lanes = _rows_per_tiled_adapter(shape, rows), min(block_at_least(rank), 64)
     again = 2 * rows * rank * hidden * slices
     config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False, "together": False}
@@ -58,7 +58,7 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int) ->
         block_r = _power_below(rows * slices * split_k * rank / 64, 2, most_r)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
         return config | {"num_warps": 4 if block_r * block_k <= 8192 and rank <= 16 else 8, "num_stages": 1}
-    together = slices > 1 and rank < 64 and rows >= 256
+    together = listed and slices > 1 and rank < 64 and rows >= 256
     if together:
         lanes = min(64, block_at_least(slices * rank))
     block_m = _height(rows, mean, (128, 300 if lanes <= 32 else 600))
@@ -108,7 +108,8 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     tiles_n = max(_power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     if is_mixed(shape):
-        config |= {"short_n": 8192 // lanes if row_major else 1024, "ahead": _reads_ahead(shape.short, width, rank)}
+        ahead = rows <= 256 and _reads_ahead(shape.short, width, rank)
+        config |= {"short_n": 8192 // lanes if row_major else 1024, "ahead": ahead}
         if slices == 1 and not row_major:
             if rows > 1024:
                 config["short_n"] = 512
@@ -130,13 +131,8 @@ def _expand_rows_by_ranks(rows: int, width: int, rank: int) -> Config:
     if 16 < lanes <= 64 and slice_bytes <= 2 * AHEAD:
         return {"block_n": 4096 // lanes, "block_k": lanes, "num_warps": 1, "ahead": True}
     block_n = min(256 if slice_bytes <= AHEAD / 2 else 512, block_at_least(width, 32))
-    at_once = 32 if lanes == 64 else 16
-    return {
-        "block_n": block_n,
-        "block_k": at_once,
-        "num_warps": max(1, block_n // 256),
-        "ahead": _reads_ahead(rows, width, rank),
-    }
+    ahead = _reads_ahead(rows, width, rank)
+    return {"block_n": block_n, "block_k": 16, "num_warps": max(1, block_n // 256), "ahead": ahead}
 
 
 def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Config:

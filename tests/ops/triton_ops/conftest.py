@@ -29,8 +29,8 @@ def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def use(**chosen: dict[str, Any]) -> None:
         from importlib import import_module
 
-        def choose(op_type: str, *arguments: Any) -> dict[str, Any]:
-            return chosen.get(op_type) or configs.choose(op_type, *arguments)
+        def choose(op_type: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+            return chosen.get(op_type) or configs.choose(op_type, *arguments, **options)
 
         for name in ("lora_shrink", "lora_expand", "lora_linear"):
             module = import_module(f"punica.ops.triton_ops.{name}")
