@@ -122,8 +122,10 @@ def check_aligned_outputs(outputs: dict[str, tuple[Any, int]]) -> None:
 # --- the fused op ----------------------------------------------------------------------------------------------------
 
 
-def check_experts(given: Experts, max_lora_rank: Any, top_k: Any, switches: Switches) -> ExpertForm:
-    """Everything that can be checked on the host, in the order of the arguments."""
+def check_experts(
+    given: Experts, max_lora_rank: Any, top_k: Any, switches: Switches, block_m: int | None = None
+) -> ExpertForm:
+    """Everything that can be checked on the host. ``block_m``: of the alignment; None: P / B, where that is whole."""
     for name, value in (("mul_routed_weight", switches.mul_routed_weight), ("add_inputs", switches.add_inputs)):
         check_bool(name, value)
     slots, experts, rank, full_rank, hidden, width = _check_weights(given)
@@ -147,7 +149,7 @@ def check_experts(given: Experts, max_lora_rank: Any, top_k: Any, switches: Swit
             "hidden size of lora_a_stacked"
         )
     _check_moe_output(given.output, (tokens, k), slices * width, switches.offset)
-    block_m = _check_alignment(given, slots, tokens * k)
+    block_m = _check_alignment(given, slots, tokens * k, block_m)
     for name, tensor in (("qcurr_hidden_states", given.x), ("output", given.output), ("mapping", given.mapping)):
         if tensor.device != given.lora_a[0].device:
             raise ValueError(f"{name} is on {tensor.device}, the weights are on {given.lora_a[0].device}")
@@ -215,7 +217,7 @@ def _check_moe_output(output: Tensor, pairs: tuple[int, int], columns: int, offs
                          "stride(0) == k * stride(1)")  # fmt: skip
 
 
-def _check_alignment(given: Experts, slots: int, pairs: int) -> int:
+def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None) -> int:
     ids, experts, counts = given.sorted_ids, given.expert_ids, given.counts
     check_dtype("expert_ids", experts, INTEGERS if ids is None else (torch.int32,))
     if ids is None:
@@ -237,4 +239,11 @@ def _check_alignment(given: Experts, slots: int, pairs: int) -> int:
         raise ValueError(f"the alignment has {len(counts)} slots, the weights have {slots}")
     if given.lora_ids is not None and tuple(given.lora_ids.shape) != (slots + 1,):
         raise ValueError(f"lora_ids has shape {tuple(given.lora_ids.shape)}; ({slots + 1},) is needed")
-    return -(-ids.shape[1] // experts.shape[1]) if experts.shape[1] else 1
+    padded, blocks = ids.shape[1], experts.shape[1]
+    if block_m is None and padded % max(1, blocks) == 0:
+        return padded // max(1, blocks) or 16
+    if block_m is None or -(-padded // block_m) != blocks:
+        size = "whole blocks" if block_m is None else f"blocks of {block_m}"
+        raise ValueError(f"sorted_token_ids with {padded} ids per slot and expert_ids with {blocks} blocks are not an "
+                         f"alignment in {size}: the block size of shrink and expand must be equal to the alignment's")  # fmt: skip
+    return block_m

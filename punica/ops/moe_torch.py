@@ -80,9 +80,11 @@ def moe_lora_align_block_size(
         num_tokens_post_pad[slot] = used * block_size
 
 
-def fused_moe_lora(given: Experts, max_lora_rank: int, top_k_num: int, switches: Switches) -> None:
+def fused_moe_lora(
+    given: Experts, max_lora_rank: int, top_k_num: int, switches: Switches, block_m: int | None = None
+) -> None:
     """`punica.ops.reference.fused_moe_lora` on aligned or naive operands, in place. Checked before any write."""
-    form = check_experts(given, max_lora_rank, top_k_num, switches)
+    form = check_experts(given, max_lora_rank, top_k_num, switches, block_m)
     groups = list(_groups(given, form))
     shape = (form.slices, form.pairs, form.rank)
     low = torch.zeros(shape, dtype=torch.float32, device=given.x.device)

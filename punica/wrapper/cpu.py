@@ -70,4 +70,5 @@ class PunicaWrapperCPU(ExpertMethods, PunicaWrapperBase):
     def _add_experts(
         self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches, configs: Any, tuned: Any = None
     ) -> None:
-        moe_torch.fused_moe_lora(given, max_lora_rank, top_k, switches)
+        block_m = None if configs is None else configs[0][0]
+        moe_torch.fused_moe_lora(given, max_lora_rank, top_k, switches, block_m)

@@ -216,7 +216,7 @@ def _of_numbers(numbers: Numbers, is_shrink: bool) -> Config:
     return config | ({"split_k": split_k} if is_shrink else {"tiles_n": 1})
 
 
-def _check_configs(shrink: Numbers, expand: Numbers, block_m: int) -> None:
+def _check_configs(shrink: Numbers, expand: Numbers) -> None:
     for where, numbers in (("shrink", shrink), ("expand", expand)):
         for name, value in zip(("m", "n", "k"), numbers, strict=False):
             try:
@@ -225,8 +225,6 @@ def _check_configs(shrink: Numbers, expand: Numbers, block_m: int) -> None:
                 raise ValueError(f"{where}_block_size_{name}: {error}") from None
     if shrink[0] != expand[0]:
         raise ValueError(f"shrink_block_size_m is {shrink[0]}, expand_block_size_m {expand[0]}; they must be equal")
-    if block_m not in (1, shrink[0]):
-        raise ValueError(f"shrink_block_size_m is {shrink[0]}, the alignment has blocks of {block_m}; they must be equal")
 
 
 def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
@@ -244,10 +242,10 @@ def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options
 
 def _plan(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
     """All checks, then the launches; None when there is nothing to do."""
-    form = check_experts(given, max_lora_rank, top_k, switches)
-    naive = given.sorted_ids is None
     if how.configs is not None:
-        _check_configs(*how.configs, form.block_m)
+        _check_configs(*how.configs)
+    form = check_experts(given, max_lora_rank, top_k, switches, how.configs[0][0] if how.configs else None)
+    naive = given.sorted_ids is None
     check_runnable(given.x.device)
     if 0 in (form.pairs, form.slots, form.experts, form.rank, form.hidden, form.width) or how.active == 0:
         return None

@@ -82,12 +82,14 @@ def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., Non
         LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"punica::{name}", _writes_in_place, lib=LIBRARY)
         registered = getattr(torch.ops.punica, name).default
+        signature = inspect.signature(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> None:
             if not is_traced():
                 function(*args, **kwargs)
                 return
+            args, kwargs = (), signature.bind(*args, **kwargs).arguments
             for parameter in either:
                 if isinstance(kwargs.get(parameter), int):
                     kwargs[f"{parameter}_number"] = kwargs.pop(parameter)
