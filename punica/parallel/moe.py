@@ -255,7 +255,6 @@ class FusedMoE(nn.Module):
         self._ranks = size
         self._shared_experts: nn.Module | None = None
         self.is_internal_router = False
-        self.runner = self
         self.quant_method = UnquantizedMoEMethod()
         dtype = params_dtype or torch.get_default_dtype()
         self.routed_experts = RoutedExperts(self.moe_config, activation, w13_layout, dtype)
@@ -265,6 +264,11 @@ class FusedMoE(nn.Module):
         self.expert_map: Tensor | None
         local_map = None if everywhere else expert_map_of(self.local_experts, num_experts)
         self.register_buffer("expert_map", local_map, persistent=False)
+
+    @property
+    def runner(self) -> nn.Module:
+        """Who runs the experts: this layer itself."""
+        return self
 
     @property
     def tp_rank(self) -> int:
