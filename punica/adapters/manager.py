@@ -367,7 +367,7 @@ class LoRAModelManager:
                 moe_ep_spec=self._moe_ep_spec,
             )
             if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
-                raise ValueError("is_3d_lora_weight=True, but the adapter has no experts stored as one pair of matrices")
+                raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
             return self._packer.pack(lora)
 
     def _is_current(self, step: tuple) -> bool:

@@ -43,8 +43,12 @@ class AdapterPacker:
         for name, layer in self._wrapped.items():
             for i, part in enumerate(layer.parts):
                 part_names = [sibling(alias, part) for alias in layer.names]
-                of_experts = isinstance(layer.layer, FusedMoEWithLoRA)
-                if of_experts or any(is_in_target_modules(own, target_modules, packed_modules_mapping) for own in part_names):
+                let_through = (
+                    isinstance(layer.layer, FusedMoEWithLoRA)
+                    or is_in_target_modules(own, target_modules, packed_modules_mapping)
+                    for own in part_names
+                )
+                if any(let_through):
                     self._place |= dict.fromkeys(part_names, (name, i))
         for name, layer in self._wrapped.items():  # a layer of that name comes before a part
             self._place |= dict.fromkeys(layer.names, (name, None))

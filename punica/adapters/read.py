@@ -324,7 +324,7 @@ _STACKED_NAME = re.compile(r"(?:.*\.)?experts(?:\.base_layer)*")
 
 
 def is_stacked_name(module: str) -> bool:
-    """Whether a module is all experts of a layer at once (`target_parameters`): `...experts`, `...experts.base_layer`."""
+    """Whether a module is all experts of a layer at once: `...experts`, `...experts.base_layer`."""
     return _STACKED_NAME.fullmatch(module) is not None
 
 

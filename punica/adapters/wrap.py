@@ -34,7 +34,7 @@ class NamedLayer(NamedTuple, Generic[L]):
 
 
 class MoEEPSpec(NamedTuple):
-    """Which experts a rank holds: `local_num_experts` of `global_num_experts`, the ranks' blocks one after the other."""
+    """Which experts a rank holds: `local_num_experts` of `global_num_experts`, in blocks one after the other."""
 
     ep_rank: int
     local_num_experts: int

@@ -8,7 +8,7 @@ these are still apart: after the first product, before the activation; and after
 experts make the two calls, see `punica.layers.moe_context`.
 
 Tensor parallelism cuts B of w1 and w3 by rows and A of w2 by columns, as the experts themselves are cut; fully sharded
-also A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds the adapters of its experts.
+also A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds what is for its experts.
 
 `FusedMoE3DWithLoRA` is for models whose adapters store gate and up as one matrix.
 """
@@ -44,7 +44,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     method, or expert parallelism over another backend than all-gather and reduce-scatter, or with sequence parallelism.
     """
 
-    names = ("w1", "w2", "w3")
+    names: tuple[str, ...] = ("w1", "w2", "w3")
 
     def __init__(self, base_layer: Any) -> None:
         super().__init__(base_layer)
@@ -153,7 +153,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
             )
         self._verify_ep_fs(lora_config)
         if max_loras != lora_config.max_loras:
-            raise ValueError(f"max_loras is {max_loras}, lora_config.max_loras is {lora_config.max_loras}; must be equal")
+            raise ValueError(f"max_loras is {max_loras}, lora_config.max_loras {lora_config.max_loras}; must be equal")
         self._check_sharding(lora_config)
         self._check_layout(model_config)
         self.fully_sharded = lora_config.fully_sharded_loras and self.tp_size > 1
@@ -297,7 +297,9 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         if rank > config.max_lora_rank:
             raise ValueError(f"{name}: rank {rank} exceeds max_lora_rank {config.max_lora_rank}")
         if self.fully_sharded and rank % self.tp_size:
-            raise ValueError(f"{name}: rank {rank} must be divisible by tp_size {self.tp_size} with fully_sharded_loras")
+            raise ValueError(
+                f"{name}: rank {rank} must be divisible by tp_size {self.tp_size} with fully_sharded_loras"
+            )
         if a.shape[2] != width or b.shape[1] != height:
             raise ValueError(
                 f"{name}: lora_a has {a.shape[2]} columns and lora_b {b.shape[1]} rows; the full sizes are {width} and "
@@ -367,7 +369,9 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         return self.base_layer(*args, **kwargs)
 
     @classmethod
-    def can_replace_layer(cls, *, source_layer: Any, packed_modules_list: list[str], **_: Any) -> bool:
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: LoRAConfig, packed_modules_list: list[str], **_: Any
+    ) -> bool:
         """A `FusedMoE` whose adapters have w1 and w3 apart."""
         return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 2
 
@@ -451,7 +455,9 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
         return own.reshape(experts, 2 * inner, rank)
 
     @classmethod
-    def can_replace_layer(cls, *, source_layer: Any, packed_modules_list: list[str], **_: Any) -> bool:
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: LoRAConfig, packed_modules_list: list[str], **_: Any
+    ) -> bool:
         """A `FusedMoE` whose adapters have gate and up as one."""
         return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 1
 

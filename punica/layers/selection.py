@@ -27,13 +27,13 @@ LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     column.MergedQKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
     VocabParallelEmbeddingWithLoRA,
-    FusedMoEWithLoRA,
-    FusedMoE3DWithLoRA,
     sharded.ColumnParallelLinearWithShardedLoRA,
     sharded.MergedColumnParallelLinearWithShardedLoRA,
     sharded.QKVParallelLinearWithShardedLoRA,
     sharded.MergedQKVParallelLinearWithShardedLoRA,
     sharded.RowParallelLinearWithShardedLoRA,
+    FusedMoEWithLoRA,
+    FusedMoE3DWithLoRA,
 )
 """Replacement order. A new LoRA class takes part by its line here."""
 

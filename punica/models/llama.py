@@ -146,7 +146,7 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     embedding_modules: ClassVar = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
-    config_classes: ClassVar[dict[str, type]] = {"llama": LlamaConfig}
+    config_classes: ClassVar[dict[str, type[Any]]] = {"llama": LlamaConfig}
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
     def __init__(

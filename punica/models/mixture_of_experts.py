@@ -83,7 +83,7 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
         expert_parallel: the ranks of the group share the experts out; without it every expert is cut over them.
     """
 
-    config_classes: ClassVar[dict[str, type]] = {MIXTRAL: MixtralConfig, QWEN3: Qwen3MoeConfig}
+    config_classes: ClassVar[dict[str, type[Any]]] = {MIXTRAL: MixtralConfig, QWEN3: Qwen3MoeConfig}
     layer_class = MoEDecoderLayer
     is_3d_moe_weight = False
     is_non_gated_moe = False
@@ -96,7 +96,8 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
         resolved.expert_parallel = expert_parallel
         super().__init__(resolved, dtype, device)
         parts = EXPERT_PARTS[self.config.model_type]
-        self.packed_modules_mapping = {**LlamaForCausalLM.packed_modules_mapping, "experts": list(parts)}
+        packed = {**LlamaForCausalLM.packed_modules_mapping, "experts": list(parts)}
+        self.packed_modules_mapping = packed  # type: ignore[misc]  # of this family
         for name, module in self.named_modules():
             if isinstance(module, FusedMoE):
                 module.prefix = name

@@ -1,9 +1,10 @@
 """What the processor computes: pure functions on tensors, no state, no metadata of their own.
 
-:mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` computes it fast on a CPU,
-:mod:`~punica.ops.baselines` holds what the paper compares with, ``punica.ops.triton_ops`` the GPU kernels. The
-kernels are imported on first use of ``lora_shrink``, ``lora_expand``, ``lora_linear``, ``fused_moe_lora`` or
-``moe_lora_align_block_size``, so the CPU path needs no Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
+:mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` and
+:mod:`~punica.ops.moe_torch` compute it fast on a CPU, :mod:`~punica.ops.baselines` holds what the paper compares with,
+``punica.ops.triton_ops`` the GPU kernels. These are imported on first use of ``lora_shrink``, ``lora_expand``,
+``lora_linear``, ``fused_moe_lora`` or ``moe_lora_align_block_size``, so the CPU path needs no Triton. The six
+``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
 """
 
 import importlib

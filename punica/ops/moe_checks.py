@@ -195,8 +195,8 @@ def _check_ranks(rank: int, full_rank: int, switches: Switches) -> None:
     world = collectives.current().world_size()
     if full_rank not in (rank, rank * world):
         raise ValueError(
-            f"lora_b_stacked has rank {full_rank}; fully sharded over {world} ranks with {rank} ranks of lora_a_stacked "
-            f"it must be {rank} or {rank * world}"
+            f"lora_b_stacked has rank {full_rank}; fully sharded over {world} ranks, with {rank} of "
+            f"lora_a_stacked, it must be {rank} or {rank * world}"
         )
     if not switches.add_inputs:
         raise ValueError("fully_sharded with add_inputs=False: every rank has only its part to write; pass True")
@@ -244,6 +244,8 @@ def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None
         return padded // max(1, blocks) or 16
     if block_m is None or -(-padded // block_m) != blocks:
         size = "whole blocks" if block_m is None else f"blocks of {block_m}"
-        raise ValueError(f"sorted_token_ids with {padded} ids per slot and expert_ids with {blocks} blocks are not an "
-                         f"alignment in {size}: the block size of shrink and expand must be equal to the alignment's")  # fmt: skip
+        raise ValueError(
+            f"sorted_token_ids with {padded} ids per slot and expert_ids with {blocks} blocks are not an alignment in "
+            f"{size}: the block size of shrink and expand must be equal to the alignment's"
+        )
     return block_m

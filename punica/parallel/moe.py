@@ -246,11 +246,12 @@ class FusedMoE(nn.Module):
         self.intermediate_size, self.reduce_results = intermediate_size, reduce_results
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.local_experts = place_experts(num_experts, size if use_ep else 1, rank if use_ep else 0, placement)
-        place = {"ep_size": size, "ep_rank": rank} if use_ep else {"tp_size": size, "tp_rank": rank}
+        shared_out = MoEParallelConfig(ep_size=size, ep_rank=rank, use_ep=True)
+        place = shared_out if use_ep else MoEParallelConfig(tp_size=size, tp_rank=rank)
         self.moe_config = MoEConfig(
             num_experts, len(self.local_experts), top_k, hidden_size,
             intermediate_size if use_ep else divide(intermediate_size, size), is_act_and_mul,
-            MoEParallelConfig(use_ep=use_ep, **place),
+            place,
         )  # fmt: skip
         self._ranks = size
         self._shared_experts: nn.Module | None = None
@@ -289,17 +290,17 @@ class FusedMoE(nn.Module):
         config, inner = self.moe_config, self.moe_config.intermediate_size_per_partition
         known = ("w1", "w2", "w3") if config.is_act_and_mul else ("w1", "w2")
         if not isinstance(expert, int) or not 0 <= expert < config.num_experts or which not in known:
-            raise ValueError(f"{self.prefix}: shard_id must be (expert below {config.num_experts}, one of {known}), got "
-                             f"{shard_id!r}")  # fmt: skip
-        full = (config.hidden_dim, self.intermediate_size) if which == "w2" else (self.intermediate_size, config.hidden_dim)
+            raise ValueError(
+                f"{self.prefix}: shard_id must be (expert below {config.num_experts}, one of {known}), got {shard_id!r}"
+            )
+        full = (self.intermediate_size, config.hidden_dim)
+        full = full[::-1] if which == "w2" else full
         check_checkpoint_shape(loaded_weight, full, f"{self.prefix}.{expert}.{which}")
         if expert not in self.local_experts:
             return
         target = param.data[self.local_experts.index(expert)]
         own = loaded_weight.narrow(1 if which == "w2" else 0, self.tp_rank * inner, inner)
-        if which == "w2":
-            target.copy_(own)
-        elif not config.is_act_and_mul:
+        if which == "w2" or not config.is_act_and_mul:
             target.copy_(own)
         else:
             halves(target.T, self.w13_layout)[which == "w3"].copy_(own.T)

@@ -175,7 +175,7 @@ class ExpertMethods(MoEMethods):
         buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
         adapter_enabled: Tensor, expert_map: Tensor | None,
     ) -> Aligned:  # fmt: skip
-        """Backend: the three outputs of `punica.ops.moe_torch.moe_lora_align_block_size`, new and flat, for all slots."""
+        """Backend: the outputs of `punica.ops.moe_torch.moe_lora_align_block_size`, new and flat, for all slots."""
         self._no_moe("moe_lora_align_block_size")
 
     def _block_size(

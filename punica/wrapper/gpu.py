@@ -9,7 +9,7 @@ from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
 from punica.ops.moe_checks import Experts, Switches
 from punica.wrapper.base import PunicaWrapperBase
-from punica.wrapper.experts import Aligned, ExpertMethods
+from punica.wrapper.experts import ExpertMethods
 
 
 class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):

@@ -87,7 +87,8 @@ def write(folder: Path, tensors: dict[str, Tensor], rank: int, alpha: float, **c
     targets = {"target_modules": ["w1"]} | config
     content = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **targets}
     (folder / "adapter_config.json").write_text(json.dumps(content))
-    save_file({f"base_model.model.{name}": one.clone().contiguous() for name, one in tensors.items()}, folder / "adapter_model.safetensors")
+    named = {f"base_model.model.{name}": one.clone().contiguous() for name, one in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
     return folder
 
 

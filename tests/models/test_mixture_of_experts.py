@@ -115,14 +115,16 @@ def test_adapters_trained_by_peft(world, ours, tmp_path):
     torch.testing.assert_close(logits_of(ours), wanted(model.eval()), rtol=1e-3, atol=1e-3)
 
 
-def test_an_adapter_in_both_spellings_is_refused(world, ours, tmp_path):
+def test_a_request_that_expects_the_other_spelling_is_refused(world, ours, tmp_path):
     theirs, _ = world
     layers = factors(theirs.config, rank=2, seed=5)
-    write_stacked(tmp_path, layers, 2, 2)
+    write_stacked(tmp_path / "a", layers, 2, 2)
+    write_per_expert(tmp_path / "b", theirs.config, layers, 2, 2)
+    manager = LoRAModelManager(ours, 4, 64, 61, LoRAConfig(6, 2), "cpu")
+    assert manager.add_adapter(LoRARequest("a", 2, str(tmp_path / "a"), is_3d_lora_weight=True))
     with pytest.raises(ValueError, match="is_3d_lora_weight"):
-        write_per_expert(tmp_path / "b", theirs.config, layers, 2, 2)
-        manager = LoRAModelManager(ours, 4, 64, 61, LoRAConfig(6, 2), "cpu")
         manager.add_adapter(LoRARequest("b", 3, str(tmp_path / "b"), is_3d_lora_weight=True))
+    assert list(manager.list_adapters()) == [2]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A random mixture-of-experts call with its result in float64, pair by pair: what every fused MoE LoRA test starts from."""
+"""A random mixture-of-experts call with its result in float64: what every fused MoE LoRA test starts from."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,7 +120,8 @@ class World:
                 self.enabled, lora_ids,
             )  # fmt: skip
             aligned = ids, experts, counts
-        return Experts(self.y.clone(), self.x, self.a, self.b, self.weights, *aligned, self.mapping, self.enabled, lora_ids)
+        weights = (self.a, self.b, self.weights)
+        return Experts(self.y.clone(), self.x, *weights, *aligned, self.mapping, self.enabled, lora_ids)
 
     def check(self, output: Tensor) -> None:
         """Rows of computed pairs are right, everything else is as it was, bit for bit."""

@@ -25,8 +25,8 @@ NUMBERS = ["pairs", "num_tiles", "top_k", "padded", "blocks", "num_slots", "num_
 @triton.jit
 def _shrink_rows(
     x_ptr, a_ptr, out_ptr, sorted_ptr, first, num_rows, pid_k, first_r, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    NAIVE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, NAIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``num_rows`` pairs x BLOCK_R ranks x one K split; one block of A where that covers the split."""
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
@@ -61,8 +61,9 @@ def _shrink_rows(
 @triton.jit
 def _shrink_tile(
     x_ptr, a_ptr, b_ptr, out_ptr, out_next, rows, valid, pid_k, first_r, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, JOINED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, JOINED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The pairs ``rows`` x BLOCK_R ranks x one K split of one slice (``a_ptr``), or JOINED of two (and ``b_ptr``)."""
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
@@ -97,8 +98,9 @@ def _shrink_tile(
 def moe_shrink_kernel(
     x_ptr, a_ptrs, out_ptr, sorted_ptr, experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr,
     pairs, num_tiles, top_k, padded, blocks, num_slots, num_experts, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, NUM_SLICES: tl.constexpr, NAIVE: tl.constexpr, HAS_IDS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, NUM_SLICES: tl.constexpr, NAIVE: tl.constexpr,
+    HAS_IDS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr, ROWS: tl.constexpr, JOINED: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fused MoE LoRA: every (token, expert) pair through its adapter's weights for that expert, added to the expert product.
+"""Fused MoE LoRA: every (token, expert) pair through its adapter's weights for that expert.
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
 

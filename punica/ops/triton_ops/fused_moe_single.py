@@ -20,8 +20,10 @@ from punica.ops.triton_ops.moe_tiles import INDEX_POINTERS, find_tile, pairs_of,
 def moe_one_shot_kernel(
     x_ptr, a_ptrs, b_ptrs, y_ptr, weights_ptr, sorted_ptr, experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr,
     pairs, num_tiles, top_k, padded, blocks, num_slots, num_experts, stride_xt, stride_xk, stride_y,
-    K: tl.constexpr, R: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr, NUM_SLICES: tl.constexpr,
-    NAIVE: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr,
+    NUM_SLICES: tl.constexpr, NAIVE: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr,
     WEIGHTED: tl.constexpr, ADD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +79,8 @@ def moe_one_shot_kernel(
 def _fused_moe_lora_small_batch_kernel(
     x_ptr, a_ptrs, b_ptrs, y_ptr, weights_ptr, experts_ptr, mapping_ptr, enabled_ptr,
     work_total, chunks, tiles_per_chunk, top_k, num_slots, num_experts, stride_xt, stride_xk, stride_y,
-    K: tl.constexpr, R: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr, NUM_SLICES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN_K: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr,
+    NUM_SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN_K: tl.constexpr,
     WEIGHTED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Work items (pair, slice, chunk of ``tiles_per_chunk`` column tiles); programs stride over them."""

@@ -168,8 +168,8 @@ class TestRefusals:
             fused(given, world.case.rank, 3, world.switches)
         with pytest.raises(ValueError, match="offset -1"):
             fused(given, world.case.rank, world.case.top_k, world.switches._replace(offset=-1))
+        switches = world.switches._replace(fully_sharded=True, add_inputs=False)
         with pytest.raises(ValueError, match="add_inputs=False"):
-            switches = world.switches._replace(fully_sharded=True, add_inputs=False)
             fused(given, world.case.rank, world.case.top_k, switches)
 
     def test_small_batch_takes_naive_input_of_low_rank(self, device):
