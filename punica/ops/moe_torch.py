@@ -85,6 +85,8 @@ def fused_moe_lora(
 ) -> None:
     """`punica.ops.reference.fused_moe_lora` on aligned or naive operands, in place. Checked before any write."""
     form = check_experts(given, max_lora_rank, top_k_num, switches, block_m)
+    if not form.pairs:
+        return
     groups = list(_groups(given, form))
     shape = (form.slices, form.pairs, form.rank)
     low = torch.zeros(shape, dtype=torch.float32, device=given.x.device)
