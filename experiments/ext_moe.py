@@ -14,7 +14,7 @@ of experts with and without LoRA; and a decode step of a model of `layers` layer
 second. Random weights, rank-16 adapters on all experts. Widths are those of the two models over `divisor` (8 at
 scale=laptop, 1 at scale=paper); numbers of experts are theirs.
 
-Cost at scale=laptop: about 1 minute on two cores, 1 GB.
+Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 """
 
 from __future__ import annotations

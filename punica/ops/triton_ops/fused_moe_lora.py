@@ -388,3 +388,37 @@ def fused_moe_lora(
     active = None if num_active_loras is None else int(num_active_loras)
     switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
     fused(given, max_lora_rank, top_k_num, switches, How((shrink, expand), active))
+
+
+def _run_fused_moe_lora_one_shot(
+    output: Tensor, qcurr_hidden_states: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
+    topk_weights: Tensor, sorted_token_ids: Tensor | None, expert_ids: Tensor, num_tokens_post_padded: Tensor | None,
+    token_lora_mapping: Tensor,
+    max_lora_rank: int, top_k_num: int,
+    lora_ids: Tensor, num_active_loras: int | Tensor | None, adapter_enabled: Tensor,
+    mul_routed_weight: bool, block_size_m: int, add_inputs: bool = True, offset: int = 0,
+) -> None:  # fmt: skip
+    """`fused_moe_lora` by the one-shot path, whatever the rules say; ``block_size_m`` is the alignment's."""
+    given = Experts(
+        output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
+        num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids,
+    )  # fmt: skip
+    active = None if num_active_loras is None else int(num_active_loras)
+    switches, numbers = Switches(mul_routed_weight, False, offset, add_inputs), (block_size_m, 16, 16, 1, 4, 1, 1)
+    fused(given, max_lora_rank, top_k_num, switches, How((numbers, numbers), active, path="one_shot"))
+
+
+def _run_fused_moe_lora_small_batch(
+    output: Tensor, qcurr_hidden_states: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
+    topk_weights: Tensor, expert_ids_flat: Tensor, token_lora_mapping: Tensor,
+    top_k_num: int,
+    adapter_enabled: Tensor,
+    mul_routed_weight: bool, add_inputs: bool = True, offset: int = 0,
+) -> None:  # fmt: skip
+    """`fused_moe_lora` on naive input by the small-batch path. ValueError for ranks above 64."""
+    given = Experts(
+        output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, None, expert_ids_flat, None,
+        token_lora_mapping, adapter_enabled, None,
+    )  # fmt: skip
+    switches = Switches(mul_routed_weight, False, offset, add_inputs)
+    fused(given, lora_a_stacked[0].shape[-2], top_k_num, switches, How(path="small_batch"))

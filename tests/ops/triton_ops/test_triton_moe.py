@@ -92,6 +92,23 @@ def test_flat_op(name: str, device: str):
     world.check(given.output)
 
 
+@pytest.mark.parametrize("name", ["gate and up", "naive", "down"])
+def test_single_launches_by_name(name: str, device: str):
+    world = World(CASES[name], device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    case, (down, _, offset, add_inputs) = world.case, world.switches
+    module._run_fused_moe_lora_one_shot(
+        *given[:9], case.rank, case.top_k, given.lora_ids, None, given.enabled, down, 16, add_inputs, offset
+    )
+    world.check(given.output)
+    output = world.y.clone()
+    module._run_fused_moe_lora_small_batch(
+        output, *given[1:5], world.topk_ids.reshape(-1), given.mapping, case.top_k, given.enabled, down, add_inputs,
+        offset,
+    )  # fmt: skip
+    world.check(output)
+
+
 def test_more_work_than_the_grid_expects(device: str, use_form):
     """A captured graph keeps its grid; its programs go on while there are tiles."""
     use_form("tiles")

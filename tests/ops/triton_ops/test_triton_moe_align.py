@@ -29,7 +29,8 @@ def test_alignment(shape, parallel, device):
 
     def run(op, listed: list[int], fill: tuple[int, int, int]) -> list[torch.Tensor]:
         lengths = (slots * blocks * 16, slots * blocks, slots)
-        outputs = [torch.full((n,), value, dtype=torch.int32, device=device) for n, value in zip(lengths, fill, strict=True)]
+        given = zip(lengths, fill, strict=True)
+        outputs = [torch.full((n,), value, dtype=torch.int32, device=device) for n, value in given]
         lora_ids = torch.tensor(listed, dtype=torch.int32, device=device)
         op.moe_lora_align_block_size(ids, mapping, *sizes, *outputs, enabled, lora_ids, expert_map)
         return outputs
