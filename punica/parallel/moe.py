@@ -127,24 +127,39 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, 
 # --- the experts -----------------------------------------------------------------------------------------------------
 
 
-def multiply_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, factor: int) -> Tensor:
-    """Every pair's row through its expert: ``x [T*k / factor, in]``, ``weights [E, out, in]`` to ``[T, k, out]``.
+class PairGroups:
+    """The (token, expert) pairs of a routing, grouped by expert once for all products of a layer.
 
-    ``topk_ids [T, k]``: local experts; the row of a pair whose expert is not here (-1) is zero. Pair i reads row
-    ``i // factor`` of x. On CUDA a grouped product without host synchronisation, elsewhere a product per expert.
+    ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank. In plain torch, a product per expert;
+    `punica.ops.triton_ops.moe_gemm.PairGroups` is the same without host synchronisation.
     """
-    if x.is_cuda:
-        from punica.ops.triton_ops.moe_gemm import moe_gemm  # importing punica must not need Triton
 
-        return moe_gemm(x, weights, topk_ids, factor)
-    ids = topk_ids.reshape(-1)
-    output = x.new_zeros(ids.numel(), weights.shape[1])
-    order = ids.argsort(stable=True)
-    experts, counts = ids[order].unique_consecutive(return_counts=True)
-    for expert, pairs in zip(experts.tolist(), order.split(counts.tolist()), strict=True):
-        if expert >= 0:
-            output[pairs] = linear(x[pairs // factor], weights[expert])
-    return output.view(*topk_ids.shape, -1)
+    def __init__(self, topk_ids: Tensor) -> None:
+        self.shape = topk_ids.shape
+        ids = topk_ids.reshape(-1)
+        order = ids.argsort(stable=True)
+        experts, counts = ids[order].unique_consecutive(return_counts=True)
+        self.groups = list(zip(experts.tolist(), order.split(counts.tolist()), strict=True))
+
+    def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
+        """Every pair's row through its expert: ``x [T*k / factor, in]``, ``weights [E, out, in]`` to ``[T, k, out]``.
+
+        Pair i reads row ``i // factor`` of x; the row of a pair whose expert is not here is zero.
+        """
+        output = x.new_zeros(self.shape.numel(), weights.shape[1])
+        for expert, pairs in self.groups:
+            if expert >= 0:
+                output[pairs] = linear(x[pairs // factor], weights[expert])
+        return output.view(*self.shape, weights.shape[1])
+
+
+def group_pairs(topk_ids: Tensor, experts: int, whole: bool) -> Any:
+    """The grouping for the device that ``topk_ids`` is on; ``whole``: all experts are here."""
+    if topk_ids.is_cuda:
+        from punica.ops.triton_ops import moe_gemm  # importing punica must not need Triton
+
+        return moe_gemm.PairGroups(topk_ids, experts, whole)
+    return PairGroups(topk_ids)
 
 
 class RoutedExperts(nn.Module):
@@ -187,12 +202,13 @@ class RoutedExperts(nn.Module):
         local = topk_ids if expert_map is None else expert_map[topk_ids].long()
         rows = x * topk_weights.to(x.dtype) if weights_on_input else x
         factors = torch.ones_like(topk_weights) if weights_on_input else topk_weights
-        up = multiply_experts(rows, self.w13_weight, local, top_k)
+        groups = group_pairs(local, self.config.num_local_experts, expert_map is None)
+        up = groups.multiply(rows, self.w13_weight, top_k)
         context, aligned = self.lora_context, None
         if context is not None:
             aligned = context.add_w13(up, rows, topk_ids, topk_weights, expert_map, self.w13_weight, self.w2_weight)
         inner = self.activate(up).reshape(tokens * top_k, -1)
-        down = multiply_experts(inner, self.w2_weight, local, 1)
+        down = groups.multiply(inner, self.w2_weight, 1)
         if not weights_on_input:
             down *= factors.to(down.dtype).unsqueeze(-1)
         if context is not None:

@@ -11,16 +11,17 @@ from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.metadata import LoRAMapping
 from punica.parallel import FusedMoE
 from punica.parallel.moe import halves
-from punica.wrapper import PunicaWrapperCPU
+from punica.wrapper import get_punica_wrapper
 
 HIDDEN, INNER, SLOTS, MAX_RANK = 12, 8, 4, 8
 SLOTS_OF_ROWS = [0, 2, -1, 0, 1, 2, 1, -1, 0]
 NAMES = ("w1", "w2", "w3")
 
 
-def base_layer(experts: int = 5, top_k: int = 2, **options: Any) -> FusedMoE:
+def base_layer(experts: int = 5, top_k: int = 2, device: str = "cpu", **options: Any) -> FusedMoE:
     """The same full weights whatever the group is."""
-    layer = FusedMoE(experts, top_k, HIDDEN, INNER, torch.float32, **options)
+    with torch.device(device):
+        layer = FusedMoE(experts, top_k, HIDDEN, INNER, torch.float32, **options)
     generator = torch.Generator().manual_seed(7)
     for expert in range(experts):
         for which in NAMES if layer.moe_config.is_act_and_mul else NAMES[:2]:
@@ -62,7 +63,7 @@ def wrapped(base: FusedMoE, adapters: dict[int, Any], three_d: bool = False, **c
     layer.create_lora_weights(
         SLOTS, LoRAConfig(MAX_RANK, SLOTS, lora_dtype=torch.float32, **config), model_config if three_d else None
     )
-    wrapper = PunicaWrapperCPU(32, 32, "cpu", max_loras=SLOTS)
+    wrapper = get_punica_wrapper(32, 32, layer.device, max_loras=SLOTS)
     layer.set_mapping(wrapper)
     for slot, (a, b) in adapters.items():
         layer.set_lora(slot, local(layer, a), local(layer, b))
@@ -71,10 +72,11 @@ def wrapped(base: FusedMoE, adapters: dict[int, Any], three_d: bool = False, **c
     return layer
 
 
-def inputs(experts: int) -> tuple[Tensor, Tensor]:
+def inputs(experts: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     rows = len(SLOTS_OF_ROWS)
-    return torch.randn(rows, HIDDEN, generator=generator), torch.randn(rows, experts, generator=generator)
+    x, logits = (torch.randn(rows, width, generator=generator) for width in (HIDDEN, experts))
+    return x.to(device), logits.to(device)
 
 
 def merged_output(base: FusedMoE, adapters: dict[int, Any], x: Tensor, logits: Tensor) -> Tensor:
@@ -110,16 +112,20 @@ RANK_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool, dict[int, int]
 }
 
 
-def output_of(name: str) -> Tensor:
+def output_of(name: str, device: str = "cpu") -> Tensor:
     """A case in the current group, of any size."""
     options, config, three_d, ranks = RANK_CASES[name]
     adapters = {slot: adapter(5, rank, slot, shared=three_d) for slot, rank in ranks.items()}
     if three_d:
         layout = options.get("w13_layout", "concatenated")
         adapters = {slot: stacked(*one, layout) for slot, one in adapters.items()}
-    return wrapped(base_layer(**options), adapters, three_d, **config)(*inputs(5))
+    return wrapped(base_layer(device=device, **options), adapters, three_d, **config)(*inputs(5, device))
 
 
-def run_cases(rank: int) -> dict[str, Tensor]:
+def run_cases(rank: int, device_type: str) -> dict[str, Tensor]:
     """What this rank of a group finds."""
-    return {name: output_of(name) for name in RANK_CASES}
+    device = "cpu"
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    return {name: output_of(name, device).cpu() for name in RANK_CASES}

@@ -142,7 +142,7 @@ class TestSlices:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, torch.Tensor]]:
-    return spawn_tensor_parallel(run_cases, 2, backend="gloo")
+    return spawn_tensor_parallel(run_cases, 2, "cpu", backend="gloo")
 
 
 @pytest.mark.parametrize("name", RANK_CASES)
@@ -150,6 +150,19 @@ def test_two_ranks_equal_one(name, found):
     wanted = output_of(name)
     for of_rank in found:
         close(of_rank[name], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_a_gpu_equals_the_cpu(name):
+    close(output_of(name, "cuda").cpu(), output_of(name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_equal_one_rank():
+    for of_rank in spawn_tensor_parallel(run_cases, 2, "cuda"):
+        for name, output in of_rank.items():
+            close(output, output_of(name), rtol=1e-4, atol=1e-4)
 
 
 class TestPlacement:

@@ -230,7 +230,7 @@ def _check_configs(shrink: Numbers, expand: Numbers) -> None:
 def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
     """What the tuned file of a site says, as the rules say it; None where there is no file."""
     op_type = f"fused_moe_lora_{site}_{part}"
-    if site is None or options.tuned_dir is None or load_lora_op_config(op_type, None, options.tuned_dir) is None:
+    if site is None or options.batch_invariant or options.tuned_dir is None or load_lora_op_config(op_type, None, options.tuned_dir) is None:
         return None
     hidden, inner = (form.hidden, form.width) if site == "w13" else (form.width, form.hidden)
     found = get_lora_op_configs(
@@ -250,7 +250,7 @@ def _plan(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
     if 0 in (form.pairs, form.slots, form.experts, form.rank, form.hidden, form.width) or how.active == 0:
         return None
     active = form.slots if how.active is None else min(how.active, form.slots)
-    work = rules.Work(form, naive, active, given.x.element_size())
+    work = rules.Work(form, naive, active, given.x.element_size(), how.options.batch_invariant)
     block_m = 16 if naive else form.block_m
     if not naive:
         check_block_size(block_m, 16)
@@ -264,7 +264,7 @@ def _plan(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
         return _plan_small_batch(common)
     if path == "one_shot":
         return _plan_one_shot(common)
-    if how.configs is not None:
+    if how.configs is not None and not work.invariant:
         shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
     else:
         shrink = tuned_config(how.site, "shrink", form, how.options) or rules.shrink_config(work)

@@ -24,13 +24,15 @@ EXPERTS_PER_PROGRAM = 8
 
 @triton.jit
 def _experts_of(
-    topk_ptr, mapping_ptr, map_ptr, offs, slot, pairs, top_k, buckets, BINS: tl.constexpr, HAS_MAP: tl.constexpr
-):
+    topk_ptr, mapping_ptr, map_ptr, offs, slot, pairs, top_k, buckets,
+    BINS: tl.constexpr, HAS_MAP: tl.constexpr, EVERYBODY: tl.constexpr,
+):  # fmt: skip
     """Local expert of each pair of this slot; BINS - 1 for those of other slots, ranks, or no expert at all."""
     mask = offs < pairs
     ids = tl.load(topk_ptr + offs, mask=mask, other=-1).to(tl.int32)
-    owners = tl.load(mapping_ptr + offs // top_k, mask=mask, other=-1)
-    mine = mask & (owners == slot) & (ids >= 0) & (ids < buckets)
+    mine = mask & (ids >= 0) & (ids < buckets)
+    if not EVERYBODY:
+        mine = mine & (tl.load(mapping_ptr + offs // top_k, mask=mask, other=-1) == slot)
     if HAS_MAP:
         ids = tl.load(map_ptr + ids, mask=mine, other=-1)
         mine = mine & (ids >= 0) & (ids < buckets)
@@ -39,18 +41,22 @@ def _experts_of(
 
 @triton.jit(
     do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "num_slots"],
-    do_not_specialize_on_alignment=["mapping_ptr", "enabled_ptr", "ids_ptr"],
+    do_not_specialize_on_alignment=["mapping_ptr", "map_ptr", "enabled_ptr", "ids_ptr"],
 )
 def _moe_align_kernel(
     topk_ptr, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, sorted_ptr, experts_ptr, counts_ptr,
     pairs, top_k, buckets, padded, blocks, num_slots,
     BINS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IDS: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_IDS: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_IDS: tl.constexpr, EVERYBODY: tl.constexpr,
 ):  # fmt: skip
-    """Slot ``program_id(1)``. Without HAS_IDS all slots are listed, and those without blocks are filled, too."""
+    """Slot ``program_id(1)``. Without HAS_IDS all slots are listed, and those without blocks are filled, too.
+    EVERYBODY: there is one slot, which all tokens use.
+    """
     slot = tl.program_id(1)
     first = tl.program_id(0) * EXPERTS
-    active = tl.load(enabled_ptr + slot) != 0
+    active = slot >= 0
+    if not EVERYBODY:
+        active = tl.load(enabled_ptr + slot) != 0
     if HAS_IDS:
         offs_ids = tl.arange(0, IDS)
         listed = tl.load(ids_ptr + offs_ids, mask=offs_ids <= num_slots, other=-1) == slot
@@ -63,7 +69,7 @@ def _moe_align_kernel(
     if active:
         for start in tl.range(0, pairs, BLOCK):
             found = _experts_of(
-                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP
+                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, EVERYBODY
             )
             counts += tl.histogram(found, BINS)
     counts = tl.where(bins < buckets, counts, 0)
@@ -79,7 +85,7 @@ def _moe_align_kernel(
         place = begin
         for start in tl.range(0, pairs, BLOCK):
             found = _experts_of(
-                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP
+                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, EVERYBODY
             )
             match = ((found[None, :] == mine[:, None]) & (mine < buckets)[:, None]).to(tl.int32)
             places = place[:, None] + tl.cumsum(match, 1) - 1
@@ -103,10 +109,12 @@ def _moe_align_kernel(
 
 
 def _launch(
-    topk_ids: Tensor, mapping: Tensor, buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
-    outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor, lora_ids: Tensor | None, expert_map: Tensor | None,
+    topk_ids: Tensor, mapping: Tensor | None, buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
+    outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,
 ) -> None:  # fmt: skip
-    """Checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written."""
+    """Checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written. No ``mapping`` and
+    ``enabled``: one slot, which all tokens use.
+    """
     check_runnable(topk_ids.device)
     if max_loras == 0:
         return
@@ -120,26 +128,28 @@ def _launch(
         "IDS": block_at_least(max_loras + 1),
         "HAS_MAP": expert_map is not None,
         "HAS_IDS": lora_ids is not None,
+        "EVERYBODY": mapping is None,
     }
     grid = (max(1, triton.cdiv(buckets, EXPERTS_PER_PROGRAM)), max_loras, 1)
     launch = Launch(
         _moe_align_kernel, grid, (topk_ids.dtype,), (), constants, num_warps=4, pdl=False, device=topk_ids.device
     )
-    tensors = (
-        topk_ids, mapping, mapping if expert_map is None else expert_map, enabled,
-        enabled if lora_ids is None else lora_ids, *outputs,
-    )  # fmt: skip
+    counts = outputs[2]  # stands for what the kernel does not look at
+    maybe = (mapping, expert_map, enabled, lora_ids)
+    tensors = (topk_ids, *[counts if one is None else one for one in maybe], *outputs)
     numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, max_loras)
     with on_device(topk_ids.get_device()):
         launch(tensors, numbers, not INTERPRETED and all_aligned(topk_ids, *outputs))
 
 
 def align_all(
-    topk_ids: Tensor, mapping: Tensor,
+    topk_ids: Tensor, mapping: Tensor | None,
     buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
-    adapter_enabled: Tensor, expert_map: Tensor | None,
+    adapter_enabled: Tensor | None, expert_map: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already."""
+    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already. Without
+    ``mapping`` and ``adapter_enabled`` all tokens use the one slot.
+    """
     lengths = (max_loras * padded, max_loras * blocks, max_loras)
     starts = [0, -(-lengths[0] // 4) * 4]  # each on an address that is a multiple of 16
     starts.append(starts[1] + -(-lengths[1] // 4) * 4)

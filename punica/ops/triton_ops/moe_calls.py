@@ -30,7 +30,7 @@ class ExpertCalls:
             found = tuned_config("w13", "shrink", form, self.options)
             if found is not None:
                 return found["block_m"]
-        return moe_rules.block_size(pairs, active, experts)
+        return moe_rules.block_size(pairs, active, experts, self.options.batch_invariant)
 
     def add(
         self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,

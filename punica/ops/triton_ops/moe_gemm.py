@@ -55,31 +55,44 @@ def _moe_gemm_kernel(
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[:, None] & mask_n)
 
 
-def moe_gemm(x: Tensor, weights: Tensor, topk_ids: Tensor, factor: int) -> Tensor:
-    """``[T, k, N]`` in x's dtype; see `punica.parallel.moe.multiply_experts`. No host synchronisation."""
-    (tokens, top_k), (experts, width, hidden) = topk_ids.shape, weights.shape
-    pairs = tokens * top_k
-    output = torch.zeros(tokens, top_k, width, dtype=x.dtype, device=x.device)
-    if pairs == 0:
+class PairGroups:
+    """The pairs of a routing, grouped by expert once for all products of a layer. No host synchronisation.
+
+    ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank; ``whole``: there is none of these.
+    """
+
+    def __init__(self, topk_ids: Tensor, experts: int, whole: bool = False) -> None:
+        self.shape, self.experts, self.whole = topk_ids.shape, experts, whole
+        pairs = topk_ids.numel()
+        mean = pairs / experts
+        self.block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64
+        self.blocks = max_tiles(pairs, experts, self.block_m)
+        sizes = (experts, self.block_m, 1, self.blocks * self.block_m, self.blocks)
+        self.aligned = align_all(topk_ids, None, *sizes, None, None) if pairs else None
+
+    def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
+        """``x [T*k / factor, K]``, ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype.
+
+        Pair i reads row ``i // factor``; the row of a pair whose expert is not here is zero.
+        """
+        _, width, hidden = weights.shape
+        fill = torch.empty if self.whole else torch.zeros
+        output = fill(*self.shape, width, dtype=x.dtype, device=x.device)
+        if self.aligned is None:
+            return output
+        pairs, size = self.shape.numel(), x.element_size()
+        block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
+        if size == 4:
+            block_n, block_k = min(block_n, 64), min(block_k, 32)
+        constants = {
+            "K": hidden, "N": width, "FACTOR": factor, "BLOCK_M": self.block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
+            "NUM_STAGES": stages_that_fit(4, (self.block_m + block_n) * block_k * size, x.device),
+            "INTERPRET": INTERPRETED,
+        }  # fmt: skip
+        grid = (self.blocks * triton.cdiv(width, block_n), 1, 1)
+        launch = Launch(
+            _moe_gemm_kernel, grid, (x.dtype,), x.stride(), constants, num_warps=4, pdl=False, device=x.device
+        )
+        with on_device(x.get_device()):
+            launch((x, weights, output, *self.aligned), (pairs, self.blocks), all_aligned(x, weights, output))
         return output
-    mean = pairs / experts
-    block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64
-    everybody = torch.zeros(tokens, dtype=torch.int32, device=x.device)
-    blocks = max_tiles(pairs, experts, block_m)
-    enabled = torch.ones(2, dtype=torch.int32, device=x.device)
-    aligned = align_all(topk_ids, everybody, experts, block_m, 1, blocks * block_m, blocks, enabled, None)
-    block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
-    if x.element_size() == 4:
-        block_n, block_k = min(block_n, 64), min(block_k, 32)
-    stages = stages_that_fit(4, (block_m + block_n) * block_k * x.element_size(), x.device)
-    constants = {
-        "K": hidden, "N": width, "FACTOR": factor, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
-        "NUM_STAGES": stages, "INTERPRET": INTERPRETED,
-    }  # fmt: skip
-    grid = (blocks * triton.cdiv(width, block_n), 1, 1)
-    launch = Launch(
-        _moe_gemm_kernel, grid, (x.dtype,), x.stride(), constants, num_warps=4, pdl=False, device=x.device
-    )
-    with on_device(x.get_device()):
-        launch((x, weights, output, *aligned), (pairs, blocks), all_aligned(x, weights, output))
-    return output

@@ -27,12 +27,15 @@ WANTED = 320
 
 
 class Work(NamedTuple):
-    """What of a call decides how it runs. ``active``: adapters in use, as far as the host knows."""
+    """What of a call decides how it runs. ``active``: adapters in use, as far as the host knows. ``invariant``: one form
+    and one split whatever the batch is, so that a pair has the same bits in all of them.
+    """
 
     form: ExpertForm
     naive: bool
     active: int
     itemsize: int
+    invariant: bool = False
 
     @property
     def groups(self) -> float:
@@ -46,8 +49,10 @@ class Work(NamedTuple):
         return self.form.pairs / max(1.0, self.groups)
 
 
-def block_size(pairs: int, active: int, experts: int) -> int:
+def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -> int:
     """Rows of a block of the alignment: more than 16 only where every expert has plenty."""
+    if invariant:
+        return 16
     mean = pairs / max(1, active * experts)
     return 16 if mean < 96 else 32 if mean < 256 else 64
 
@@ -55,7 +60,7 @@ def block_size(pairs: int, active: int, experts: int) -> int:
 def path(work: Work, fully_sharded: bool) -> str:
     """``small_batch``, ``one_shot`` or ``two_stage``."""
     form = work.form
-    if fully_sharded or form.rank > ONE_SHOT_RANK or form.rank * form.hidden * work.itemsize > CHEAP_A:
+    if fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or form.rank * form.hidden * work.itemsize > CHEAP_A:
         return "two_stage"
     if work.naive and form.rank <= SMALL_BATCH_RANK and form.pairs * form.rank <= SMALL_BATCH_RANKS:
         return "small_batch"
@@ -64,6 +69,8 @@ def path(work: Work, fully_sharded: bool) -> str:
 
 def by_rows(work: Work) -> bool:
     """Whether pairs are multiplied one by one."""
+    if work.invariant:
+        return False
     return work.naive or work.mean < 1.6 or (work.form.pairs <= 64 and work.mean < 3)
 
 
@@ -79,6 +86,7 @@ def shrink_config(work: Work) -> Config:
             "rows": True, "block_n": min(lanes, 16), "block_k": block_k, "split_k": split_k, "group_m": 1,
             "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
+    tiles = form.experts if work.invariant else tiles
     split_k = min(16, _power_near(WANTED / tiles, max(1, cdiv(form.hidden, 1024)), max(1, form.hidden // 512)))
     return {
         "rows": False, "block_n": lanes, "block_k": 128, "split_k": split_k, "group_m": 1, "num_warps": 4,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from punica.ops.moe_checks import ExpertForm
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.fused_moe_lora import How, fused, fused_moe_lora
 from tests.ops.moe_cases import CASES, Case, World
@@ -49,12 +50,19 @@ def use_form(monkeypatch: pytest.MonkeyPatch):
     return use
 
 
+QUICK = ("plain", "gate and up, naive", "down", "bfloat16", "rank 20 sorted", "disabled", "nobody", "no token")
+EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 SPLIT = ("gate and up", "down", "ragged sizes", "wide rank", "rank 20 sorted")
 
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [(form, name) for form in FORMS for name in CASES if name in SPLIT or "split" not in form],
+    [
+        (form, name) if name in QUICK else pytest.param(form, name, marks=pytest.mark.slow)
+        for form in FORMS
+        for name in CASES
+        if name in SPLIT or "split" not in form
+    ],
 )
 def test_two_stages(name: str, form: str, device: str, use_form):
     use_form(form)
@@ -62,20 +70,21 @@ def test_two_stages(name: str, form: str, device: str, use_form):
     world.check(run(world, How(path="two_stage", active=3)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_one_shot(name: str, device: str):
     if CASES[name].rank <= moe_rules.ONE_SHOT_RANK:
         world = World(CASES[name], device)
         world.check(run(world, How(path="one_shot")))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rank <= moe_rules.SMALL_BATCH_RANK])
+@pytest.mark.parametrize("name", EVERY)
 def test_small_batch(name: str, device: str):
-    world = World(CASES[name].but(naive=True), device)
-    world.check(run(world, How(path="small_batch")))
+    if CASES[name].rank <= moe_rules.SMALL_BATCH_RANK:
+        world = World(CASES[name].but(naive=True), device)
+        world.check(run(world, How(path="small_batch")))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_as_the_rules_choose(name: str, device: str):
     world = World(CASES[name], device)
     world.check(run(world, How()))
@@ -115,6 +124,19 @@ def test_more_work_than_the_grid_expects(device: str, use_form):
     world = World(Case(tokens=30, experts=8, slots=3, hidden=16, width=16), device)
     world.check(run(world, How(path="two_stage", active=1)))
     world.check(run(world, How(path="one_shot", active=1)))
+
+
+def test_batch_invariance_fixes_form_and_split():
+    """Only what does not change a pair's sums may follow the batch."""
+    found = set()
+    for tokens, active, naive in ((1, 1, True), (8, 4, False), (128, 1, False), (4096, 16, False)):
+        form = ExpertForm(tokens, 8, 2, 16, 128, 16, 16, 2048, 768, 8, 16)
+        work = moe_rules.Work(form, naive, active, 2, invariant=True)
+        assert moe_rules.path(work, False) == "two_stage"
+        shrink, expand = moe_rules.shrink_config(work), moe_rules.expand_config(work)
+        found.add((*shrink.values(), expand["rows"], expand["block_n"], expand["block_k"], expand["num_warps"]))
+        assert moe_rules.block_size(tokens * 8, active, 128, invariant=True) == 16
+    assert len(found) == 1
 
 
 def test_x_may_have_any_strides(device: str):

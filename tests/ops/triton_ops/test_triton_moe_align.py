@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from punica.ops import moe_torch
-from punica.ops.triton_ops import moe_align
-from punica.ops.triton_ops.moe_gemm import moe_gemm
-from punica.parallel.moe import multiply_experts
+from punica.ops.triton_ops import moe_align, moe_gemm
+from punica.parallel import moe
 
 SHAPES = [(3, 2, 2, 2), (37, 4, 20, 3), (300, 8, 128, 2), (1, 1, 1, 1), (0, 2, 4, 2), (9, 2, 40, 17)]
 
@@ -59,7 +58,7 @@ def test_product_of_experts(factor, dtype, device):
     ids = torch.randint(-1, 5, (11, 2), generator=generator)
     x = torch.randn(22 // factor, 24, generator=generator).to(dtype)
     weights = (torch.randn(5, 20, 24, generator=generator) / 5).to(dtype)
-    wanted = multiply_experts(x, weights, ids, factor)
-    found = moe_gemm(x.to(device), weights.to(device), ids.to(device), factor).cpu()
+    wanted = moe.PairGroups(ids).multiply(x, weights, factor)
+    found = moe_gemm.PairGroups(ids.to(device), 5).multiply(x.to(device), weights.to(device), factor).cpu()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
