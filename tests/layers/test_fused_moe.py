@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import (
+from expert_cases import (
     ADAPTERS,
     HIDDEN,
     INNER,

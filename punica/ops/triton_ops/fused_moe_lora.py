@@ -230,7 +230,9 @@ def _check_configs(shrink: Numbers, expand: Numbers) -> None:
 def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
     """What the tuned file of a site says, as the rules say it; None where there is no file."""
     op_type = f"fused_moe_lora_{site}_{part}"
-    if site is None or options.batch_invariant or options.tuned_dir is None or load_lora_op_config(op_type, None, options.tuned_dir) is None:
+    if site is None or options.batch_invariant or options.tuned_dir is None:
+        return None
+    if load_lora_op_config(op_type, None, options.tuned_dir) is None:
         return None
     hidden, inner = (form.hidden, form.width) if site == "w13" else (form.width, form.hidden)
     found = get_lora_op_configs(

@@ -27,8 +27,8 @@ WANTED = 320
 
 
 class Work(NamedTuple):
-    """What of a call decides how it runs. ``active``: adapters in use, as far as the host knows. ``invariant``: one form
-    and one split whatever the batch is, so that a pair has the same bits in all of them.
+    """What of a call decides how it runs. ``active``: adapters in use, as far as the host knows. ``invariant``: one
+    form and one split whatever the batch is, so that a pair has the same bits in all of them.
     """
 
     form: ExpertForm
@@ -60,7 +60,8 @@ def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -
 def path(work: Work, fully_sharded: bool) -> str:
     """``small_batch``, ``one_shot`` or ``two_stage``."""
     form = work.form
-    if fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or form.rank * form.hidden * work.itemsize > CHEAP_A:
+    a_bytes = form.rank * form.hidden * work.itemsize
+    if fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or a_bytes > CHEAP_A:
         return "two_stage"
     if work.naive and form.rank <= SMALL_BATCH_RANK and form.pairs * form.rank <= SMALL_BATCH_RANKS:
         return "small_batch"
