@@ -118,6 +118,19 @@ def test_single_launches_by_name(name: str, device: str):
     world.check(output)
 
 
+@pytest.mark.parametrize("count", [3, torch.tensor([3]), None], ids=["number", "tensor", "none"])
+def test_flat_op_is_one_node_for_a_tracer(count: Any, device: str):
+    world = World(CASES["plain"], device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    with torch.profiler.profile() as profile:
+        fused_moe_lora(
+            *given[:9], world.case.rank, world.case.top_k, given.lora_ids, count, given.enabled, *NUMBERS, *NUMBERS,
+            *world.switches,
+        )  # fmt: skip
+    world.check(given.output)
+    assert "punica::fused_moe_lora" in {event.key for event in profile.key_averages()}
+
+
 def test_more_work_than_the_grid_expects(device: str, use_form):
     """A captured graph keeps its grid; its programs go on while there are tiles."""
     use_form("tiles")
