@@ -5,6 +5,7 @@
     check.py      is it legal, and does it fit the model? The rules, asked by the stations around it
     weights.py    what travels: a pair A, B per module, scaled; all pairs of one adapter are a `LoRAModel`
     pack.py       q, k, v become one qkv as the model computes it; for a GPU, everything becomes one block of memory
+    pack_experts.py  the experts of a layer, from either spelling, become what its LoRA layer takes
     hold.py       registered in host memory, active in a slot, pinned; the least recently used one makes room
     write.py      into a slot of all layers: on the spot on a CPU, on a stream of its own beside the steps on CUDA
 
@@ -17,6 +18,6 @@ from punica.adapters.manager import LoRAModelManager
 from punica.adapters.read import PEFTHelper, parse_fine_tuned_lora_name
 from punica.adapters.request import LoRARequest, resolve_adapter_path
 from punica.adapters.synthetic import random_adapter, random_adapter_tensors, write_random_adapter
-from punica.adapters.weights import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
-from punica.adapters.wrap import is_in_target_modules
+from punica.adapters.weights import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights, StackedLoRALayerWeights
+from punica.adapters.wrap import MoEEPSpec, is_in_target_modules
 from punica.adapters.write import CopyHandle, LayerSlotWriter, SlotWriter

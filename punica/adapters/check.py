@@ -10,20 +10,22 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from punica.adapters.wrap import last_component
+from punica.adapters.wrap import adapter_component
 from punica.layers import BaseLayerWithLoRA
 from punica.layers.base import LoRAInput
 from punica.layers.utils import ADAPTER_DTYPES
 
 
 def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collection[str]) -> None:
-    """The last name component of every module must be expected. Raises ValueError with all offenders and what is."""
+    """The last name component of every module (of experts, the part from `experts` on) must be expected. Raises
+    ValueError with all offenders and what is.
+    """
     expected = set(expected_lora_modules)
-    offenders = sorted({module for module in modules if last_component(module) not in expected})
+    offenders = sorted({module for module in modules if adapter_component(module) not in expected})
     if offenders:
-        raise ValueError(
-            f"adapter modules {offenders} are not supported by this model; expected names end in {sorted(expected)}"
-        )
+        endings = sorted(expected)
+        shown = f"{endings[:40]} and {len(endings) - 40} more" if len(endings) > 40 else str(endings)
+        raise ValueError(f"adapter modules {offenders} are not supported by this model; expected names end in {shown}")
 
 
 def check_tensors(

@@ -26,6 +26,7 @@ from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, make_slot_writer
 from punica.config import LoRAConfig
+from punica.layers.utils import base_weight
 from punica.metadata import LoRAMapping, RowGroups
 from punica.wrapper import get_punica_wrapper
 
@@ -69,7 +70,7 @@ class LoRAModelManager:
         self.model = model
         self.vocab_size = vocab_size
         self.lora_config = replace(lora_config)
-        self.lora_config.verify_with_model_config(layers[0].layer.weight)
+        self.lora_config.verify_with_model_config(base_weight(layers[0].layer))
         self.punica_wrapper = get_punica_wrapper(
             max_num_batched_tokens, max_num_seqs, device, max_loras=self.lora_slots, lora_config=self.lora_config
         )
@@ -78,6 +79,7 @@ class LoRAModelManager:
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
         self._expected_modules = wrap.expected_lora_modules(layers)
+        self._moe_ep_spec = wrap.moe_ep_spec_of(layers)
         self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules)
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
         self._writer = make_slot_writer(self.modules)
@@ -362,7 +364,10 @@ class LoRAModelManager:
                 lora_model_id=request.lora_int_id,
                 dtype=cast(torch.dtype, self.lora_config.lora_dtype),
                 model_vocab_size=self.vocab_size,
+                moe_ep_spec=self._moe_ep_spec,
             )
+            if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
+                raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
             return self._packer.pack(lora)
 
     def _is_current(self, step: tuple) -> bool:

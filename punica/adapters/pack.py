@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from punica.adapters.check import check_fits
+from punica.adapters.pack_experts import BASE_LAYER, pack_experts
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
-from punica.layers import BaseLayerWithLoRA
+from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image
 
 
@@ -42,10 +43,17 @@ class AdapterPacker:
         for name, layer in self._wrapped.items():
             for i, part in enumerate(layer.parts):
                 part_names = [sibling(alias, part) for alias in layer.names]
-                if any(is_in_target_modules(own, target_modules, packed_modules_mapping) for own in part_names):
+                let_through = (
+                    isinstance(layer.layer, FusedMoEWithLoRA)
+                    or is_in_target_modules(own, target_modules, packed_modules_mapping)
+                    for own in part_names
+                )
+                if any(let_through):
                     self._place |= dict.fromkeys(part_names, (name, i))
         for name, layer in self._wrapped.items():  # a layer of that name comes before a part
             self._place |= dict.fromkeys(layer.names, (name, None))
+            if isinstance(layer.layer, FusedMoEWithLoRA):
+                self._place |= {f"{alias}.base_layer": (name, BASE_LAYER) for alias in layer.names}
 
     def pack(self, lora: LoRAModel) -> LoRAModel:
         """A new model with the same id, keyed by runtime names, which every target layer will accept.
@@ -78,13 +86,18 @@ class AdapterPacker:
                     f"adapter {lora.id} has {first!r} and {name!r}, which are one and the same module of the model; "
                     "keep one of the two"
                 )
-        if both := sorted(layer for layer, parts in given.items() if None in parts and len(parts) > 1):
+        whole = (None, BASE_LAYER)
+        if both := sorted(
+            layer for layer, parts in given.items() if None in parts and any(part not in whole for part in parts)
+        ):
             raise ValueError(f"adapter {lora.id} has {both} both whole and in parts; keep one of the two")
         return given
 
     def _pack_module(self, lora: LoRAModel, name: str, given: Mapping[int | None, str]) -> ModuleWeights:
         """The weights of one layer; one whole pair for a packed module is a list of one, which the layer splits."""
-        n_parts = len(self._wrapped[name].parts)
+        layer, n_parts = self._wrapped[name].layer, len(self._wrapped[name].parts)
+        if isinstance(layer, FusedMoEWithLoRA):
+            return pack_experts(lora, name, layer, given, n_parts)
         whole = None if None not in given else lora.loras[given[None]]
         if isinstance(whole, PackedLoRALayerWeights):
             return whole

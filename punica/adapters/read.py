@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from punica.adapters.check import check_expected_modules
 from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
+from punica.adapters.wrap import MoEEPSpec
 from punica.checks import check_count
 from punica.config import LoRAConfig
 
@@ -319,13 +320,22 @@ def lora_names(
     return names
 
 
+_STACKED_NAME = re.compile(r"(?:.*\.)?experts(?:\.base_layer)*")
+
+
+def is_stacked_name(module: str) -> bool:
+    """Whether a module is all experts of a layer at once: `...experts`, `...experts.base_layer`."""
+    return _STACKED_NAME.fullmatch(module) is not None
+
+
 def read_tensors(
     folder: str | Path,
     expected_lora_modules: Collection[str],
     weights_mapper: NameMapper | None,
     skip_prefixes: Sequence[str] | None,
+    moe_ep_spec: MoEEPSpec | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The LoRA tensors of a PEFT folder, after all their names have been checked.
+    """The LoRA tensors of a PEFT folder, after all their names have been checked; those of remote experts are left out.
 
     They are mapped from the file: whoever keeps them copies them, else someone who overwrites the file changes them.
 
@@ -348,6 +358,7 @@ def read_tensors(
         with safe_open(str(file), framework="pt", device="cpu") as handle:
             names = lora_names(handle.keys(), weights_mapper, skip_prefixes)
             check_expected_modules((name.module for name in names.values()), expected_lora_modules)
-            return {key: handle.get_tensor(key) for key in names}
+            wanted = [key for key, name in names.items() if not (moe_ep_spec and moe_ep_spec.is_remote(name.module))]
+            return {key: handle.get_tensor(key) for key in wanted}
     except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error

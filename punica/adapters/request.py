@@ -19,6 +19,7 @@ class LoRARequest:
         lora_path: PEFT folder; `~` and relative paths are resolved here, and looked up when the adapter is loaded.
         base_model_name: informational.
         load_inplace: read the folder again even if the id is registered.
+        is_3d_lora_weight: the adapter has its experts in one pair of matrices per layer; refused when it has not.
 
     `absolute_path` is the folder whatever the working directory becomes.
 
@@ -31,6 +32,7 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+    is_3d_lora_weight: bool = False
     absolute_path: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class LoRARequest:
             if not value:
                 raise ValueError(f"LoRARequest {key} must not be empty (lora_name={self.lora_name!r})")
         check_adapter_id("LoRARequest lora_int_id", self.lora_int_id)
+        if not isinstance(self.is_3d_lora_weight, bool):
+            raise TypeError(f"LoRARequest is_3d_lora_weight must be a bool, got {self.is_3d_lora_weight!r}")
         object.__setattr__(self, "absolute_path", os.path.abspath(os.path.expanduser(self.lora_path)))
 
     @property

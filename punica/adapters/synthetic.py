@@ -24,7 +24,7 @@ from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, 
 from punica.adapters.wrap import last_component
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.layers import BaseLayerWithLoRA
+from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 
 LLAMA_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -194,6 +194,8 @@ class DummyAdapters:
     def _zeros(self, name: str, rank: int) -> ModuleWeights:
         """Zero weights for all slices of a layer; scaled, so that packing makes no copy."""
         layer, dtype = self.modules[name], cast(torch.dtype, self.lora_config.lora_dtype)
+        if isinstance(layer, FusedMoEWithLoRA):
+            return PackedLoRALayerWeights(name, rank, *layer.zero_factors(rank, dtype))
         slices = [
             LoRALayerWeights.create_dummy_lora_weights(name, layer.full_input_size, size, rank, dtype, "cpu").optimize()
             for size in layer.full_output_sizes

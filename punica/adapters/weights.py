@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from punica.adapters.check import check_finite, check_pair, check_tensors
-from punica.adapters.read import NameMapper, PEFTHelper, lora_names, read_tensors
+from punica.adapters.read import NameMapper, PEFTHelper, is_stacked_name, lora_names, read_tensors
 from punica.adapters.request import check_adapter_id
+from punica.adapters.wrap import MoEEPSpec
 from punica.layers.base import LoRAInput
 
 
@@ -101,6 +102,31 @@ class LoRALayerWeights:
 
 
 @dataclass(eq=False)
+class StackedLoRALayerWeights(LoRALayerWeights):
+    """A and B of all experts of a layer in one pair, as PEFT's `target_parameters` stores them.
+
+    A is `[E*r, in]`, expert after expert; B `[out, r*E]`, where column `j*E + e` is rank j of expert e.
+    """
+
+    def __post_init__(self) -> None:
+        if self.lora_a is not None and self.lora_b is not None:
+            check_pair(self.module_name, self.lora_a, self.lora_b, self.lora_a.shape[0])
+            if self.lora_a.shape[0] % self.rank:
+                raise ValueError(
+                    f"module {self.module_name!r}: {self.lora_a.shape[0]} rows of A are no multiple of the rank "
+                    f"{self.rank}, which the adapter's config says every expert has"
+                )
+        if self.scaling is None:
+            self.scaling = self.lora_alpha / self.rank
+
+    def by_expert(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`A [E, r, in]` and `B [E, out, r]`, scaled."""
+        a, b = self.optimize().pair()
+        experts = a.shape[0] // self.rank
+        return a.view(experts, self.rank, -1), b.view(-1, self.rank, experts).permute(2, 0, 1)
+
+
+@dataclass(eq=False)
 class PackedLoRALayerWeights:
     """The slices of a module that the model computes as one (q, k, v or gate, up).
 
@@ -143,6 +169,56 @@ class PackedLoRALayerWeights:
             lora_b=[None if pair is None else pair[1] for pair in pairs],
         )
 
+    @classmethod
+    def pack_moe(
+        cls, members: Sequence[LoRALayerWeights | None], module_name: str, is_non_gated_moe: bool = False
+    ) -> PackedLoRALayerWeights:
+        """Stack the experts of one layer: lists of three, w1, w2, w3, `A [E, r, in]` and `B [E, out, r]`.
+
+        Args:
+            members: (w1, w2, w3) of every expert, one after the other, `None` where the adapter has none: zeros, or
+                `None` for a projection that no expert has. Ranks are padded with zeros to a projection's largest.
+            module_name: name of the layer.
+            is_non_gated_moe: there is no gate: w3 is w1.
+
+        Raises:
+            ValueError: not a multiple of three members, or all of them `None`.
+        """
+        if len(members) % 3:
+            raise ValueError(f"pack_moe needs three members (w1, w2, w3) for every expert, got {len(members)}")
+        present = [member for member in members if member is not None]
+        if not present:
+            raise ValueError(f"pack_moe needs at least one member, got {len(members)} times None")
+        pairs = [_stack_experts(members[projection::3]) for projection in range(3)]
+        if is_non_gated_moe:
+            pairs[2] = pairs[0]
+        return cls(module_name, max(member.rank for member in present), [a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _stack_experts(
+    members: Sequence[LoRALayerWeights | None],
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """One projection of all experts, padded to its largest rank."""
+    pairs = [None if member is None else member.optimize().pair() for member in members]
+    present = [pair for pair in pairs if pair is not None]
+    if not present:
+        return None, None
+    rank = max(a.shape[0] for a, _ in present)
+    first_a, first_b = present[0]
+    a = first_a.new_zeros(len(pairs), rank, first_a.shape[1])
+    b = first_b.new_zeros(len(pairs), first_b.shape[0], rank)
+    for expert, pair in enumerate(pairs):
+        if pair is not None:
+            own_a, own_b = pair
+            if own_a.shape[1] != a.shape[2] or own_b.shape[0] != b.shape[1]:
+                raise ValueError(
+                    f"expert {expert}: A has {own_a.shape[1]} columns and B {own_b.shape[0]} rows, other experts have "
+                    f"{a.shape[2]} and {b.shape[1]}"
+                )
+            a[expert, : own_a.shape[0]] = own_a
+            b[expert, :, : own_b.shape[1]] = own_b
+    return a, b
+
 
 ModuleWeights = LoRALayerWeights | PackedLoRALayerWeights
 _next_model_id = itertools.count(1)
@@ -155,20 +231,24 @@ class LoRAModel:
         lora_model_id: adapter id, integer >= 1.
         rank: the largest rank of any module.
         loras: `{module name: weights}`.
+        is_3d_lora_weight: whether experts are stored as one pair for all of a layer.
 
     Raises:
         TypeError, ValueError: the id is not an integer >= 1.
     """
 
-    def __init__(self, lora_model_id: int, rank: int, loras: Mapping[str, ModuleWeights]) -> None:
+    def __init__(
+        self, lora_model_id: int, rank: int, loras: Mapping[str, ModuleWeights], is_3d_lora_weight: bool = False
+    ) -> None:
         check_adapter_id("lora_model_id", lora_model_id)
         self.id = lora_model_id
         self.rank = rank
+        self.is_3d_lora_weight = is_3d_lora_weight
         self.loras: dict[str, ModuleWeights] = dict(loras)
 
     def clone(self, lora_model_id: int) -> LoRAModel:
         """The same adapter under another id; tensors are shared."""
-        return LoRAModel(lora_model_id, self.rank, self.loras)
+        return LoRAModel(lora_model_id, self.rank, self.loras, self.is_3d_lora_weight)
 
     def get_lora(self, module_name: str) -> ModuleWeights | None:
         """The weights of a module, `None` if the adapter does not touch it."""
@@ -216,27 +296,31 @@ class LoRAModel:
         loras: dict[str, ModuleWeights] = {}
         for module, keys in sides.items():
             shell = LoRALayerWeights.from_config(names[keys[False]].configured, peft_helper)
-            loras[module] = replace(shell, module_name=module, lora_a=placed[keys[True]], lora_b=placed[keys[False]])
-        return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras)
+            kind = StackedLoRALayerWeights if is_stacked_name(module) else LoRALayerWeights
+            a, b = placed[keys[True]], placed[keys[False]]
+            loras[module] = kind(module, shell.rank, shell.lora_alpha, a, b, shell.scaling)
+        stacked = any(isinstance(weights, StackedLoRALayerWeights) for weights in loras.values())
+        return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras, stacked)
 
     @classmethod
     def from_local_checkpoint(
         cls, lora_dir: str | Path, expected_lora_modules: Collection[str], peft_helper: PEFTHelper,
         *, lora_model_id: int | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
         model_vocab_size: int | None = None, weights_mapper: NameMapper | None = None,
-        skip_prefixes: Sequence[str] | None = None,
+        skip_prefixes: Sequence[str] | None = None, moe_ep_spec: MoEEPSpec | None = None,
     ) -> LoRAModel:  # fmt: skip
         """Load a PEFT folder (`adapter_model.safetensors`; the config comes as `peft_helper`).
 
         Names are checked before a single tensor is read: the last name component of each module must be in
-        `expected_lora_modules`. `lora_model_id=None` takes the next number of a process-wide counter. The other
-        arguments and errors are those of :meth:`from_lora_tensors`.
+        `expected_lora_modules`. `lora_model_id=None` takes the next number of a process-wide counter. `moe_ep_spec`:
+        tensors of experts on other ranks are not read. The other arguments and errors are those of
+        :meth:`from_lora_tensors`.
 
         Raises:
             FileNotFoundError: no folder, or no weights file in it.
             ValueError: pickled or damaged file, unexpected modules (all are listed), bad content.
         """
-        tensors = read_tensors(lora_dir, expected_lora_modules, weights_mapper, skip_prefixes)
+        tensors = read_tensors(lora_dir, expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec)
         model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
         return cls.from_lora_tensors(
             model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes

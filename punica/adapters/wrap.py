@@ -7,6 +7,7 @@ and heads may carry LoRA: `embedding_modules = {"embed_tokens": "input_embedding
 One module can be reached by several names. It is wrapped once, and adapters may have trained it under any of them.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,9 +15,10 @@ from torch import nn
 
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
-from punica.parallel import LinearBase, ParallelLMHead, VocabParallelEmbedding
+from punica.parallel import FusedMoE, LinearBase, ParallelLMHead, VocabParallelEmbedding
 
 PackedMapping = Mapping[str, list[str]]
+_EXPERT_NAME = re.compile(r"(?:.*\.)?experts\.(?P<expert>\d+)\..+")
 L = TypeVar("L", bound=nn.Module, covariant=True)
 
 
@@ -29,6 +31,23 @@ class NamedLayer(NamedTuple, Generic[L]):
     layer: L
     names: list[str]
     parts: list[str]
+
+
+class MoEEPSpec(NamedTuple):
+    """Which experts a rank holds: `local_num_experts` of `global_num_experts`, in blocks one after the other."""
+
+    ep_rank: int
+    local_num_experts: int
+    global_num_experts: int
+
+    def is_remote(self, module: str) -> bool:
+        """Whether a module is known to belong to one expert that another rank holds. Blocks of unequal length are not
+        told apart: then everything counts as local, and packing leaves out what is not.
+        """
+        match = _EXPERT_NAME.fullmatch(module)
+        if match is None or self.global_num_experts % self.local_num_experts:
+            return False
+        return int(match["expert"]) // self.local_num_experts != self.ep_rank
 
 
 def packed_modules_of(model: nn.Module) -> PackedMapping:
@@ -46,6 +65,28 @@ def last_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def adapter_component(name: str) -> str:
+    """What an adapter may be expected to call a module: its last component, of experts the part from ``experts`` on:
+    ``q_proj``, ``experts.3.w1``.
+    """
+    parts = name.split(".")
+    return ".".join(parts[parts.index("experts") :]) if "experts" in parts else parts[-1]
+
+
+def expert_parts_of(model: nn.Module) -> list[str]:
+    """The model's ``get_expert_mapping()``: w1, w2, w3 of every expert, by the names of siblings of the MoE layer.
+
+    ValueError if the model has none.
+    """
+    mapping = getattr(model, "get_expert_mapping", None)
+    if mapping is None:
+        raise ValueError(
+            f"{type(model).__name__} has mixture-of-experts layers but no get_expert_mapping(); it must name the "
+            "matrices of every expert, (w1, w2, w3) after each other"
+        )
+    return list(mapping())
+
+
 def sibling(name: str, last: str) -> str:
     """The module called `last` beside the module `name`."""
     parent, dot, _ = name.rpartition(".")
@@ -53,9 +94,10 @@ def sibling(name: str, last: str) -> str:
 
 
 def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
-    """Everything LoRA could wrap: all linear layers, and modules named in the model's `embedding_modules`.
+    """Everything LoRA could wrap: all linear layers, mixtures of experts, and modules named in the model's
+    `embedding_modules`.
 
-    Raises RuntimeError if the model is already wrapped, ValueError if it has no such layer.
+    Raises RuntimeError if the model is already wrapped, ValueError if it has no such layer, or experts without names.
     """
     embedding_names, packed = embedding_modules_of(model), packed_modules_of(model)
     names_of: dict[nn.Module, list[str]] = {}
@@ -69,6 +111,8 @@ def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
         if isinstance(module, LinearBase) or last_component(names[0]) in embedding_names:
             parts = next((packed[last] for last in map(last_component, names) if last in packed), [])
             layers.append(NamedLayer(module, names, parts))
+        elif isinstance(module, FusedMoE):
+            layers.append(NamedLayer(module, names, expert_parts_of(model)))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layer that LoRA supports (linear layers of punica.parallel)")
     return layers
@@ -76,7 +120,9 @@ def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
 
 def expected_lora_modules(layers: Collection[NamedLayer[nn.Module]]) -> set[str]:
     """Last name components an adapter may use: those of the supported layers, and the parts of packed ones."""
-    return {last_component(name) for layer in layers for name in [*layer.names, *layer.parts]}
+    expected = {adapter_component(name) for layer in layers for name in [*layer.names, *layer.parts]}
+    experts = [name for layer in layers if isinstance(layer.layer, FusedMoE) for name in layer.names]
+    return expected | {f"{adapter_component(name)}.base_layer" for name in experts}
 
 
 def is_in_target_modules(
@@ -120,7 +166,8 @@ def wrap_layers(
         base = _logits_processor_of(model, name) if isinstance(layer, ParallelLMHead) else layer
         if id(base) in by_base:
             raise ValueError(f"head {name!r} shares its logits_processor with another head; give each one of its own")
-        by_base[id(base)] = _wrap(name, layer, base, parts, lora_config, getattr(model, "config", None))
+        packed_list = _expert_slices(model, lora_config) if isinstance(layer, FusedMoE) else parts
+        by_base[id(base)] = _wrap(name, layer, base, packed_list, lora_config, getattr(model, "config", None))
         wrapped.append(NamedLayer(by_base[id(base)], [name, *(other for other in names if other != name)], parts))
     if not wrapped:
         names = sorted(name for layer in layers for name in layer.names)
@@ -131,6 +178,23 @@ def wrap_layers(
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, by_base[id(module)])
     return wrapped
+
+
+def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | None:
+    """Which experts this rank holds, where the model shares them out in blocks; `None` where it does not."""
+    for named in layers:
+        layer = named.layer
+        if isinstance(layer, FusedMoE) and layer.moe_config.moe_parallel_config.use_ep:
+            mine, config = layer.local_experts, layer.moe_config
+            if mine == list(range(mine[0], mine[0] + len(mine))) if mine else False:
+                return MoEEPSpec(config.moe_parallel_config.ep_rank, len(mine), config.num_experts)
+    return None
+
+
+def _expert_slices(model: nn.Module, lora_config: LoRAConfig) -> list[str]:
+    """What adapters of this model have apart in the first product of experts."""
+    fused = getattr(model, "is_3d_moe_weight", False) and not lora_config.enable_mixed_moe_lora_format
+    return ["w13"] if fused else ["w1", "w3"]
 
 
 def _check_vocabulary(name: str, layer: nn.Module, vocab_size: int) -> None:

@@ -12,6 +12,7 @@ from punica.config import LoRAConfig
 from punica.layers import column_parallel_linear as column
 from punica.layers import fully_sharded as sharded
 from punica.layers.base import BaseLayerWithLoRA
+from punica.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
@@ -31,6 +32,8 @@ LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     sharded.QKVParallelLinearWithShardedLoRA,
     sharded.MergedQKVParallelLinearWithShardedLoRA,
     sharded.RowParallelLinearWithShardedLoRA,
+    FusedMoEWithLoRA,
+    FusedMoE3DWithLoRA,
 )
 """Replacement order. A new LoRA class takes part by its line here."""
 

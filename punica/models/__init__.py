@@ -1,6 +1,7 @@
-"""Backbones: Llama 2 / 3, from Hugging Face configs and safetensors names.
+"""Backbones: Llama 2 / 3, Mixtral and Qwen3-MoE, from Hugging Face configs and safetensors names.
 
     llama.py            the model, and which tensor of a checkpoint belongs to which parameter
+    mixture_of_experts.py  what Mixtral and Qwen3-MoE have instead of its MLP
     rotary.py           how a position enters queries and keys
     checkpoint.py       filling the parameters, from safetensors files or with random numbers
 
@@ -8,3 +9,4 @@ A model knows no cache and no batch: it asks an :class:`Attention`, which the en
 """
 
 from punica.models.llama import Attention, LlamaForCausalLM
+from punica.models.mixture_of_experts import MixtureOfExpertsForCausalLM

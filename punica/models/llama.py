@@ -15,6 +15,7 @@ adapters.
 """
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -51,7 +52,8 @@ class LlamaAttention(nn.Module):
         self.layer_index = layer_index
         self.head_size = cast(int, config.head_dim)  # a LlamaConfig fills it in
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        common: dict[str, Any] = {"bias": config.attention_bias, "params_dtype": config.dtype, "return_bias": False}
+        bias = getattr(config, "attention_bias", False)
+        common: dict[str, Any] = {"bias": bias, "params_dtype": config.dtype, "return_bias": False}
         self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_size, heads, kv_heads, **common)
         self.o_proj = RowParallelLinear(heads * self.head_size, config.hidden_size, **common)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
@@ -59,10 +61,14 @@ class LlamaAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_size)
-        rotated = rotate(heads[:, : self.num_heads + self.num_kv_heads], cos, sin)  # q and k lie side by side
+        rotated = rotate(self.normalized(heads[:, : self.num_heads + self.num_kv_heads]), cos, sin)
         q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         v = heads[:, self.num_heads + self.num_kv_heads :]
         return self.o_proj(attention.attend(self.layer_index, q, k, v).flatten(1))
+
+    def normalized(self, heads: Tensor) -> Tensor:
+        """Query and key heads, side by side ``[T, H + Hkv, D]``, before they are rotated; a Llama's are as they are."""
+        return heads
 
 
 class LlamaMLP(nn.Module):
@@ -71,7 +77,8 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        common: dict[str, Any] = {"bias": config.mlp_bias, "params_dtype": config.dtype, "return_bias": False}
+        bias = getattr(config, "mlp_bias", False)
+        common: dict[str, Any] = {"bias": bias, "params_dtype": config.dtype, "return_bias": False}
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], **common)
         self.down_proj = RowParallelLinear(inner, hidden, **common)
 
@@ -86,8 +93,7 @@ class LlamaDecoderLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer_index: int) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_index)
-        self.mlp = LlamaMLP(config)
+        self.self_attn, self.mlp = self.make_parts(config, layer_index)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
 
@@ -96,16 +102,20 @@ class LlamaDecoderLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    def make_parts(self, config: LlamaConfig, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
+        """Attention, and what comes after it."""
+        return LlamaAttention(config, layer_index), LlamaMLP(config)
+
 
 class LlamaModel(nn.Module):
     """Embedding, decoder layers, final norm; in the config's dtype, on the default device."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer) -> None:
         super().__init__()
         dtype = cast(torch.dtype, config.dtype)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype)
         self.rotary = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -136,17 +146,19 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     embedding_modules: ClassVar = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
+    config_classes: ClassVar[dict[str, type[Any]]] = {"llama": LlamaConfig}
+    layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
     def __init__(
         self, config: LlamaConfig | str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__()
-        self.config: Any = _resolve_config(config)
+        self.config: Any = self.resolve_config(config)
         stored = self.config.dtype or torch.float32
         self.config.dtype = dtype or (getattr(torch, stored) if isinstance(stored, str) else stored)
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         with torch.device(device):
-            self.model = LlamaModel(self.config)
+            self.model = LlamaModel(self.config, self.layer_class)
             self.lm_head = ParallelLMHead(vocab, hidden, params_dtype=self.config.dtype)
             if self.config.tie_word_embeddings:
                 self.lm_head.weight = self.model.embed_tokens.weight
@@ -194,46 +206,59 @@ class LlamaForCausalLM(nn.Module):
         return entries
 
     def _layer_entries(self, prefix: str, layer: Any) -> list[CheckpointEntry]:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        hidden, attention = self.config.hidden_size, layer.self_attn
         q_rows = self.config.num_attention_heads * self.head_size
         kv_rows = self.config.num_key_value_heads * self.head_size
-        attention, mlp = layer.self_attn, layer.mlp
         entries = []
         for name, shape, module, shard_id in (
             ("self_attn.q_proj", (q_rows, hidden), attention.qkv_proj, "q"),
             ("self_attn.k_proj", (kv_rows, hidden), attention.qkv_proj, "k"),
             ("self_attn.v_proj", (kv_rows, hidden), attention.qkv_proj, "v"),
             ("self_attn.o_proj", (hidden, q_rows), attention.o_proj, None),
-            ("mlp.gate_proj", (inner, hidden), mlp.gate_up_proj, 0),
-            ("mlp.up_proj", (inner, hidden), mlp.gate_up_proj, 1),
-            ("mlp.down_proj", (hidden, inner), mlp.down_proj, None),
             ("input_layernorm", (hidden,), layer.input_layernorm, None),
             ("post_attention_layernorm", (hidden,), layer.post_attention_layernorm, None),
         ):
-            entries.append(CheckpointEntry(f"{prefix}.{name}.weight", shape, module.weight, shard_id))
-            if getattr(module, "bias", None) is not None:
-                entries.append(CheckpointEntry(f"{prefix}.{name}.bias", shape[:1], module.bias, shard_id))
-        return entries
+            entries += _entries_of(f"{prefix}.{name}", shape, module, shard_id)
+        return entries + self._mlp_entries(prefix, layer.mlp)
 
+    def _mlp_entries(self, prefix: str, mlp: Any) -> list[CheckpointEntry]:
+        """What comes after attention."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        entries = _entries_of(f"{prefix}.mlp.gate_proj", (inner, hidden), mlp.gate_up_proj, 0)
+        entries += _entries_of(f"{prefix}.mlp.up_proj", (inner, hidden), mlp.gate_up_proj, 1)
+        return entries + _entries_of(f"{prefix}.mlp.down_proj", (hidden, inner), mlp.down_proj, None)
 
-def _resolve_config(config: LlamaConfig | str | Path) -> LlamaConfig:
-    """A private copy of ``config``, read from ``config.json`` when it is a folder.
-
-    Checked to be a Llama that this file computes.
-    """
-    if isinstance(config, (str, Path)):
-        path = Path(config).expanduser() / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{str(path)!r} does not exist; pass a LlamaConfig or a folder with a Llama's config.json"
+    @classmethod
+    def resolve_config(cls, config: Any) -> Any:
+        """A private copy of ``config``, read from ``config.json`` when it is a folder; checked to be of a model that
+        this class computes.
+        """
+        names = " or ".join(one.__name__ for one in cls.config_classes.values())
+        if isinstance(config, (str, Path)):
+            path = Path(config).expanduser() / "config.json"
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{str(path)!r} does not exist; pass a {names} or a folder with such a config.json"
+                )
+            kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+            resolved = cls.config_classes.get(kind, next(iter(cls.config_classes.values()))).from_json_file(path)
+        elif isinstance(config, tuple(cls.config_classes.values())):
+            resolved = copy.deepcopy(config)
+        else:
+            raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
+        if resolved.model_type not in cls.config_classes:
+            raise ValueError(
+                f"config.json is of model_type {resolved.model_type!r}, this class computes "
+                f"{' or '.join(map(repr, cls.config_classes))}"
             )
-        resolved = LlamaConfig.from_json_file(path)
-    elif isinstance(config, LlamaConfig):
-        resolved = copy.deepcopy(config)
-    else:
-        raise TypeError(f"config must be a transformers.LlamaConfig or a folder, got {type(config).__name__}")
-    if resolved.model_type != "llama":
-        raise ValueError(f"config.json is of model_type {resolved.model_type!r}, this class computes 'llama'")
-    if resolved.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {resolved.hidden_act!r}, the SwiGLU of Llama needs 'silu'")
-    return resolved
+        if resolved.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {resolved.hidden_act!r}, the SwiGLU of these models needs 'silu'")
+        return resolved
+
+
+def _entries_of(name: str, shape: tuple[int, ...], module: Any, shard_id: Any) -> list[CheckpointEntry]:
+    """Weight, and bias if there is one."""
+    entries = [CheckpointEntry(f"{name}.weight", shape, module.weight, shard_id)]
+    if getattr(module, "bias", None) is not None:
+        entries.append(CheckpointEntry(f"{name}.bias", shape[:1], module.bias, shard_id))
+    return entries

@@ -1,9 +1,10 @@
 """What the processor computes: pure functions on tensors, no state, no metadata of their own.
 
-:mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` computes it fast on a CPU,
-:mod:`~punica.ops.baselines` holds what the paper compares with, ``punica.ops.triton_ops`` the GPU kernels. The
-kernels are imported on first use of ``lora_shrink``, ``lora_expand`` or ``lora_linear``, so the CPU path needs no
-Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
+:mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` and
+:mod:`~punica.ops.moe_torch` compute it fast on a CPU, :mod:`~punica.ops.baselines` holds what the paper compares with,
+``punica.ops.triton_ops`` the GPU kernels. These are imported on first use of ``lora_shrink``, ``lora_expand``,
+``lora_linear``, ``fused_moe_lora`` or ``moe_lora_align_block_size``, so the CPU path needs no Triton. The six
+``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
 """
 
 import importlib
@@ -30,13 +31,19 @@ from punica.ops.torch_ops import (
     shrink,
 )
 
-_TRITON_OPS = ("lora_expand", "lora_linear", "lora_shrink")
+_TRITON_OPS = {
+    "lora_expand": "lora_expand",
+    "lora_linear": "lora_linear",
+    "lora_shrink": "lora_shrink",
+    "fused_moe_lora": "fused_moe_lora",
+    "moe_lora_align_block_size": "moe_align",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a Triton operator when it is first asked for (PEP 562)."""
     if name in _TRITON_OPS:
-        operator = getattr(importlib.import_module(f"punica.ops.triton_ops.{name}"), name)
+        operator = getattr(importlib.import_module(f"punica.ops.triton_ops.{_TRITON_OPS[name]}"), name)
         globals()[name] = operator
         return operator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,8 @@ as soon as one tensor is float64), round once into the dtype of the output, writ
 run on every torch device; on ``meta`` they only check. Speed is the business of `punica.ops.torch_ops`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -59,3 +61,47 @@ def _expand(inputs: Tensor, weights: Tensor, columns: Tensor, slots: Tensor, add
 _OPS = PaperOps(_shrink, _expand)
 bgmv_shrink, bgmv_expand, bgmv_expand_slice = _OPS.bgmv_shrink, _OPS.bgmv_expand, _OPS.bgmv_expand_slice
 sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand, _OPS.sgmv_expand_slice
+
+
+# --- mixture of experts ----------------------------------------------------------------------------------------------
+
+
+def fused_moe_lora(
+    output: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
+    topk_ids: Tensor, topk_weights: Tensor, token_lora_mapping: Tensor, adapter_enabled: Tensor,
+    mul_routed_weight: bool = False, offset: int = 0, add_inputs: bool = True,
+) -> None:  # fmt: skip
+    """LoRA of every (token, expert) pair, pair by pair, in place.
+
+    Pair ``i = t * k + j`` has the slot ``l`` of its token and the expert ``e = topk_ids[t, j]``:
+
+        output[t, j, offset + s*N : offset + (s+1)*N] (+)= w * (x_i @ A_s[l, e]^T) @ B_s[l, e]^T
+
+    Without ``mul_routed_weight`` (the first expert product) ``x_i = x[t]`` and ``w = 1``; with it (the second)
+    ``x_i = x[i]`` and ``w = topk_weights[t, j]``. The row of a pair without slot, of a slot that is not enabled, or of
+    an expert that is not here is not written.
+
+    Args:
+        output: ``[T, k, W]``. x: ``[T, K]``, or ``[T*k, K]`` with ``mul_routed_weight``.
+        lora_a_stacked, lora_b_stacked: n x ``[L, E, R, K]`` and ``[L, E, N, R]``.
+        topk_ids, topk_weights: ``[T, k]``, experts of this rank by local number.
+        token_lora_mapping: ``[T]``. adapter_enabled: ``[L+1]``.
+    """
+    slots, experts, _, _ = lora_a_stacked[0].shape
+    tokens, top_k = topk_ids.shape
+    for t in range(tokens):
+        slot = int(token_lora_mapping[t])
+        if not 0 <= slot < slots or not int(adapter_enabled[slot]):
+            continue
+        for j in range(top_k):
+            expert = int(topk_ids[t, j])
+            if not 0 <= expert < experts:
+                continue
+            row = x[t * top_k + j if mul_routed_weight else t].float()
+            weight = float(topk_weights[t, j]) if mul_routed_weight else 1.0
+            start = offset
+            for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True):
+                delta = weight * (b[slot, expert].float() @ (a[slot, expert].float() @ row))
+                target = output[t, j, start : start + delta.numel()]
+                target.copy_(target.float() + delta if add_inputs else delta)
+                start += delta.numel()

@@ -7,6 +7,7 @@ vLLM's layers, so that code written against those can be carried over.
     embedding.py        token ids to rows of the table; the head is its mirror image
     linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
     matmul.py           their dense product
+    moe.py              experts: who holds which, and their products
     logits.py           hidden states and the head to logits
 """
 
@@ -36,3 +37,4 @@ from punica.parallel.linear import (
     UnquantizedLinearMethod,
 )
 from punica.parallel.logits import LogitsProcessor
+from punica.parallel.moe import FusedMoE, MoEConfig, MoEParallelConfig, place_experts, route

@@ -7,10 +7,12 @@ import torch
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
+from punica.ops.moe_checks import Experts, Switches
 from punica.wrapper.base import PunicaWrapperBase
+from punica.wrapper.experts import ExpertMethods
 
 
-class PunicaWrapperGPU(PunicaWrapperBase):
+class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
     """One shrink launch and one expand launch per layer, whatever the number of slices and adapters.
 
     Needs ``lora_config``, or ``max_loras`` as a shorthand for its defaults (TypeError without either).
@@ -23,6 +25,7 @@ class PunicaWrapperGPU(PunicaWrapperBase):
 
     _linear_keywords = ("aside",)
     limits_runs = False  # no kernel reads segments: tokens are grouped by slot instead
+    _smallest_block = 16
 
     def __init__(
         self,
@@ -40,12 +43,15 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         # imported here so that the CPU path never imports triton
         from punica.ops.triton_ops import Options, expand, linear, shrink, verify_indices
+        from punica.ops.triton_ops.moe_calls import ExpertCalls
 
         tuned_dir = None if lora_config.tuned_dir is None else str(lora_config.tuned_dir)
         options = Options(lora_config.batch_invariant, lora_config.pdl, tuned_dir)
         self._shrink = partial(shrink, options=options)  # type: ignore[method-assign]
         self._expand = partial(expand, options=options)  # type: ignore[method-assign]
         self._linear = partial(linear, options=options)  # type: ignore[method-assign]
+        self._experts = ExpertCalls(options)
+        self._align = self._experts.align  # type: ignore[method-assign]
         self._verify_indices = verify_indices if lora_config.debug_checks else None
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta
@@ -56,3 +62,17 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
+
+    def _block_size(
+        self, pairs: int, mapping: torch.Tensor, experts: int, use_tuned_config: bool, x: torch.Tensor,
+        lora_b: tuple[torch.Tensor, ...],
+    ) -> int:  # fmt: skip
+        slots = lora_b[0].shape[0]
+        return self._experts.block_size(pairs, self._active(mapping, slots), experts, use_tuned_config, x, lora_b)
+
+    def _add_experts(
+        self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
+        configs: tuple[tuple[int, ...], tuple[int, ...]] | None, tuned: str | None = None,
+    ) -> None:  # fmt: skip
+        active = self._active(given.mapping, given.lora_a[0].shape[0]) if given.lora_a else 0
+        self._experts.add(given, max_lora_rank, top_k, switches, configs, active, tuned)

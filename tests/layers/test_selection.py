@@ -128,7 +128,8 @@ def test_every_cell_of_the_table(cls, sizes, packed, expected, sharded, tp_size,
 def test_order_of_the_classes():
     plain = [REPLICATED, COLUMN, MERGED, VARIABLE, QKV, MERGED_QKV, ROW, EMBEDDING]
     sharded = [f"S:{name}" for name in (COLUMN, MERGED, QKV, MERGED_QKV, ROW)]
-    assert [*LORA_CLASSES] == [named(name) for name in (*plain, *sharded)]
+    experts = [layers.FusedMoEWithLoRA, layers.FusedMoE3DWithLoRA]
+    assert [*LORA_CLASSES] == [*(named(name) for name in (*plain, *sharded)), *experts]
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])

@@ -5,8 +5,10 @@
 """
 
 from punica.ops.triton_ops.configs import clear_config_cache, get_lora_op_configs, load_lora_op_config
+from punica.ops.triton_ops.fused_moe_lora import fused_moe_lora
 from punica.ops.triton_ops.lora_expand import expand, lora_expand
 from punica.ops.triton_ops.lora_linear import linear, lora_linear
 from punica.ops.triton_ops.lora_shrink import lora_shrink, shrink
+from punica.ops.triton_ops.moe_align import moe_lora_align_block_size
 from punica.ops.triton_ops.op import Options
 from punica.ops.triton_ops.tensor_batch import verify_indices

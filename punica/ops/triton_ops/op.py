@@ -69,15 +69,13 @@ def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., Non
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        name, either = function.__name__, _number_or_tensor(function)
+        name, either, signature = function.__name__, _number_or_tensor(function), inspect.signature(function)
         LIBRARY.define(name + _schema(function, mutates, either))
 
         def implementation(*args: Any, **kwargs: Any) -> None:
-            for parameter in either:
-                number = kwargs.pop(f"{parameter}_number", None)
-                if number is not None:
-                    kwargs[parameter] = number
-            function(*args, **kwargs)
+            numbers = {parameter: kwargs.pop(f"{parameter}_number", None) for parameter in either}
+            arguments = signature.bind(*args, **kwargs).arguments
+            function(**arguments | {name: number for name, number in numbers.items() if number is not None})
 
         LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"punica::{name}", _writes_in_place, lib=LIBRARY)
@@ -88,9 +86,10 @@ def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., Non
             if not is_traced():
                 function(*args, **kwargs)
                 return
+            args, kwargs = (), signature.bind(*args, **kwargs).arguments
             for parameter in either:
                 if isinstance(kwargs.get(parameter), int):
-                    kwargs[f"{parameter}_number"] = kwargs.pop(parameter)
+                    kwargs |= {f"{parameter}_number": kwargs[parameter], parameter: None}
             registered(*args, **kwargs)
 
         return call

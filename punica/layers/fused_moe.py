@@ -1,0 +1,473 @@
+"""LoRA over a mixture-of-experts layer: every token's own adapter, in every expert that the token is routed to.
+
+    y = sum_j p_j * (W2 + B2_l A2_l)[e_j] act((W13 + B13_l A13_l)[e_j] x)        l: the token's slot
+
+An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). The slots of a layer are stacked over
+adapters and experts, ``[L, E, rows, cols]``, and the delta is added to the products of the (token, expert) pairs while
+these are still apart: after the first product, before the activation; and after the second, before the sum over k. The
+experts make the two calls, see `punica.layers.moe_context`.
+
+Tensor parallelism cuts B of w1 and w3 by rows and A of w2 by columns, as the experts themselves are cut; fully sharded
+also A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds what is for its experts.
+
+`FusedMoE3DWithLoRA` is for models whose adapters store gate and up as one matrix.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from punica.checks import check_count
+from punica.config import LoRAConfig
+from punica.layers.base import BaseLayerWithLoRA, LoRAInput, SlotPart
+from punica.layers.moe_context import MoELoRAContext
+from punica.layers.utils import ADAPTER_DTYPES, is_kind_of
+from punica.parallel.moe import FusedMoE
+from punica.wrapper import PunicaWrapperABC
+
+Factor = Tensor | None
+SUPPORTED_BACKEND = "allgather_reducescatter"
+
+
+class FusedMoEWithLoRA(BaseLayerWithLoRA):
+    """Adapters with w1, w2 and w3 per expert.
+
+    Attributes (besides those of the base class):
+        n_slices: pairs of A and B in an adapter, over all experts.
+        w13_lora_a_stacked, w13_lora_b_stacked: gate and up (non-gated: up), ``[L, E, R, H]`` and ``[L, E, I, R]``.
+        w2_lora_a_stacked, w2_lora_b_stacked: ``[L, E, R, I]`` and ``[L, E, H, R]``, tuples of one.
+        adapter_enabled: int32 ``[L+1]``: 1 where a slot holds weights for this layer; the last entry stays 0.
+
+    ValueError for a base layer that cannot take LoRA: experts whose implementation does not support it, a monolithic
+    method, or expert parallelism over another backend than all-gather and reduce-scatter, or with sequence parallelism.
+    """
+
+    names: tuple[str, ...] = ("w1", "w2", "w3")
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self.moe_config = base_layer.moe_config
+        self._shared_experts = base_layer._shared_experts
+        self._ep_check()
+        if getattr(base_layer.quant_method, "is_monolithic", False):
+            raise ValueError(
+                f"{type(base_layer.quant_method).__name__} is monolithic: one kernel routes and multiplies, so LoRA "
+                "cannot be applied inside the expert computation; choose a modular method"
+            )
+        experts = base_layer.routed_experts
+        if not getattr(experts, "supports_lora", lambda: False)():
+            raise ValueError(
+                f"{type(experts).__name__} does not support LoRA; build the layer with experts whose supports_lora() "
+                "is true, such as punica.parallel.moe.RoutedExperts"
+            )
+        place = self.moe_config.moe_parallel_config
+        self.tp_size, self.tp_rank = place.tp_size, place.tp_rank
+        self._w13_slices = 2 if self.moe_config.is_act_and_mul else 1
+        self.n_slices = self.local_num_experts * (self._w13_slices + 1)
+        self.full_input_size = self.hidden_size
+        self.fully_sharded = False
+        self.w13_lora_a_stacked: tuple[Tensor, ...] = ()
+        self.w13_lora_b_stacked: tuple[Tensor, ...] = ()
+        self.w2_lora_a_stacked: tuple[Tensor, ...] = ()
+        self.w2_lora_b_stacked: tuple[Tensor, ...] = ()
+        self.adapter_enabled: Tensor = torch.zeros(0, dtype=torch.int32)
+
+    # --- what the base layer knows -----------------------------------------------------------------------------------
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.moe_config.hidden_dim
+
+    @property
+    def intermediate_size_per_partition(self) -> int:
+        """I, on this rank."""
+        return self.moe_config.intermediate_size_per_partition
+
+    @property
+    def local_num_experts(self) -> int:
+        """E, on this rank."""
+        return self.moe_config.num_local_experts
+
+    @property
+    def global_num_experts(self) -> int:
+        """E_g, on all ranks."""
+        return self.moe_config.num_experts
+
+    @property
+    def use_ep(self) -> bool:
+        """Whether the ranks share the experts out."""
+        return self.moe_config.moe_parallel_config.use_ep
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place among those that share the experts out."""
+        return self.moe_config.moe_parallel_config.ep_rank
+
+    @property
+    def local_experts(self) -> list[int]:
+        """Global numbers of this rank's experts, in local order."""
+        return self.base_layer.local_experts
+
+    @property
+    def quant_method(self) -> Any:
+        """The base layer's."""
+        return self.base_layer.quant_method
+
+    @property
+    def runner(self) -> Any:
+        """The base layer's."""
+        return self.base_layer.runner
+
+    @property
+    def is_internal_router(self) -> bool:
+        """Whether the base layer computes the router's logits itself."""
+        return self.base_layer.is_internal_router
+
+    def _ep_check(self) -> None:
+        place = self.moe_config.moe_parallel_config
+        if place.use_ep and place.all2all_backend != SUPPORTED_BACKEND:
+            raise ValueError(
+                f"expert-parallel LoRA supports only the all2all backend {SUPPORTED_BACKEND!r}, got "
+                f"{place.all2all_backend!r}"
+            )
+        if place.use_ep and place.is_sequence_parallel:
+            raise ValueError("expert-parallel LoRA does not support is_sequence_parallel=True; turn it off")
+
+    # --- allocation --------------------------------------------------------------------------------------------------
+
+    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
+        """As in the base class. ValueError: expert parallelism with fully sharded adapters, ``max_loras`` not that of
+        the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over experts that
+        interleave them.
+        """
+        if self.lora_config is not None:
+            raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
+        check_count("max_loras", max_loras)
+        dtype = lora_config.lora_dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
+            )
+        self._verify_ep_fs(lora_config)
+        if max_loras != lora_config.max_loras:
+            raise ValueError(f"max_loras is {max_loras}, lora_config.max_loras {lora_config.max_loras}; must be equal")
+        self._check_sharding(lora_config)
+        self._check_layout(model_config)
+        self.fully_sharded = lora_config.fully_sharded_loras and self.tp_size > 1
+        self.adapter_enabled = self._zeros((max_loras + 1,), torch.int32)
+        self.w13_lora_a_stacked, self.w2_lora_a_stacked = self._create_lora_a_weights(max_loras, lora_config)
+        self.w13_lora_b_stacked, self.w2_lora_b_stacked = self._create_lora_b_weights(max_loras, lora_config)
+        self.lora_ranks = self.adapter_enabled[:max_loras].unsqueeze(0)
+        self.max_loras, self.lora_config = max_loras, lora_config
+
+    def _verify_ep_fs(self, lora_config: LoRAConfig) -> None:
+        if self.use_ep and lora_config.fully_sharded_loras:
+            raise ValueError(
+                "expert parallelism and fully_sharded_loras both partition the same group of ranks; disable one of them"
+            )
+
+    def _check_sharding(self, lora_config: LoRAConfig) -> None:
+        if not lora_config.fully_sharded_loras:
+            return
+        for name, size in (("max_lora_rank", lora_config.max_lora_rank), ("the hidden size", self.hidden_size)):
+            if size % self.tp_size:
+                raise ValueError(f"{name} {size} must be divisible by tp_size {self.tp_size} with fully_sharded_loras")
+
+    def _check_layout(self, model_config: Any) -> None:
+        if getattr(self.base_layer, "w13_layout", "concatenated") == "interleaved":
+            raise ValueError(
+                "separate gate and up adapters need experts whose first product is concatenated (gate, then up); this "
+                "base layer's w13_layout is 'interleaved': use FusedMoE3DWithLoRA"
+            )
+
+    def _create_lora_a_weights(
+        self, max_loras: int, lora_config: LoRAConfig
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Of w13 and of w2."""
+        rank, lead = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
+        rows = rank // self.tp_size if self.fully_sharded else rank
+        w13 = tuple(self._stack(lora_config, *lead, rows, self.hidden_size) for _ in range(self._w13_slices))
+        return w13, (self._stack(lora_config, *lead, rank, self.intermediate_size_per_partition),)
+
+    def _create_lora_b_weights(
+        self, max_loras: int, lora_config: LoRAConfig
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        rank, lead = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
+        hidden = self.hidden_size // self.tp_size if self.fully_sharded else self.hidden_size
+        w13 = tuple(self._stack(lora_config, *lead, self._w13_rows, rank) for _ in range(self._w13_slices))
+        return w13, (self._stack(lora_config, *lead, hidden, rank),)
+
+    def _stack(self, lora_config: LoRAConfig, *shape: int) -> Tensor:
+        return self._zeros(shape, cast(torch.dtype, lora_config.lora_dtype))  # type: ignore[arg-type]
+
+    @property
+    def _w13_rows(self) -> int:
+        """Rows of B of one slice of the first product, on this rank."""
+        return self.intermediate_size_per_partition
+
+    @property
+    def lora_a_stacked(self) -> list[Tensor]:
+        """A of every slot, expert and projection (w1, w2, w3 if gated), in this order; views."""
+        return self._flat(self.w13_lora_a_stacked, self.w2_lora_a_stacked)
+
+    @property
+    def lora_b_stacked(self) -> list[Tensor]:
+        """B, as `lora_a_stacked`."""
+        return self._flat(self.w13_lora_b_stacked, self.w2_lora_b_stacked)
+
+    def _flat(self, w13: tuple[Tensor, ...], w2: tuple[Tensor, ...]) -> list[Tensor]:
+        stacks = [w13[0], w2[0], *w13[1:]]
+        places = [(slot, expert) for slot in range(self.max_loras) for expert in range(self.local_num_experts)]
+        return [stack[slot, expert] for slot, expert in places for stack in stacks]
+
+    # --- this rank's part --------------------------------------------------------------------------------------------
+
+    def _slice_w13_a(self, a: Tensor) -> Tensor:
+        """``[E, r, H]``: fully sharded, this rank's ranks."""
+        if not self.fully_sharded:
+            return a
+        width = cast(LoRAConfig, self.lora_config).max_lora_rank // self.tp_size
+        return a[:, self.tp_rank * width : (self.tp_rank + 1) * width]
+
+    def _slice_w13_b(self, b: Tensor) -> Tensor:
+        """``[E, I*tp, r]``: this rank's rows."""
+        return b.narrow(1, self.tp_rank * self._w13_rows, self._w13_rows)
+
+    def _slice_w2_a(self, a: Tensor) -> Tensor:
+        """``[E, r, I*tp]``: this rank's columns."""
+        inner = self.intermediate_size_per_partition
+        return a.narrow(2, self.tp_rank * inner, inner)
+
+    def _slice_w2_b(self, b: Tensor) -> Tensor:
+        """``[E, H, r]``: fully sharded, this rank's rows."""
+        if not self.fully_sharded:
+            return b
+        rows = self.hidden_size // self.tp_size
+        return b.narrow(1, self.tp_rank * rows, rows)
+
+    # --- adapters into slots -----------------------------------------------------------------------------------------
+
+    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[Factor], list[Factor]]:
+        """Both are lists of one entry per name in ``names``, ``[E, r, in]`` and ``[E, out, r]``, or None for zeros.
+
+        TypeError: no list, or a dtype that is no float. ValueError: another length, number of experts, rank or size.
+        Without a gate w3 is not looked at.
+        """
+        self._require_slots("check_lora")
+        for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
+            if not isinstance(value, (list, tuple)):
+                raise TypeError(f"{name} must be a list {list(self.names)}, got {type(value).__name__}")
+            if len(value) != len(self.names):
+                raise ValueError(f"{name} must have {len(self.names)} entries {list(self.names)}, got {len(value)}")
+        factors_a, factors_b = list(cast(Sequence[Factor], lora_a)), list(cast(Sequence[Factor], lora_b))
+        if not self.moe_config.is_act_and_mul and len(self.names) == 3:
+            factors_a[2] = factors_b[2] = None
+        sizes = self._full_sizes()
+        for name, a, b in zip(self.names, factors_a, factors_b, strict=True):
+            self._check_factor_pair(name, a, b, *sizes[name])
+        return factors_a, factors_b
+
+    def _full_sizes(self) -> dict[str, tuple[int, int]]:
+        """Unsharded ``(in, out)`` by name."""
+        inner = self.intermediate_size_per_partition * self.tp_size
+        return {"w1": (self.hidden_size, inner), "w2": (inner, self.hidden_size), "w3": (self.hidden_size, inner)}
+
+    def _check_factor_pair(self, name: str, a: Factor, b: Factor, width: int, height: int) -> None:
+        if a is None and b is None:
+            return
+        if a is None or b is None:
+            raise ValueError(f"{name}: {'lora_a' if a is None else 'lora_b'} is None but its partner is not")
+        for side, tensor in (("lora_a", a), ("lora_b", b)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: {side} must be a tensor or None, got {type(tensor).__name__}")
+            if tensor.dtype not in ADAPTER_DTYPES:
+                raise TypeError(f"{name}: {side} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+            if tensor.ndim != 3 or tensor.shape[0] != self.local_num_experts:
+                raise ValueError(
+                    f"{name}: {side} has shape {tuple(tensor.shape)}, this rank has {self.local_num_experts} experts; "
+                    "expected [experts, rows, cols], restrict to local experts first"
+                )
+        config = cast(LoRAConfig, self.lora_config)
+        rank = a.shape[1]
+        if rank != b.shape[2]:
+            raise ValueError(f"{name}: lora_a has rank {rank}, lora_b has rank {b.shape[2]}; they must be equal")
+        if rank > config.max_lora_rank:
+            raise ValueError(f"{name}: rank {rank} exceeds max_lora_rank {config.max_lora_rank}")
+        if self.fully_sharded and rank % self.tp_size:
+            raise ValueError(
+                f"{name}: rank {rank} must be divisible by tp_size {self.tp_size} with fully_sharded_loras"
+            )
+        if a.shape[2] != width or b.shape[1] != height:
+            raise ValueError(
+                f"{name}: lora_a has {a.shape[2]} columns and lora_b {b.shape[1]} rows; the full sizes are {width} and "
+                f"{height}"
+            )
+
+    def _parts(self, full_a: Sequence[Factor], full_b: Sequence[Factor]) -> list[SlotPart]:
+        """One matrix ``[E * rows, cols]`` per stack: first A of w13 and w2, then B. An adapter fills all of them, with
+        zeros where it has none; each then sets the slot's flag.
+        """
+        a, b = self._by_stack(full_a), self._by_stack(full_b)
+        cuts_a = [self._slice_w13_a] * self._w13_slices + [self._slice_w2_a]
+        cuts_b = [self._slice_w13_b] * self._w13_slices + [self._slice_w2_b]
+        filled = any(factor is not None for factor in (*a, *b))
+        parts = []
+        for stacks, factors, cuts in (
+            ((*self.w13_lora_a_stacked, *self.w2_lora_a_stacked), a, cuts_a),
+            ((*self.w13_lora_b_stacked, *self.w2_lora_b_stacked), b, cuts_b),
+        ):
+            for stack, factor, cut in zip(stacks, factors, cuts, strict=True):
+                slots, experts, rows, cols = stack.shape
+                part = _padded(None if factor is None else cut(factor), stack) if filled else None
+                flags = self.adapter_enabled[: self.max_loras]
+                parts.append(SlotPart(stack.view(slots, 1, experts * rows, cols), part, flags, int(filled)))
+        return parts
+
+    def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
+        """As in the base class."""
+        self._require_slots("slot_parts")
+        if lora_a is None and lora_b is None:
+            nothing: list[Factor] = [None] * len(self.names)
+            return self._parts(nothing, nothing)
+        return self._parts(*self.check_lora(lora_a, lora_b))
+
+    def _by_stack(self, factors: Sequence[Factor]) -> list[Factor]:
+        """In the order of the stacks: w1, w3 if gated, w2."""
+        w1, w2, w3 = factors
+        return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
+
+    def zero_factors(self, rank: int, dtype: torch.dtype) -> tuple[list[Factor], list[Factor]]:
+        """An adapter that changes nothing, as `set_lora` takes it."""
+        lead, sizes = self.local_num_experts, [self._full_sizes()[name] for name in self.names]
+        a: list[Factor] = [torch.zeros(lead, rank, width, dtype=dtype, device="cpu") for width, _ in sizes]
+        b: list[Factor] = [torch.zeros(lead, height, rank, dtype=dtype, device="cpu") for _, height in sizes]
+        return a, b
+
+    # --- into a model ------------------------------------------------------------------------------------------------
+
+    def set_mapping(self, punica_wrapper: PunicaWrapperABC) -> None:
+        """Store the wrapper, and tell the experts what to add."""
+        self._require_slots("set_mapping")
+        super().set_mapping(punica_wrapper)
+        self.base_layer.routed_experts.set_lora_context(self._build_lora_context())
+
+    def _build_lora_context(self) -> MoELoRAContext:
+        config = cast(LoRAConfig, self.lora_config)
+        return MoELoRAContext(
+            self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
+            self.adapter_enabled, self.max_loras, self.moe_config.experts_per_token, self._w13_slices,
+            self.fully_sharded, self.tp_rank, self.tp_size, self.local_num_experts, self.punica_wrapper,
+            use_tuned_config=config.tuned_dir is not None,
+        )  # fmt: skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The base layer's, whose experts add the adapters."""
+        self._ready_wrapper()
+        return self.base_layer(*args, **kwargs)
+
+    @classmethod
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: LoRAConfig, packed_modules_list: list[str], **_: Any
+    ) -> bool:
+        """A `FusedMoE` whose adapters have w1 and w3 apart."""
+        return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 2
+
+
+class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
+    """Adapters with gate and up as one matrix w13, ``B [E, 2*I*tp, r]``, and w2; one slice in the first product.
+
+    Rows of that B lie as the base layer's do: gate above up, or interleaved (gpt-oss).
+    """
+
+    names = ("w13", "w2")
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self._rows_per_inner = self._w13_slices  # gate and up, or up alone
+        self._w13_slices = 1
+        self.n_slices = self.local_num_experts * 2
+        self._base_model = ""
+
+    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
+        """As in the parent class. TypeError without a ``model_config``, ValueError if it names no architecture."""
+        if model_config is None:
+            raise TypeError("FusedMoE3DWithLoRA needs model_config, whose architectures say how gate and up lie")
+        architectures = getattr(model_config, "architectures", None)
+        if not architectures:
+            raise ValueError(f"model_config.architectures is {architectures!r}; the model's class name is needed")
+        super().create_lora_weights(max_loras, lora_config, model_config)
+        self._base_model = architectures[0]
+
+    def _check_layout(self, model_config: Any) -> None:
+        """Either layout."""
+
+    @property
+    def _interleaved(self) -> bool:
+        layout = getattr(self.base_layer, "w13_layout", "concatenated")
+        return self._base_model == "GptOssForCausalLM" or layout == "interleaved"
+
+    @property
+    def _w13_rows(self) -> int:
+        return self._rows_per_inner * self.intermediate_size_per_partition
+
+    @property
+    def w13_input_size(self) -> int:
+        """Full width of A of the first product."""
+        return self.w13_lora_a_stacked[0].shape[-1]
+
+    @property
+    def w13_output_size(self) -> int:
+        """Full height of B of the first product."""
+        return self.w13_lora_b_stacked[0].shape[-2] * self.tp_size
+
+    @property
+    def w2_input_size(self) -> int:
+        """Full width of A of the second product."""
+        return self.w2_lora_a_stacked[0].shape[-1] * self.tp_size
+
+    @property
+    def w2_output_size(self) -> int:
+        """Full height of B of the second product."""
+        return self.hidden_size
+
+    def _full_sizes(self) -> dict[str, tuple[int, int]]:
+        inner = self.intermediate_size_per_partition * self.tp_size
+        return {"w13": (self.hidden_size, self._rows_per_inner * inner), "w2": (inner, self.hidden_size)}
+
+    def _check_factor_pair(self, name: str, a: Factor, b: Factor, width: int, height: int) -> None:
+        if name == "w13" and self._rows_per_inner == 2 and isinstance(b, Tensor) and b.ndim == 3 and b.shape[1] % 2:
+            raise ValueError(f"w13: lora_b has {b.shape[1]} rows; gate and up need an even number")
+        super()._check_factor_pair(name, a, b, width, height)
+
+    def _by_stack(self, factors: Sequence[Factor]) -> list[Factor]:
+        return list(factors)
+
+    def _slice_w13_b(self, b: Tensor) -> Tensor:
+        if self.tp_size == 1 or self._rows_per_inner == 1:
+            return super()._slice_w13_b(b)
+        inner = self.intermediate_size_per_partition
+        experts, rows, rank = b.shape
+        pairs = b.view(experts, rows // 2, 2, rank) if self._interleaved else b.view(experts, 2, rows // 2, rank)
+        own = pairs.narrow(1 if self._interleaved else 2, self.tp_rank * inner, inner)
+        return own.reshape(experts, 2 * inner, rank)
+
+    @classmethod
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: LoRAConfig, packed_modules_list: list[str], **_: Any
+    ) -> bool:
+        """A `FusedMoE` whose adapters have gate and up as one."""
+        return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 1
+
+
+def _padded(factor: Factor, stack: Tensor) -> Tensor:
+    """``[E, r, c]`` in the top-left corners of ``[E, rows, cols]``, as one matrix ``[E * rows, cols]``."""
+    _, experts, rows, cols = stack.shape
+    if factor is not None and factor.shape == (experts, rows, cols):
+        return factor.reshape(experts * rows, cols)
+    padded = torch.zeros(experts, rows, cols, dtype=stack.dtype, device="cpu" if factor is None else factor.device)
+    if factor is not None:
+        padded[:, : factor.shape[1], : factor.shape[2]] = factor.detach()
+    return padded.view(experts * rows, cols)

@@ -1,0 +1,251 @@
+"""What fused MoE LoRA demands of its operands, and how they are named: shared by the torch and the Triton ops.
+
+Symbols: T tokens, k experts per token, pair ``i = t * k + j``, L slots, E experts on this rank, n slices of N columns,
+rank R of this rank's A and R' of B (the full rank where a collective gathers). Nothing here reads a device.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from punica.ops import collectives
+from punica.ops.checks import FLOATS, check_bool, check_dtype
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+class Experts(NamedTuple):
+    """Operands of one fused MoE LoRA call, as `fused_moe_lora` takes them.
+
+    ``sorted_ids``, ``expert_ids``, ``counts``: what `moe_lora_align_block_size` wrote, viewed ``[L, P]``, ``[L, B]``
+    and ``[L]``; naive: None, the expert of every pair ``[T*k]``, None. ``lora_ids``: slots to look at, ``[L+1]`` (None:
+    all of them).
+    """
+
+    output: Tensor
+    x: Tensor
+    lora_a: Sequence[Tensor]
+    lora_b: Sequence[Tensor]
+    topk_weights: Tensor
+    sorted_ids: Tensor | None
+    expert_ids: Tensor
+    counts: Tensor | None
+    mapping: Tensor
+    enabled: Tensor
+    lora_ids: Tensor | None
+
+
+class Switches(NamedTuple):
+    """What of `fused_moe_lora` is neither tensor nor configuration."""
+
+    mul_routed_weight: bool = False
+    fully_sharded: bool = False
+    offset: int = 0
+    add_inputs: bool = True
+
+
+class ExpertForm(NamedTuple):
+    """Sizes of a checked call. ``factor``: pairs per row of x; ``block_m``: of the alignment (1: naive)."""
+
+    tokens: int
+    top_k: int
+    slices: int
+    slots: int
+    experts: int
+    rank: int
+    full_rank: int
+    hidden: int
+    width: int
+    factor: int
+    block_m: int
+
+    @property
+    def pairs(self) -> int:
+        """T * k."""
+        return self.tokens * self.top_k
+
+
+# --- alignment -------------------------------------------------------------------------------------------------------
+
+
+def check_routing(topk_ids: Any, mapping: Any, enabled: Any, max_loras: int, expert_map: Any) -> None:
+    """The inputs of an alignment: TypeError for dtypes, ValueError for shapes."""
+    check_dtype("topk_ids", topk_ids, INTEGERS)
+    if topk_ids.ndim != 2:
+        raise ValueError(f"topk_ids has shape {tuple(topk_ids.shape)}; expected [T, k]")
+    check_mapping(mapping, topk_ids.shape[0])
+    check_enabled(enabled, max_loras)
+    if expert_map is not None:
+        check_dtype("expert_map", expert_map, (torch.int32,))
+        if expert_map.ndim != 1:
+            raise ValueError(f"expert_map has shape {tuple(expert_map.shape)}; expected one entry per global expert")
+
+
+def check_mapping(mapping: Any, tokens: int) -> None:
+    """Slot of every token, ``[T]`` int32 without gaps."""
+    check_dtype("token_lora_mapping", mapping, (torch.int32,))
+    if tuple(mapping.shape) != (tokens,):
+        raise ValueError(f"token_lora_mapping has shape {tuple(mapping.shape)}; ({tokens},) is needed, one per token")
+    if not mapping.is_contiguous():
+        raise ValueError(f"token_lora_mapping has stride {mapping.stride()}; it must be contiguous")
+
+
+def check_enabled(enabled: Any, max_loras: int) -> None:
+    """Which slots carry weights for this layer, ``[L+1]`` int32."""
+    if not isinstance(enabled, Tensor):
+        raise TypeError(f"adapter_enabled must be a tensor, got {type(enabled).__name__}")
+    if enabled.dtype != torch.int32 or tuple(enabled.shape) != (max_loras + 1,):
+        raise ValueError(
+            f"adapter_enabled is {enabled.dtype} {tuple(enabled.shape)}; int32 ({max_loras + 1},) is needed, one entry "
+            "per slot (max_loras) and one for no slot"
+        )
+
+
+def check_block_size(block_size: Any, smallest: int) -> None:
+    """ValueError unless a positive int; from 16 on (kernels) a power of two."""
+    legal = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= smallest
+    if not legal or (smallest >= 16 and block_size & (block_size - 1)):
+        wanted = "a power of two >= 16" if smallest >= 16 else f"an integer >= {smallest}"
+        raise ValueError(f"block_size must be {wanted}, got {block_size!r}")
+
+
+def check_aligned_outputs(outputs: dict[str, tuple[Any, int]]) -> None:
+    """int32 and as long as they must be: ``{name: (tensor, length)}``."""
+    for name, (tensor, length) in outputs.items():
+        check_dtype(name, tensor, (torch.int32,))
+        if tensor.numel() != length or not tensor.is_contiguous():
+            raise ValueError(f"{name} has {tensor.numel()} elements; {length} contiguous ones are needed")
+
+
+# --- the fused op ----------------------------------------------------------------------------------------------------
+
+
+def check_experts(
+    given: Experts, max_lora_rank: Any, top_k: Any, switches: Switches, block_m: int | None = None
+) -> ExpertForm:
+    """Everything that can be checked on the host. ``block_m``: of the alignment; None: P / B, where that is whole."""
+    for name, value in (("mul_routed_weight", switches.mul_routed_weight), ("add_inputs", switches.add_inputs)):
+        check_bool(name, value)
+    slots, experts, rank, full_rank, hidden, width = _check_weights(given)
+    slices = len(given.lora_a)
+    if max_lora_rank != rank:
+        raise ValueError(f"max_lora_rank is {max_lora_rank}, the rank dimension of lora_a_stacked is {rank}")
+    _check_ranks(rank, full_rank, switches)
+    check_dtype("topk_weights", given.topk_weights, FLOATS)
+    if given.topk_weights.ndim != 2 or not given.topk_weights.is_contiguous():
+        raise ValueError(f"topk_weights has shape {tuple(given.topk_weights.shape)}; expected contiguous [T, k]")
+    tokens, k = given.topk_weights.shape
+    if top_k != k:
+        raise ValueError(f"top_k_num is {top_k}, topk_weights has {k} experts per token")
+    check_mapping(given.mapping, tokens)
+    check_enabled(given.enabled, slots)
+    rows = tokens * k if switches.mul_routed_weight else tokens
+    if tuple(given.x.shape) != (rows, hidden):
+        which = "T * k" if switches.mul_routed_weight else "T"
+        raise ValueError(
+            f"qcurr_hidden_states has shape {tuple(given.x.shape)}; ({rows}, {hidden}) is needed: {which} rows of the "
+            "hidden size of lora_a_stacked"
+        )
+    _check_moe_output(given.output, (tokens, k), slices * width, switches.offset)
+    block_m = _check_alignment(given, slots, tokens * k, block_m)
+    for name, tensor in (("qcurr_hidden_states", given.x), ("output", given.output), ("mapping", given.mapping)):
+        if tensor.device != given.lora_a[0].device:
+            raise ValueError(f"{name} is on {tensor.device}, the weights are on {given.lora_a[0].device}")
+    factor = 1 if switches.mul_routed_weight else k
+    return ExpertForm(tokens, k, slices, slots, experts, rank, full_rank, hidden, width, factor, block_m)
+
+
+def _check_weights(given: Experts) -> tuple[int, int, int, int, int, int]:
+    for name, weights in (("lora_a_stacked", given.lora_a), ("lora_b_stacked", given.lora_b)):
+        if not isinstance(weights, (tuple, list)):
+            raise TypeError(f"{name} must be a tuple of tensors, one per slice, got {type(weights).__name__}")
+    if not given.lora_a or len(given.lora_a) != len(given.lora_b):
+        raise ValueError(f"lora_a_stacked has {len(given.lora_a)} slices, lora_b_stacked {len(given.lora_b)}; as many "
+                         "of both are needed, at least one")  # fmt: skip
+    for name, tensor in (("qcurr_hidden_states", given.x), ("output", given.output)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if given.x.dtype not in FLOATS:
+        hint = "; quantised activations are for fused_moe_lora_fp8" if given.x.dtype.itemsize == 1 else ""
+        raise TypeError(f"qcurr_hidden_states has dtype {given.x.dtype}, expected one of {FLOATS}{hint}")
+    for name, weights in (("lora_a_stacked", given.lora_a), ("lora_b_stacked", given.lora_b)):
+        for i, weight in enumerate(weights):
+            check_dtype(f"{name}[{i}]", weight, (given.x.dtype,))
+            if weight.ndim != 4:
+                raise ValueError(f"{name}[{i}] has shape {tuple(weight.shape)}; expected [slots, experts, out, in]")
+            if weight.shape != weights[0].shape:
+                raise ValueError(f"{name}[{i}] has shape {tuple(weight.shape)}, {name}[0] {tuple(weights[0].shape)}; "
+                                 "slices must have one shape")  # fmt: skip
+            if not weight.is_contiguous():
+                raise ValueError(f"{name}[{i}] has strides {weight.stride()}; it must be contiguous")
+    a, b = given.lora_a[0].shape, given.lora_b[0].shape
+    if a[:2] != b[:2]:
+        raise ValueError(f"lora_a_stacked has {tuple(a[:2])} slots and experts, lora_b_stacked {tuple(b[:2])}")
+    return a[0], a[1], a[2], b[3], a[3], b[2]
+
+
+def _check_ranks(rank: int, full_rank: int, switches: Switches) -> None:
+    if not switches.fully_sharded:
+        if full_rank != rank:
+            raise ValueError(f"lora_b_stacked has rank {full_rank}, lora_a_stacked {rank}; only fully sharded may they "
+                             "differ")  # fmt: skip
+        return
+    world = collectives.current().world_size()
+    if full_rank not in (rank, rank * world):
+        raise ValueError(
+            f"lora_b_stacked has rank {full_rank}; fully sharded over {world} ranks, with {rank} of "
+            f"lora_a_stacked, it must be {rank} or {rank * world}"
+        )
+    if not switches.add_inputs:
+        raise ValueError("fully_sharded with add_inputs=False: every rank has only its part to write; pass True")
+
+
+def _check_moe_output(output: Tensor, pairs: tuple[int, int], columns: int, offset: Any) -> None:
+    check_dtype("output", output, FLOATS)
+    if output.ndim != 3 or tuple(output.shape[:2]) != pairs:
+        raise ValueError(f"output has shape {tuple(output.shape)}; expected {[*pairs, 'W']}, the shape of topk_weights")
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"offset must be an int, got {type(offset).__name__} {offset!r}")
+    if offset < 0 or offset + columns > output.shape[2]:
+        raise ValueError(f"offset {offset} + {columns} columns of the slices end outside of output with "
+                         f"{output.shape[2]} columns")  # fmt: skip
+    rows, row, column = output.stride()
+    if (column != 1 and output.shape[2] > 1) or (pairs[0] > 1 and rows != pairs[1] * row):
+        raise ValueError(f"output has strides {output.stride()}; rows without gaps are needed: last stride 1, and "
+                         "stride(0) == k * stride(1)")  # fmt: skip
+
+
+def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None) -> int:
+    ids, experts, counts = given.sorted_ids, given.expert_ids, given.counts
+    check_dtype("expert_ids", experts, INTEGERS if ids is None else (torch.int32,))
+    if ids is None:
+        if counts is not None:
+            raise ValueError("num_tokens_post_padded without sorted_token_ids: pass both, or None for both (naive)")
+        if tuple(experts.shape) != (pairs,):
+            raise ValueError(f"expert_ids has shape {tuple(experts.shape)}; without sorted_token_ids one expert per "
+                             f"pair is needed, ({pairs},)")  # fmt: skip
+        return 1
+    if counts is None:
+        raise ValueError("sorted_token_ids without num_tokens_post_padded: pass both")
+    check_dtype("sorted_token_ids", ids, (torch.int32,))
+    check_dtype("num_tokens_post_padded", counts, (torch.int32,))
+    if ids.ndim != 2 or experts.ndim != 2 or counts.ndim != 1 or not ids.shape[0] == experts.shape[0] == len(counts):
+        shapes = tuple(ids.shape), tuple(experts.shape), tuple(counts.shape)
+        raise ValueError(f"sorted_token_ids, expert_ids, num_tokens_post_padded have shapes {shapes}; expected [L, P], "
+                         "[L, B], [L]")  # fmt: skip
+    if len(counts) != slots:
+        raise ValueError(f"the alignment has {len(counts)} slots, the weights have {slots}")
+    if given.lora_ids is not None and tuple(given.lora_ids.shape) != (slots + 1,):
+        raise ValueError(f"lora_ids has shape {tuple(given.lora_ids.shape)}; ({slots + 1},) is needed")
+    padded, blocks = ids.shape[1], experts.shape[1]
+    if block_m is None and padded % max(1, blocks) == 0:
+        return padded // max(1, blocks) or 16
+    if block_m is None or -(-padded // block_m) != blocks:
+        size = "whole blocks" if block_m is None else f"blocks of {block_m}"
+        raise ValueError(
+            f"sorted_token_ids with {padded} ids per slot and expert_ids with {blocks} blocks are not an alignment in "
+            f"{size}: the block size of shrink and expand must be equal to the alignment's"
+        )
+    return block_m

@@ -1,0 +1,137 @@
+"""Fused MoE LoRA in plain torch, on any device: alignment, and one pair of products per (adapter, expert).
+
+The meaning is that of `punica.ops.reference.fused_moe_lora`. Both stages go over the groups that the alignment made, so
+an adapter's expert is read once however many tokens use it. Products are accumulated in float32 and rounded once into
+the output. Values are read back to the host, which on a CPU costs nothing.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from punica.ops import collectives
+from punica.ops.moe_checks import (
+    ExpertForm,
+    Experts,
+    Switches,
+    check_aligned_outputs,
+    check_block_size,
+    check_experts,
+    check_routing,
+)
+
+Group = tuple[int, int, Tensor]
+"""Slot, expert, pairs."""
+
+
+def moe_lora_align_block_size(
+    topk_ids: Tensor, token_lora_mapping: Tensor, num_experts: int, block_size: int, max_loras: int,
+    max_num_tokens_padded: int, max_num_m_blocks: int, sorted_token_ids: Tensor, expert_ids: Tensor,
+    num_tokens_post_pad: Tensor, adapter_enabled: Tensor, lora_ids: Tensor, expert_map: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Group the pairs of every slot in ``lora_ids`` by expert, in blocks of ``block_size``, in place.
+
+    Args:
+        topk_ids: ``[T, k]`` int32 or int64; global experts when there is an ``expert_map``.
+        token_lora_mapping: ``[T]`` int32.
+        num_experts: ids from it on are dropped, like negative ones.
+        sorted_token_ids, expert_ids, num_tokens_post_pad: int32, ``[L, P]``, ``[L, B]`` and ``[L]``, flat or not, with
+            P = ``max_num_tokens_padded`` and B = ``max_num_m_blocks``.
+        adapter_enabled, lora_ids: int32 ``[L+1]``: slots with weights here, and slots in use (-1: none).
+        expert_map: int32 ``[E_g]``, local expert or -1.
+
+    Row l of the outputs then holds the pairs of slot l, experts ascending and pairs ascending within one, each expert's
+    filled up with the sentinel ``T * k``; the expert of every block (-1 past the last); and how many ids that makes.
+    Rows of other slots stay as they are. ValueError and TypeError before any write.
+    """
+    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map)
+    check_block_size(block_size, 1)
+    padded, blocks = max_num_tokens_padded, max_num_m_blocks
+    check_aligned_outputs({
+        "sorted_token_ids": (sorted_token_ids, max_loras * padded),
+        "expert_ids": (expert_ids, max_loras * blocks),
+        "num_tokens_post_pad": (num_tokens_post_pad, max_loras),
+    })  # fmt: skip
+    pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    ids = topk_ids.reshape(-1).long()
+    legal = (ids >= 0) & (ids < num_experts)
+    if expert_map is not None:
+        ids = expert_map.long()[ids.where(legal, ids.new_zeros(()))] if expert_map.numel() else ids - num_experts
+        legal &= ids >= 0
+    slots = token_lora_mapping.repeat_interleave(top_k)
+    rows, expert_rows = sorted_token_ids.view(max_loras, padded), expert_ids.view(max_loras, blocks)
+    enabled = adapter_enabled.tolist()
+    for slot in lora_ids.tolist():
+        if not 0 <= slot < max_loras or not enabled[slot]:
+            continue
+        mine = ((slots == slot) & legal).nonzero().flatten()
+        mine = mine[ids[mine].argsort(stable=True)]
+        experts, counts = ids[mine].unique_consecutive(return_counts=True)
+        group_blocks = (counts + block_size - 1) // block_size
+        # a pair's place: where its group begins, and how many of the group stand before it
+        begins = (group_blocks.cumsum(0) - group_blocks) * block_size - (counts.cumsum(0) - counts)
+        places = torch.arange(mine.numel(), device=mine.device) + begins.repeat_interleave(counts)
+        rows[slot].fill_(pairs)
+        rows[slot, places] = mine.int()
+        used = int(group_blocks.sum())
+        expert_rows[slot].fill_(-1)
+        expert_rows[slot, :used] = experts.repeat_interleave(group_blocks).int()
+        num_tokens_post_pad[slot] = used * block_size
+
+
+def fused_moe_lora(
+    given: Experts, max_lora_rank: int, top_k_num: int, switches: Switches, block_m: int | None = None
+) -> None:
+    """`punica.ops.reference.fused_moe_lora` on aligned or naive operands, in place. Checked before any write."""
+    form = check_experts(given, max_lora_rank, top_k_num, switches, block_m)
+    if not form.pairs:
+        return
+    groups = list(_groups(given, form))
+    shape = (form.slices, form.pairs, form.rank)
+    low = torch.zeros(shape, dtype=torch.float32, device=given.x.device)
+    for slot, expert, pairs in groups:
+        rows = given.x[pairs // form.factor].float()
+        for part, a in zip(low, given.lora_a, strict=True):
+            part[pairs] = rows @ a[slot, expert].float().t()
+    if switches.fully_sharded:
+        ranks = collectives.current()
+        low = ranks.all_reduce(low) if form.rank == form.full_rank else ranks.all_gather(low)
+    weights = given.topk_weights.reshape(-1, 1).float() if switches.mul_routed_weight else None
+    rows_of_y = given.output.view(form.pairs, -1)[:, switches.offset :]
+    for slot, expert, pairs in groups:
+        for part, b, y in zip(low, given.lora_b, rows_of_y.split(form.width, dim=1), strict=False):
+            delta = part[pairs] @ b[slot, expert].float().t()
+            if weights is not None:
+                delta *= weights[pairs]
+            y[pairs] = (y[pairs].float() + delta if switches.add_inputs else delta).to(y.dtype)
+
+
+def _groups(given: Experts, form: ExpertForm) -> Iterator[Group]:
+    """The pairs that are computed, by slot and expert."""
+    enabled = given.enabled.tolist()
+    slots = range(form.slots) if given.lora_ids is None else given.lora_ids.tolist()
+    active = [slot for slot in slots if 0 <= slot < form.slots and enabled[slot]]
+    if given.sorted_ids is None or given.counts is None:
+        yield from _naive_groups(given, form, active)
+        return
+    counts = given.counts.tolist()
+    for slot in active:
+        blocks = counts[slot] // form.block_m
+        ids = given.sorted_ids[slot, : blocks * form.block_m].long()
+        experts, runs = given.expert_ids[slot, :blocks].unique_consecutive(return_counts=True)
+        parts = ids.split((runs * form.block_m).tolist())
+        for expert, part in zip(experts.tolist(), parts, strict=True):
+            if 0 <= expert < form.experts:
+                yield slot, expert, part[(part >= 0) & (part < form.pairs)]
+
+
+def _naive_groups(given: Experts, form: ExpertForm, active: list[int]) -> Iterator[Group]:
+    experts, slots = given.expert_ids.long(), given.mapping.repeat_interleave(form.top_k).long()
+    legal = (experts >= 0) & (experts < form.experts) & torch.isin(slots, torch.tensor(active, device=slots.device))
+    pairs = legal.nonzero().flatten()
+    keys = slots[pairs] * form.experts + experts[pairs]
+    order = keys.argsort(stable=True)
+    found, counts = keys[order].unique_consecutive(return_counts=True)
+    for key, part in zip(found.tolist(), pairs[order].split(counts.tolist()), strict=True):
+        yield key // form.experts, key % form.experts, part

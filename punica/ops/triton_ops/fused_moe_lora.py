@@ -1,0 +1,426 @@
+"""Fused MoE LoRA: every (token, expert) pair through its adapter's weights for that expert.
+
+    y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
+
+(`punica.ops.reference.fused_moe_lora` says it in full.) Three paths with one meaning:
+
+* **two stage** (`fused_moe_kernels`): shrink leaves fp32 planes, expand sums them; the planes may meet those of other
+  ranks in between (fully sharded);
+* **one shot** and **small batch** (`fused_moe_single`): one launch, where shrinking again is cheap.
+
+`moe_rules` chooses. Nothing is added atomically, and what a pair gets depends on nothing but its own row and weights.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from punica.ops import collectives
+from punica.ops.moe_checks import ExpertForm, Experts, Switches, check_block_size, check_experts
+from punica.ops.triton_ops import moe_rules as rules
+from punica.ops.triton_ops.configs import Options, get_lora_op_configs, load_lora_op_config
+from punica.ops.triton_ops.device import max_tiles
+from punica.ops.triton_ops.fused_moe_kernels import moe_expand_kernel, moe_shrink_kernel
+from punica.ops.triton_ops.fused_moe_single import _fused_moe_lora_small_batch_kernel, moe_one_shot_kernel
+from punica.ops.triton_ops.launch import (
+    INTERPRETED,
+    Launch,
+    all_aligned,
+    block_at_least,
+    on_device,
+    stages_that_fit,
+    supports_pdl,
+)
+from punica.ops.triton_ops.op import check_runnable, custom_op
+
+Numbers = tuple[int, ...]
+Config = dict[str, Any]
+
+
+class How(NamedTuple):
+    """How a call is to run, besides its operands. ``configs``: the seven numbers each of shrink and expand (None: the
+    rules choose, or the tuned files of ``site``, "w13" or "w2"). ``active``: adapters in use, as far as the host knows.
+    ``early``: shrink may start before the kernel in front has ended, as nothing that it reads first is from there.
+    ``path``: one of the three (None: the rules choose).
+    """
+
+    configs: tuple[Numbers, Numbers] | None = None
+    active: int | None = None
+    early: bool = False
+    site: str | None = None
+    path: str | None = None
+    options: Options = Options()
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+class MoEPlan(NamedTuple):
+    """The launches of a checked call. ``planes``: shape of what lies between two of them; ``numbers`` of each."""
+
+    form: ExpertForm
+    launches: tuple[Launch, ...]
+    numbers: tuple[Numbers, ...]
+    planes: tuple[int, int, int, int] | None
+
+
+class _Common(NamedTuple):
+    """What all kernels of a call are told."""
+
+    form: ExpertForm
+    given: Experts
+    switches: Switches
+    num_tiles: int
+    block_m: int
+    device: torch.device
+
+    @property
+    def naive(self) -> bool:
+        return self.given.sorted_ids is None
+
+    @property
+    def numbers(self) -> Numbers:
+        """pairs, num_tiles, top_k, padded, blocks, num_slots, num_experts."""
+        ids, experts = self.given.sorted_ids, self.given.expert_ids
+        lengths = (0, 0) if ids is None else (ids.shape[1], experts.shape[1])
+        return self.form.pairs, self.num_tiles, self.form.top_k, *lengths, self.form.slots, self.form.experts
+
+    @property
+    def constants(self) -> Config:
+        return {
+            "NUM_SLICES": self.form.slices,
+            "NAIVE": self.naive,
+            "HAS_IDS": self.given.lora_ids is not None and not self.naive,
+            "BLOCK_SLOTS": block_at_least(self.form.slots + 1),
+            "BLOCK_M": self.block_m,
+            "INTERPRET": INTERPRETED,
+        }
+
+    @property
+    def writes(self) -> Config:
+        """Of those that write y."""
+        return {
+            "N": self.form.width,
+            "OFFSET": self.switches.offset,
+            "WEIGHTED": self.switches.mul_routed_weight,
+            "ADD": self.switches.add_inputs,
+        }
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], strides: Numbers, constants: Config, config: Config,
+        early: bool = False,
+    ) -> Launch:  # fmt: skip
+        given = self.given
+        dtypes = (given.x.dtype, given.output.dtype, given.topk_weights.dtype, given.expert_ids.dtype)
+        return Launch(
+            kernel, grid, dtypes, strides, constants, num_warps=config["num_warps"], pdl=early, device=self.device
+        )
+
+
+def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Launch:
+    form, rows = common.form, config["rows"]
+    block_r = min(config["block_n"], block_at_least(form.rank))
+    block_k = min(config["block_k"], block_at_least(form.hidden))
+    joined = form.slices == 2 and not rows
+    stage_bytes = (common.block_m + (2 if joined else 1) * block_r) * block_k * common.given.x.element_size()
+    constants = common.constants | {
+        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_R": block_r, "BLOCK_K": block_k,
+        "SPLIT_K": config["split_k"], "GROUP_M": config["group_m"],
+        "NUM_STAGES": stages_that_fit(config["num_stages"], stage_bytes, common.device),
+        "ROWS": rows, "JOINED": joined, "PDL": pdl,
+    }  # fmt: skip
+    per_tile = config["split_k"] * triton.cdiv(form.rank, block_r) * (1 if joined else form.slices)
+    grid = (common.num_tiles * per_tile, 1, 1)
+    return common.launch(moe_shrink_kernel, grid, common.given.x.stride(), constants, config, early and pdl)
+
+
+def _plan_expand(common: _Common, config: Config, planes: int, pdl: bool) -> Launch:
+    form, given, rows = common.form, common.given, config["rows"]
+    rank, most = form.full_rank, 128 if given.x.element_size() == 2 else 32
+    block_r = block_at_least(rank) if rows or rank <= most else min(config["block_k"], most)
+    block_n, tiles_n = config["block_n"], config["tiles_n"]
+    if given.x.element_size() == 4 and not rows:
+        block_n = min(block_n, 64)  # operands of an IEEE product lie in registers
+    stage_bytes = (block_r * given.x.element_size() + common.block_m * given.output.element_size()) * block_n
+    constants = common.constants | common.writes | {
+        "R": rank, "BLOCK_N": block_n, "BLOCK_R": block_r, "TILES_N": tiles_n, "GROUP_M": config["group_m"],
+        "NUM_STAGES": stages_that_fit(config["num_stages"], stage_bytes, common.device), "PLANES": planes,
+        "ROWS": rows, "PDL": pdl,
+    }  # fmt: skip
+    grid = (common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices, 1, 1)
+    return common.launch(moe_expand_kernel, grid, (given.output.stride(1),), constants, config, pdl)
+
+
+def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -> MoEPlan:
+    form, sharded = common.form, common.switches.fully_sharded
+    pdl = how.options.pdl and supports_pdl(common.device) and not sharded
+    shrink = shrink | {"split_k": 1} if sharded else shrink
+    launches = (
+        _plan_shrink(common, shrink, pdl, how.early),
+        _plan_expand(common, expand, shrink["split_k"], pdl),
+    )
+    planes = (shrink["split_k"], form.slices, form.pairs, form.rank)
+    return MoEPlan(form, launches, (common.numbers, common.numbers), planes)
+
+
+def _plan_one_shot(common: _Common) -> MoEPlan:
+    form, given = common.form, common.given
+    block_r, block_n = block_at_least(form.rank), 128 if given.x.element_size() == 2 else 64
+    block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
+    programs = common.num_tiles * form.slices
+    parts = rules.one_shot_parts(programs, form.hidden, form.width, _multiprocessors(common.device))
+    stage_bytes = (common.block_m + block_r) * block_k * given.x.element_size()
+    constants = common.constants | common.writes | {
+        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "BLOCK_R": block_r, "PARTS": parts, "NUM_STAGES": stages_that_fit(3, stage_bytes, common.device),
+    }  # fmt: skip
+    grid, strides = (common.num_tiles * parts, form.slices, 1), (*given.x.stride(), given.output.stride(1))
+    launch = common.launch(moe_one_shot_kernel, grid, strides, constants, {"num_warps": 4})
+    return MoEPlan(form, (launch,), (common.numbers,), None)
+
+
+def _plan_small_batch(common: _Common) -> MoEPlan:
+    form, given = common.form, common.given
+    block_r = block_at_least(form.rank)
+    block_n, block_k = min(128, block_at_least(form.width)), min(max(64, 8192 // block_r), block_at_least(form.hidden))
+    sms, tiles = _multiprocessors(common.device), triton.cdiv(form.width, block_n)
+    per_chunk = rules.pick_small_batch_chunk(form.pairs * form.slices, tiles, sms)
+    chunks = triton.cdiv(tiles, per_chunk)
+    work_total = form.pairs * form.slices * chunks
+    constants = common.writes | {
+        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "NUM_SLICES": form.slices, "BLOCK_N": block_n,
+        "BLOCK_K": block_k, "BLOCK_R": block_r, "EVEN_K": form.hidden % block_k == 0,
+    }  # fmt: skip
+    grid, strides = (min(work_total, max(1, 2 * sms)), 1, 1), (*given.x.stride(), given.output.stride(1))
+    launch = common.launch(_fused_moe_lora_small_batch_kernel, grid, strides, constants, {"num_warps": 4})
+    numbers = (work_total, chunks, per_chunk, form.top_k, form.slots, form.experts)
+    return MoEPlan(form, (launch,), (numbers,), None)
+
+
+def _of_numbers(numbers: Numbers, is_shrink: bool) -> Config:
+    """The tiled form that the seven numbers of the op describe."""
+    _, block_n, block_k, group_m, num_warps, num_stages, split_k = numbers
+    config = {"rows": False, "block_n": block_n, "block_k": block_k, "group_m": group_m, "num_warps": num_warps}
+    config |= {"num_stages": num_stages}
+    return config | ({"split_k": split_k} if is_shrink else {"tiles_n": 1})
+
+
+def _check_configs(shrink: Numbers, expand: Numbers) -> None:
+    for where, numbers in (("shrink", shrink), ("expand", expand)):
+        for name, value in zip(("m", "n", "k"), numbers, strict=False):
+            try:
+                check_block_size(value, 16)
+            except ValueError as error:
+                raise ValueError(f"{where}_block_size_{name}: {error}") from None
+    if shrink[0] != expand[0]:
+        raise ValueError(f"shrink_block_size_m is {shrink[0]}, expand_block_size_m {expand[0]}; they must be equal")
+
+
+def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
+    """What the tuned file of a site says, as the rules say it; None where there is no file."""
+    op_type = f"fused_moe_lora_{site}_{part}"
+    if site is None or options.batch_invariant or options.tuned_dir is None:
+        return None
+    if load_lora_op_config(op_type, None, options.tuned_dir) is None:
+        return None
+    hidden, inner = (form.hidden, form.width) if site == "w13" else (form.width, form.hidden)
+    found = get_lora_op_configs(
+        op_type, form.slots, form.tokens, hidden, form.rank, form.slices,
+        moe_intermediate_size=inner, tuned_dir=options.tuned_dir,
+    )  # fmt: skip
+    return {"rows": found.get("row_wise", False), "tiles_n": 1, "group_m": found.get("group_size_m", 1)} | found
+
+
+def _plan(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
+    """All checks, then the launches; None when there is nothing to do."""
+    if how.configs is not None:
+        _check_configs(*how.configs)
+    form = check_experts(given, max_lora_rank, top_k, switches, how.configs[0][0] if how.configs else None)
+    naive = given.sorted_ids is None
+    check_runnable(given.x.device)
+    if 0 in (form.pairs, form.slots, form.experts, form.rank, form.hidden, form.width) or how.active == 0:
+        return None
+    active = form.slots if how.active is None else min(how.active, form.slots)
+    work = rules.Work(form, naive, active, given.x.element_size(), how.options.batch_invariant)
+    block_m = 16 if naive else form.block_m
+    if not naive:
+        check_block_size(block_m, 16)
+    tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
+    common = _Common(form, given, switches, tiles, block_m, given.x.device)
+    path = how.path or rules.path(work, switches.fully_sharded)
+    if path == "small_batch":
+        if not naive or form.rank > rules.SMALL_BATCH_RANK:
+            raise ValueError(f"the small-batch path takes naive input and ranks up to {rules.SMALL_BATCH_RANK}, got "
+                             f"rank {form.rank} and {'naive' if naive else 'sorted'} input")  # fmt: skip
+        return _plan_small_batch(common)
+    if path == "one_shot":
+        return _plan_one_shot(common)
+    if how.configs is not None and not work.invariant:
+        shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
+    else:
+        shrink = tuned_config(how.site, "shrink", form, how.options) or rules.shrink_config(work)
+        expand = tuned_config(how.site, "expand", form, how.options) or rules.expand_config(work)
+    return _plan_two_stage(common, shrink, expand, how)
+
+
+_PLANS: dict[tuple, MoEPlan | None] = {}
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
+    """The plan of a call: the same for operands of the same forms, so it is made once for each of these."""
+    key = (*map(_described, given), max_lora_rank, top_k, switches, how)
+    if switches.fully_sharded:
+        key += (collectives.current().world_size(),)
+    if key not in _PLANS:
+        if len(_PLANS) >= 4096:
+            _PLANS.clear()
+        plan = _plan(given, max_lora_rank, top_k, switches, how)
+        # a plan must not keep the operands of its first call alive: launches hold numbers only
+        _PLANS[key] = plan
+    return _PLANS[key]
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def _where(given: Experts) -> tuple[Tensor, ...]:
+    """sorted, experts, counts, mapping, enabled, ids; what a kernel does not look at is any tensor."""
+    mapping = given.mapping
+    ids = given.sorted_ids if given.sorted_ids is not None else mapping
+    counts = given.counts if given.counts is not None else mapping
+    listed = given.lora_ids if given.lora_ids is not None else mapping
+    return ids, given.expert_ids, counts, mapping, given.enabled, listed
+
+
+def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
+    """`fused_moe_lora` on its operands as one tuple; what the wrapper calls."""
+    plan = _planned(given, max_lora_rank, top_k, switches, how)
+    if plan is None:
+        return
+    a, b = tuple(given.lora_a), tuple(given.lora_b)
+    where = _where(given)
+    aligned = all_aligned(given.x, given.output, *a, *b)
+    with on_device(given.x.get_device()):
+        if plan.planes is not None:
+            _run_two_stage(plan, given, switches, where, aligned)
+        elif len(plan.numbers[0]) == 6:  # a list of work items, without alignment
+            tensors = (given.x, a, b, given.output, given.topk_weights, given.expert_ids, given.mapping, given.enabled)
+            plan.launches[0](tensors, plan.numbers[0], aligned)
+        else:
+            plan.launches[0]((given.x, a, b, given.output, given.topk_weights, *where), plan.numbers[0], aligned)
+
+
+def _run_two_stage(plan: MoEPlan, given: Experts, switches: Switches, where: tuple[Tensor, ...], aligned: bool) -> None:
+    shrink, expand = plan.launches
+    fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
+    planes = fill(plan.planes, dtype=torch.float32, device=given.x.device)  # type: ignore[arg-type]
+    shrink((given.x, tuple(given.lora_a), planes, *where), plan.numbers[0], aligned)
+    if switches.fully_sharded:
+        ranks = collectives.current()
+        planes = ranks.all_reduce(planes) if plan.form.rank == plan.form.full_rank else ranks.all_gather(planes)
+    tensors = (planes, tuple(given.lora_b), given.output, given.topk_weights, *where)
+    expand(tensors, plan.numbers[1], aligned and all_aligned(planes))
+
+
+# --- the ops ---------------------------------------------------------------------------------------------------------
+
+
+@custom_op(mutates="output")
+def fused_moe_lora(
+    output: Tensor, qcurr_hidden_states: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
+    topk_weights: Tensor, sorted_token_ids: Tensor | None, expert_ids: Tensor, num_tokens_post_padded: Tensor | None,
+    token_lora_mapping: Tensor,
+    max_lora_rank: int, top_k_num: int,
+    lora_ids: Tensor, num_active_loras: int | Tensor | None, adapter_enabled: Tensor,
+    shrink_block_size_m: int, shrink_block_size_n: int, shrink_block_size_k: int, shrink_group_size_m: int,
+    shrink_num_warps: int, shrink_num_stages: int, shrink_split_k: int,
+    expand_block_size_m: int, expand_block_size_n: int, expand_block_size_k: int, expand_group_size_m: int,
+    expand_num_warps: int, expand_num_stages: int, expand_split_k: int,
+    mul_routed_weight: bool = False, fully_sharded: bool = False, offset: int = 0, add_inputs: bool = True,
+) -> None:  # fmt: skip
+    """``output[t, j, offset + s*N : ...] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T`` for every pair, in place.
+
+    Args:
+        output: [T, k, W], rows without gaps.
+        qcurr_hidden_states: [T, K], or [T*k, K] with ``mul_routed_weight``; float16, bfloat16 or float32, any strides.
+        lora_a_stacked, lora_b_stacked: n x [L, E, R, K] and n x [L, E, N, R'], contiguous, dtype of the input.
+        topk_weights: [T, k] floats, factor w with ``mul_routed_weight``.
+        sorted_token_ids, expert_ids, num_tokens_post_padded: of `moe_lora_align_block_size`, [L, P], [L, B], [L]; or
+            None, [T*k], None: every pair by itself.
+        token_lora_mapping: [T] int32. max_lora_rank: R. top_k_num: k.
+        lora_ids, num_active_loras: slots to look at, int32 [L+1], and how many are in use (None: all).
+        adapter_enabled: int32 [L+1], 0: the slot has no weights here.
+        shrink_*, expand_*: blocks (powers of two >= 16, m equal to the alignment's), m tiles that share weights, warps,
+            pipeline stages and K splits of the two-stage path.
+        fully_sharded: A holds this rank's part; a collective stands between shrink and expand.
+        offset: first column written. add_inputs: add, else overwrite.
+
+    Rows of pairs without adapter or expert here are never written. TypeError for dtypes, ValueError for shapes and
+    sizes, before any write.
+    """
+    given = Experts(
+        output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
+        num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids,
+    )  # fmt: skip
+    shrink = (
+        shrink_block_size_m, shrink_block_size_n, shrink_block_size_k, shrink_group_size_m, shrink_num_warps,
+        shrink_num_stages, shrink_split_k,
+    )  # fmt: skip
+    expand = (
+        expand_block_size_m, expand_block_size_n, expand_block_size_k, expand_group_size_m, expand_num_warps,
+        expand_num_stages, expand_split_k,
+    )  # fmt: skip
+    active = None if num_active_loras is None else int(num_active_loras)
+    switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
+    fused(given, max_lora_rank, top_k_num, switches, How((shrink, expand), active))
+
+
+def _run_fused_moe_lora_one_shot(
+    output: Tensor, qcurr_hidden_states: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
+    topk_weights: Tensor, sorted_token_ids: Tensor | None, expert_ids: Tensor, num_tokens_post_padded: Tensor | None,
+    token_lora_mapping: Tensor,
+    max_lora_rank: int, top_k_num: int,
+    lora_ids: Tensor, num_active_loras: int | Tensor | None, adapter_enabled: Tensor,
+    mul_routed_weight: bool, block_size_m: int, add_inputs: bool = True, offset: int = 0,
+) -> None:  # fmt: skip
+    """`fused_moe_lora` by the one-shot path, whatever the rules say; ``block_size_m`` is the alignment's."""
+    given = Experts(
+        output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
+        num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids,
+    )  # fmt: skip
+    active = None if num_active_loras is None else int(num_active_loras)
+    switches, numbers = Switches(mul_routed_weight, False, offset, add_inputs), (block_size_m, 16, 16, 1, 4, 1, 1)
+    fused(given, max_lora_rank, top_k_num, switches, How((numbers, numbers), active, path="one_shot"))
+
+
+def _run_fused_moe_lora_small_batch(
+    output: Tensor, qcurr_hidden_states: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
+    topk_weights: Tensor, expert_ids_flat: Tensor, token_lora_mapping: Tensor,
+    top_k_num: int,
+    adapter_enabled: Tensor,
+    mul_routed_weight: bool, add_inputs: bool = True, offset: int = 0,
+) -> None:  # fmt: skip
+    """`fused_moe_lora` on naive input by the small-batch path. ValueError for ranks above 64."""
+    given = Experts(
+        output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, None, expert_ids_flat, None,
+        token_lora_mapping, adapter_enabled, None,
+    )  # fmt: skip
+    switches = Switches(mul_routed_weight, False, offset, add_inputs)
+    fused(given, lora_a_stacked[0].shape[-2], top_k_num, switches, How(path="small_batch"))

@@ -1,0 +1,178 @@
+"""Alignment for mixture-of-experts LoRA: (token, expert) pairs grouped by slot and expert, in blocks for the kernels.
+
+    sorted_token_ids[l] = pairs of slot l by expert, each expert's padded to a multiple of block_size with T * k
+    expert_ids[l, b]    = expert of block b, -1 past the last;     num_tokens_post_pad[l] = padded ids of slot l
+
+One launch and no synchronisation. A program serves a few experts of one slot: it counts the pairs of *all* experts of
+its slot (a histogram, so that it knows where its own begin), then goes over the pairs again and stores those of its
+experts at running positions. Counts and positions are integers, each position belongs to one pair, and pairs are taken
+in ascending order: the result is the stable sort's, the same every run. Pairs are few (T * k ids, in the L2 cache), so
+that every program reads them all.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.moe_checks import check_aligned_outputs, check_block_size, check_routing
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device
+from punica.ops.triton_ops.op import check_runnable
+
+EXPERTS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _experts_of(
+    topk_ptr, mapping_ptr, map_ptr, offs, slot, pairs, top_k, buckets,
+    BINS: tl.constexpr, HAS_MAP: tl.constexpr, EVERYBODY: tl.constexpr,
+):  # fmt: skip
+    """Local expert of each pair of this slot; BINS - 1 for those of other slots, ranks, or no expert at all."""
+    mask = offs < pairs
+    ids = tl.load(topk_ptr + offs, mask=mask, other=-1).to(tl.int32)
+    mine = mask & (ids >= 0) & (ids < buckets)
+    if not EVERYBODY:
+        mine = mine & (tl.load(mapping_ptr + offs // top_k, mask=mask, other=-1) == slot)
+    if HAS_MAP:
+        ids = tl.load(map_ptr + ids, mask=mine, other=-1)
+        mine = mine & (ids >= 0) & (ids < buckets)
+    return tl.where(mine, ids, BINS - 1)
+
+
+@triton.jit(
+    do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "num_slots"],
+    do_not_specialize_on_alignment=["mapping_ptr", "map_ptr", "enabled_ptr", "ids_ptr"],
+)
+def _moe_align_kernel(
+    topk_ptr, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, sorted_ptr, experts_ptr, counts_ptr,
+    pairs, top_k, buckets, padded, blocks, num_slots,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IDS: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_IDS: tl.constexpr, EVERYBODY: tl.constexpr,
+):  # fmt: skip
+    """Slot ``program_id(1)``. Without HAS_IDS all slots are listed, and those without blocks are filled, too.
+    EVERYBODY: there is one slot, which all tokens use.
+    """
+    slot = tl.program_id(1)
+    first = tl.program_id(0) * EXPERTS
+    active = slot >= 0
+    if not EVERYBODY:
+        active = tl.load(enabled_ptr + slot) != 0
+    if HAS_IDS:
+        offs_ids = tl.arange(0, IDS)
+        listed = tl.load(ids_ptr + offs_ids, mask=offs_ids <= num_slots, other=-1) == slot
+        active = active & (tl.sum(listed.to(tl.int32), 0) > 0)
+    offs = tl.arange(0, BLOCK)
+    bins = tl.arange(0, BINS)
+    sorted_ptr += slot.to(tl.int64) * padded
+    experts_ptr += slot.to(tl.int64) * blocks
+    counts = tl.zeros([BINS], tl.int32)
+    if active:
+        for start in tl.range(0, pairs, BLOCK):
+            found = _experts_of(
+                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, EVERYBODY
+            )
+            counts += tl.histogram(found, BINS)
+    counts = tl.where(bins < buckets, counts, 0)
+    used = (counts + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
+    total = tl.sum(used, 0)
+
+    mine = first + tl.arange(0, EXPERTS)
+    is_mine = bins[None, :] == mine[:, None]
+    own = tl.sum(tl.where(is_mine, counts[None, :], 0), 1)
+    begin = tl.sum(tl.where(bins[None, :] < mine[:, None], used[None, :], 0), 1)
+    own_used = (own + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
+    if tl.sum(own, 0) > 0:
+        place = begin
+        for start in tl.range(0, pairs, BLOCK):
+            found = _experts_of(
+                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, EVERYBODY
+            )
+            match = ((found[None, :] == mine[:, None]) & (mine < buckets)[:, None]).to(tl.int32)
+            places = place[:, None] + tl.cumsum(match, 1) - 1
+            values = (start + offs)[None, :] + tl.zeros([EXPERTS, 1], tl.int32)
+            tl.store(sorted_ptr + places, values, mask=match > 0)
+            place += tl.sum(match, 1)
+        gaps = own[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+        nobody = tl.zeros([EXPERTS, BLOCK_SIZE], tl.int32) + pairs
+        tl.store(sorted_ptr + begin[:, None] + gaps, nobody, mask=gaps < own_used[:, None])
+        for block in tl.range(0, tl.max(own_used, 0) // BLOCK_SIZE):
+            tl.store(experts_ptr + begin // BLOCK_SIZE + block, mine, mask=block < own_used // BLOCK_SIZE)
+
+    if active | (not HAS_IDS):
+        step = tl.num_programs(0) * BLOCK
+        for start in tl.range(total + tl.program_id(0) * BLOCK, padded, step):
+            tl.store(sorted_ptr + start + offs, tl.zeros([BLOCK], tl.int32) + pairs, mask=start + offs < padded)
+        for start in tl.range(total // BLOCK_SIZE + tl.program_id(0) * BLOCK, blocks, step):
+            tl.store(experts_ptr + start + offs, tl.full([BLOCK], -1, tl.int32), mask=start + offs < blocks)
+        if first == 0:
+            tl.store(counts_ptr + slot, total)
+
+
+def _launch(
+    topk_ids: Tensor, mapping: Tensor | None, buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
+    outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,
+) -> None:  # fmt: skip
+    """Checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written. No ``mapping`` and
+    ``enabled``: one slot, which all tokens use.
+    """
+    check_runnable(topk_ids.device)
+    if max_loras == 0:
+        return
+    topk_ids = topk_ids.contiguous()
+    bins = block_at_least(buckets + 1)
+    constants = {
+        "BINS": bins,
+        "BLOCK": min(1024, block_at_least(topk_ids.numel(), 128)),
+        "EXPERTS": EXPERTS_PER_PROGRAM,
+        "BLOCK_SIZE": block_size,
+        "IDS": block_at_least(max_loras + 1),
+        "HAS_MAP": expert_map is not None,
+        "HAS_IDS": lora_ids is not None,
+        "EVERYBODY": mapping is None,
+    }
+    grid = (max(1, triton.cdiv(buckets, EXPERTS_PER_PROGRAM)), max_loras, 1)
+    launch = Launch(
+        _moe_align_kernel, grid, (topk_ids.dtype,), (), constants, num_warps=4, pdl=False, device=topk_ids.device
+    )
+    counts = outputs[2]  # stands for what the kernel does not look at
+    maybe = (mapping, expert_map, enabled, lora_ids)
+    tensors = (topk_ids, *[counts if one is None else one for one in maybe], *outputs)
+    numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, max_loras)
+    with on_device(topk_ids.get_device()):
+        launch(tensors, numbers, not INTERPRETED and all_aligned(topk_ids, *outputs))
+
+
+def align_all(
+    topk_ids: Tensor, mapping: Tensor | None,
+    buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
+    adapter_enabled: Tensor | None, expert_map: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already. Without
+    ``mapping`` and ``adapter_enabled`` all tokens use the one slot.
+    """
+    lengths = (max_loras * padded, max_loras * blocks, max_loras)
+    starts = [0, -(-lengths[0] // 4) * 4]  # each on an address that is a multiple of 16
+    starts.append(starts[1] + -(-lengths[1] // 4) * 4)
+    memory = torch.empty(starts[2] + lengths[2], dtype=torch.int32, device=topk_ids.device)
+    outputs = tuple(memory[start : start + length] for start, length in zip(starts, lengths, strict=True))
+    _launch(
+        topk_ids, mapping, buckets, block_size, max_loras, padded, blocks, outputs, adapter_enabled, None, expert_map  # type: ignore[arg-type]
+    )  # fmt: skip
+    return outputs  # type: ignore[return-value]
+
+
+def moe_lora_align_block_size(
+    topk_ids: Tensor, token_lora_mapping: Tensor, num_experts: int, block_size: int, max_loras: int,
+    max_num_tokens_padded: int, max_num_m_blocks: int, sorted_token_ids: Tensor, expert_ids: Tensor,
+    num_tokens_post_pad: Tensor, adapter_enabled: Tensor, lora_ids: Tensor, expert_map: Tensor | None = None,
+) -> None:  # fmt: skip
+    """As `punica.ops.moe_torch.moe_lora_align_block_size`; ``block_size`` a power of two >= 16."""
+    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map)
+    check_block_size(block_size, 16)
+    outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
+    lengths = (max_loras * max_num_tokens_padded, max_loras * max_num_m_blocks, max_loras)
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")
+    check_aligned_outputs(dict(zip(names, zip(outputs, lengths, strict=True), strict=True)))
+    check_aligned_outputs({"lora_ids": (lora_ids, max_loras + 1)})
+    sizes = (num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks)
+    _launch(topk_ids, token_lora_mapping, *sizes, outputs, adapter_enabled, lora_ids, expert_map)

@@ -1,0 +1,98 @@
+"""The experts' own product, for every (token, expert) pair in one launch.
+
+    y[i] = x[i // factor] @ W[e_i]^T                x [rows, K], W [E, N, K], y [T*k, N]; 0 where e_i is not here
+
+Pairs are grouped by expert by the alignment of the LoRA kernels, with one "adapter" that all tokens use. A program
+takes one block of pairs and one block of columns, so an expert's weights are read once per block of its pairs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.triton_ops.device import dot, max_tiles
+from punica.ops.triton_ops.launch import (
+    INTERPRETED,
+    Launch,
+    all_aligned,
+    block_at_least,
+    on_device,
+    stages_that_fit,
+)
+from punica.ops.triton_ops.moe_align import align_all
+
+
+@triton.jit(
+    do_not_specialize=["pairs", "num_tiles"], do_not_specialize_on_alignment=["sorted_ptr", "experts_ptr", "total_ptr"]
+)
+def _moe_gemm_kernel(
+    x_ptr, w_ptr, y_ptr, sorted_ptr, experts_ptr, total_ptr,
+    pairs, num_tiles, stride_xt, stride_xk,
+    K: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Tiles vary fastest, so that programs of one block of columns, which may share an expert, run together."""
+    tile, first_n = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles * BLOCK_N
+    if tile * BLOCK_M < tl.load(total_ptr):
+        expert = tl.load(experts_ptr + tile).to(tl.int64)
+        found = tl.load(sorted_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+        valid = found < pairs
+        rows = tl.where(valid, found, 0).to(tl.int64)
+        offs_n, offs_k = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        mask_n = (offs_n < N)[None, :]
+        x_ptrs = x_ptr + (rows // FACTOR)[:, None] * stride_xt + offs_k[None, :] * stride_xk
+        w_ptrs = w_ptr + expert * (N * K) + offs_n[None, :] * K + offs_k[:, None]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for first_k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            mask_k = offs_k < (1 << 30 if K % BLOCK_K == 0 else K - first_k)
+            x = tl.load(x_ptrs, mask=valid[:, None] & mask_k[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n, other=0.0)
+            acc = dot(x, w, acc, False, INTERPRET)
+            x_ptrs += BLOCK_K * stride_xk
+            w_ptrs += BLOCK_K
+        y_ptrs = y_ptr + rows[:, None] * N + offs_n[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[:, None] & mask_n)
+
+
+class PairGroups:
+    """The pairs of a routing, grouped by expert once for all products of a layer. No host synchronisation.
+
+    ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank; ``whole``: there is none of these.
+    """
+
+    def __init__(self, topk_ids: Tensor, experts: int, whole: bool = False) -> None:
+        self.shape, self.experts, self.whole = topk_ids.shape, experts, whole
+        pairs = topk_ids.numel()
+        mean = pairs / experts
+        self.block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64
+        self.blocks = max_tiles(pairs, experts, self.block_m)
+        sizes = (experts, self.block_m, 1, self.blocks * self.block_m, self.blocks)
+        self.aligned = align_all(topk_ids, None, *sizes, None, None) if pairs else None
+
+    def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
+        """``x [T*k / factor, K]``, ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype.
+
+        Pair i reads row ``i // factor``; the row of a pair whose expert is not here is zero.
+        """
+        _, width, hidden = weights.shape
+        fill = torch.empty if self.whole else torch.zeros
+        output = fill(*self.shape, width, dtype=x.dtype, device=x.device)
+        if self.aligned is None:
+            return output
+        pairs, size = self.shape.numel(), x.element_size()
+        block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
+        if size == 4:
+            block_n, block_k = min(block_n, 64), min(block_k, 32)
+        constants = {
+            "K": hidden, "N": width, "FACTOR": factor, "BLOCK_M": self.block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
+            "NUM_STAGES": stages_that_fit(4, (self.block_m + block_n) * block_k * size, x.device),
+            "INTERPRET": INTERPRETED,
+        }  # fmt: skip
+        grid = (self.blocks * triton.cdiv(width, block_n), 1, 1)
+        launch = Launch(
+            _moe_gemm_kernel, grid, (x.dtype,), x.stride(), constants, num_warps=4, pdl=False, device=x.device
+        )
+        with on_device(x.get_device()):
+            launch((x, weights, output, *self.aligned), (pairs, self.blocks), all_aligned(x, weights, output))
+        return output

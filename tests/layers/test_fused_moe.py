@@ -1,0 +1,278 @@
+"""LoRA over experts equals experts with the adapters in their weights, on one rank and on several."""
+
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import (
+    ADAPTERS,
+    HIDDEN,
+    INNER,
+    MAX_RANK,
+    RANK_CASES,
+    SLOTS,
+    adapter,
+    base_layer,
+    inputs,
+    merged_output,
+    output_of,
+    run_cases,
+    stacked,
+    wrapped,
+)
+
+from punica.config import LoRAConfig
+from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, from_layer
+from punica.parallel import FusedMoE, place_experts, spawn_tensor_parallel
+from punica.parallel.moe import expert_map_of
+
+close = torch.testing.assert_close
+
+
+def tenants(experts: int, shared: bool = False) -> dict[int, Any]:
+    return {slot: adapter(experts, rank, slot, shared) for slot, rank in ADAPTERS.items()}
+
+
+class TestOneRank:
+    @pytest.mark.parametrize(
+        ("experts", "top_k", "options"),
+        [
+            (5, 2, {}),
+            (8, 8, {}),
+            (128, 8, {"renormalize": False}),
+            (4, 1, {"is_act_and_mul": False, "activation": "relu2"}),
+            (3, 2, {"is_act_and_mul": False}),
+            (4, 1, {"apply_router_weight_on_input": True, "renormalize": False}),
+        ],
+    )
+    def test_equals_merged_weights(self, experts, top_k, options):
+        base, adapters = base_layer(experts, top_k, **options), tenants(experts)
+        wanted = merged_output(base, adapters, *inputs(experts))
+        close(wrapped(base, adapters)(*inputs(experts)), wanted, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+    def test_gate_and_up_as_one_equals_merged_weights(self, layout):
+        base, adapters = base_layer(w13_layout=layout, activation="swigluoai"), tenants(5, shared=True)
+        wanted = merged_output(base, adapters, *inputs(5))
+        as_one = {slot: stacked(*one, layout) for slot, one in adapters.items()}
+        close(wrapped(base, as_one, three_d=True)(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
+
+    def test_both_classes_agree(self):
+        adapters = tenants(5, shared=True)
+        two = wrapped(base_layer(), adapters)(*inputs(5))
+        as_one = {slot: stacked(*one, "concatenated") for slot, one in adapters.items()}
+        close(wrapped(base_layer(), as_one, three_d=True)(*inputs(5)), two)
+
+    def test_unused_slots_and_experts_are_not_read(self):
+        base, adapters = base_layer(), tenants(5)
+        layer = wrapped(base, adapters)
+        x, logits = inputs(5)
+        logits[:, 4] = -100.0  # nobody goes to the last expert
+        before = layer(x, logits)
+        for stack in (*layer.w13_lora_a_stacked, *layer.w13_lora_b_stacked, *layer.w2_lora_a_stacked):
+            stack[3] = float("nan")
+            stack[:, 4] = float("nan")
+        assert torch.equal(layer(x, logits), before)
+
+    def test_flags_and_resets(self):
+        layer = wrapped(base_layer(), tenants(5))
+        assert layer.adapter_enabled.tolist() == [1, 1, 1, 0, 0]
+        for slot in ADAPTERS:
+            layer.reset_lora(slot)
+        assert layer.adapter_enabled.tolist() == [0] * 5
+        plain = base_layer()(*inputs(5))
+        assert torch.equal(layer(*inputs(5)), plain)
+        assert not any(bool(stack.any()) for stack in (*layer.w13_lora_a_stacked, *layer.w2_lora_b_stacked))
+
+    def test_a_new_adapter_replaces_all_of_the_old_one(self):
+        first, second = wrapped(base_layer(), tenants(5)), wrapped(base_layer(), {0: adapter(5, 2, 9)})
+        for slot in (1, 2):
+            first.reset_lora(slot)
+        first.set_lora(0, *adapter(5, 2, 9))
+        assert torch.equal(first(*inputs(5)), second(*inputs(5)))
+
+    def test_views_by_slot_expert_and_projection(self):
+        layer = wrapped(base_layer(), tenants(5))
+        assert len(layer.lora_a_stacked) == SLOTS * 5 * 3
+        a, b = adapter(5, ADAPTERS[1], 1)
+        for which in range(3):
+            assert torch.equal(layer.lora_a_stacked[(5 + 2) * 3 + which][: ADAPTERS[1]], a[which][2])
+            assert torch.equal(layer.lora_b_stacked[(5 + 2) * 3 + which][:, : ADAPTERS[1]], b[which][2])
+
+
+class TestSlices:
+    def layer(self, three_d: bool = False, rank: int = 0, layout: str = "concatenated", **config: Any) -> Any:
+        base = FusedMoE(2, 1, 4, 4, torch.float32, w13_layout=layout, tp_rank=rank, tp_size=2)
+        layer = (FusedMoE3DWithLoRA if three_d else FusedMoEWithLoRA)(base)
+        model_config = type("Config", (), {"architectures": ["Any"]})()
+        layer.create_lora_weights(1, LoRAConfig(4, 1, lora_dtype=torch.float32, **config), model_config)
+        return layer
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_of_all_four_families(self, rank, sharded):
+        layer = self.layer(rank=rank, fully_sharded_loras=sharded)
+        numbers = torch.arange(4.0)
+        own = numbers[2 * rank : 2 * rank + 2].tolist()
+        rows, columns = numbers.view(1, 4, 1).expand(2, 4, 4), numbers.view(1, 1, 4).expand(2, 4, 4)
+        assert layer._slice_w13_a(rows)[0, :, 0].tolist() == (own if sharded else numbers.tolist())
+        assert layer._slice_w13_b(rows)[0, :, 0].tolist() == own
+        assert layer._slice_w2_a(columns)[0, 0].tolist() == own
+        assert layer._slice_w2_b(rows)[0, :, 0].tolist() == (own if sharded else numbers.tolist())
+
+    @pytest.mark.parametrize(
+        ("layout", "full", "wanted"),
+        [
+            ("interleaved", "g0 u0 g1 u1 g2 u2 g3 u3", ("g0 u0 g1 u1", "g2 u2 g3 u3")),
+            ("concatenated", "g0 g1 g2 g3 u0 u1 u2 u3", ("g0 g1 u0 u1", "g2 g3 u2 u3")),
+        ],
+    )
+    def test_of_gate_and_up_as_one(self, layout, full, wanted):
+        labels = full.split()
+        b = torch.arange(8.0).view(1, 8, 1).expand(2, 8, 1)
+        for rank in (0, 1):
+            rows = self.layer(True, rank, layout)._slice_w13_b(b)[0, :, 0]
+            assert [labels[int(row)] for row in rows] == wanted[rank].split()
+
+    def test_sizes_of_the_whole(self):
+        layer = self.layer(True)
+        sizes = (layer.w13_input_size, layer.w13_output_size, layer.w2_input_size, layer.w2_output_size)
+        assert sizes == (4, 8, 4, 4)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, torch.Tensor]]:
+    return spawn_tensor_parallel(run_cases, 2, "cpu", backend="gloo")
+
+
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_two_ranks_equal_one(name, found):
+    wanted = output_of(name)
+    for of_rank in found:
+        close(of_rank[name], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_a_gpu_equals_the_cpu(name):
+    close(output_of(name, "cuda").cpu(), output_of(name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_equal_one_rank():
+    for of_rank in spawn_tensor_parallel(run_cases, 2, "cuda"):
+        for name, output in of_rank.items():
+            close(output, output_of(name), rtol=1e-4, atol=1e-4)
+
+
+class TestPlacement:
+    @pytest.mark.parametrize(
+        ("placement", "wanted"), [("linear", [[0, 1, 2], [3, 4]]), ("round_robin", [[0, 2, 4], [1, 3]])]
+    )
+    def test_of_five_experts(self, placement, wanted):
+        assert [place_experts(5, 2, rank, placement) for rank in (0, 1)] == wanted
+        assert expert_map_of(wanted[1], 5).tolist() == [wanted[1].index(e) if e in wanted[1] else -1 for e in range(5)]
+
+    def test_refusals(self):
+        with pytest.raises(ValueError, match="placement"):
+            place_experts(4, 2, 0, "random")
+        for options in ({"top_k": 9}, {"activation": "tanh"}, {"w13_layout": "other"},
+                        {"top_k": 2, "apply_router_weight_on_input": True}):  # fmt: skip
+            with pytest.raises(ValueError, match=r"top_k|activation|w13_layout|one expert"):
+                FusedMoE(**({"num_experts": 4, "top_k": 1, "hidden_size": 4, "intermediate_size": 4} | options))
+
+
+class TestRefusals:
+    def config(self, **fields: Any) -> LoRAConfig:
+        return LoRAConfig(MAX_RANK, SLOTS, lora_dtype=torch.float32, **fields)
+
+    def test_of_base_layers(self, monkeypatch):
+        base = base_layer()
+        base.quant_method.is_monolithic = True
+        with pytest.raises(ValueError, match="monolithic"):
+            FusedMoEWithLoRA(base)
+        base = base_layer()
+        monkeypatch.setattr(type(base.routed_experts), "supports_lora", lambda self: False)
+        with pytest.raises(ValueError, match="RoutedExperts does not support LoRA"):
+            FusedMoEWithLoRA(base)
+
+    @pytest.mark.parametrize(
+        ("place", "message"),
+        [({"all2all_backend": "pplx"}, "pplx"), ({"is_sequence_parallel": True}, "is_sequence_parallel")],
+    )
+    def test_of_expert_parallel_settings(self, place, message):
+        from dataclasses import replace
+
+        base = base_layer(use_ep=True)
+        own = replace(base.moe_config.moe_parallel_config, **place)
+        base.moe_config = replace(base.moe_config, moe_parallel_config=own)
+        with pytest.raises(ValueError, match=message):
+            FusedMoEWithLoRA(base)
+
+    def test_of_configs(self):
+        with pytest.raises(ValueError, match="disable one"):
+            FusedMoEWithLoRA(base_layer(use_ep=True)).create_lora_weights(SLOTS, self.config(fully_sharded_loras=True))
+        with pytest.raises(ValueError, match="max_loras is 3"):
+            FusedMoEWithLoRA(base_layer()).create_lora_weights(3, self.config())
+        with pytest.raises(ValueError, match="interleaved"):
+            FusedMoEWithLoRA(base_layer(w13_layout="interleaved")).create_lora_weights(SLOTS, self.config())
+        with pytest.raises(TypeError, match="model_config"):
+            FusedMoE3DWithLoRA(base_layer()).create_lora_weights(SLOTS, self.config())
+        with pytest.raises(ValueError, match="architectures"):
+            FusedMoE3DWithLoRA(base_layer()).create_lora_weights(SLOTS, self.config(), object())
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            (lambda a, b: (a[0], b), TypeError, "lora_a must be a list"),
+            (lambda a, b: (a[:2], b), ValueError, "3 entries"),
+            (lambda a, b: ([one[:3] for one in a], b), ValueError, "local experts first"),
+            (lambda a, b: ([a[0].int(), *a[1:]], b), TypeError, "int32"),
+            (lambda a, b: ([a[0][:, :2], *a[1:]], b), ValueError, "rank 2"),
+            (lambda a, b: ([a[0][..., :5], *a[1:]], b), ValueError, "5 columns"),
+            (lambda a, b: (a, [b[0][:, :5], *b[1:]]), ValueError, "5 rows"),
+            (lambda a, b: ([None, *a[1:]], b), ValueError, "partner"),
+            (lambda a, b: ([x.repeat(1, 3, 1) for x in a], [x.repeat(1, 1, 3) for x in b]), ValueError, "exceeds"),
+        ],
+    )
+    def test_of_adapters_leave_the_slot_as_it_was(self, change, error, message):
+        layer = wrapped(base_layer(), tenants(5))
+        before = layer(*inputs(5))
+        with pytest.raises(error, match=message):
+            layer.set_lora(0, *change(*adapter(5, 3, 4)))
+        with pytest.raises(ValueError, match="index"):
+            layer.set_lora(SLOTS, *adapter(5, 3, 4))
+        assert torch.equal(layer(*inputs(5)), before)
+
+    def test_of_odd_ranks_fully_sharded(self):
+        base = FusedMoE(2, 1, HIDDEN, INNER, torch.float32, tp_rank=0, tp_size=2)
+        layer = FusedMoEWithLoRA(base)
+        layer.create_lora_weights(SLOTS, self.config(fully_sharded_loras=True))
+        with pytest.raises(ValueError, match="rank 3 must be divisible"):
+            layer.set_lora(0, *adapter(2, 3, 1))
+        assert not bool(layer.w13_lora_a_stacked[0].any())
+
+    def test_before_slots_and_mapping(self):
+        layer = FusedMoEWithLoRA(base_layer())
+        with pytest.raises(RuntimeError, match="create_lora_weights"):
+            layer.set_lora(0, *adapter(5, 3, 4))
+        layer.create_lora_weights(SLOTS, self.config())
+        with pytest.raises(RuntimeError, match="set_mapping"):
+            layer(*inputs(5))
+
+
+def test_which_class_wraps_which():
+    config = LoRAConfig(MAX_RANK, SLOTS, lora_dtype=torch.float32)
+    model_config = type("Config", (), {"architectures": ["Any"]})()
+    assert type(from_layer(base_layer(), SLOTS, config, ["w1", "w3"], model_config)) is FusedMoEWithLoRA
+    assert type(from_layer(base_layer(), SLOTS, config, ["w13"], model_config)) is FusedMoE3DWithLoRA
+
+
+def test_loader_refuses_what_does_not_fit():
+    base = base_layer()
+    before = base.routed_experts.w13_weight.clone()
+    for weight, shard in ((torch.zeros(3, 3), (0, "w1")), (torch.zeros(INNER, HIDDEN), (9, "w1")),
+                          (torch.zeros(INNER, HIDDEN), (0, "w4")), (torch.zeros(INNER, HIDDEN), None)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"shape|shard_id"):
+            base.weight_loader(base.routed_experts.w13_weight, weight, shard)
+    assert torch.equal(base.routed_experts.w13_weight, before)

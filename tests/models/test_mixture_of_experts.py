@@ -1,0 +1,206 @@
+"""Mixtral and Qwen3-MoE compute what transformers computes; adapters on experts what merged weights compute."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from punica.adapters import LoRAModelManager, LoRARequest
+from punica.config import LoRAConfig
+from punica.engine import Engine, EngineConfig
+from punica.layers import FusedMoEWithLoRA
+from punica.metadata import LoRAMapping
+from punica.models import MixtureOfExpertsForCausalLM
+from tests.models.moe_world import (
+    CONFIGS,
+    CausalAttention,
+    factors,
+    hugging_face,
+    merged,
+    write_per_expert,
+    write_stacked,
+)
+
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 60, 0])
+POSITIONS = torch.arange(len(TOKENS))
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.compute_logits(model(TOKENS, POSITIONS, CausalAttention()))
+
+
+def wanted(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS[None]).logits[0]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def world(request, tmp_path_factory) -> tuple[Any, Path]:
+    theirs = hugging_face(CONFIGS[request.param])
+    folder = tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(folder)
+    return theirs, folder
+
+
+@pytest.fixture
+def ours(world) -> MixtureOfExpertsForCausalLM:
+    model = MixtureOfExpertsForCausalLM(world[1])
+    model.load_weights(world[1])
+    return model
+
+
+def managed(model: Any, folder: Path, max_rank: int = 6, **config: Any) -> LoRAModelManager:
+    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(max_rank, 2, **config), "cpu")
+    manager.set_active_adapters(
+        [LoRARequest("a", 7, str(folder))], LoRAMapping([7] * len(TOKENS), [7] * len(TOKENS), is_prefill=True)
+    )
+    return manager
+
+
+def test_logits_are_those_of_transformers(world, ours):
+    torch.testing.assert_close(logits_of(ours), wanted(world[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_every_name_of_the_checkpoint_has_its_place(world, ours):
+    names = [entry.name for entry in ours.checkpoint_entries()]
+    assert len(set(names)) == len(names)
+    ours.init_random_weights(seed=1)
+    assert bool(torch.isfinite(logits_of(ours)).all())
+
+
+@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
+def test_adapters_on_experts_equal_merged_weights(world, ours, tmp_path, spelling):
+    theirs, _ = world
+    layers = factors(theirs.config, rank=4, seed=5)
+    if spelling == "per expert":
+        write_per_expert(tmp_path, theirs.config, layers, 4, alpha=8)
+    else:
+        write_stacked(tmp_path, layers, 4, alpha=8)
+    managed(ours, tmp_path)
+    torch.testing.assert_close(logits_of(ours), wanted(merged(theirs, layers, 2.0)), rtol=1e-3, atol=1e-3)
+
+
+def test_missing_experts_and_projections_change_nothing(world, ours, tmp_path):
+    theirs, _ = world
+    layers = factors(theirs.config, rank=3, seed=6)
+    absent = {(1, "w1"), (0, "w3"), *((expert, "w2") for expert in range(theirs.config.num_local_experts))}
+    write_per_expert(tmp_path, theirs.config, layers, 3, 3, absent)
+    managed(ours, tmp_path)
+    torch.testing.assert_close(logits_of(ours), wanted(merged(theirs, layers, 1.0, absent)), rtol=1e-3, atol=1e-3)
+
+
+def test_adapters_trained_by_peft(world, ours, tmp_path):
+    """`target_parameters` beside the attention's projections, saved by the PEFT library and run by it."""
+    theirs, folder = world
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+    model = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(tmp_path)
+    managed(ours, tmp_path)
+    assert not torch.allclose(logits_of(ours), wanted(theirs), atol=1e-2)
+    torch.testing.assert_close(logits_of(ours), wanted(model.eval()), rtol=1e-3, atol=1e-3)
+
+
+def test_a_request_that_expects_the_other_spelling_is_refused(world, ours, tmp_path):
+    theirs, _ = world
+    layers = factors(theirs.config, rank=2, seed=5)
+    write_stacked(tmp_path / "a", layers, 2, 2)
+    write_per_expert(tmp_path / "b", theirs.config, layers, 2, 2)
+    manager = LoRAModelManager(ours, 4, 64, 61, LoRAConfig(6, 2), "cpu")
+    assert manager.add_adapter(LoRARequest("a", 2, str(tmp_path / "a"), is_3d_lora_weight=True))
+    with pytest.raises(ValueError, match="is_3d_lora_weight"):
+        manager.add_adapter(LoRARequest("b", 3, str(tmp_path / "b"), is_3d_lora_weight=True))
+    assert list(manager.list_adapters()) == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, e: t.update({f"{e}.7.w9.lora_A.weight": torch.zeros(2, 32)}), "w9"),
+        (lambda t, e: t.update({f"{e}.99.w1.lora_A.weight": torch.zeros(2, 32)}), "99"),
+    ],
+)
+def test_unknown_experts_are_refused(tmp_path, change, message):
+    from safetensors.torch import load_file, save_file
+
+    config = CONFIGS["mixtral"]
+    ours = MixtureOfExpertsForCausalLM(config)
+    ours.init_random_weights()
+    write_per_expert(tmp_path, config, factors(config, 2, 1), 2, 2)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    change(tensors, "base_model.model.model.layers.0.block_sparse_moe.experts")
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        managed(ours, tmp_path)
+
+
+def test_target_modules_may_name_the_experts_or_their_parts():
+    for targets in (["experts"], ["w1"], ["q_proj", "w2"]):
+        model = MixtureOfExpertsForCausalLM(CONFIGS["mixtral"])
+        manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2, target_modules=targets), "cpu")
+        assert isinstance(manager.modules["model.layers.1.mlp.experts"], FusedMoEWithLoRA)
+        assert ("model.layers.0.self_attn.qkv_proj" in manager.modules) == ("q_proj" in targets)
+    model = MixtureOfExpertsForCausalLM(CONFIGS["mixtral"])
+    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2, target_modules=["q_proj"]), "cpu")
+    assert not any("experts" in name for name in manager.modules)
+
+
+def test_zero_adapters_cover_the_experts():
+    model = MixtureOfExpertsForCausalLM(CONFIGS["mixtral"])
+    model.init_random_weights()
+    before = logits_of(model)
+    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2), "cpu")
+    manager.add_dummy_lora(LoRARequest("zero", 1, "/nowhere"), 4)
+    manager.set_adapter_mapping(LoRAMapping([1] * len(TOKENS), [1] * len(TOKENS)))
+    layer = manager.modules["model.layers.0.mlp.experts"]
+    assert layer.adapter_enabled.tolist() == [1, 0, 0]
+    torch.testing.assert_close(logits_of(model), before)
+
+
+def test_the_engine_serves_mixed_requests(world, tmp_path):
+    """Greedy tokens of three requests, two tenants and the backbone, equal those of merged models."""
+    theirs, folder = world
+    model = MixtureOfExpertsForCausalLM(folder)
+    model.load_weights(folder)
+    all_layers = [factors(theirs.config, rank, seed) for rank, seed in ((4, 5), (2, 6))]
+    write_per_expert(tmp_path / "0", theirs.config, all_layers[0], 4, 4)
+    write_stacked(tmp_path / "1", all_layers[1], 2, 4)
+    config = EngineConfig(max_batch_size=4, max_model_len=32)
+    engine = Engine(model, config.lora_config(max_lora_rank=4), config)
+    prompts = [[5, 9, 2, 6], [3, 1, 4], [8, 9, 7, 9, 3]]
+    adapters = [LoRARequest(str(i), i + 1, str(tmp_path / str(i))) for i in (0, 1)]
+    found = engine.generate(prompts, [*adapters, None], 6)
+    models = [merged(theirs, all_layers[0], 1.0), merged(theirs, all_layers[1], 2.0), theirs]
+    for prompt, tokens, merged_model in zip(prompts, found, models, strict=True):
+        text = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                text.append(int(merged_model(torch.tensor([text])).logits[0, -1].argmax()))
+        assert tokens == text[len(prompt) :]
+
+
+class TestRefusals:
+    def test_of_configs(self, tmp_path):
+        with pytest.raises(TypeError, match="MixtralConfig"):
+            MixtureOfExpertsForCausalLM(3)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        with pytest.raises(ValueError, match="llama"):
+            MixtureOfExpertsForCausalLM(tmp_path)
+        config = MixtureOfExpertsForCausalLM.resolve_config(CONFIGS["mixtral"])
+        config.sliding_window = 8
+        with pytest.raises(ValueError, match="sliding_window is 8"):
+            MixtureOfExpertsForCausalLM(config)

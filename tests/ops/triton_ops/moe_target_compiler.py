@@ -1,0 +1,58 @@
+"""Compile the MoE kernels for a GPU that is not there: ``python moe_target_compiler.py 90 < cases.json``, see
+`target_compiler`. Operands lie on the meta device; the rules choose, as they would on that GPU.
+"""
+
+import json
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+from target_compiler import Compilations, empty
+
+from punica.ops.moe_checks import Experts, Switches
+from punica.ops.triton_ops import moe_align
+from punica.ops.triton_ops.moe_gemm import PairGroups
+
+LAYERS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "odd": (10, 3, 1000, 100)}
+"""Experts, experts per token, hidden and inner size."""
+SLOTS, BLOCK = 4, 16
+
+
+def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
+    """Alignment, the LoRA of one product, and the product itself."""
+    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")
+    experts, top_k, hidden, inner = LAYERS[case["layer"]]
+    tokens, rank, dtype, down = case["tokens"], case["rank"], getattr(torch, case["dtype"]), case["down"]
+    slices, (k, n) = (1, (inner, hidden)) if down else (2, (hidden, inner))
+    pairs, i32 = tokens * top_k, torch.int32
+    blocks = -(-(pairs + experts * (BLOCK - 1)) // BLOCK)
+    ids, mapping = empty(tokens, top_k, dtype=torch.int64), empty(tokens, dtype=i32)
+    enabled = empty(SLOTS + 1, dtype=i32)
+    x = empty(pairs if down else tokens, k, dtype=dtype)
+    aligned: tuple = (None, empty(pairs, dtype=torch.int64), None)
+    if not case["naive"]:
+        flat = moe_align.align_all(ids, mapping, experts, BLOCK, SLOTS, blocks * BLOCK, blocks, enabled, None)
+        aligned = (flat[0].view(SLOTS, -1), flat[1].view(SLOTS, -1), flat[2])
+    a = [empty(SLOTS, experts, rank, k, dtype=dtype)] * slices
+    b = [empty(SLOTS, experts, n, rank, dtype=dtype)] * slices
+    y, weights = empty(tokens, top_k, slices * n, dtype=dtype), empty(tokens, top_k, dtype=torch.float32)
+    given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None)
+    before = len(done.records)
+    module.fused(given, rank, top_k, Switches(down), module.How(early=down, path=case["path"]))
+    if down:
+        PairGroups(ids, experts).multiply(x, empty(experts, n, k, dtype=dtype), 1)
+    return [{"case": case, **record} for record in done.records[before:]]
+
+
+def main() -> None:
+    done = Compilations(int(sys.argv[1]))
+    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")
+    for one in (module, moe_align):
+        one.check_runnable = lambda device: None
+    module.supports_pdl = lambda device: int(sys.argv[1]) >= 90
+    json.dump([record for case in json.load(sys.stdin) for record in compile_case(case, done)], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

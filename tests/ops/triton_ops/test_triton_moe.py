@@ -1,0 +1,231 @@
+"""Fused MoE LoRA kernels: all paths and forms agree with a float64 reference, and nobody reads what is not his."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from punica.ops.moe_checks import ExpertForm
+from punica.ops.triton_ops import moe_align, moe_rules
+from punica.ops.triton_ops.fused_moe_lora import How, fused, fused_moe_lora
+from tests.ops.moe_cases import CASES, Case, World
+
+module = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
+NUMBERS = (16, 32, 32, 1, 4, 2, 1)
+FORMS: dict[str, dict[str, Any]] = {
+    "rows": {
+        "shrink_config": {"rows": True, "block_n": 8, "block_k": 32, "split_k": 1, "num_stages": 1},
+        "expand_config": {"rows": True, "block_n": 32, "block_k": 16, "tiles_n": 1, "num_stages": 1},
+    },
+    "rows, split": {
+        "shrink_config": {"rows": True, "block_n": 16, "block_k": 16, "split_k": 3, "num_stages": 1},
+        "expand_config": {"rows": True, "block_n": 64, "block_k": 16, "tiles_n": 1, "num_stages": 1},
+    },
+    "tiles": {
+        "shrink_config": {"rows": False, "block_n": 16, "block_k": 32, "split_k": 1, "num_stages": 2},
+        "expand_config": {"rows": False, "block_n": 32, "block_k": 16, "tiles_n": 1, "num_stages": 2},
+    },
+    "tiles, split, walk": {
+        "shrink_config": {"rows": False, "block_n": 32, "block_k": 16, "split_k": 3, "num_stages": 2, "group_m": 2},
+        "expand_config": {"rows": False, "block_n": 16, "block_k": 64, "tiles_n": 2, "num_stages": 2, "group_m": 4},
+    },
+}
+
+
+def run(world: World, how: How) -> torch.Tensor:
+    given = world.given(moe_align.moe_lora_align_block_size)
+    fused(given, world.case.rank, world.case.top_k, world.switches, how)
+    return given.output
+
+
+@pytest.fixture
+def use_form(monkeypatch: pytest.MonkeyPatch):
+    def use(form: str) -> None:
+        monkeypatch.setattr(module, "_PLANS", {})
+        for name, config in FORMS[form].items():
+            full = {"group_m": 1, "num_warps": 4} | config
+            monkeypatch.setattr(moe_rules, name, lambda work, full=full: full)
+
+    return use
+
+
+QUICK = ("plain", "gate and up, naive", "down", "bfloat16", "rank 20 sorted", "disabled", "nobody", "no token")
+EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+SPLIT = ("gate and up", "down", "ragged sizes", "wide rank", "rank 20 sorted")
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (form, name) if name in QUICK else pytest.param(form, name, marks=pytest.mark.slow)
+        for form in FORMS
+        for name in CASES
+        if name in SPLIT or "split" not in form
+    ],
+)
+def test_two_stages(name: str, form: str, device: str, use_form):
+    use_form(form)
+    world = World(CASES[name], device)
+    world.check(run(world, How(path="two_stage", active=3)))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_one_shot(name: str, device: str):
+    if CASES[name].rank <= moe_rules.ONE_SHOT_RANK:
+        world = World(CASES[name], device)
+        world.check(run(world, How(path="one_shot")))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_small_batch(name: str, device: str):
+    if CASES[name].rank <= moe_rules.SMALL_BATCH_RANK:
+        world = World(CASES[name].but(naive=True), device)
+        world.check(run(world, How(path="small_batch")))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_as_the_rules_choose(name: str, device: str):
+    world = World(CASES[name], device)
+    world.check(run(world, How()))
+
+
+@pytest.mark.parametrize("name", ["plain", "naive", "gate and up", "down", "no token", "wide rank"])
+def test_flat_op(name: str, device: str):
+    world = World(CASES[name], device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    fused_moe_lora(
+        *given[:9], world.case.rank, world.case.top_k, given.lora_ids, world.case.slots, given.enabled,
+        *NUMBERS, *NUMBERS, *world.switches,
+    )  # fmt: skip
+    world.check(given.output)
+
+
+@pytest.mark.parametrize("name", ["gate and up", "naive", "down"])
+def test_single_launches_by_name(name: str, device: str):
+    world = World(CASES[name], device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    case, (down, _, offset, add_inputs) = world.case, world.switches
+    module._run_fused_moe_lora_one_shot(
+        *given[:9], case.rank, case.top_k, given.lora_ids, None, given.enabled, down, 16, add_inputs, offset
+    )
+    world.check(given.output)
+    output = world.y.clone()
+    module._run_fused_moe_lora_small_batch(
+        output, *given[1:5], world.topk_ids.reshape(-1), given.mapping, case.top_k, given.enabled, down, add_inputs,
+        offset,
+    )  # fmt: skip
+    world.check(output)
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor([3]), None], ids=["number", "tensor", "none"])
+def test_flat_op_is_one_node_for_a_tracer(count: Any, device: str):
+    world = World(CASES["plain"], device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    with torch.profiler.profile() as profile:
+        fused_moe_lora(
+            *given[:9], world.case.rank, world.case.top_k, given.lora_ids, count, given.enabled, *NUMBERS, *NUMBERS,
+            *world.switches,
+        )  # fmt: skip
+    world.check(given.output)
+    assert "punica::fused_moe_lora" in {event.key for event in profile.key_averages()}
+
+
+def test_more_work_than_the_grid_expects(device: str, use_form):
+    """A captured graph keeps its grid; its programs go on while there are tiles."""
+    use_form("tiles")
+    world = World(Case(tokens=30, experts=8, slots=3, hidden=16, width=16), device)
+    world.check(run(world, How(path="two_stage", active=1)))
+    world.check(run(world, How(path="one_shot", active=1)))
+
+
+def test_batch_invariance_fixes_form_and_split():
+    """Only what does not change a pair's sums may follow the batch."""
+    found = set()
+    for tokens, active, naive in ((1, 1, True), (8, 4, False), (128, 1, False), (4096, 16, False)):
+        form = ExpertForm(tokens, 8, 2, 16, 128, 16, 16, 2048, 768, 8, 16)
+        work = moe_rules.Work(form, naive, active, 2, invariant=True)
+        assert moe_rules.path(work, False) == "two_stage"
+        shrink, expand = moe_rules.shrink_config(work), moe_rules.expand_config(work)
+        found.add((*shrink.values(), expand["rows"], expand["block_n"], expand["block_k"], expand["num_warps"]))
+        assert moe_rules.block_size(tokens * 8, active, 128, invariant=True) == 16
+    assert len(found) == 1
+
+
+def test_x_may_have_any_strides(device: str):
+    world = World(Case(), device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    given = given._replace(x=world.x.t().contiguous().t())
+    fused(given, world.case.rank, world.case.top_k, world.switches)
+    world.check(given.output)
+
+
+@pytest.mark.parametrize(("numbers", "chunk"), [((8, 12, 132), 1), ((16, 24, 132), 2), ((64, 24, 132), 6),
+                                                ((512, 6, 132), 6)])  # fmt: skip
+def test_chunks_of_a_small_batch(numbers: tuple[int, int, int], chunk: int):
+    assert moe_rules.pick_small_batch_chunk(*numbers) == chunk
+
+
+class TestRefusals:
+    def given(self, device: str, **changes: Any):
+        world = World(Case(**changes), device)
+        return world, world.given(moe_align.moe_lora_align_block_size)
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            (lambda g: g._replace(x=g.x.half()), TypeError, "lora_a_stacked"),
+            (lambda g: g._replace(x=g.x.to(torch.float8_e4m3fn)), TypeError, "fused_moe_lora_fp8"),
+            (lambda g: g._replace(output=g.output.double()), TypeError, "output"),
+            (lambda g: g._replace(lora_a=[]), ValueError, "slices"),
+            (lambda g: g._replace(lora_b=g.lora_b * 2), ValueError, "slices"),
+            (lambda g: g._replace(lora_a=[g.lora_a[0].transpose(2, 3)]), ValueError, "contiguous"),
+            (lambda g: g._replace(output=g.output[0]), ValueError, "output"),
+            (lambda g: g._replace(output=g.output[:, :, ::2]), ValueError, "output"),
+            (lambda g: g._replace(output=g.output[..., :30].contiguous()), ValueError, "output with 30"),
+            (lambda g: g._replace(x=g.x[:-1]), ValueError, "qcurr_hidden_states"),
+            (lambda g: g._replace(counts=None), ValueError, "num_tokens_post_padded"),
+            (lambda g: g._replace(sorted_ids=None, counts=None), ValueError, "expert_ids"),
+            (lambda g: g._replace(expert_ids=g.expert_ids[:1]), ValueError, "shapes"),
+            (lambda g: g._replace(mapping=g.mapping[:-1]), ValueError, "token_lora_mapping"),
+            (lambda g: g._replace(enabled=g.enabled[:-1]), ValueError, "adapter_enabled"),
+        ],
+    )
+    def test_operands(self, change, error, message, device):
+        world, given = self.given(device)
+        before = given.output.clone()
+        with pytest.raises(error, match=message):
+            fused(change(given), world.case.rank, world.case.top_k, world.switches)
+        assert torch.equal(given.output, before)
+
+    @pytest.mark.parametrize(
+        ("shrink", "expand", "message"),
+        [
+            ((24, *NUMBERS[1:]), NUMBERS, "shrink_block_size_m"),
+            (NUMBERS, (16, 8, *NUMBERS[2:]), "expand_block_size_n"),
+            ((32, *NUMBERS[1:]), NUMBERS, "must be equal"),
+            ((32, *NUMBERS[1:]), (32, *NUMBERS[1:]), "alignment"),
+        ],
+    )
+    def test_blocks(self, shrink, expand, message, device):
+        world, given = self.given(device)
+        with pytest.raises(ValueError, match=message):
+            fused(given, world.case.rank, world.case.top_k, world.switches, How((shrink, expand)))
+
+    def test_numbers(self, device):
+        world, given = self.given(device)
+        with pytest.raises(ValueError, match="max_lora_rank is 9"):
+            fused(given, 9, world.case.top_k, world.switches)
+        with pytest.raises(ValueError, match="top_k_num is 3"):
+            fused(given, world.case.rank, 3, world.switches)
+        with pytest.raises(ValueError, match="offset -1"):
+            fused(given, world.case.rank, world.case.top_k, world.switches._replace(offset=-1))
+        switches = world.switches._replace(fully_sharded=True, add_inputs=False)
+        with pytest.raises(ValueError, match="add_inputs=False"):
+            fused(given, world.case.rank, world.case.top_k, switches)
+
+    def test_small_batch_takes_naive_input_of_low_rank(self, device):
+        for case in (Case(), Case(naive=True, rank=72)):
+            world = World(case, device)
+            with pytest.raises(ValueError, match="small-batch"):
+                run(world, How(path="small_batch"))

@@ -1,0 +1,126 @@
+"""Fused MoE LoRA at full size, and in CUDA graphs whose mapping and routing change between replays."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from punica.metadata import LoRAMapping
+from punica.ops import moe_torch
+from punica.ops.moe_checks import Switches
+from punica.ops.triton_ops import moe_align
+from punica.ops.triton_ops.fused_moe_lora import How, fused
+from punica.wrapper import PunicaWrapperGPU
+from tests.ops.moe_cases import Case, World
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GRID = [
+    Case(tokens, top_k, 16, slots, rank, 520, 392, slices, dtype, down=slices == 1, naive=naive)
+    for (tokens, slots), (rank, top_k), dtype, slices, naive in itertools.product(
+        ((1, 1), (33, 4), (128, 16)), ((1, 1), (8, 2), (20, 6), (64, 8), (96, 2), (128, 2), (256, 2)), DTYPES, (1, 2),
+        (False, True),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRID[::3], ids=str)
+@pytest.mark.parametrize("path", ["two_stage", "one_shot", "small_batch", None])
+def test_every_path(case: Case, path: str | None):
+    if (path == "small_batch" and (case.rank > 64 or not case.naive)) or (path == "one_shot" and case.rank > 128):
+        pytest.skip("not a legal path")
+    world = World(case, "cuda")
+    given = world.given(moe_align.moe_lora_align_block_size)
+    fused(given, case.rank, case.top_k, world.switches, How(path=path))
+    world.check(given.output)
+
+
+def test_alignment_of_many():
+    generator = torch.Generator().manual_seed(1)
+    tokens, top_k, experts, slots = 4096, 8, 512, 32
+    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator)
+    mapping = torch.randint(-1, slots, (tokens,), generator=generator, dtype=torch.int32)
+    blocks = -(-(tokens * top_k + experts * 15) // 16)
+    enabled, lora_ids = torch.ones(slots + 1, dtype=torch.int32), torch.arange(-1, slots, dtype=torch.int32)
+    results = []
+    for op, where in ((moe_torch, "cpu"), (moe_align, "cuda"), (moe_align, "cuda")):
+        lengths = (slots * blocks * 16, slots * blocks, slots)
+        outputs = [torch.full((n,), -3, dtype=torch.int32, device=where) for n in lengths]
+        operands = (ids.to(where), mapping.to(where), experts, 16, slots, blocks * 16, blocks)
+        op.moe_lora_align_block_size(*operands, *outputs, enabled.to(where), lora_ids.to(where))
+        results.append([one.cpu() for one in outputs])
+    assert all(map(torch.equal, results[0], results[1]))
+    assert all(map(torch.equal, results[1], results[2]))
+
+
+class Layer:
+    """w13, an activation and w2 through the wrapper, on buffers that stay where they are."""
+
+    def __init__(self, tokens: int, slots: int, experts: int, top_k: int) -> None:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", dtype=torch.float16) * 0.2
+
+        self.tokens, self.slots, self.experts, self.top_k = tokens, slots, experts, top_k
+        rank, hidden, inner = 16, 256, 128
+        self.wrapper: Any = PunicaWrapperGPU(tokens, tokens, "cuda", max_loras=slots)
+        self.x = normal(tokens, hidden)
+        self.a13 = tuple(normal(slots, experts, rank, hidden) for _ in range(2))
+        self.b13 = tuple(normal(slots, experts, inner, rank) for _ in range(2))
+        self.a2, self.b2 = (normal(slots, experts, rank, inner),), (normal(slots, experts, hidden, rank),)
+        self.y13, self.y2 = normal(tokens, top_k, 2 * inner), normal(tokens, top_k, hidden)
+        self.enabled = torch.ones(slots + 1, dtype=torch.int32, device="cuda")
+        self.ids = torch.zeros(tokens, top_k, dtype=torch.long, device="cuda")
+        self.weights = torch.rand(tokens, top_k, device="cuda")
+
+    def begin(self, mapping: list[int], seed: int) -> None:
+        ids = [slot + 1 for slot in mapping]
+        self.wrapper.update_metadata(LoRAMapping(ids, ids), list(range(1, self.slots + 1)), self.slots + 1, 100)
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(self.tokens, self.experts, generator=generator)
+        self.ids.copy_(scores.topk(self.top_k, dim=1).indices)
+
+    def run(self) -> torch.Tensor:
+        y13, y2, none = self.y13.clone(), self.y2.clone(), torch.empty(self.experts, 1, 1)
+        aligned = self.wrapper.add_lora_w13(
+            y13, self.x, self.a13, self.b13, self.ids, self.weights, None, none, none, self.tokens, self.top_k,
+            self.slots, self.enabled, self.experts, self.top_k, 2, False, False,
+        )  # fmt: skip
+        gate, up = y13.chunk(2, dim=-1)
+        inner = (torch.nn.functional.silu(gate) * up).flatten(0, 1)
+        self.wrapper.add_lora_w2(
+            y2, inner, self.a2, self.b2, self.weights, *aligned, self.tokens, none, none, self.top_k, self.slots,
+            self.enabled, self.top_k, False, 0, False,
+        )  # fmt: skip
+        return y2
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(8, 64, 2), (24, 8, 2), (64, 32, 8)])
+def test_a_graph_replays_other_mappings_and_routings(tokens, experts, top_k):
+    torch.manual_seed(0)
+    layer = Layer(tokens, 4, experts, top_k)
+    layer.begin([row % 3 for row in range(tokens)], 0)
+    layer.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = layer.run()
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        mapping = torch.randint(-1, 4, (tokens - seed % 3,), generator=generator).tolist()
+        layer.begin([-1] * tokens if seed == 7 else mapping, seed)
+        graph.replay()
+        eager = layer.run()
+        # eager, the rules may choose another form for other numbers of adapters
+        torch.testing.assert_close(output, eager, rtol=4e-3, atol=4e-3)
+
+
+def test_the_bits_repeat():
+    world = World(Case(64, 8, 32, 4, 16, 1024, 512, 2, torch.bfloat16), "cuda")
+    results = []
+    for _ in range(5):
+        given = world.given(moe_align.moe_lora_align_block_size)
+        fused(given, 16, 8, Switches())
+        results.append(given.output)
+    assert all(torch.equal(results[0], other) for other in results)

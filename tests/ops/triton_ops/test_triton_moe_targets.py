@@ -1,0 +1,73 @@
+"""The MoE kernels compile for an H200 without one, fit its shared memory, and spill no registers."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CASE = {"layer": "qwen3", "tokens": 8, "rank": 16, "dtype": "bfloat16", "down": False, "naive": False, "path": None}
+USUAL = [
+    CASE | {"layer": layer, "tokens": tokens, "down": down, "naive": naive, "path": "two_stage"}
+    for layer, tokens, down in itertools.product(("mixtral", "qwen3"), (8, 128), (False, True))
+    for naive in ((False, True) if tokens == 8 else (False,))
+]
+OTHERS = [
+    CASE | changes
+    for changes in (
+        {"path": "one_shot", "down": True},
+        {"path": "one_shot", "rank": 128, "dtype": "float16"},
+        {"path": "small_batch", "naive": True, "down": True},
+        {"path": "small_batch", "naive": True, "rank": 64},
+        {"rank": 256, "tokens": 256},
+        {"rank": 20, "layer": "odd", "dtype": "float32"},
+        {"rank": 20, "layer": "odd", "dtype": "float16", "down": True, "tokens": 100},
+        {"rank": 64, "tokens": 512, "dtype": "float32", "layer": "odd"},
+    )
+]
+
+
+def compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `moe_target_compiler` says of these cases for compute capability 9.0, from an empty cache."""
+    script = Path(__file__).with_name("moe_target_compiler.py")
+    with TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": str(ROOT)}
+        found = subprocess.run(
+            [sys.executable, str(script), "90"],
+            input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    return json.loads(found.stdout)
+
+
+def check(records: list[dict[str, Any]]) -> None:
+    assert {record["target"] for record in records} == {90}
+    assert max(record["shared"] for record in records) <= 227 << 10
+
+
+@pytest.mark.slow
+def test_every_form_compiles_and_fits():
+    check(compiled(OTHERS))
+
+
+@pytest.mark.slow
+def test_usual_calls_spill_nothing_and_overlap():
+    records = compiled(USUAL)
+    check(records)
+    assert not [(record["spilled"], record["case"]) for record in records if record["spilled"]]
+    assert sum(record["waits"] for record in records) == 2 * len(USUAL)  # shrink and expand of each
+    early = sum(record["starts_early"] for record in records)
+    assert early == len(USUAL) + sum(case["down"] for case in USUAL)  # every expand, and shrink behind an activation
+
+
+def test_a_decode_step_compiles():
+    records = compiled([CASE | {"path": "two_stage", "naive": True}])
+    check(records)
+    assert [record["waits"] for record in records] == [True, True]

@@ -1,0 +1,241 @@
+"""The wrapper's mixture-of-experts methods, on both backends (interpreted where there is no GPU)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from punica.metadata import LoRAMapping
+from punica.ops.moe_configs import (
+    DEFAULTS,
+    normalize_lora_config_keys,
+    positional_config,
+    try_get_optimal_moe_lora_config,
+)
+from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
+from tests.ops.moe_cases import Case, World
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def make(request) -> Callable[..., Any]:
+    def build(mapping: list[int], slots: int) -> Any:
+        backend = PunicaWrapperCPU if request.param == "cpu" else PunicaWrapperGPU
+        device = "cuda" if request.param == "gpu" and HAS_GPU else "cpu"
+        wrapper = backend(64, 64, device, max_loras=slots)
+        ids = tuple(slot + 1 for slot in mapping)
+        wrapper.update_metadata(LoRAMapping(ids, ids), list(range(1, slots + 1)), slots + 1, 100)
+        return wrapper
+
+    return build
+
+
+def ints(*values: int, device: Any = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+EXAMPLES = [
+    (
+        ([[0, 1], [1, 0], [0, 1]], [0, -1, 0], None, 2, 2, 2),
+        ([0, 4, 1, 5, 6, 6, 6, 6, *[6] * 8], [0, 1, -1, -1, *[-1] * 4], [4, 0]),
+    ),
+    (([[3, 1]], [1], None, 4, 2, 4), ([2] * 8 + [1, 2, 2, 2, 0, 2, 2, 2], [-1, -1, 1, 3], [0, 8])),
+    (([[0, 3], [2, 1]], [0, 0], [-1, -1, 0, 1], 2, 1, 2), ([2, 4, 1, 4, 4, 4, 4, 4], [0, 1, -1, -1], [4])),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), EXAMPLES)
+def test_alignment_examples(given, wanted):
+    """Tiny blocks, so on the CPU only."""
+    topk_ids, mapping, expert_map, experts, slots, block = given
+    wrapper = PunicaWrapperCPU(8, 8, "cpu", max_loras=slots)
+    ids = tuple(slot + 1 for slot in mapping)
+    wrapper.update_metadata(LoRAMapping(ids, ids), list(range(1, slots + 1)), slots + 1, 100)
+    found = wrapper.moe_lora_align_block_size(
+        torch.tensor(topk_ids), len(mapping), block, experts, slots, ints(*[1] * slots, 0),
+        None if expert_map is None else ints(*expert_map),
+    )  # fmt: skip
+    assert found[0].tolist() == mapping
+    assert [one.tolist() for one in found[1:]] == list(wanted)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize(("tokens", "experts"), [(5, 4), (1, 16), (7, 3), (0, 4)])
+def test_lengths_of_an_alignment(make, tokens, experts, pad):
+    mapping = [0, 1, -1, 0, 1, 1, 0][:tokens]
+    wrapper = make(mapping, 2)
+    device = wrapper.device
+    topk_ids = torch.randint(0, experts, (tokens, 2), device=device)
+    enabled = ints(1, 0, 0, device=device)
+    own, ids, blocks, counts = wrapper.moe_lora_align_block_size(
+        topk_ids, tokens, 16, experts, 2, enabled, pad_sorted_ids=pad
+    )
+    pairs = 2 * tokens
+    padded = pairs + 15 * experts
+    padded = -(-padded // 16) * 16 if pad else padded
+    padded = pairs * 16 if pairs < experts else padded
+    assert own.tolist() == mapping
+    assert ids.shape == (2 * padded,)
+    assert blocks.shape == (2 * -(-padded // 16),)
+    assert counts.shape == (2,)
+    assert ids.view(2, -1)[1].tolist() == [pairs] * padded  # slot 1 is not enabled
+    assert set(blocks.view(2, -1)[1].tolist()) <= {-1}
+    mine = [2 * t + j for t in range(tokens) if mapping[t] == 0 for j in range(2)]
+    assert sorted(i for i in ids.view(2, -1)[0].tolist() if i < pairs) == mine
+
+
+def test_naive_assignment(make):
+    wrapper = make([0, 1], 2)
+    topk_ids = torch.tensor([[3, 1], [0, 2]], device=wrapper.device)
+    enabled = ints(1, 1, 0, device=wrapper.device)
+    mapping, ids, experts, counts = wrapper.moe_lora_align_block_size(
+        topk_ids, 2, 16, 4, 2, enabled, naive_block_assignment=True
+    )
+    assert (mapping.tolist(), ids, experts.tolist(), counts) == ([0, 1], None, [3, 1, 0, 2], None)
+    with pytest.raises(ValueError, match="expert_map"):
+        wrapper.moe_lora_align_block_size(
+            topk_ids, 2, 16, 4, 2, enabled, ints(0, 1, 2, 3, device=wrapper.device), naive_block_assignment=True
+        )
+
+
+LAYERS = {
+    "sorted": Case(tokens=9, top_k=2, experts=4, slots=2, slices=2, width=24, hidden=32),
+    "naive": Case(tokens=2, top_k=2, experts=16, slots=3, slices=2, width=24, hidden=32, naive=True),
+    "not gated": Case(tokens=6, top_k=1, experts=4, slots=2, slices=1, width=24, hidden=32),
+}
+
+
+def both(wrapper: Any, up: World, down: World, mapping: Any = None, expert_map: Any = None) -> tuple:
+    """w13, then w2 with what it returned: the alignment, and both outputs."""
+    case = up.case
+    y13, y2 = up.y[..., : case.slices * case.width].contiguous(), down.y[..., : down.case.width].contiguous()
+    w1 = torch.empty(case.experts, 1, 1)
+    aligned = wrapper.add_lora_w13(
+        y13, up.x, tuple(up.a), tuple(up.b), up.topk_ids, up.weights, expert_map, w1, w1, case.tokens, case.top_k,
+        case.slots, up.enabled, case.experts, case.top_k, case.slices, False, False, mapping,
+    )  # fmt: skip
+    wrapper.add_lora_w2(
+        y2, down.x, tuple(down.a), tuple(down.b), up.weights, *aligned, case.tokens, w1, w1, case.top_k, case.slots,
+        up.enabled, case.top_k, False, 0, False,
+    )  # fmt: skip
+    return aligned, y13, y2
+
+
+def worlds(name: str, device: Any) -> tuple[World, World]:
+    """Of the two products, with one routing."""
+    case = LAYERS[name]
+    up = World(case, device)
+    down = World(case.but(slices=1, down=True, hidden=case.width, width=case.hidden), device)
+    assert torch.equal(up.topk_ids, down.topk_ids)
+    return up, down
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("override", [False, True])
+def test_both_products_of_a_layer(make, name, override):
+    own = [-1] * LAYERS[name].tokens if override else World(LAYERS[name]).mapping.tolist()
+    wrapper = make(own, LAYERS[name].slots)
+    up, down = worlds(name, wrapper.device)
+    aligned, y13, y2 = both(wrapper, up, down, up.mapping if override else None)
+    assert (aligned[0] is None) == LAYERS[name].naive
+    for world, y in ((up, y13), (down, y2)):
+        wanted = world.expected[..., : y.shape[-1]]
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_without_adapters_writes_nothing(make):
+    case = LAYERS["sorted"]
+    wrapper = make([-1] * case.tokens, case.slots)
+    up, down = worlds("sorted", wrapper.device)
+    _, y13, y2 = both(wrapper, up, down)
+    assert torch.equal(y13, up.y[..., : y13.shape[-1]])
+    assert torch.equal(y2, down.y[..., : y2.shape[-1]])
+
+
+def test_no_tokens(make):
+    wrapper = make([0], 2)
+    case = LAYERS["sorted"].but(tokens=0, mapping=())
+    up = World(case, wrapper.device)
+    down = World(case.but(slices=1, down=True), wrapper.device)
+    aligned, _, _ = both(wrapper, up, down)
+    assert (aligned[0], aligned[1].numel(), aligned[2]) == (None, 0, None)
+
+
+def test_remote_experts_are_left_alone(make):
+    """With an expert map ids are global; experts 0 and 2 are here, as 0 and 1."""
+    case = LAYERS["not gated"].but(experts=2, top_k=1)
+    wrapper = make([0] * case.tokens, case.slots)
+    up = World(case.but(mapping=(0,) * case.tokens), wrapper.device)
+    local = up.topk_ids.clone()
+    up.topk_ids = local * 2 + 1 - (up.topk_ids == 0).long()  # 0 -> 0, 1 -> 3
+    expert_map = ints(0, -1, 1, -1, device=wrapper.device)
+    down = World(case.but(slices=1, down=True, hidden=case.width, width=case.hidden, mapping=(0,) * case.tokens))
+    aligned, y13, _ = both(wrapper, up, down, expert_map=expert_map)
+    is_here = (local == 0)[:, :, None]
+    wanted = torch.where(is_here, up.expected[..., : y13.shape[-1]], up.y[..., : y13.shape[-1]].double())
+    torch.testing.assert_close(y13.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert aligned[0] is not None
+
+
+def test_fused_method_takes_configs_in_both_spellings(make):
+    case = Case(tokens=6, slots=2)
+    world = World(case)
+    wrapper = make(world.mapping.tolist(), case.slots)
+    world = World(case, wrapper.device)
+    _, ids, experts, counts = wrapper.moe_lora_align_block_size(
+        world.topk_ids, case.tokens, 16, case.experts, case.slots, world.enabled
+    )
+    for config in ({"block_m": 16, "block_n": 32, "block_k": 16}, {"BLOCK_SIZE_M": 16, "NUM_STAGES": 2}):
+        y = world.y.clone()
+        wrapper.add_lora_fused_moe(
+            y, world.x, tuple(world.a), tuple(world.b), world.weights, ids, experts, counts, case.rank, case.top_k,
+            config, config, world.enabled,
+        )  # fmt: skip
+        world.check(y)
+    with pytest.raises(ValueError, match="BLOCK_SIZE_Q"):
+        wrapper.add_lora_fused_moe(
+            world.y, world.x, tuple(world.a), tuple(world.b), world.weights, ids, experts, counts, case.rank,
+            case.top_k, {"block_size_q": 1}, {}, world.enabled,
+        )  # fmt: skip
+
+
+def test_the_rows_of_a_call_must_agree(make):
+    case = LAYERS["sorted"]
+    wrapper = make([0] * case.tokens, case.slots)
+    up, down = worlds("sorted", wrapper.device)
+    w1 = torch.empty(case.experts, 1, 1)
+    before = up.y.clone()
+    for tokens, slices in ((case.tokens - 1, 2), (case.tokens, 1)):
+        with pytest.raises(ValueError, match=r"num_tokens|num_slices"):
+            wrapper.add_lora_w13(
+                up.y, up.x, tuple(up.a), tuple(up.b), up.topk_ids, up.weights, None, w1, w1, tokens, case.top_k,
+                case.slots, up.enabled, case.experts, case.top_k, slices, False, False,
+            )  # fmt: skip
+    ids = torch.zeros(4, dtype=torch.int32, device=wrapper.device)
+    with pytest.raises(ValueError, match="expert_ids_lora is None"):
+        wrapper.add_lora_w2(
+            down.y, down.x, tuple(down.a), tuple(down.b), up.weights, ids, None, ids, None, case.tokens, w1, w1,
+            case.top_k, case.slots, up.enabled, case.top_k, False, 0, False,
+        )  # fmt: skip
+    assert torch.equal(up.y, before)
+
+
+class TestConfigs:
+    def test_shrink_and_expand_fit_the_rank(self):
+        shapes = ((8, 64, 32), (8, 32, 32))
+        shrink = try_get_optimal_moe_lora_config("fused_moe_lora_w13_shrink", *shapes, 8, 2, torch.float16, 100)
+        expand = try_get_optimal_moe_lora_config("fused_moe_lora_w2_expand", *shapes, 64, 2, torch.float16, 100)
+        few = try_get_optimal_moe_lora_config("fused_moe_lora_w2_expand", *shapes, 64, 2, torch.float16, 8)
+        assert (shrink["BLOCK_SIZE_N"], expand["BLOCK_SIZE_K"]) == (16, 32)
+        assert shrink["BLOCK_SIZE_M"] == 64
+        assert (few["BLOCK_SIZE_M"], few["BLOCK_SIZE_K"], few["GROUP_SIZE_M"]) == (16, 64, 1)
+        with pytest.raises(ValueError, match="fused_moe_lora_w3"):
+            try_get_optimal_moe_lora_config("fused_moe_lora_w3", *shapes, 8, 2, torch.float16, 1)
+
+    def test_keys(self):
+        given = {"block_m": 1, "block_n": 2, "block_k": 3, "num_warps": 8, "SPLIT_K": 2}
+        wanted = {"BLOCK_SIZE_M": 1, "BLOCK_SIZE_N": 2, "BLOCK_SIZE_K": 3, "NUM_WARPS": 8, "SPLIT_K": 2}
+        assert normalize_lora_config_keys(given) == wanted
+        assert positional_config("shrink_config", given) == (1, 2, 3, DEFAULTS["GROUP_SIZE_M"], 8, 3, 2)
