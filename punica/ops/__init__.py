@@ -2,8 +2,8 @@
 
 :mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` computes it fast on a CPU,
 :mod:`~punica.ops.baselines` holds what the paper compares with, ``punica.ops.triton_ops`` the GPU kernels. The
-kernels are imported on first use of ``lora_shrink``, ``lora_expand`` or ``lora_linear``, so the CPU path needs no
-Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
+kernels are imported on first use of ``lora_shrink``, ``lora_expand``, ``lora_linear`` or their ``_fp8`` kin, so the CPU
+path needs no Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from punica.ops.torch_ops import (
     shrink,
 )
 
-_TRITON_OPS = ("lora_expand", "lora_linear", "lora_shrink")
+_TRITON_OPS = ("lora_expand", "lora_expand_fp8", "lora_linear", "lora_shrink", "lora_shrink_fp8")
 
 
 def __getattr__(name: str) -> Any:

@@ -120,9 +120,9 @@ def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[t
     return Weights(first.shape[0], first.shape[rank_dim], widths, first.dtype, first.device)
 
 
-def describe_stored(name: str, weights: Any, rank_dim: int) -> Weights:
+def describe_stored(name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS) -> Weights:
     """`describe_weights` for kernels, which address the memory: also how all slices are stored."""
-    form, orders = describe_weights(name, weights, rank_dim), set()
+    form, orders = describe_weights(name, weights, rank_dim, allowed), set()
     for i, weight in enumerate(weights):
         row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
         if not (row_major or swapped):

@@ -72,12 +72,12 @@ def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., Non
         name, either = function.__name__, _number_or_tensor(function)
         LIBRARY.define(name + _schema(function, mutates, either))
 
+        signature = inspect.signature(function)
+
         def implementation(*args: Any, **kwargs: Any) -> None:
-            for parameter in either:
-                number = kwargs.pop(f"{parameter}_number", None)
-                if number is not None:
-                    kwargs[parameter] = number
-            function(*args, **kwargs)
+            numbers = {parameter: kwargs.pop(f"{parameter}_number", None) for parameter in either}
+            given = signature.bind(*args, **kwargs).arguments
+            function(**given | {parameter: number for parameter, number in numbers.items() if number is not None})
 
         LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"punica::{name}", _writes_in_place, lib=LIBRARY)
@@ -88,10 +88,11 @@ def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., Non
             if not is_traced():
                 function(*args, **kwargs)
                 return
+            given = signature.bind(*args, **kwargs).arguments
             for parameter in either:
-                if isinstance(kwargs.get(parameter), int):
-                    kwargs[f"{parameter}_number"] = kwargs.pop(parameter)
-            registered(*args, **kwargs)
+                if isinstance(given.get(parameter), int):
+                    given[f"{parameter}_number"], given[parameter] = given[parameter], None
+            registered(**given)
 
         return call
 
