@@ -3,7 +3,8 @@
 :mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` computes it fast on a CPU,
 :mod:`~punica.ops.baselines` holds what the paper compares with, ``punica.ops.triton_ops`` the GPU kernels. The
 kernels are imported on first use of ``lora_shrink``, ``lora_expand``, ``lora_linear`` or their ``_fp8`` kin, so the CPU
-path needs no Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones.
+path needs no Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast
+ones. FP8 weights: :mod:`~punica.ops.quant` makes them, :mod:`~punica.ops.fp8_ops` is the CPU path.
 """
 
 import importlib
