@@ -86,7 +86,8 @@ class Scales(NamedTuple):
 def is_plain(weights: Any, b_scale: Any) -> bool:
     """Whether this is the unquantised operator: no scales, and weights that are not FP8."""
     listed = isinstance(weights, (tuple, list)) and len(weights) > 0
-    return not b_scale and not (listed and isinstance(weights[0], Tensor) and weights[0].dtype in FP8_DTYPES)
+    scaled = not (b_scale is None or (isinstance(b_scale, (tuple, list)) and not b_scale))
+    return not scaled and not (listed and isinstance(weights[0], Tensor) and weights[0].dtype in FP8_DTYPES)
 
 
 def check_plain(name: str, x: Any, a_scale: Any, scheme: Scheme) -> None:

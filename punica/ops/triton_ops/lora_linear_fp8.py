@@ -98,7 +98,8 @@ def linear_fp8(
             a_scale, shrink, expand, add_inputs, lora_ranks,
         )  # fmt: skip
         return
-    a_scales, b_scales = lora_a_scale or (), lora_b_scale or ()
+    a_scales = () if lora_a_scale is None else lora_a_scale
+    b_scales = () if lora_b_scale is None else lora_b_scale
     weights = (lora_a_stacked, lora_b_stacked, a_scales, b_scales)
     plan, aligned = _PLANS.find(x, y, weights, lora_ranks, batch, (add_inputs, shrink, expand, options), scale)
     if plan is None:

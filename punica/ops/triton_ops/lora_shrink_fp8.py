@@ -97,47 +97,44 @@ def _shrink_row(
         scale_ptrs = scale_ptr + offs_r // GROUP_N * scale_n
         mask_r = offs_r < lanes
         mask_k = offs_k < (1 << 30 if EVEN_K else K)
-        a = tl.load(a_block, mask=mask_r[:, None] & mask_k[None, :], other=0.0)
         if GROUP_K == 0:
+            a = tl.load(a_block, mask=mask_r[:, None] & mask_k[None, :], other=0.0)
             scale = tl.load(scale_ptrs, mask=mask_r, other=0.0)
         if PDL:  # A was written long before; x and its scales may come from the kernel in front of this one
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        x = widened(tl.load(x_ptrs, mask=mask_k, other=0.0), X_FORMAT, tl.float32)
         if GROUP_K == 0:
-            product = widened(a, FORMAT, tl.float32) * x[None, :]
+            x = tl.load(x_ptrs, mask=mask_k, other=0.0)
+            product = widened(a, FORMAT, tl.float32) * widened(x, X_FORMAT, tl.float32)[None, :]
             for step in tl.range(1, STEPS):
                 jump = step * (BLOCK_K * SPLIT_K)
                 mask_step = offs_k < K - jump
-                a = tl.load(a_block + jump * STRIDE_AK, mask=mask_r[:, None] & mask_step[None, :], other=0.0)
-                x = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
-                product += widened(a, FORMAT, tl.float32) * widened(x, X_FORMAT, tl.float32)[None, :]
+                a_step = tl.load(a_block + jump * STRIDE_AK, mask=mask_r[:, None] & mask_step[None, :], other=0.0)
+                x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
+                product += widened(a_step, FORMAT, tl.float32) * widened(x_step, X_FORMAT, tl.float32)[None, :]
             if HAS_A:
                 scale *= tl.load(pick_from(operands, 0, 2 * NUM_SLICES, 1) + row * stride_at)
             total = tl.sum(product, 1) * scale
         else:
             SPAN: tl.constexpr = min(BLOCK_K, GROUP_K)
             GROUPS: tl.constexpr = BLOCK_K // SPAN
-            offs_g = pid_k * BLOCK_K // GROUP_K + tl.arange(0, GROUPS)
             total = tl.zeros([BLOCK_R], tl.float32)
             for step in tl.range(0, STEPS):
                 jump = step * (BLOCK_K * SPLIT_K)
                 mask_step = offs_k < K - jump
-                a = tl.load(a_block + jump * STRIDE_AK, mask=mask_r[:, None] & mask_step[None, :], other=0.0)
-                x = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
-                product = widened(a, FORMAT, tl.float32) * widened(x, X_FORMAT, tl.float32)[None, :]
-                parts = tl.sum(tl.reshape(product, (BLOCK_R, GROUPS, SPAN)), 2)
-                if GROUPS == 1:
-                    offs_g = (pid_k * BLOCK_K + jump) // GROUP_K + tl.arange(0, GROUPS)
+                a_step = tl.load(a_block + jump * STRIDE_AK, mask=mask_r[:, None] & mask_step[None, :], other=0.0)
+                x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
+                products = widened(a_step, FORMAT, tl.float32) * widened(x_step, X_FORMAT, tl.float32)[None, :]
+                parts = tl.sum(tl.reshape(products, (BLOCK_R, GROUPS, SPAN)), 2)
+                offs_g = (pid_k * BLOCK_K + jump) // GROUP_K + tl.arange(0, GROUPS)
                 mask_g = offs_g * GROUP_K < K
-                scale = tl.load(
+                scales = tl.load(
                     scale_ptrs[:, None] + offs_g[None, :] * scale_k, mask=mask_r[:, None] & mask_g[None, :], other=0.0
                 )
                 if HAS_A:
                     a_scale_ptr = pick_from(operands, 0, 2 * NUM_SLICES, 1) + row * stride_at
-                    scale *= tl.load(a_scale_ptr + offs_g * stride_ag, mask=mask_g, other=0.0)[None, :]
-                total += tl.sum(parts * scale, 1)
-                offs_g += BLOCK_K * SPLIT_K // GROUP_K
+                    scales *= tl.load(a_scale_ptr + offs_g * stride_ag, mask=mask_g, other=0.0)[None, :]
+                total += tl.sum(parts * scales, 1)
         total *= scaling
         if WHOLE and DIRECT:
             total = tl.where(offs_r < rank, total, 0.0)
