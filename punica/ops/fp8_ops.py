@@ -138,9 +138,7 @@ def run_linear(
     if low is None:
         shape = (len(lora_a), x.shape[0], lora_a[0].shape[-2])
         low = torch.empty(shape, dtype=torch.float32, device=x.device)
-    shrink_op(
-        x, lora_a, low, batch, scale, b_scale=lora_a_scale, a_scale=a_scale, scheme=shrink, lora_ranks=lora_ranks
-    )
+    shrink_op(x, lora_a, low, batch, scale, b_scale=lora_a_scale, a_scale=a_scale, scheme=shrink, lora_ranks=lora_ranks)
     h, h_scale = low, None
     if expand.use_fp8_w8a8:
         h, h_scale = quantize_per_token(low, expand.group_k, check=False)

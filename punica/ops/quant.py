@@ -187,8 +187,9 @@ class Fp8Matrix:
 
     def split(self, sizes: Sequence[int]) -> "list[Fp8Matrix]":
         """Blocks of so many rows each."""
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [self.cut(lambda w, at=at, n=n: w.narrow(0, at, n)) for at, n in zip(starts, sizes, strict=True)]
+        return [
+            Fp8Matrix(*part) for part in zip(self.values.split(list(sizes)), self.scale.split(list(sizes)), strict=True)
+        ]
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------

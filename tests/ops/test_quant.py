@@ -32,7 +32,9 @@ class TestRoundTrip:
     def test_per_tensor(self, shape, dtype):
         w = torch.randn(shape) * 3
         q, scale = quantize_per_tensor(w, dtype)
-        assert q.dtype == dtype and q.shape == w.shape and scale.shape == ()
+        assert q.dtype == dtype
+        assert q.shape == w.shape
+        assert scale.shape == ()
         assert float(scale) == pytest.approx(float(w.abs().max()) / FP8_MAX[dtype])
         assert_round_trip(w, dequantize(q, scale), scale, dtype)
 
@@ -60,7 +62,8 @@ class TestRoundTrip:
 def test_largest_values_and_zeros(dtype):
     w = torch.tensor([[1e30, -1e30, 3.0], [0.0, 0.0, 0.0], [65504.0, 1.0, -2.0]])
     for q, scale in (quantize_per_channel(w, dtype), quantize_per_tensor(w, dtype), quantize_blockwise(w, 1, 2, dtype)):
-        assert torch.isfinite(q.float()).all() and torch.isfinite(scale).all()
+        assert torch.isfinite(q.float()).all()
+        assert torch.isfinite(scale).all()
         assert (q.float()[1] == 0).all()
     assert float(quantize_per_channel(w, dtype)[1][1]) == pytest.approx(1e-12 / FP8_MAX[dtype])
 
@@ -99,7 +102,8 @@ class TestPerToken:
 
     def test_no_rows(self):
         q, scale = quantize_per_token(torch.zeros(0, 40), 16)
-        assert q.shape == (0, 40) and scale.shape == (0, 3)
+        assert q.shape == (0, 40)
+        assert scale.shape == (0, 3)
 
 
 class TestRefusals:
@@ -116,7 +120,8 @@ class TestRefusals:
     def test_not_checked(self):
         w = torch.tensor([[1.0, float("nan")], [1.0, float("inf")]])
         q, scale = quantize_per_token(w, check=False)
-        assert q[0].isnan().any() and scale[1].isinf()
+        assert q[0].isnan().any()
+        assert scale[1].isinf()
 
     def test_types_and_shapes(self):
         with pytest.raises(TypeError, match="int64"):

@@ -93,9 +93,10 @@ def linear_fp8(
         check_linear_fp8(
             y, x, lora_a_stacked, lora_b_stacked, batch, lora_a_scale, lora_b_scale, a_scale, shrink, expand, lora_ranks
         )
+        pair = partial(shrink_fp8, options=options), partial(expand_fp8, options=options)
         run_linear(
-            partial(shrink_fp8, options=options), partial(expand_fp8, options=options), y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale,
-            a_scale, shrink, expand, add_inputs, lora_ranks,
+            *pair, y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale, a_scale, shrink,
+            expand, add_inputs, lora_ranks,
         )  # fmt: skip
         return
     a_scales = () if lora_a_scale is None else lora_a_scale

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.metadata import HEIGHTS, LoRABatch
-from punica.metadata.work import LONG, TOTALS
+from punica.metadata.work import TOTALS
 from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_rank, check_ranks, describe_stored
 from punica.ops.fp8_checks import (
     Form,
@@ -450,7 +450,13 @@ def shrink_fp8(
         return
     if isinstance(batch, LoRABatch) and is_traced():
         chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
-        given = {"scaling": scale, "b_scale": b_scale or [], "a_scale": a_scale, **scheme._asdict(), "lora_ranks": lora_ranks}
+        given = {
+            "scaling": scale,
+            "b_scale": b_scale or [],
+            "a_scale": a_scale,
+            **scheme._asdict(),
+            "lora_ranks": lora_ranks,
+        }
         call_flat(lora_shrink_fp8, (x, lora_a_stacked, y), batch, x.shape[0], **given, accumulate=accumulate, **chosen)
         return
     switches = (accumulate, scheme, None if a_scale is None else form_of("a_scale", a_scale), options)

@@ -27,8 +27,8 @@ from punica.ops.fp8_checks import Scales, Scheme, check_scales, forms_of
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
-from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.fp8_device import operands
+from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_expand_fp8 import plan_expand_fp8
 from punica.ops.triton_ops.lora_linear import plan_linear
