@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from punica.adapters.check import check_expected_modules
+from punica.adapters.check import SCALE_SUFFIX, check_expected_modules, is_scale_of_another
 from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
 from punica.checks import check_count
 from punica.config import LoRAConfig
@@ -325,7 +325,7 @@ def read_tensors(
     weights_mapper: NameMapper | None,
     skip_prefixes: Sequence[str] | None,
 ) -> dict[str, torch.Tensor]:
-    """The LoRA tensors of a PEFT folder, after all their names have been checked.
+    """The LoRA tensors of a PEFT folder, and the scales of those in FP8, after all their names have been checked.
 
     They are mapped from the file: whoever keeps them copies them, else someone who overwrites the file changes them.
 
@@ -346,8 +346,11 @@ def read_tensors(
         raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
     try:
         with safe_open(str(file), framework="pt", device="cpu") as handle:
-            names = lora_names(handle.keys(), weights_mapper, skip_prefixes)
+            keys = set(handle.keys())
+            own = [key for key in handle.keys() if not is_scale_of_another(key, keys)]  # noqa: SIM118 (no dict)
+            names = lora_names(own, weights_mapper, skip_prefixes)
             check_expected_modules((name.module for name in names.values()), expected_lora_modules)
-            return {key: handle.get_tensor(key) for key in names}
+            scales = [key + SCALE_SUFFIX for key in names if key + SCALE_SUFFIX in keys]
+            return {key: handle.get_tensor(key) for key in (*names, *scales)}
     except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error

@@ -1,7 +1,7 @@
 """The keywords with which a layer hands FP8 weights to the wrapper, and what they mean.
 
 ``lora_a_scale``, ``lora_b_scale``: the scales of A and of B, one float32 tensor per slice; ``a_scale``: those of an x
-that is FP8 itself; ``quant_args``: how they lie, the fields of `punica.ops.fp8_checks.Scheme`, for one product or for
+that is FP8 itself; ``quant_args``: how they lie, a `punica.ops.fp8_checks.Scheme` or its fields, for one product or
 both, or ``{"use_fp8_w8a8": ..., "shrink": {...}, "expand": {...}}`` where they differ. Without ``use_fp8_w8a8``
 activations stay as they are (weight-only). One set of keywords may go to `add_shrink` and to `add_expand`: each looks
 at its own.
@@ -63,6 +63,8 @@ def _schemes(quant_args: Any) -> tuple[Scheme, Scheme]:
     """Those of shrink and expand."""
     if quant_args is None:
         return Scheme(), Scheme()
+    if isinstance(quant_args, Scheme):
+        return quant_args, quant_args
     if not isinstance(quant_args, Mapping):
         raise TypeError(f"quant_args must be a mapping, got {type(quant_args).__name__}")
     if not {"shrink", "expand"} & set(quant_args):
