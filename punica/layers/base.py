@@ -122,8 +122,8 @@ class BaseLayerWithLoRA(nn.Module):
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank``, in ``lora_config.lora_dtype`` or in
-        FP8 with scales.
+        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank``, in ``lora_config.lora_dtype`` or
+        in FP8 with scales.
 
         ``TypeError`` for a ``lora_dtype`` that is not resolved yet, ``ValueError`` for sizes below 1 or that do not
         divide over the ranks, ``RuntimeError`` when the slots exist already.
