@@ -20,7 +20,7 @@ LOOKS = {
     "true rank": (0, "o"), "padded": (3, "s"), "mean of uniform ranks": (2, "D"), "padded / true rank": (3, "s"),
     "true rank / mean of uniform ranks": (0, "o"), "bytes, padded / true rank": (7, "^"),
     "deterministic": (0, "o"), "deterministic, no PDL": (9, "v"), "batch invariant": (2, "D"), "atomics": (3, "s"),
-    "atomics, finer split": (1, "P"), "apart": (2, "D"), "FP8 e4m3": (0, "o"), "FP8 e5m2": (2, "D"),
+    "atomics, finer split": (1, "P"), "apart": (2, "D"), "FP8 e4m3": (1, "P"), "FP8 e5m2": (2, "D"),
     "FP8 w8a8": (3, "s"),
 }  # fmt: skip
 """Legend -> place in the palette, and marker, where `style.look` has no other."""
