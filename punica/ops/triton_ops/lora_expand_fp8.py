@@ -367,7 +367,7 @@ def _lora_expand_fp8_listed_kernel(
 
 
 def _row_blocks(block_n: int, warps: int, rank: int, row_major: bool, programs_at: Any) -> tuple[int, int]:
-    """Columns of a program that takes one row, and how many ranks it reads at once: 8 KiB a warp.
+    """Columns of a program that takes one row, and how many ranks it reads at once: 4 KiB a warp.
 
     By ranks, threads hold 8 neighbouring columns or more, so 256 for each warp unless that leaves the device idle; by
     rows the ranks of a column are read at once.
@@ -378,7 +378,7 @@ def _row_blocks(block_n: int, warps: int, rank: int, row_major: bool, programs_a
     block_n = max(block_n, 256 * warps)
     while block_n > 64 * warps and programs_at(block_n) < 512:
         block_n //= 2
-    return block_n, min(lanes, max(16, 8192 * warps // block_n))
+    return block_n, min(lanes, max(16, 4096 * warps // block_n))
 
 
 def plan_expand_fp8(

@@ -230,10 +230,12 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
     given, found = Fp8Operands(case, capability), []
     (a, b), has_ranks, linear = given.forms(), given.ranks is not None, case["linear"] and not case["w8a8"]
     first = given.shrink_config()
-    second = given.expand_config(first["split_k"] if linear else 1)
+    sizes = (given.tokens, max(given.widths), given.rank, given.slices)
+    planes_in = first["split_k"] if linear else 1
+    second = choose("expand", given.batch.shape, *sizes, given.options, True, planes_in, b.row_major)
     pdl, low = linear and supports_pdl(GPU), torch.float32
     a_strides = (1, 0) if case["w8a8"] else None
-    planes = (first["split_k"] if linear else 1, given.slices, given.tokens, given.rank)
+    planes = (planes_in, given.slices, given.tokens, given.rank)
     h = empty(*planes, dtype=given.fp8 if case["w8a8"] else low)
     shrink = plan_shrink_fp8(
         given.x, a, given.lie(a, given.a_scales, given.shrink, True), given.shrink, a_strides, low, given.batch, first,

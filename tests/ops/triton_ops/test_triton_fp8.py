@@ -72,10 +72,9 @@ def activations(shape: tuple[int, ...], k: int, mode: dict[str, Any], w8a8: bool
 
 
 @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-@pytest.mark.parametrize("form", SHRINKS)
-@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize(("form", "slices"), [("rows", 1), ("rows", 2), ("tiles", 2)])
 @pytest.mark.parametrize("mode", MODES)
-def test_shrink(mode, slices, form, w8a8, device, use_config):
+def test_shrink(mode, form, slices, w8a8, device, use_config):
     use_config(shrink=SHRINKS[form])
     given = MODES[mode]
     a = stacks([(20, 200)] * slices, given, device)
@@ -91,10 +90,12 @@ def test_shrink(mode, slices, form, w8a8, device, use_config):
 
 
 @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-@pytest.mark.parametrize("form", EXPANDS)
-@pytest.mark.parametrize("widths", [(150,), (33, 150, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "widths"),
+    [("rows", (150,)), ("rows", (33, 40)), ("tiles", (33, 70)), ("walk", (150,)), ("deep", (70,))],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_expand(mode, widths, form, w8a8, device, use_config):
+def test_expand(mode, form, widths, w8a8, device, use_config):
     use_config(expand=EXPANDS[form])
     given = MODES[mode]
     b = stacks([(n, 40) for n in widths], given, device)
@@ -136,12 +137,15 @@ def test_formats(weights, values, shrink, device, use_config):
     torch.testing.assert_close(y.cpu().double(), torch.cat(deltas, 1), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("form", ["rows", "tiles", "mixed", "left"])
-@pytest.mark.parametrize("mode", ["channel", "r x 32", "32 x r"])
-@pytest.mark.parametrize("slots", [SLOTS, PROMPT], ids=["decode", "prompt"])
-def test_linear_on_a_step(slots, mode, form, device, use_config):
-    if slots is PROMPT and (form == "rows" or mode != "channel"):
-        pytest.skip("many rows one by one: seconds in the interpreter, and covered by the decode step")
+@pytest.mark.parametrize(
+    ("form", "mode", "slots"),
+    [
+        *((form, "channel", SLOTS) for form in ("rows", "tiles", "mixed", "left")),
+        *((form, "32 x r", SLOTS) for form in ("rows", "left")),
+        *((form, "channel", PROMPT) for form in ("tiles", "mixed")),
+    ],
+)
+def test_linear_on_a_step(form, mode, slots, device, use_config):
     expand = "walk" if form == "tiles" else form
     use_config(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
     given = MODES[mode]
