@@ -20,7 +20,7 @@ computes prompts; logits of all their tokens with the adapters in FP8 against th
 error` (relative), and how many greedy tokens (largest logit) change. Random logits lie closer together than a trained
 model's, so that this is the pessimistic end.
 
-Cost at scale=laptop: about 40 seconds on two cores, 3 GB.
+Cost at scale=laptop: about 45 seconds on two cores, 3 GB.
 """
 
 from __future__ import annotations

@@ -426,7 +426,8 @@ def plan_expand_fp8(
 
     wide = _wide(h_dtype, y.dtype)
     most_r = min(most_r, 128 if wide.itemsize == 2 else 16)
-    block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r)
+    # in a loop over ranks 64 at most: B lies in registers while it is made wide
+    block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r, 64)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
