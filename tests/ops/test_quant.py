@@ -12,6 +12,7 @@ from punica.ops.quant import (
     quantize_per_tensor,
     quantize_per_token,
     validate_scales,
+    widened,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -78,6 +79,14 @@ def test_other_source_types(dtype):
     w = torch.randn(4, 8).to(dtype)
     q, scale = quantize_per_channel(w)
     assert_round_trip(w.float(), dequantize(q, scale), scale[:, None], E4M3)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_widened_is_the_plain_cast(dtype):
+    """All 256 values, NaN among them, in any layout."""
+    q = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+    for stored in (q, q.T, q[:, ::2], q[0], q[:0]):
+        assert torch.equal(widened(stored).nan_to_num(nan=7e5), stored.float().nan_to_num(nan=7e5))
 
 
 class TestPerToken:
