@@ -3,6 +3,7 @@
 Every switch of the library is a field here; the library reads no environment variable.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from punica.checks import check_count
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_FP8_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,9 @@ class LoRAConfig:
         max_loras: slots on the device, i.e. distinct adapters in one batch.
         max_cpu_loras: adapters kept in host memory, at least ``max_loras`` (``None``: equal to it).
         lora_dtype: ``"auto"`` (the model's), ``"float16"``, ``"bfloat16"``, ``"float32"`` or such a torch dtype.
+        fp8: ``"float8_e4m3fn"``, ``"float8_e5m2"`` or such a torch dtype: adapters are quantised when they are
+            registered and held in FP8 with one float32 scale per channel, about half the bytes of 16 bits;
+            ``lora_dtype`` is then the dtype of the activations that they meet. ``None``: held in ``lora_dtype``.
         target_modules: deployment filter, suffixes or full module names; ``None`` wraps every supported module.
     Layout
         fully_sharded_loras: shard A as well as B over tensor-parallel ranks.
@@ -44,6 +49,7 @@ class LoRAConfig:
     max_cpu_loras: int | None = None
     fully_sharded_loras: bool = False
     lora_dtype: str | torch.dtype = "auto"
+    fp8: str | torch.dtype | None = None
     target_modules: list[str] | None = None
     specialize_active_lora: bool = False
     enable_mixed_moe_lora_format: bool = False
@@ -67,6 +73,8 @@ class LoRAConfig:
                 raise TypeError(f"{field.name} must be a bool, got {value!r}")
         if not (isinstance(self.lora_dtype, str) and self.lora_dtype == "auto"):
             _as_dtype("lora_dtype", self.lora_dtype)
+        if self.fp8 is not None:
+            object.__setattr__(self, "fp8", _as_dtype("fp8", self.fp8, _FP8_DTYPES))
         if self.target_modules is not None:
             object.__setattr__(self, "target_modules", _module_names(self.target_modules))
         if self.tuned_dir is not None and not isinstance(self.tuned_dir, (str, Path)):
@@ -90,16 +98,16 @@ class LoRAConfig:
         object.__setattr__(self, "lora_dtype", _as_dtype("the model's dtype", model_dtype))
 
 
-def _as_dtype(name: str, value: Any) -> torch.dtype:
+def _as_dtype(name: str, value: Any, known: Mapping[str, torch.dtype] = _DTYPES) -> torch.dtype:
     if isinstance(value, torch.dtype):
-        if value not in _DTYPES.values():
-            raise TypeError(f"{name} is {value}; adapters are stored as one of {list(_DTYPES)}")
+        if value not in known.values():
+            raise TypeError(f"{name} is {value}; adapters are stored as one of {list(known)}")
         return value
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str or a torch dtype, got {type(value).__name__} {value!r}")
-    if value not in _DTYPES:
-        raise ValueError(f'{name} is {value!r}, must be one of {list(_DTYPES)} (lora_dtype also takes "auto")')
-    return _DTYPES[value]
+    if value not in known:
+        raise ValueError(f'{name} is {value!r}, must be one of {list(known)} (lora_dtype also takes "auto")')
+    return known[value]
 
 
 def _module_names(names: Any) -> list[str]:

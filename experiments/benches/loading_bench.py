@@ -21,11 +21,12 @@ from experiments.benches.model_steps import (
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, random_adapter
-from punica.adapters.synthetic import LLAMA_LORA_MODULES
+from punica.adapters.synthetic import LLAMA_LORA_MODULES, llama_module_shapes
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
+from punica.ops.quant import Fp8Matrix
 from punica.workload.popularity import popularity
 
 MOST_ADAPTERS = 256
@@ -52,6 +53,7 @@ class Bench:
         layers: how many decoder layers (None: all).
         rotate_bytes: what the adapters that take turns must exceed, so that none of them waits in a cache.
         decode: the steps to run beside the loads; their adapters are loaded here. None: nothing runs.
+        fp8: the format of slots in FP8 (None: they are as wide as the model).
 
     Raises:
         CheckFailed: an adapter, or a slot, does not have the bytes that arithmetic says.
@@ -67,11 +69,15 @@ class Bench:
         rotate_bytes: int = 0,
         seed: int = 0,
         decode: Decode | None = None,
+        fp8: torch.dtype | None = None,
     ) -> None:
-        self.rank, self.device = rank, torch.device(device)
+        self.rank, self.device, self.fp8 = rank, torch.device(device), fp8
         self.dtype = getattr(torch, model.dtype.name)
-        self.bytes = model.lora_parameters(rank, layers) * model.dtype.bytes
-        config = llama_config(model, layers)
+        elements, config = model.lora_parameters(rank, layers), llama_config(model, layers)
+        self.bytes = elements * model.dtype.bytes
+        if fp8 is not None:  # and a float32 scale for every row of A and of B
+            shapes = llama_module_shapes(config, LLAMA_LORA_MODULES).values()
+            self.bytes = elements + 4 * sum(rank + out for _, out in shapes)
         neighbours = decode.adapters if decode else 0
         count = min(max(2, -(-rotate_bytes // self.bytes)), MOST_ADAPTERS)
         ids = range(neighbours + 1, neighbours + count + 1)
@@ -84,9 +90,10 @@ class Bench:
             max_loras=neighbours + 1,
             max_cpu_loras=neighbours + count,
             target_modules=list(LLAMA_LORA_MODULES),
+            fp8=fp8,
         )
         self.manager = LoRAModelManager(llama, rows, rows, model.vocab_size, lora, device)
-        self._check_bytes(self.adapters[0])
+        self._check_bytes(self.adapters[0], elements * model.dtype.bytes)
         for i in range(1, neighbours + 1):
             self.manager.add_adapter(self.adapters[0].clone(i))
             self.manager.activate_adapter(i)
@@ -94,10 +101,10 @@ class Bench:
             self.manager.add_adapter(adapter)
         self.step = _decode_step(self.manager, llama, decode) if decode else None
 
-    def _check_bytes(self, adapter: LoRAModel) -> None:
+    def _check_bytes(self, adapter: LoRAModel, wide: int) -> None:
         pairs = [_matrices(adapter, name)[:2] for name in adapter.loras]
         tensors = sum(tensor.nbytes for pair in pairs for tensor in pair)
-        if not tensors == self.manager.slot_bytes == self.bytes:
+        if tensors != wide or self.manager.slot_bytes != self.bytes:
             raise CheckFailed(
                 f"rank {self.rank}: {tensors} bytes in an adapter, {self.manager.slot_bytes} in a slot, "
                 f"{self.bytes} by arithmetic"
@@ -121,21 +128,27 @@ class Bench:
         adapter = self.adapters[i % len(self.adapters)]
         for name, places in self._places().items():
             a, b, scaling = _matrices(adapter, name)
-            for place, expected in zip(places, (a, b.float() * scaling), strict=True):
-                if not torch.equal(place.matrix(self.slot), expected.to(self.dtype).to(self.device)):
+            held = [w.to(self.dtype) for w in (a, b.float() * scaling)]
+            if self.fp8 is not None:
+                matrices = [Fp8Matrix.of(w, self.fp8) for w in held]
+                held = [*[matrix.values for matrix in matrices], *[matrix.scale[:, None] for matrix in matrices]]
+            for place, expected in zip(places, held, strict=True):
+                if not torch.equal(place.matrix(self.slot).cpu().float(), expected.float()):
                     raise CheckFailed(f"after a load, slot {self.slot} of {name} does not hold adapter {adapter.id}")
                 if int(place.ranks[self.slot]) != self.rank:
                     raise CheckFailed(f"after a load, the rank of slot {self.slot} of {name} is not {self.rank}")
 
-    def _places(self) -> dict[str, tuple[SlotPart, SlotPart]]:
-        """`model.layers.0.self_attn.k_proj` -> where its A and its B lie: the second slice of `qkv_proj`."""
+    def _places(self) -> dict[str, list[SlotPart]]:
+        """`model.layers.0.self_attn.k_proj` -> where its A and its B lie, and their scales if they are in FP8: the
+        second slice of `qkv_proj`.
+        """
         places = {}
         for name, layer in self.manager.modules.items():
             parent, _, last = name.rpartition(".")
             names = LlamaForCausalLM.packed_modules_mapping.get(last, [last])
-            parts = layer.slot_parts(None, None)  # A of every slice, then B of every slice
-            for part, *place in zip(names, parts[: len(names)], parts[len(names) :], strict=True):
-                places[f"{parent}.{part}"] = (place[0], place[1])
+            parts = layer.slot_parts(None, None)  # A of every slice, then B of every slice, then the scales of both
+            for i, part in enumerate(names):
+                places[f"{parent}.{part}"] = parts[i :: len(names)]
         return places
 
 
@@ -144,7 +157,8 @@ def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor
     weights = adapter.get_lora(name)
     if not isinstance(weights, LoRALayerWeights):
         raise CheckFailed(f"adapter {adapter.id} has no {name}")
-    return *weights.pair(), weights.scaling
+    a, b = (w.real() if isinstance(w, Fp8Matrix) else w for w in weights.pair())
+    return a, b, weights.scaling
 
 
 def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Decode) -> Callable[[], torch.Tensor]:

@@ -20,11 +20,11 @@ from experiments.plots.overlay import band
 
 PAPER_RANK = 16  # of D03; the text names none
 LINK = "link"
-LOOKS = {"punica": (0, "o"), "per_tensor": (1, "s"), "pageable": (3, "D"), LINK: (7, "")}
+LOOKS = {"punica": (0, "o"), "punica fp8": (2, "P"), "per_tensor": (1, "s"), "pageable": (3, "D"), LINK: (7, "")}
 """System -> place in the palette, and marker; the link is a roof, not a system."""
 NAMES = {
-    "punica": "punica", "per_tensor": "set_lora per layer, pinned", "pageable": "set_lora per layer, pageable",
-    LINK: "link: one plain copy (roofline)",
+    "punica": "punica", "punica fp8": "punica, FP8 slots", "per_tensor": "set_lora per layer, pinned",
+    "pageable": "set_lora per layer, pageable", LINK: "link: one plain copy (roofline)",
 }  # fmt: skip
 GREY: dict[str, Any] = {"color": style.PAPER_GREY, "linestyle": "", "markersize": 5.5}
 PAPER = {**GREY, "marker": "o", "markerfacecolor": "white"}

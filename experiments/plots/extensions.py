@@ -20,7 +20,8 @@ LOOKS = {
     "true rank": (0, "o"), "padded": (3, "s"), "mean of uniform ranks": (2, "D"), "padded / true rank": (3, "s"),
     "true rank / mean of uniform ranks": (0, "o"), "bytes, padded / true rank": (7, "^"),
     "deterministic": (0, "o"), "deterministic, no PDL": (9, "v"), "batch invariant": (2, "D"), "atomics": (3, "s"),
-    "atomics, finer split": (1, "P"), "apart": (2, "D"),
+    "atomics, finer split": (1, "P"), "apart": (2, "D"), "FP8 e4m3": (1, "P"), "FP8 e5m2": (2, "D"),
+    "FP8 w8a8": (3, "s"),
 }  # fmt: skip
 """Legend -> place in the palette, and marker, where `style.look` has no other."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
@@ -94,6 +95,27 @@ def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         below.set_ylim(bottom=min(0.0, below.get_ylim()[0]))
     title = "Latency that LoRA adds to a projection"
     return _finish(figure, axes, title, rows, "added latency (µs)", "relative to\nthe projection alone")
+
+
+def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Latency, relative to SGMV, and error of an operator by batch; of a model logit error, changed tokens by rank."""
+    panels, figure, axes = _columns(rows, 3, "panel")
+    for panel, (above, middle, below) in zip(panels, axes.T, strict=True):
+        mine = rows[rows["panel"] == panel]
+        if panel == "quality":
+            above.set_visible(False)
+            _fill(middle, _by(mine, "changed_greedy_tokens", "rank", "system"), log=False)
+            _fill(below, _by(mine, "logit_error", "rank", "system"))
+            middle.set_title("a model: share of greedy\ntokens that change")
+            continue
+        latency = _by(mine, "latency", "batch_size", "system")
+        _fill(above, latency)
+        if "SGMV" in latency:
+            _fill(middle, {n: (line / latency["SGMV"]).dropna() for n, line in latency.items() if n != "SGMV"})
+        middle.axhline(1.0, color="0.3", linewidth=0.8)
+        _fill(below, {n: line for n, line in _by(mine, "error", "batch_size", "system").items() if n != "SGMV"})
+    labels = "latency (µs)", "relative to SGMV", "relative error"
+    return _finish(figure, axes, "Adapters in FP8", rows, *labels, x_label="batch size (model: rank)")
 
 
 def _columns(rows: pd.DataFrame, depth: int, column: str = "workload") -> tuple[list[str], Figure, Any]:

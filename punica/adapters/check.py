@@ -5,7 +5,8 @@ An adapter comes from a stranger (a tenant), so nothing unchecked reaches a slot
 the serving process changes. Every rule stands here once; the stations around ask where they first have what it needs.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from punica.adapters.wrap import adapter_component
 from punica.layers import BaseLayerWithLoRA
 from punica.layers.base import LoRAInput
 from punica.layers.utils import ADAPTER_DTYPES
+from punica.ops.checks import check_dtype
+from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
+
+SCALE_SUFFIX = "_scale"
+"""What follows a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
 
 
 def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collection[str]) -> None:
@@ -29,7 +35,7 @@ def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collec
 
 
 def check_tensors(
-    names: Mapping[str, tuple[str, bool, str]], tensors: Mapping[str, Tensor], model_vocab_size: int | None
+    names: Mapping[str, tuple[str, bool, str]], tensors: Mapping[str, Tensor | Fp8Matrix], model_vocab_size: int | None
 ) -> dict[str, dict[bool, str]]:
     """Types and dtypes, A with B everywhere, embeddings of the model's vocabulary. `names` are the `TensorName`s.
 
@@ -37,7 +43,7 @@ def check_tensors(
         `{module: {True: key of A, False: key of B}}`.
 
     Raises:
-        TypeError: a value is not a tensor, or its dtype is not fp16, bf16, fp32 or fp64 (fp8 would need scales).
+        TypeError: a value is not a tensor, or its dtype is not fp16, bf16, fp32 or fp64, or FP8 without scales.
         ValueError: no tensors, A without B, or an embedding of another vocabulary.
     """
     if not names:
@@ -45,13 +51,14 @@ def check_tensors(
     sides: dict[str, dict[bool, str]] = {}
     for key, (module, is_a, _) in names.items():
         tensor = tensors[key]
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, (Tensor, Fp8Matrix)):
             raise TypeError(f"{key!r} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in ADAPTER_DTYPES:
+        if tensor.dtype not in ADAPTER_DTYPES and not isinstance(tensor, Fp8Matrix):
             raise TypeError(
-                f"{key!r} has dtype {tensor.dtype}; LoRA tensors must be float16, bfloat16, float32 or float64"
+                f"{key!r} has dtype {tensor.dtype}; LoRA tensors must be float16, bfloat16, float32 or float64, or "
+                f"float8 with scales in {key + SCALE_SUFFIX!r}"
             )
-        of_embedding = is_a and "lora_embedding_" in key and tensor.dim() == 2
+        of_embedding = is_a and "lora_embedding_" in key and tensor.ndim == 2
         if of_embedding and model_vocab_size not in (None, tensor.shape[1]):
             raise ValueError(f"{key!r} covers a vocabulary of {tensor.shape[1]} ids, the model has {model_vocab_size}")
         sides.setdefault(module, {})[is_a] = key
@@ -63,9 +70,9 @@ def check_tensors(
     return sides
 
 
-def check_pair(module: str, a: Tensor, b: Tensor, rank: int) -> None:
+def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
     """A is `[rank, in]`, B `[out, rank]`. Raises ValueError naming the module and both values otherwise."""
-    if a.dim() != 2 or b.dim() != 2:
+    if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"module {module!r}: A and B must be 2-D, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     if a.shape[0] != b.shape[1]:
         raise ValueError(
@@ -75,8 +82,51 @@ def check_pair(module: str, a: Tensor, b: Tensor, rank: int) -> None:
         raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
 
 
-def check_finite(module: str, is_a: bool, placed: Tensor, read: Tensor) -> None:
+def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """FP8 tensors together with their scales, which checkpoints keep beside them: ``<name>`` ``[N, K]`` float8 and
+    ``<name>_scale``, one factor per tensor (one element) or per row (``[N]`` or ``[N, 1]``).
+
+    TypeError: scales of a tensor that is not FP8. ValueError: scales of another shape, or not all finite and >= 0.
+    """
+    joined: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        name = key + SCALE_SUFFIX
+        if is_scale_of_another(key, tensors):
+            continue
+        scale = tensors.get(name)
+        joined[key] = tensor if scale is None else _with_scale(key, tensor, name, scale)
+    return joined
+
+
+def is_scale_of_another(key: str, keys: Container[str]) -> bool:
+    """Whether ``key`` names the scales of another tensor among ``keys``."""
+    return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in keys
+
+
+def _with_scale(key: str, values: Any, name: str, scale: Any) -> Fp8Matrix:
+    if not isinstance(values, Tensor) or values.dtype not in FP8_DTYPES:
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(f"{key!r} is {kind} and has scales in {name!r}; only float8 tensors have scales, drop them")
+    check_dtype(repr(name), scale, ADAPTER_DTYPES)
+    rows = values.shape[0] if values.ndim else 0
+    if scale.numel() == 1:
+        scale = scale.reshape(1).expand(rows)
+    elif tuple(scale.shape) not in ((rows,), (rows, 1)):
+        raise ValueError(
+            f"{name!r} has shape {tuple(scale.shape)}; {key!r} {tuple(values.shape)} needs one scale, or one per row: "
+            f"({rows},) or ({rows}, 1). Dequantise block-wise scales first"
+        )
+    scale = scale.reshape(rows).float().contiguous()
+    validate_scales(scale, repr(name))
+    return Fp8Matrix(values.detach(), scale)
+
+
+def check_finite(module: str, is_a: bool, placed: Tensor | Fp8Matrix, read: Tensor | Fp8Matrix) -> None:
     """ValueError if a matrix holds NaN or inf as `placed`, and whether only the cast of what was `read` brought it."""
+    if isinstance(placed, Fp8Matrix):  # its scales were checked; values may be NaN, and inf in e5m2
+        placed = read = placed.values.float()
+    elif isinstance(read, Fp8Matrix):
+        read = read.real()
     if _all_finite(placed):
         return
     cast = placed.dtype != read.dtype and _all_finite(read)
@@ -93,7 +143,7 @@ def check_fits(adapter_id: int, name: str, lora_a: LoRAInput, lora_b: LoRAInput,
         _, slices_b = layer.check_lora(lora_a, lora_b)
     except (TypeError, ValueError) as error:
         raise type(error)(f"adapter {adapter_id}, module {name!r}: {error}") from error
-    if not all(b is None or _all_finite(b) for b in slices_b):
+    if not all(b is None or _all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for b in slices_b):
         raise ValueError(f"adapter {adapter_id}, module {name!r}: B contains NaN or inf after scaling")
 
 

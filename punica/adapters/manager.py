@@ -78,9 +78,10 @@ class LoRAModelManager:
         self.modules = {layer.names[0]: layer.layer for layer in wrapped}
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
+        self._fp8 = cast(torch.dtype | None, self.lora_config.fp8)
         self._expected_modules = wrap.expected_lora_modules(layers)
         self._moe_ep_spec = wrap.moe_ep_spec_of(layers)
-        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules)
+        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules, self._fp8)
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
         self._writer = make_slot_writer(self.modules)
         self._held = HeldAdapters(self.capacity, self.lora_slots, self._writer)
@@ -362,7 +363,8 @@ class LoRAModelManager:
                 self._expected_modules,
                 config,
                 lora_model_id=request.lora_int_id,
-                dtype=cast(torch.dtype, self.lora_config.lora_dtype),
+                # what becomes FP8 is rounded once, from what the file has
+                dtype=cast(torch.dtype, self.lora_config.lora_dtype) if self._fp8 is None else None,
                 model_vocab_size=self.vocab_size,
                 moe_ep_spec=self._moe_ep_spec,
             )

@@ -20,6 +20,9 @@ from punica.adapters.pack_experts import BASE_LAYER, pack_experts
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
 from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
+from punica.layers.base import SlotPart
+from punica.layers.packing import LoRAFactor
+from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image
 
 
@@ -30,6 +33,7 @@ class AdapterPacker:
         wrapped: the model's LoRA layers and all names that adapters may have trained them under.
         packed_modules_mapping: `{runtime suffix: adapter-visible parts}`.
         target_modules: deployment filter; an adapter that touches more is refused rather than served incompletely.
+        fp8: the format of FP8 slots: adapters are quantised here, once (`None`: other slots).
     """
 
     def __init__(
@@ -37,7 +41,9 @@ class AdapterPacker:
         wrapped: Sequence[NamedLayer[BaseLayerWithLoRA]],
         packed_modules_mapping: PackedMapping,
         target_modules: Collection[str] | None,
+        fp8: torch.dtype | None = None,
     ) -> None:
+        self._fp8 = fp8
         self._wrapped = {layer.names[0]: layer for layer in wrapped}
         self._place: dict[str, tuple[str, int | None]] = {}  # adapter's name -> layer, and which part (None: whole)
         for name, layer in self._wrapped.items():
@@ -66,6 +72,8 @@ class AdapterPacker:
         packed = {name: self._pack_module(lora, name, given) for name, given in self._by_layer(lora).items()}
         for name, weights in packed.items():
             check_fits(lora.id, name, *weights.pair(), self._wrapped[name].layer)
+        if self._fp8 is not None:
+            packed = {name: _quantised(weights, self._fp8) for name, weights in packed.items()}
         return LoRAModel(lora.id, max(weights.rank for weights in packed.values()), packed)
 
     def _by_layer(self, lora: LoRAModel) -> dict[str, dict[int | None, str]]:
@@ -113,6 +121,20 @@ class AdapterPacker:
         return PackedLoRALayerWeights.pack(members, name)
 
 
+def _quantised(weights: ModuleWeights, fp8: torch.dtype) -> ModuleWeights:
+    """Copies of checked weights in FP8. Scales belong to whole rows of A and B, so later cuts find them ready."""
+
+    def quantise(factor: LoRAFactor) -> LoRAFactor:
+        return None if factor is None else Fp8Matrix.of(factor, fp8, check=False)
+
+    if isinstance(weights, PackedLoRALayerWeights):
+        lora_a, lora_b = ([quantise(factor) for factor in each] for each in (weights.lora_a, weights.lora_b))
+        return PackedLoRALayerWeights(weights.module_name, weights.rank, lora_a, lora_b)
+    own = copy.copy(weights)
+    own.lora_a, own.lora_b = (quantise(factor) for factor in weights.pair())
+    return own
+
+
 class StagedAdapter(LoRAModel):
     """An adapter whose tensors are views of `image` (uint8, on the CPU), so that nothing is held twice.
 
@@ -130,26 +152,41 @@ def stage(
 ) -> StagedAdapter:
     """Copy this rank's part of every matrix of a packed adapter into an image, in the order of the model's layers.
 
-    `dtype` is that of the slots. Casting, and turning a matrix to the order in which its slot lies in memory, happens
-    here, once.
+    `dtype` is that of the slots (uint8: they are in FP8, values and scales go as bytes). Casting, and turning a matrix
+    to the order in which its slot lies in memory, happens here, once.
     """
     parts = {name: layer.slot_parts(*lora.pair_of(name)) for name, layer in modules.items()}
     all_parts = [part for of_layer in parts.values() for part in of_layer]
     image = pack_image([SlotMatrix(part.stored().part, part.rank) for part in all_parts], dtype, pin_memory=pin_memory)
     matrices = zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True)
-    views = iter([matrix if matrix is None or part.row_major else matrix.T for part, matrix in matrices])
+    views = iter([_as_part(part, matrix) for part, matrix in matrices])
     loras: dict[str, ModuleWeights] = {}
     for name, of_layer in parts.items():
         own = [next(views) for _ in of_layer]
         if (weights := lora.get_lora(name)) is not None:
-            loras[name] = _as_views(weights, own)
+            loras[name] = _as_views(weights, own, of_layer[0].fp8)
     return StagedAdapter(lora, loras, image)
 
 
-def _as_views(weights: ModuleWeights, views: list[Tensor | None]) -> ModuleWeights:
-    """`weights` with the tensors replaced by the views: first those of A, slice by slice, then those of B."""
-    slices = len(views) // 2
-    lora_a, lora_b = views[:slices], views[slices:]
+def _as_part(part: SlotPart, matrix: Tensor | None) -> Tensor | None:
+    """A matrix of an image as the slot's layer takes it."""
+    if matrix is None:
+        return None
+    typed = matrix.view(part.slots.dtype) if part.fp8 else matrix
+    return typed if part.row_major else typed.T
+
+
+def _as_views(weights: ModuleWeights, views: list[Tensor | None], fp8: bool) -> ModuleWeights:
+    """`weights` with the tensors replaced by the views: first those of A, slice by slice, then those of B; with `fp8`
+    then the scales of both.
+    """
+    factors: list[LoRAFactor] = list(views)
+    if fp8:
+        half = len(views) // 2
+        pairs = zip(views[:half], views[half:], strict=True)
+        factors = [None if v is None or s is None else Fp8Matrix(v, s[:, 0]) for v, s in pairs]
+    slices = len(factors) // 2
+    lora_a, lora_b = factors[:slices], factors[slices:]
     if slices > 1 or isinstance(weights, PackedLoRALayerWeights):
         return PackedLoRALayerWeights(weights.module_name, weights.rank, lora_a, lora_b)
     own = copy.copy(weights)

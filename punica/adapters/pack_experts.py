@@ -73,9 +73,7 @@ def _pack_separate(
     return PackedLoRALayerWeights.pack_moe(local, name, not layer.moe_config.is_act_and_mul)
 
 
-def _pack_stacked(
-    members: list[LoRALayerWeights], name: str, layer: FusedMoEWithLoRA
-) -> PackedLoRALayerWeights:
+def _pack_stacked(members: list[LoRALayerWeights], name: str, layer: FusedMoEWithLoRA) -> PackedLoRALayerWeights:
     gated, hidden = layer.moe_config.is_act_and_mul, layer.hidden_size
     inner = layer.intermediate_size_per_partition * layer.tp_size
     sizes = {(hidden, 2 * inner if gated else inner): "w13", (inner, hidden): "w2"}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from punica.adapters.check import check_expected_modules
+from punica.adapters.check import SCALE_SUFFIX, check_expected_modules, is_scale_of_another
 from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import check_count
@@ -335,7 +335,8 @@ def read_tensors(
     skip_prefixes: Sequence[str] | None,
     moe_ep_spec: MoEEPSpec | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The LoRA tensors of a PEFT folder, after all their names have been checked; those of remote experts are left out.
+    """The LoRA tensors of a PEFT folder, and the scales of those in FP8, after all their names have been checked; those
+    of remote experts are left out.
 
     They are mapped from the file: whoever keeps them copies them, else someone who overwrites the file changes them.
 
@@ -356,9 +357,12 @@ def read_tensors(
         raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
     try:
         with safe_open(str(file), framework="pt", device="cpu") as handle:
-            names = lora_names(handle.keys(), weights_mapper, skip_prefixes)
+            keys = set(handle.keys())
+            own = [key for key in handle.keys() if not is_scale_of_another(key, keys)]  # noqa: SIM118 (no dict)
+            names = lora_names(own, weights_mapper, skip_prefixes)
             check_expected_modules((name.module for name in names.values()), expected_lora_modules)
             wanted = [key for key, name in names.items() if not (moe_ep_spec and moe_ep_spec.is_remote(name.module))]
-            return {key: handle.get_tensor(key) for key in wanted}
+            scales = [key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys]
+            return {key: handle.get_tensor(key) for key in (*wanted, *scales)}
     except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error

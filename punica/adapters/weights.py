@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
-from punica.adapters.check import check_finite, check_pair, check_tensors
+from punica.adapters.check import check_finite, check_pair, check_tensors, join_scales
 from punica.adapters.read import NameMapper, PEFTHelper, is_stacked_name, lora_names, read_tensors
 from punica.adapters.request import check_adapter_id
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.base import LoRAInput
+from punica.layers.packing import LoRAFactor
+from punica.ops.quant import Fp8Matrix
 
 
 @dataclass(eq=False)
@@ -28,7 +30,7 @@ class LoRALayerWeights:
         module_name: name in the model, e.g. `model.layers.0.self_attn.q_proj`.
         rank: r.
         lora_alpha: the numerator of the scaling.
-        lora_a: `[r, in]`; `None` in a shell of :meth:`from_config`.
+        lora_a: `[r, in]`, a tensor or FP8 with its scales; `None` in a shell of :meth:`from_config`.
         lora_b: `[out, r]`; likewise.
         scaling: factor of `B A`; default `lora_alpha / rank`.
 
@@ -39,8 +41,8 @@ class LoRALayerWeights:
     module_name: str
     rank: int
     lora_alpha: float
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
+    lora_a: LoRAFactor
+    lora_b: LoRAFactor
     scaling: float = None  # type: ignore[assignment]  # only until it is built
 
     is_packed = False
@@ -72,21 +74,25 @@ class LoRALayerWeights:
         b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
         return cls(module_name, rank, 1, a, b)
 
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(self) -> tuple[torch.Tensor | Fp8Matrix, torch.Tensor | Fp8Matrix]:
         """`(A, B)`. Raises RuntimeError while they are not set (a shell)."""
         if self.lora_a is None or self.lora_b is None:
             raise RuntimeError(f"module {self.module_name!r}: lora_a and lora_b are not set yet (shell of from_config)")
         return self.lora_a, self.lora_b
 
     def optimize(self) -> LoRALayerWeights:
-        """Multiply B by `scaling` (in float32, rounded once, into a new tensor) and set `scaling = 1`.
+        """Multiply B by `scaling` (in float32, rounded once, into a new tensor) and set `scaling = 1`. Of a B in FP8
+        the scales are multiplied.
 
         Idempotent; returns self.
         """
         if self.scaling != 1:
             _, b = self.pair()
-            wide = torch.promote_types(b.dtype, torch.float32)
-            self.lora_b = (b.to(wide) * self.scaling).to(b.dtype)
+            if isinstance(b, Fp8Matrix):
+                self.lora_b = b.scaled(self.scaling)
+            else:
+                wide = torch.promote_types(b.dtype, torch.float32)
+                self.lora_b = (b.to(wide) * self.scaling).to(b.dtype)
             self.scaling = 1
         return self
 
@@ -121,7 +127,7 @@ class StackedLoRALayerWeights(LoRALayerWeights):
 
     def by_expert(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`A [E, r, in]` and `B [E, out, r]`, scaled."""
-        a, b = self.optimize().pair()
+        a, b = (_real(matrix) for matrix in self.optimize().pair())
         experts = a.shape[0] // self.rank
         return a.view(experts, self.rank, -1), b.view(-1, self.rank, experts).permute(2, 0, 1)
 
@@ -138,8 +144,8 @@ class PackedLoRALayerWeights:
 
     module_name: str
     rank: int
-    lora_a: list[torch.Tensor | None]
-    lora_b: list[torch.Tensor | None]
+    lora_a: list[LoRAFactor]
+    lora_b: list[LoRAFactor]
 
     is_packed = True
 
@@ -199,7 +205,7 @@ def _stack_experts(
     members: Sequence[LoRALayerWeights | None],
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """One projection of all experts, padded to its largest rank."""
-    pairs = [None if member is None else member.optimize().pair() for member in members]
+    pairs = [None if member is None else tuple(map(_real, member.optimize().pair())) for member in members]
     present = [pair for pair in pairs if pair is not None]
     if not present:
         return None, None
@@ -218,6 +224,21 @@ def _stack_experts(
             a[expert, : own_a.shape[0]] = own_a
             b[expert, :, : own_b.shape[1]] = own_b
     return a, b
+
+
+def _real(matrix: torch.Tensor | Fp8Matrix) -> torch.Tensor:
+    return matrix.real() if isinstance(matrix, Fp8Matrix) else matrix
+
+
+def _placed(
+    tensor: torch.Tensor | Fp8Matrix, device: torch.device | str, dtype: torch.dtype | None
+) -> torch.Tensor | Fp8Matrix:
+    """On the device, as ``dtype`` (None: as it is)."""
+    if isinstance(tensor, Fp8Matrix):
+        if dtype is None:
+            return Fp8Matrix(tensor.values.to(device), tensor.scale.to(device))
+        tensor = tensor.real()
+    return tensor.detach().to(device=device, dtype=dtype or tensor.dtype)
 
 
 ModuleWeights = LoRALayerWeights | PackedLoRALayerWeights
@@ -267,7 +288,7 @@ class LoRAModel:
     def from_lora_tensors(
         cls,
         lora_model_id: int,
-        tensors: Mapping[str, torch.Tensor], peft_helper: PEFTHelper,
+        tensors: Mapping[str, torch.Tensor | Fp8Matrix], peft_helper: PEFTHelper,
         device: torch.device | str = "cpu", dtype: torch.dtype | None = None, model_vocab_size: int | None = None,
         weights_mapper: NameMapper | None = None, skip_prefixes: Sequence[str] | None = None,
     ) -> LoRAModel:  # fmt: skip
@@ -275,10 +296,11 @@ class LoRAModel:
 
         Args:
             lora_model_id: adapter id >= 1.
-            tensors: `{PEFT name: tensor}`, e.g. `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`.
+            tensors: `{PEFT name: tensor}`, e.g. `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`; of FP8
+                tensors the scales under `..._scale`, see :func:`punica.adapters.check.join_scales`.
             peft_helper: rank and scaling of every module.
-            device, dtype: where to place the tensors and as what; `dtype=None` keeps each tensor's own. Tensors that
-                already fit are shared, not copied.
+            device, dtype: where to place the tensors and as what; `dtype=None` keeps each tensor's own, and FP8 with
+                its scales. Tensors that already fit are shared, not copied.
             model_vocab_size: if given, embedding adapters must cover exactly this many ids.
             weights_mapper: renames modules, see :func:`punica.adapters.read.map_tensor_name`.
             skip_prefixes: modules to leave out.
@@ -287,11 +309,12 @@ class LoRAModel:
             TypeError: a value is not a tensor, or of a dtype that cannot be loaded. ValueError: no tensors, A without
                 B, shapes or ranks that disagree, NaN or inf, an embedding of another vocabulary.
         """
+        tensors = join_scales(tensors)
         names = lora_names(tensors, weights_mapper, skip_prefixes)
         sides = check_tensors(names, tensors, model_vocab_size)
-        placed: dict[str, torch.Tensor] = {}
+        placed: dict[str, torch.Tensor | Fp8Matrix] = {}
         for key, (module, is_a, _) in names.items():
-            placed[key] = tensors[key].detach().to(device=device, dtype=dtype or tensors[key].dtype)
+            placed[key] = _placed(tensors[key], device, dtype)
             check_finite(module, is_a, placed[key], tensors[key])
         loras: dict[str, ModuleWeights] = {}
         for module, keys in sides.items():

@@ -26,6 +26,7 @@ from torch import Tensor
 from punica.adapters.pack import StagedAdapter, stage
 from punica.adapters.weights import LoRAModel
 from punica.layers import BaseLayerWithLoRA
+from punica.ops.quant import Fp8Matrix
 
 
 class CopyHandle(Protocol):
@@ -112,9 +113,13 @@ class LayerSlotWriter:
 
     def host_bytes(self, lora: LoRAModel) -> int:
         """Bytes of the distinct storages behind the adapter's tensors: what two modules share counts once."""
-        factors = [factor for weights in lora.loras.values() for factor in weights.pair()]
-        tensors = [t for factor in factors for t in ([factor] if isinstance(factor, Tensor) else factor or ())]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t is not None}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for weights in lora.loras.values():
+            for given in weights.pair():
+                for factor in [given] if isinstance(given, (Tensor, Fp8Matrix)) else given or ():
+                    for t in [factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor]:
+                        if t is not None:
+                            storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return sum(storage.nbytes() for storage in storages.values())
 
 

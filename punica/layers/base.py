@@ -11,6 +11,7 @@ the embedding, the logits.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,9 +21,11 @@ from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.packing import LoRAFactor
 from punica.layers.utils import base_weight, check_lora_pair, check_slot_index
+from punica.ops.fp8_checks import PER_CHANNEL
+from punica.ops.quant import Fp8Matrix
 from punica.wrapper import PunicaWrapperABC
 
-LoRAInput = Tensor | Sequence[LoRAFactor] | None
+LoRAInput = Tensor | Fp8Matrix | Sequence[LoRAFactor] | None
 Shapes = list[tuple[int, int]]
 
 
@@ -33,12 +36,14 @@ class SlotPart(NamedTuple):
     two dimensions swapped.
     ``part``: the matrix ``[r, c]`` for its top-left corner, ``None`` where the adapter has none.
     ``ranks``: int32 ``[L]``, a view; ``rank`` is what ``ranks[index]`` becomes, 0 without a part.
+    ``fp8``: it belongs to a slot in FP8, as its values, or as its scales (``rows`` of them, ``cols`` 1).
     """
 
     slots: Tensor
     part: Tensor | None
     ranks: Tensor
     rank: int
+    fp8: bool = False
 
     @property
     def row_major(self) -> bool:
@@ -46,10 +51,15 @@ class SlotPart(NamedTuple):
         return self.slots.is_contiguous()
 
     def stored(self) -> "SlotPart":
-        """The same in the order of memory, as views: ``slots`` contiguous, and ``part`` turned like them."""
-        if self.row_major:
-            return self
-        return self._replace(slots=self.slots.mT, part=None if self.part is None else self.part.T)
+        """The same in the order of memory, as views: ``slots`` contiguous, and ``part`` turned like them; of FP8 slots
+        as bytes, since values and scales are of two types.
+        """
+        slots, part = self.slots, self.part
+        if not self.row_major:
+            slots, part = slots.mT, None if part is None else part.T
+        if self.fp8:
+            slots, part = slots.view(torch.uint8), None if part is None else part.view(torch.uint8)
+        return self._replace(slots=slots, part=part)
 
     def matrix(self, index: int) -> Tensor:
         """Slot ``index`` as a matrix ``[rows, cols]``, a view."""
@@ -78,6 +88,8 @@ class BaseLayerWithLoRA(nn.Module):
         a_row_major: whether A lies in memory as ``[R, in]``, else as ``[in, R]``; B lies as ``[R, out]`` in all layers.
         max_loras, lora_config: what ``create_lora_weights`` was given; 0 and ``None`` before.
         lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
+        lora_a_scale, lora_b_scale: of FP8 slots (``lora_config.fp8``) the scales of every slice, float32 ``[L, 1, R]``
+            and ``[L, 1, out]``; else empty.
         skips_when_empty: whether a forward leaves the LoRA work out while ``filled_slots`` is empty: few adapters touch
             embeddings and logits, and those that do not should not pay for them.
         filled_slots: indices of the slots that hold an adapter, known to the host.
@@ -102,12 +114,16 @@ class BaseLayerWithLoRA(nn.Module):
         self.max_loras = 0
         self.lora_config: LoRAConfig | None = None
         self.lora_ranks: Tensor | None = None
+        self.lora_a_scale: tuple[Tensor, ...] = ()
+        self.lora_b_scale: tuple[Tensor, ...] = ()
+        self.fp8_keywords: dict[str, Any] = {}  # what the wrapper must be told of FP8 slots, see `punica.wrapper.fp8`
         self.filled_slots: set[int] = set()
 
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank`` in ``lora_config.lora_dtype``.
+        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank``, in ``lora_config.lora_dtype`` or
+        in FP8 with scales.
 
         ``TypeError`` for a ``lora_dtype`` that is not resolved yet, ``ValueError`` for sizes below 1 or that do not
         divide over the ranks, ``RuntimeError`` when the slots exist already.
@@ -120,7 +136,14 @@ class BaseLayerWithLoRA(nn.Module):
             raise TypeError(
                 f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
             )
-        self._allocate(max_loras, self._slot_shapes(lora_config.max_lora_rank), dtype)
+        shapes, fp8 = self._slot_shapes(lora_config.max_lora_rank), cast(torch.dtype | None, lora_config.fp8)
+        if fp8 is not None:
+            self.lora_a_scale, self.lora_b_scale = (
+                tuple(self._zeros((max_loras, 1, rows), torch.float32) for rows, _ in of_matrix) for of_matrix in shapes
+            )
+            self.fp8_keywords = {"lora_a_scale": self.lora_a_scale, "lora_b_scale": self.lora_b_scale}
+            self.fp8_keywords["quant_args"] = PER_CHANNEL
+        self._allocate(max_loras, shapes, fp8 or dtype)
         self.max_loras = max_loras
         self.lora_config = lora_config
 
@@ -187,7 +210,8 @@ class BaseLayerWithLoRA(nn.Module):
             self.filled_slots.discard(index)
 
     def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
-        """All matrices of a slot (first A of every slice, then B) and this rank's part of A and B in each, checked.
+        """All matrices of a slot (first A of every slice, then B, then where they are FP8 the scales of both) and this
+        rank's part of A and B in each, checked.
 
         A and B ``None``: an empty slot.
         """
@@ -198,14 +222,37 @@ class BaseLayerWithLoRA(nn.Module):
         return self._parts(*self.check_lora(lora_a, lora_b))
 
     def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        """:meth:`slot_parts` of checked full matrices, one A and one B (or None) per slice."""
-        own = (self.slice_lora_a(full_a), self.slice_lora_b(full_b))
-        parts = []
+        """:meth:`slot_parts` of checked full matrices, one A and one B (or None) per slice; of FP8 slots their scales
+        follow in the same order.
+        """
+        own = (self.slice_lora_a(self._held(full_a)), self.slice_lora_b(self._held(full_b)))
+        parts: list[SlotPart] = []
+        scales: list[SlotPart] = []
+        scale_slots = (self.lora_a_scale, self.lora_b_scale)
         for rank_dim, (stacked, matrices, live) in enumerate(zip(self._slots, own, self._live_ranks, strict=True)):
-            for slots, matrix, ranks in zip(stacked, matrices, live, strict=True):
+            for i, (slots, matrix, ranks) in enumerate(zip(stacked, matrices, live, strict=True)):
                 rank = 0 if matrix is None else matrix.shape[rank_dim]
-                parts.append(SlotPart(slots, matrix if rank else None, ranks, rank))
-        return parts
+                held = matrix if rank else None
+                if not scale_slots[rank_dim]:
+                    parts.append(SlotPart(slots, held, ranks, rank))
+                    continue
+                values, scale = (None, None) if held is None else (held.values, held.scale[:, None])
+                parts.append(SlotPart(slots, values, ranks, rank, fp8=True))
+                scales.append(SlotPart(scale_slots[rank_dim][i][..., None], scale, ranks, rank, fp8=True))
+        return parts + scales
+
+    def _held(self, matrices: Sequence[LoRAFactor]) -> list[LoRAFactor]:
+        """Full matrices as the slots hold them, quantised whole: on every rank, and cut in any way, they have the same
+        bits.
+        """
+        fp8 = cast(torch.dtype | None, cast(LoRAConfig, self.lora_config).fp8)
+        held: list[LoRAFactor] = []
+        for matrix in matrices:
+            if fp8 is not None and matrix is not None:
+                held.append(Fp8Matrix.of(matrix, fp8, check=False))
+            else:
+                held.append(matrix.real() if isinstance(matrix, Fp8Matrix) else matrix)
+        return held
 
     @property
     def slot_bytes(self) -> int:
@@ -251,7 +298,7 @@ class BaseLayerWithLoRA(nn.Module):
     def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
         """The given factors, one pair per slice, each pair checked by itself. Here: one slice, one tensor."""
         for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
-            if value is not None and not isinstance(value, Tensor):
+            if value is not None and not isinstance(value, (Tensor, Fp8Matrix)):
                 raise TypeError(f"{name} must be one tensor for {type(self).__name__}, got {type(value).__name__}")
         self._check_pairs([lora_a], [lora_b])
         return [cast(LoRAFactor, lora_a)], [cast(LoRAFactor, lora_b)]
@@ -297,9 +344,14 @@ class BaseLayerWithLoRA(nn.Module):
 
 def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
     """``cut(0, tensor)``, or of a list ``cut(i, tensor)`` for every entry that is not ``None``."""
+    if isinstance(given, Fp8Matrix):
+        return given.cut(partial(cut, 0))
     if isinstance(given, Tensor):
         return cut(0, given)
-    return [None if factor is None else cut(i, factor) for i, factor in enumerate(given)]
+    return [
+        factor.cut(partial(cut, i)) if isinstance(factor, Fp8Matrix) else None if factor is None else cut(i, factor)
+        for i, factor in enumerate(given)
+    ]
 
 
 class UnsplitLayer(BaseLayerWithLoRA):

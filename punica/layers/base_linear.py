@@ -17,8 +17,9 @@ replicated. LoRA is added after the bias and before gather or reduction, so part
 Inference only: where activations require gradients, run the model under ``torch.inference_mode`` or ``no_grad``.
 """
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
@@ -65,6 +66,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         """See :meth:`BaseLayerWithLoRA.create_lora_weights`; also sets up the second stream where the config asks."""
         super().create_lora_weights(max_loras, lora_config, model_config)
         self.lora_a_stacked, self.lora_b_stacked = self._slots
+        self._row_dtype = cast(torch.dtype, lora_config.lora_dtype)
         self._streams = dual_stream_for(self, lora_config)
 
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
@@ -79,20 +81,21 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
-        aside = None if self._streams is None or has_no_lora(wrapper) else self._streams.begin(rows)
+        streams = None if self.fp8_keywords or has_no_lora(wrapper) else self._streams
+        aside = None if streams is None else streams.begin(rows)
         output = self._base_output(x, bias)
         y, options = as_rows(output), dict[str, Any]() if aside is None else {"aside": aside}
         returned = wrapper.add_lora_linear(
             y, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices,
-            lora_ranks=self.lora_ranks, **options,
+            lora_ranks=self.lora_ranks, **options, **self.fp8_keywords,
         )  # fmt: skip
         y = y if returned is None else returned
         return y if y.ndim == output.ndim else y.view(output.shape)
 
     def _adapter_rows(self, x: Tensor) -> Tensor:
-        """``x [..., in]``, its width checked, as rows ``[T, in]`` in the dtype of the adapters."""
+        """``x [..., in]``, its width checked, as rows ``[T, in]`` in the dtype that adapters are for."""
         check_last_dim(x, self.input_size, type(self).__name__)
-        rows, dtype = as_rows(x), self.lora_a_stacked[0].dtype
+        rows, dtype = as_rows(x), self._row_dtype
         return rows if rows.dtype == dtype else rows.to(dtype)
 
     def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:

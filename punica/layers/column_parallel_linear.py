@@ -15,6 +15,7 @@ from punica.layers.base import LoRAInput
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.packing import LoRAFactor, expand_groups
 from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
+from punica.ops.quant import Fp8Matrix
 from punica.parallel.group import tensor_model_parallel_all_gather
 from punica.parallel.linear import (
     ColumnParallelLinear,
@@ -125,14 +126,14 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
     """
 
     def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        if isinstance(lora_b, Tensor):
+        if isinstance(lora_b, (Tensor, Fp8Matrix)):
             if lora_b.ndim != 2 or lora_b.shape[0] != sum(self.output_sizes):
                 raise ValueError(
                     f"a single lora_b must be 2-D with {sum(self.output_sizes)} rows, the sum of output_sizes "
                     f"{self.output_sizes}, got shape {tuple(lora_b.shape)}"
                 )
-            lora_b = list(torch.split(lora_b, list(self.output_sizes)))
-        if isinstance(lora_a, Tensor):
+            lora_b = list(lora_b.split(list(self.output_sizes)))
+        if isinstance(lora_a, (Tensor, Fp8Matrix)):
             lora_a = [None if b is None else lora_a for b in as_pair_list("lora_b", lora_b)]
         return super()._to_slices(lora_a, lora_b)
 

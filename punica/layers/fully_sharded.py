@@ -58,10 +58,12 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         live_a, live_b = self._live_ranks
         shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
         h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
-        shrunk = wrapper.add_shrink(h, rows, self.lora_a_stacked, 1.0, lora_ranks=live_a)
+        shrunk = wrapper.add_shrink(h, rows, self.lora_a_stacked, 1.0, lora_ranks=live_a, **self.fp8_keywords)
         h = self._join(h if shrunk is None else shrunk)
         y, start = as_rows(output), self._first_column()
-        returned = wrapper.add_expand(y, h, self.lora_b_stacked, self.output_slices, start, lora_ranks=live_b)
+        returned = wrapper.add_expand(
+            y, h, self.lora_b_stacked, self.output_slices, start, lora_ranks=live_b, **self.fp8_keywords
+        )
         return (y if returned is None else returned).view(output.shape)
 
     def _join(self, h: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, LoRAInput, SlotPart
 from punica.layers.moe_context import MoELoRAContext
+from punica.layers.packing import LoRAFactor
 from punica.layers.utils import ADAPTER_DTYPES, is_kind_of
 from punica.parallel.moe import FusedMoE
 from punica.wrapper import PunicaWrapperABC
@@ -139,9 +140,9 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """As in the base class. ValueError: expert parallelism with fully sharded adapters, ``max_loras`` not that of
-        the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over experts that
-        interleave them.
+        """As in the base class. ValueError: slots in FP8, expert parallelism with fully sharded adapters, ``max_loras``
+        not that of the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over
+        experts that interleave them.
         """
         if self.lora_config is not None:
             raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
@@ -150,6 +151,11 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         if not isinstance(dtype, torch.dtype):
             raise TypeError(
                 f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
+            )
+        if lora_config.fp8 is not None:
+            raise ValueError(
+                f"lora_config.fp8 is {lora_config.fp8}, but the slots of experts hold 16 or 32 bits; leave fp8 out, or "
+                "wrap other modules only (target_modules)"
             )
         self._verify_ep_fs(lora_config)
         if max_loras != lora_config.max_loras:
@@ -250,7 +256,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
-    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[Factor], list[Factor]]:
+    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
         """Both are lists of one entry per name in ``names``, ``[E, r, in]`` and ``[E, out, r]``, or None for zeros.
 
         TypeError: no list, or a dtype that is no float. ValueError: another length, number of experts, rank or size.
@@ -268,7 +274,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         sizes = self._full_sizes()
         for name, a, b in zip(self.names, factors_a, factors_b, strict=True):
             self._check_factor_pair(name, a, b, *sizes[name])
-        return factors_a, factors_b
+        return list(factors_a), list(factors_b)
 
     def _full_sizes(self) -> dict[str, tuple[int, int]]:
         """Unsharded ``(in, out)`` by name."""
@@ -306,11 +312,11 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
                 f"{height}"
             )
 
-    def _parts(self, full_a: Sequence[Factor], full_b: Sequence[Factor]) -> list[SlotPart]:
+    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
         """One matrix ``[E * rows, cols]`` per stack: first A of w13 and w2, then B. An adapter fills all of them, with
         zeros where it has none; each then sets the slot's flag.
         """
-        a, b = self._by_stack(full_a), self._by_stack(full_b)
+        a, b = (self._by_stack(cast(Sequence[Factor], factors)) for factors in (full_a, full_b))
         cuts_a = [self._slice_w13_a] * self._w13_slices + [self._slice_w2_a]
         cuts_b = [self._slice_w13_b] * self._w13_slices + [self._slice_w2_b]
         filled = any(factor is not None for factor in (*a, *b))
@@ -339,11 +345,11 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         w1, w2, w3 = factors
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
-    def zero_factors(self, rank: int, dtype: torch.dtype) -> tuple[list[Factor], list[Factor]]:
+    def zero_factors(self, rank: int, dtype: torch.dtype) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
         """An adapter that changes nothing, as `set_lora` takes it."""
         lead, sizes = self.local_num_experts, [self._full_sizes()[name] for name in self.names]
-        a: list[Factor] = [torch.zeros(lead, rank, width, dtype=dtype, device="cpu") for width, _ in sizes]
-        b: list[Factor] = [torch.zeros(lead, height, rank, dtype=dtype, device="cpu") for _, height in sizes]
+        a: list[LoRAFactor] = [torch.zeros(lead, rank, width, dtype=dtype, device="cpu") for width, _ in sizes]
+        b: list[LoRAFactor] = [torch.zeros(lead, height, rank, dtype=dtype, device="cpu") for _, height in sizes]
         return a, b
 
     # --- into a model ------------------------------------------------------------------------------------------------

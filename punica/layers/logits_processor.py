@@ -8,11 +8,12 @@ vocabulary and puts their columns in the order of the ids. Only then the LoRA te
 Soft cap and scale act on the sum, so they are left to the base class. Ranks that do not receive logits add nothing.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from punica.config import LoRAConfig
 from punica.layers.base import Shapes, UnsplitLayer
 from punica.layers.utils import is_being_captured
 from punica.parallel.logits import ordered_logits
@@ -97,10 +98,11 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         if logits is None:
             return None
         if self.filled_slots or is_being_captured(logits):
-            rows = hidden_states.to(self.lora_a_stacked.dtype)
+            rows = hidden_states.to(cast(LoRAConfig, self.lora_config).lora_dtype)
             returned = wrapper.add_lora_logits(
-                logits, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, lora_ranks=self.lora_ranks
-            )
+                logits, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, lora_ranks=self.lora_ranks,
+                **self.fp8_keywords,
+            )  # fmt: skip
             logits = logits if returned is None else returned
         return logits[..., : self.vocab_size]
 

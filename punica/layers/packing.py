@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-LoRAFactor = Tensor | None
+from punica.ops.quant import Fp8Matrix
+
+LoRAFactor = Tensor | Fp8Matrix | None
 
 
 def expand_groups(
@@ -29,7 +30,7 @@ def expand_groups(
     for a, b, covered in zip(lora_a, lora_b, _cover(rows, list(slice_sizes)), strict=True):
         expanded_a += [a] * covered
         sizes = list(slice_sizes[start : start + covered])
-        expanded_b += [None] * covered if b is None else torch.split(b, sizes)
+        expanded_b += [None] * covered if b is None else b.split(sizes)
         start += covered
     return expanded_a, expanded_b
 

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# A plain cast of fp8 would drop its scales; integers are no weights.
+from punica.ops.quant import Fp8Matrix
+
+# FP8 values go with their scales, as an `Fp8Matrix`: a plain cast would drop them; integers are no weights.
 ADAPTER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _replacements: dict[str, type[nn.Module]] = {}
@@ -85,8 +87,8 @@ def check_slot_index(index: object, num_slots: int) -> None:
 def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> None:
     """Check one pair A ``[r, in]``, B ``[out, r]`` by itself (sizes in and out are the layer's to check).
 
-    ``TypeError``: not dense tensors with data, or a dtype other than fp16, bf16, fp32, fp64. ``ValueError``: only one
-    of them is ``None``, not 2-D, ranks differ, rank above ``max_rank``.
+    ``TypeError``: not dense tensors with data, or a dtype other than fp16, bf16, fp32, fp64 (FP8 comes as `Fp8Matrix`).
+    ``ValueError``: only one of them is ``None``, not 2-D, ranks differ, rank above ``max_rank``.
     """
     if lora_a is None and lora_b is None:
         return
@@ -94,12 +96,14 @@ def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> N
         missing = "lora_a" if lora_a is None else "lora_b"
         raise ValueError(f"slice {position}: {missing} is None but its partner is not; give both, or None for both")
     for name, tensor in (("lora_a", lora_a), ("lora_b", lora_b)):
+        if isinstance(tensor, Fp8Matrix):
+            continue  # it was checked when it was made
         if not isinstance(tensor, Tensor):
             raise TypeError(f"slice {position}: {name} must be a tensor or None, got {type(tensor).__name__}")
         if tensor.dtype not in ADAPTER_DTYPES:
             raise TypeError(
                 f"slice {position}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; "
-                "dequantise it first"
+                "give float8 with its scales (punica.ops.quant.Fp8Matrix), or dequantise it first"
             )
         if tensor.is_meta or tensor.layout != torch.strided:
             kind = "a meta tensor without data" if tensor.is_meta else f"of layout {tensor.layout}"

@@ -79,6 +79,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
             self._shrunk(input_.reshape(-1)[:tokens], slots),
             self.lora_b_stacked,
             lora_ranks=self.lora_ranks,
+            **{name: value for name, value in self.fp8_keywords.items() if name != "lora_a_scale"},
         )
         return output if returned is None else torch.cat((returned, flat[tokens:])).view(output.shape)
 
@@ -90,7 +91,12 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         """
         known = ids.clamp(0, self.full_input_size - 1)
         rows = torch.add(known, slots, alpha=self.full_input_size).clamp_(min=0)
-        return F.embedding(rows, self.lora_a_stacked_2d).masked_fill_((ids != known).unsqueeze(-1), 0)
+        if self.lora_a_scale:  # bytes, as FP8 cannot be looked up; lanes beyond a rank are not read by the expand
+            stored = F.embedding(rows, self.lora_a_stacked_2d.view(torch.uint8)).view(self.lora_a_stacked.dtype)
+            shrunk = stored.float() * F.embedding(slots.clamp(min=0), self.lora_a_scale[0][:, 0])
+        else:
+            shrunk = F.embedding(rows, self.lora_a_stacked_2d)
+        return shrunk.masked_fill_((ids != known).unsqueeze(-1), 0)
 
     @classmethod
     def can_replace_layer(cls, *, source_layer: Any, lora_config: Any, **_: Any) -> bool:

@@ -120,9 +120,9 @@ def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[t
     return Weights(first.shape[0], first.shape[rank_dim], widths, first.dtype, first.device)
 
 
-def describe_stored(name: str, weights: Any, rank_dim: int) -> Weights:
+def describe_stored(name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS) -> Weights:
     """`describe_weights` for kernels, which address the memory: also how all slices are stored."""
-    form, orders = describe_weights(name, weights, rank_dim), set()
+    form, orders = describe_weights(name, weights, rank_dim, allowed), set()
     for i, weight in enumerate(weights):
         row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
         if not (row_major or swapped):
@@ -232,14 +232,19 @@ def check_slices(output_slices: Any, weights: Any) -> None:
         raise ValueError(f"output_slices is {list(output_slices)}, the B weights are {widths} wide; they must be equal")
 
 
-def described_parts(name: str, parts: Any, weights: Any, rank_dim: int, lora_ranks: Tensor | None) -> Sequence[Tensor]:
-    """n low-rank operands ``[T', r]``, one per slice, checked as far as they must be alike."""
+def described_parts(
+    name: str, parts: Any, weights: Any, rank_dim: int, lora_ranks: Tensor | None,
+    allowed: Sequence[torch.dtype] = FLOATS,
+) -> Sequence[Tensor]:  # fmt: skip
+    """n low-rank operands ``[T', r]``, one per slice, checked as far as they must be alike; ``allowed``: what the
+    weights may be.
+    """
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
-    form = describe_weights(STEP.a if rank_dim == -2 else STEP.b, weights, rank_dim)
+    form = describe_weights(STEP.a if rank_dim == -2 else STEP.b, weights, rank_dim, allowed)
     check_ranks(lora_ranks, form)
     for i, part in enumerate(parts):
-        check_dtype(f"{name}[{i}]", part, FLOATS)
+        check_dtype(f"{name}[{i}]", part, (*FLOATS, *allowed))
         check_device(f"{name}[{i}]", part, form.device)
         if part.dtype != parts[0].dtype:
             raise TypeError(f"{name}[{i}] has dtype {part.dtype}, {name}[0] has {parts[0].dtype}; use one dtype")

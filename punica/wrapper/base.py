@@ -28,6 +28,8 @@ from punica.ops.checks import (
     describe_weights,
     described_parts,
 )
+from punica.ops.quant import FP8_DTYPES
+from punica.wrapper.fp8 import FP8_KEYWORDS, Fp8Keywords
 from punica.wrapper.moe import MoEMethods
 from punica.wrapper.step import StepMetadata
 
@@ -115,14 +117,23 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
 
         y: ``[n, T', r]`` or n tensors ``[T', r]``, any floating dtype (float32 keeps the precision). x: ``[T', in]`` or
         higher rank, dtype of A. A: n x ``[L, (1,) r, in]``. T' >= T, rows past T are padding. ``lora_ranks``: int32
-        ``[n, L]``, each adapter's true rank (None: r).
+        ``[n, L]``, each adapter's true rank (None: r). A in FP8 needs the keywords of `punica.wrapper.fp8`; x then is
+        any floating dtype, or FP8 with ``a_scale``.
         """
-        check_keywords("add_shrink", kwargs, ("lora_ranks",))
-        batch = self._step()
+        check_keywords("add_shrink", kwargs, ("lora_ranks", *FP8_KEYWORDS))
+        batch, fp8 = self._step(), Fp8Keywords.of(kwargs)
         if batch.no_lora:
             return
         x = flattened("x", x)
         if not x.shape[0]:
+            return
+        if fp8 is not None:
+            self._look_at(fp8)
+            ranks = kwargs.get("lora_ranks")
+            sums = stacked("y", y, lora_a_stacked, -2, ranks)
+            self._shrink_fp8(x, lora_a_stacked, sums, batch, scale, accumulate=True, lora_ranks=ranks, **fp8.of_shrink)
+            for part, result in zip(() if sums is y else y, sums, strict=sums is not y):
+                part.copy_(result)
             return
         if not isinstance(y, torch.Tensor):
             check_input("x", x, describe_weights("lora_a_stacked", lora_a_stacked, -2), "lora_a_stacked")
@@ -145,16 +156,23 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
 
         y: ``[T', W]`` or higher rank that can be viewed so. x: ``[n, T', r]`` or n tensors ``[T', r]``, float32 or the
         dtype of B. B: n x ``[L, (1,) output_slices[i], r]``. ``add_inputs=False`` overwrites. ``lora_ranks`` as in
-        `add_shrink`.
+        `add_shrink`, B in FP8 too; x then is any floating dtype, or FP8 with ``a_scale``.
         """
-        check_keywords("add_expand", kwargs, ("lora_ranks",))
-        batch = self._step()
+        check_keywords("add_expand", kwargs, ("lora_ranks", *FP8_KEYWORDS))
+        batch, fp8 = self._step(), Fp8Keywords.of(kwargs)
         if batch.no_lora:
             return
         check_bool("add_inputs", add_inputs)
         y = viewed_as_rows("y", y)
         check_slices(output_slices, lora_b_stacked)
         if not y.shape[0]:
+            return
+        if fp8 is not None:
+            self._look_at(fp8)
+            ranks = kwargs.get("lora_ranks")
+            rows = stacked("x", x, lora_b_stacked, -1, ranks)
+            given = fp8.of_expand | {"lora_ranks": ranks}
+            self._expand_fp8(rows, lora_b_stacked, y, batch, offset_start, add_inputs, **given)
             return
         if not isinstance(x, torch.Tensor):  # slice by slice: all must be sure to fit before the first is written
             batch.check_rows(y.shape[0])
@@ -166,15 +184,24 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> None:
-        """``y[t] (+)= x[t] @ B[slot_t]^T``: x ``[T', r]`` are the rows already gathered from embedding A."""
-        check_keywords("add_lora_embedding", kwargs, ("lora_ranks",))
-        batch = self._step()
+        """``y[t] (+)= x[t] @ B[slot_t]^T``: x ``[T', r]`` are the rows already gathered from embedding A; with B in FP8
+        they are real, and ``lora_b_scale`` is its scales, in a list.
+        """
+        check_keywords("add_lora_embedding", kwargs, ("lora_ranks", "lora_b_scale", "quant_args"))
+        batch, fp8 = self._step(), Fp8Keywords.of(kwargs)
         if batch.no_lora:
             return
         check_bool("add_inputs", add_inputs)
         rows, y = flattened("x", x).unsqueeze(0), viewed_as_rows("y", y)
-        if y.shape[0]:
-            self._expand(rows, (lora_b_stacked,), y, batch, 0, add_inputs, lora_ranks=kwargs.get("lora_ranks"))
+        if not y.shape[0]:
+            return
+        ranks = kwargs.get("lora_ranks")
+        if fp8 is None:
+            self._expand(rows, (lora_b_stacked,), y, batch, 0, add_inputs, lora_ranks=ranks)
+        else:
+            self._look_at(fp8)
+            given = fp8.of_expand | {"lora_ranks": ranks}
+            self._expand_fp8(rows, (lora_b_stacked,), y, batch, 0, add_inputs, **given)
 
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights,
@@ -189,10 +216,13 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         ``buffer`` (CPU only): n float32 tensors ``[T', r]`` that are zeroed and then hold the intermediate. Keywords:
         ``add_inputs`` (default True), ``lora_ranks``, ``aside`` (GPU only: `punica.layers.dual_stream`). A and B must
         have one rank: rank-sharded weights go through `add_shrink`, a collective, `add_expand`. A step without any
-        adapter writes nothing at all.
+        adapter writes nothing at all. A and B in FP8 need the keywords of `punica.wrapper.fp8`; with ``use_fp8_w8a8``
+        an x that is not FP8 is quantised per token (leave ``a_scale`` out), and so is the intermediate.
         """
-        check_keywords("add_lora_linear", kwargs, ("add_inputs", "lora_ranks", *self._linear_keywords))
+        known = "add_inputs", "lora_ranks", *FP8_KEYWORDS, *self._linear_keywords
+        check_keywords("add_lora_linear", kwargs, known)
         check_bool("add_inputs", kwargs.get("add_inputs", True))
+        kwargs = self._with_fp8(kwargs)
         batch = self._step()
         if buffer is None and batch.no_lora:
             return
@@ -201,7 +231,8 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         if buffer is not None:
             self._linear_through(buffer, y, x, lora_a_stacked, lora_b_stacked, batch, scale, **kwargs)
         elif x.shape[0] or y.shape[0]:
-            self._linear(y, x, lora_a_stacked, lora_b_stacked, batch, scale, **kwargs)
+            linear = self._linear_fp8 if "shrink" in kwargs else self._linear
+            linear(y, x, lora_a_stacked, lora_b_stacked, batch, scale, **kwargs)
 
     def add_lora_logits(
         self,
@@ -217,9 +248,11 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         """``y[s, :V] += scale * (x[s] @ A[slot_s]^T) @ B[slot_s]^T`` with the slots of the S sampled rows.
 
         x: ``[S', hidden]``; y: ``[S', V']`` with V' >= V = ``B.shape[-2]``, the columns from V on stay as they are.
-        A, B: one tensor each, ``[L, (1,) r, hidden]`` and ``[L, (1,) V, r]``. ``buffer`` as in `add_lora_linear`.
+        A, B: one tensor each, ``[L, (1,) r, hidden]`` and ``[L, (1,) V, r]``. ``buffer`` and FP8 as in
+        `add_lora_linear`.
         """
-        check_keywords("add_lora_logits", kwargs, ("lora_ranks",))
+        check_keywords("add_lora_logits", kwargs, ("lora_ranks", *FP8_KEYWORDS))
+        kwargs = self._with_fp8(kwargs)
         batch = self._step().sampled
         if buffer is None and batch.no_lora:
             return
@@ -228,7 +261,22 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
             parts = buffer.unsqueeze(0) if isinstance(buffer, torch.Tensor) and buffer.ndim == 2 else buffer
             self._linear_through(parts, y, x, (lora_a_stacked,), (lora_b_stacked,), batch, scale, **kwargs)
         elif x.shape[0] or y.shape[0]:
-            self._linear(y, x, (lora_a_stacked,), (lora_b_stacked,), batch, scale, **kwargs)
+            linear = self._linear_fp8 if "shrink" in kwargs else self._linear
+            linear(y, x, (lora_a_stacked,), (lora_b_stacked,), batch, scale, **kwargs)
+
+    def _with_fp8(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords with those of FP8, if any are given, as a backend's operator takes them."""
+        fp8 = Fp8Keywords.of(kwargs)
+        if fp8 is None:
+            return {name: value for name, value in kwargs.items() if name not in FP8_KEYWORDS}
+        self._look_at(fp8)
+        return {name: value for name, value in kwargs.items() if name != "quant_args"} | fp8._asdict()
+
+    def _look_at(self, fp8: Fp8Keywords) -> None:
+        """With ``debug_checks`` the values of the scales are verified, but not during a capture."""
+        wanted = self.lora_config is not None and self.lora_config.debug_checks
+        if wanted and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            fp8.validate()
 
     def _linear_through(self, buffer: Slices, *operands: Any, **options: Any) -> None:
         """`_linear` that leaves its intermediate in ``buffer``, for a backend that can."""
@@ -245,6 +293,18 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
     def _linear(self, *operands: Any, **options: Any) -> None:
         """Backend: `punica.ops.torch_ops.linear`, or an operator that takes the same arguments."""
         raise NotImplementedError(f"{type(self).__name__} has no linear; use PunicaWrapperCPU or PunicaWrapperGPU")
+
+    def _shrink_fp8(self, *operands: Any, **options: Any) -> None:
+        """Backend: `punica.ops.fp8_ops.shrink_fp8`, or an operator that takes the same arguments."""
+        raise NotImplementedError(f"{type(self).__name__} has no FP8; use PunicaWrapperCPU or PunicaWrapperGPU")
+
+    def _expand_fp8(self, *operands: Any, **options: Any) -> None:
+        """Backend: `punica.ops.fp8_ops.expand_fp8`, or an operator that takes the same arguments."""
+        raise NotImplementedError(f"{type(self).__name__} has no FP8; use PunicaWrapperCPU or PunicaWrapperGPU")
+
+    def _linear_fp8(self, *operands: Any, **options: Any) -> None:
+        """Backend: `punica.ops.fp8_ops.linear_fp8`, or an operator that takes the same arguments."""
+        raise NotImplementedError(f"{type(self).__name__} has no FP8; use PunicaWrapperCPU or PunicaWrapperGPU")
 
 
 def flattened(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -271,9 +331,16 @@ def viewed_as_rows(name: str, y: torch.Tensor) -> torch.Tensor:
 
 def check_rows_of(name: str, value: Any) -> None:
     """TypeError unless ``value`` is a floating tensor, ValueError unless it has rows."""
-    check_dtype(name, value, FLOATS)
+    check_dtype(name, value, (*FLOATS, *FP8_DTYPES))
     if value.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected rows: at least 2 dimensions")
+
+
+def stacked(name: str, value: Slices, weights: Weights, rank_dim: int, lora_ranks: torch.Tensor | None) -> torch.Tensor:
+    """An operand of FP8 weights over all slices: itself, or a copy of separate tensors, checked to be alike."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.stack(list(described_parts(name, value, weights, rank_dim, lora_ranks, FP8_DTYPES)))
 
 
 def _slice_groups(

@@ -68,6 +68,16 @@ def test_adapters_and_slots_have_these_bytes_or_nothing_is_timed(bench, monkeypa
         Bench(TINY, 8, "cpu")
 
 
+def test_fp8_slots_take_fewer_bytes_and_hold_the_adapter(serving):
+    fp8 = Bench(TINY, 8, "cpu", decode=STEPS, fp8=torch.float8_e4m3fn)
+    rows = 2 * (64 + 32 + 32 + 64 + 172 + 172 + 64 + 7 * 8)  # out of q, k, v, o, gate, up and down, and 8 ranks each
+    assert fp8.bytes == 73_984 // 4 + 4 * rows == fp8.manager.slot_bytes
+    check_loader(fp8, "punica", LOADERS.get("punica")(fp8))
+    fp8.manager.modules["model.layers.1.mlp.down_proj"].lora_b_scale[0][fp8.slot] *= 2
+    with pytest.raises(CheckFailed, match=r"layers\.1\.mlp\.down_proj"):
+        fp8.check_slot(1)
+
+
 @pytest.mark.parametrize(("rotate", "count"), [(0, 2), (73_984 * 3, 3), (73_984 * 3 + 1, 4), (1 << 30, 256)])
 def test_loads_take_turns_over_more_bytes_than_the_caches_hold(rotate, count):
     adapters = Bench(TINY, 8, "cpu", rotate_bytes=rotate).adapters
@@ -79,13 +89,13 @@ def test_loads_take_turns_over_more_bytes_than_the_caches_hold(rotate, count):
 # the grid
 
 
-def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all_four(tmp_path):
+def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all(tmp_path):
     cpu = SEC52.points(settled(tmp_path, "scale=laptop"))
     gpu = SEC52.points(settled(tmp_path, "scale=paper", "hardware=h200"))
-    assert {point.system for point in cpu} == {"punica", "link"}
-    assert [point.system for point in gpu if point.panel == "overlap"] == GPU_SYSTEMS
+    assert {point.system for point in cpu} == {"punica", "punica fp8", "link"}
+    assert [point.system for point in gpu if point.panel == "overlap"] == ["punica", "punica fp8", *GPU_SYSTEMS[1:]]
     assert {point.rank for point in gpu if point.panel != "overlap"} == {8, 16, 32, 64, 128}
-    for points, systems in ((cpu, 2), (gpu, 4)):
+    for points, systems in ((cpu, 3), (gpu, 5)):
         assert len(points) == systems * (2 * 5 + 1)
         assert {(p.batch_size, p.seq_len, p.rank) for p in points if p.panel == "overlap"} == {(32, 512, 16)}
         assert [len(group) for group in SEC52.together(points)] == [systems] * 11
@@ -93,7 +103,7 @@ def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all_four(tmp_path):
 
 @pytest.mark.parametrize("override", ["system=per_tensor", "system=pageable"])
 def test_a_system_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path, override):
-    with pytest.raises(ConfigError, match="it has punica, link"):
+    with pytest.raises(ConfigError, match="it has punica, punica fp8, link"):
         settled(tmp_path, override)
 
 
@@ -263,7 +273,7 @@ def test_the_link_of_a_gpu_says_its_generation_where_it_is_known(monkeypatch):
 def test_it_measures_draws_and_does_not_measure_again(tmp_path):
     words = ("adapters.ranks=[8,16]", "figure.overlap_rank=16")
     outcome = run(composed(tmp_path, *words, "draw=true", name=SEC52.name), SEC52)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 2 * (2 * 2 + 1), 3)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 3 * (2 * 2 + 1), 3)
     rows = read_rows(outcome.rows_file)
     assert {row.figure for row in rows} == {"text 5.2"}
     assert {row.timer for row in rows} == {"host_clock"}

@@ -102,7 +102,12 @@ def expected_class(case: LinearCase, sharded: bool) -> type[nn.Module]:
     return getattr(layers, case.class_name + kind)
 
 
+COMMON: dict[str, Any] = {}
+"""Options of every configuration: what a whole set of checks is run with."""
+
+
 def config_for(dtype: torch.dtype, **options: Any) -> LoRAConfig:
+    options = COMMON | options
     return LoRAConfig(max_lora_rank=MAX_RANK, max_loras=MAX_LORAS, lora_dtype=dtype, **options)
 
 

@@ -6,10 +6,13 @@ from tensor_parallel_checks import NAMES, check
 from punica.parallel import spawn_tensor_parallel
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["tp2", "tp4"])
+@pytest.fixture(
+    scope="module", params=[(2, None), (4, None), (2, "float8_e4m3fn")], ids=["tp2", "tp4", "tp2 with FP8 slots"]
+)
 def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What each rank found; one group of processes runs all checks, since starting it is what takes time."""
-    return spawn_tensor_parallel(check, request.param, "cpu", "float32")
+    ranks, fp8 = request.param
+    return spawn_tensor_parallel(check, ranks, "cpu", "float32", fp8)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -270,7 +270,7 @@ def linear_arguments() -> dict:
         (lambda c: {"lora_ranks": torch.ones(2, 4)}, TypeError, "lora_ranks"),
         (lambda c: {"add_inputs": 1}, TypeError, "add_inputs"),
         (lambda c: {"add_input": True}, TypeError, r"\['add_input'\]"),
-        (lambda c: {"lora_a_scale": None, "quant_args": {}}, TypeError, "lora_a_scale.*quant_args"),
+        (lambda c: {"quant_args": {"group": 16}}, TypeError, "group"),
     ],
 )
 def test_bad_arguments_raise_and_write_nothing(change, error, message) -> None:
@@ -347,14 +347,14 @@ def test_split_ranks_add_up_through_shrink_and_expand() -> None:
         ("add_shrink", {"y": (torch.zeros(11, 4), torch.zeros(11, 4).half())}, TypeError, r"y\[1\]"),
         ("add_shrink", {"y": None}, TypeError, "y must be a tensor"),
         ("add_shrink", {"add_inputs": False}, TypeError, "add_inputs"),
-        ("add_shrink", {"a_scale": 1.0}, TypeError, "a_scale"),
+        ("add_shrink", {"b_scale": 1.0}, TypeError, "b_scale"),
         ("add_expand", {"x": torch.zeros(2, 11, 5)}, ValueError, "x has shape"),
         ("add_expand", {"x": torch.zeros(2, 10, 4)}, ValueError, "x has shape"),
         ("add_expand", {"x": torch.zeros(2, 11, 4).half()}, TypeError, "x has dtype torch.float16"),
         ("add_expand", {"offset_start": -1}, ValueError, "offset_start -1"),
         ("add_expand", {"offset_start": 1}, ValueError, "end at column 12"),
         ("add_expand", {"offset_start": 1.0}, TypeError, "offset_start"),
-        ("add_expand", {"quant_args": None}, TypeError, "quant_args"),
+        ("add_expand", {"quant_arg": None}, TypeError, "quant_arg"),
     ],
 )
 def test_bad_shrink_and_expand_arguments(method: str, change: dict, error, message) -> None:

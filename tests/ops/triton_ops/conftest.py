@@ -16,6 +16,10 @@ if not HAS_GPU:
 
 from punica.ops.triton_ops import configs  # noqa: E402
 
+KERNEL_MODULES = (
+    "lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8", "lora_linear_fp8",
+)  # fmt: skip
+
 
 @pytest.fixture
 def device() -> str:
@@ -32,7 +36,7 @@ def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def choose(op_type: str, *arguments: Any, **options: Any) -> dict[str, Any]:
             return chosen.get(op_type) or configs.choose(op_type, *arguments, **options)
 
-        for name in ("lora_shrink", "lora_expand", "lora_linear"):
+        for name in KERNEL_MODULES:
             module = import_module(f"punica.ops.triton_ops.{name}")
             monkeypatch.setattr(module, "choose", choose)
             monkeypatch.setattr(module._PLANS, "sets", {})

@@ -23,12 +23,17 @@ from triton.runtime.jit import JITFunction
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.checks import STEP, Weights, describe_stored
+from punica.ops.fp8_checks import Scales, Scheme, check_scales, forms_of
+from punica.ops.quant import FP8_DTYPES
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
+from punica.ops.triton_ops.fp8_device import operands
 from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.lora_expand_fp8 import plan_expand_fp8
 from punica.ops.triton_ops.lora_linear import plan_linear
 from punica.ops.triton_ops.lora_shrink import plan_shrink
+from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8
 from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.triton_ops.tensor_batch import TensorBatch
@@ -172,6 +177,89 @@ def single_plans(given: Operands) -> tuple[tuple, tuple]:
     return (shrink, h), (expand, h)
 
 
+class Fp8Operands(Operands):
+    """The same with FP8 weights and scales of one mode, and with FP8 activations (w8a8) if the case says so.
+
+    A GPU whose compiler does not know e4m3 gets bytes, as the library would give it.
+    """
+
+    def __init__(self, case: dict[str, Any], capability: int) -> None:
+        super().__init__(case)
+        self.fp8, w8a8 = getattr(torch, case["fp8"]), case["w8a8"]
+        groups = (128, self.rank) if case["scales"] == "block" else (0, 0)
+        self.shrink = Scheme(groups[0], groups[1], w8a8, case["scales"] == "channel")
+        self.expand = Scheme(self.rank if groups[0] else 0, groups[0], w8a8, case["scales"] == "channel")
+        self.stored = self.fp8 if capability >= 89 else torch.uint8
+        self.known = capability >= 89
+        self.a = tuple([self._as(self.fp8, a) for a in self.a])
+        self.b = tuple([self._as(self.fp8, b) for b in self.b])
+        if w8a8:
+            self.x = self._as(self.fp8, self.x)
+        self.a_scale = empty(self.tokens, dtype=torch.float32) if w8a8 else None
+        self.a_scales = tuple([self._scales(self.rank, self.k, self.shrink) for _ in self.widths])
+        self.b_scales = tuple([self._scales(width, self.rank, self.expand) for width in self.widths])
+
+    @staticmethod
+    def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+
+    @staticmethod
+    def _scales(columns: int, k: int, scheme: Scheme) -> Tensor:
+        if scheme.block_wise:
+            return empty(SLOTS, -(-columns // scheme.group_n), -(-k // scheme.group_k), dtype=torch.float32)
+        shape = (SLOTS, columns) if scheme.per_channel_quant else (SLOTS,)
+        return empty(*shape, dtype=torch.float32)
+
+    def forms(self) -> tuple[Weights, Weights]:
+        a, b = describe_stored(STEP.a, self.a, -2, FP8_DTYPES), describe_stored(STEP.b, self.b, -1, FP8_DTYPES)
+        return a._replace(device=GPU), b._replace(device=GPU)
+
+    def lie(self, weights: Weights, scales: tuple[Tensor, ...], scheme: Scheme, is_shrink: bool) -> Scales:
+        forms = [form._replace(device=GPU) for form in forms_of("scales", scales)]
+        return check_scales("scales", forms, weights, is_shrink, scheme)
+
+    def given(self, weights: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return operands([self._bytes(weight) for weight in weights], scales, self.a_scale)
+
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        return tensor if self.known or tensor.dtype not in FP8_DTYPES else self._as(torch.uint8, tensor)
+
+
+def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) -> list[Record]:
+    """Both FP8 kernels of one case: as a layer has them run (weight-only, linear), or each op by itself."""
+    given, found = Fp8Operands(case, capability), []
+    (a, b), has_ranks, linear = given.forms(), given.ranks is not None, case["linear"] and not case["w8a8"]
+    first = given.shrink_config()
+    sizes = (given.tokens, max(given.widths), given.rank, given.slices)
+    planes_in = first["split_k"] if linear else 1
+    second = choose("expand", given.batch.shape, *sizes, given.options, True, planes_in, b.row_major)
+    pdl, low = linear and supports_pdl(GPU), torch.float32
+    a_strides = (1, 0) if case["w8a8"] else None
+    planes = (planes_in, given.slices, given.tokens, given.rank)
+    h = empty(*planes, dtype=given.fp8 if case["w8a8"] else low)
+    shrink = plan_shrink_fp8(
+        given.x, a, given.lie(a, given.a_scales, given.shrink, True), given.shrink, a_strides, low, given.batch, first,
+        has_ranks=has_ranks, direct=not linear, accumulate=not linear and given.batch.listed, overlap=pdl, early=pdl,
+    )  # fmt: skip
+    expand = plan_expand_fp8(
+        planes, h.stride(), h.dtype, given.y, b, given.lie(b, given.b_scales, given.expand, False), given.expand,
+        a_strides, given.batch, second, offset_start=0, add_inputs=True, has_ranks=has_ranks, pdl=pdl,
+    )  # fmt: skip
+    x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*planes, dtype=low)
+    left, right = given.given(given.a, given.a_scales), given.given(given.b, given.b_scales)
+    for plan, run in (
+        (shrink, lambda: shrink.run(x, left, out, given.batch, given.ranks, True, 1.0)),
+        (expand, lambda: expand.run(low_rank, right, given.y, given.batch, given.ranks, True)),
+    ):
+        try:
+            run()
+            record = done.records[-1]
+        except Exception as error:
+            record = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
+        found.append({"case": case, "form": form_of(plan), **record})
+    return found
+
+
 def constants_of(plan: RowsPlan | SearchPlan | ListedPlan) -> Record:
     """What the kernel is compiled for, by name (and the strides)."""
     launch = plan.launch
@@ -211,8 +299,10 @@ def compile_slot_write(dtype: str, elements: int, done: Compilations) -> Record:
 
 
 def main() -> None:
-    done = Compilations(int(sys.argv[1]))
-    found = [record for case in json.load(sys.stdin) for record in compile_case(case, done)]
+    capability = int(sys.argv[1])
+    done, found = Compilations(capability), []
+    for case in json.load(sys.stdin):
+        found += compile_fp8_case(case, done, capability) if case.get("fp8") else compile_case(case, done)
     found += [compile_slot_write(dtype, size, done) for dtype in ("float16", "float32") for size in (64, 33)]
     json.dump(found, sys.stdout)
 

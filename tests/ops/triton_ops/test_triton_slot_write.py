@@ -31,7 +31,7 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[to
     return whole[GUARD : GUARD + size].view(shape), whole
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_equals_plain_torch_and_touches_nothing_else(case, dtype, index, device):

@@ -146,6 +146,52 @@ class TestEveryForm:
         }
 
 
+FP8: Case = USUAL | {"by_ranks": True, "rank": 64, "fp8": "float8_e4m3fn", "w8a8": False, "scales": "channel"}
+FP8_CASES: list[Case] = [
+    FP8 | changes
+    for changes in (
+        {"step": "64 distinct"},
+        {"step": "64 distinct", "rank": 16, "layer": "down", "fp8": "float8_e5m2"},
+        {"step": "64 distinct", "by_ranks": False, "scales": "block", "ranks": False},
+        {"step": "64 of one", "w8a8": True, "scales": "block", "linear": False},
+        {"step": "one row", "w8a8": True, "scales": "tensor", "linear": False, "listed": False},
+        {"step": "prompt and 31 rows"},
+        {"step": "prompt and 31 rows", "rank": 256, "layer": "down"},
+        {"step": "prefill 512", "rank": 20, "dtype": "bfloat16", "listed": False, "linear": False},
+        {"step": "prefill 2048", "scales": "block"},
+        {"step": "prefill 2048", "rank": 128, "w8a8": True, "fp8": "float8_e5m2", "linear": False},
+        {"step": "prefill 8192", "rank": 16, "layer": "down"},
+        {"step": "prefill 512", "invariant": True},
+        {"step": "prefill 2048", "invariant": True, "dtype": "bfloat16", "rank": 16},
+        {"step": "prefill 512", "dtype": "float32", "layer": "odd", "rank": 16},
+    )
+]
+
+
+def check_fp8(capability: int, records: list[Record]) -> None:
+    """They compiled, for this GPU, and fit; invariant steps have the one instruction."""
+    records = [one for one in records if "fp8" in one["form"]]
+    assert not [(one["form"], one["case"], one["error"]) for one in records if one["error"]]
+    assert {one["target"] for one in records} == {capability}
+    assert not [one for one in records if one["shared"] > SHARED_KIB[capability] << 10]
+    usual = [one for one in records if one["case"]["dtype"] != "float32"]
+    assert not [(one["spilled"], one["form"], one["case"]) for one in usual if one["spilled"] > SPILLED]
+    for one in records:
+        if "weights left" in one["form"]:
+            assert len(one["instructions"]) == 1
+            assert one["instructions"][0].startswith("mma.sync.aligned.m16n8k16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_fp8_compiles_and_fits(capability: int):
+    check_fp8(capability, compiled(capability, FP8_CASES))
+
+
+def test_usual_fp8_steps_compile_for_hopper():
+    check_fp8(90, compiled(90, FP8_CASES[:2]))
+
+
 def test_a_usual_step_compiles_for_a_small_gpu():
     check(86, compiled(86, [USUAL | {"step": "prompt and 31 rows"}]))
 

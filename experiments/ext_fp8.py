@@ -1,0 +1,109 @@
+"""Extension: adapters in FP8, what they save and what they cost.
+
+Not in the paper, whose adapters have 16 bits. A decode step of many adapters reads little else than their weights, so
+half the bytes should be about half the time; one float32 scale per channel adds 4 / (2 r) of B. Claim: weight-only FP8
+is faster than 16 bits where weights dominate (Distinct, large batches, more at rank 64 than at 16), and no slower where
+one adapter serves all; its error is that of one rounding to 4 bits (e4m3) or 3 (e5m2) of each weight, averaged over a
+sum. w8a8 rounds x and the rank vector too, for no fewer bytes of weights. On a CPU, which makes FP8 wide number by
+number before it multiplies, FP8 saves memory and no time.
+
+Timed: y += x A^T B^T at h1 = 4096, h2 = 11008 through the wrapper that layers call, with true ranks; systems
+
+    SGMV       weights as wide as the activations
+    FP8 e4m3   weights in float8_e4m3fn with scales per channel; activations as they are (weight-only)
+    FP8 e5m2   the same in float8_e5m2
+    FP8 w8a8   e4m3; x and the rank vector quantised per token, which is part of the time
+
+interleaved, every one after a check against the reference on the rounded weights. `error` is relative to the reference
+on the weights before they were rounded. Panel `quality`: a model with random weights and an adapter per request
+computes prompts; logits of all their tokens with the adapters in FP8 against the same as wide as the model: `logit
+error` (relative), and how many greedy tokens (largest logit) change. Random logits lie closer together than a trained
+model's, so that this is the pessimistic end.
+
+Cost at scale=laptop: about 45 seconds on two cores, 3 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from omegaconf import MISSING
+
+from experiments.benches.operator_conf import OperatorConf, operator_conf
+from experiments.benches.operator_figure import OperatorExperiment
+from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
+from experiments.harness.points import model_settings
+from punica.workload.popularity import popularity
+
+QUALITY = "quality"
+BASE, WITH_QUALITY = "SGMV", ("FP8 e4m3", "FP8 e5m2")
+
+
+@dataclass
+class Fp8Conf(OperatorConf):
+    """`requests` prompts of `prompt` tokens, each with an adapter of its own, for panel `quality`."""
+
+    requests: int = MISSING
+    prompt: int = MISSING
+
+
+class Fp8(OperatorExperiment):
+    """Latency, error and bytes of each system per popularity, rank and batch; error and changed tokens of a model."""
+
+    name, figure, order, conf = "ext_fp8", "ext fp8", 250, Fp8Conf
+    reads = ("model", "workload", "adapters.ranks", "adapters.slots", "adapters.seed", *PROTOCOL)
+    drawn_by = "extensions.draw_fp8"
+    defaults = {"adapters": "fp8_ranks"}  # noqa: RUF012 (never written)
+
+    def panel(self, workload: str, rank: int) -> str:
+        return f"{workload}, rank {rank}"
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(Fp8Conf, cfg.figure)
+        settings = {"model": model_settings(cfg.model), "seed": cfg.adapters.seed}
+        return super().points(cfg) + [
+            Point(QUALITY, system, "", cfg.model.name, figure.requests, figure.prompt, rank, settings)
+            for rank in cfg.adapters.ranks
+            for system in cfg.system.names
+            if system in WITH_QUALITY
+        ]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        from experiments.benches import fp8, operators
+
+        first = points[0]
+        rows, rank = cast(int, first.batch_size), cast(int, first.rank)
+        if first.panel == QUALITY:
+            prompt = cast(int, first.seq_len)
+            found = fp8.model_errors(cfg, [point.system for point in points], rows, prompt, rank)
+            return [
+                [
+                    Reading("logit_error", error, "ratio"),
+                    Reading("changed_greedy_tokens", changed, "ratio"),
+                    Reading("bytes", size, "byte"),
+                ]
+                for error, changed, size in found
+            ]
+        batches = operators.problems(cfg, first.workload, rows, rank)
+        calls, errors = {}, {}
+        for index, point in enumerate(points):
+            calls[index], errors[index] = fp8.checked_calls(batches, point.system)
+        samples = operators.microseconds(cfg, calls)
+        figure, adapters = operator_conf(cfg), popularity(first.workload).number_of_adapters(rows)
+        wide = figure.dtype.bytes
+        return [
+            [
+                *sampled("latency", samples[index], "us"),
+                Reading("error", errors[index], "ratio"),
+                Reading("bytes_read", fp8.bytes_read(figure, rows, adapters, rank, wide, point.system), "byte"),
+            ]
+            for index, point in enumerate(points)
+        ]
+
+
+EXPERIMENT = Fp8()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,93 @@
+"""What the FP8 kernels share: FP8 values made wide in registers, where their scales lie, and how they are launched.
+
+Weights are read as FP8, so memory moves half the bytes, and every value is made wide exactly: e5m2 is the upper byte of
+a float16, e4m3 converts in hardware from compute capability 8.9 on (and by its bits before that). All products are
+those of the wide type, 16-bit on the tensor cores or float32: these operators wait for memory, so FP8 instructions
+could gain no time, and would lose bits of the sums and pad a rank of 16 to 32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.fp8_checks import Scales, Scheme
+from punica.ops.quant import FP8_DTYPES
+from punica.ops.triton_ops.launch import INTERPRETED
+
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""The wide type of products, as kernels name it."""
+
+
+def fp8_format(dtype: torch.dtype) -> int:
+    """What kernels call the dtype of an operand: 0 not FP8, 1 e4m3, 2 e5m2."""
+    return FP8_DTYPES.index(dtype) + 1 if dtype in FP8_DTYPES else 0
+
+
+def as_operand(tensor: Tensor) -> Tensor:
+    """``tensor`` as a kernel takes it: FP8 as bytes on GPUs whose compiler does not know e4m3."""
+    if tensor.dtype not in FP8_DTYPES or INTERPRETED or not tensor.is_cuda:
+        return tensor
+    known = torch.cuda.get_device_capability(tensor.device) >= (8, 9)
+    return tensor if known else tensor.view(torch.uint8)
+
+
+def operands(weights: Sequence[Tensor], scales: Sequence[Tensor], a_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Weights of all slices, their scales, and the activations' (or any scale), as one argument of a kernel."""
+    return (*[as_operand(weight) for weight in weights], *scales, scales[0] if a_scale is None else a_scale)
+
+
+def scale_constants(lie: Scales, scheme: Scheme, k: int, has_a: bool) -> dict[str, Any]:
+    """What kernels know of the scales of a product with contraction size ``k``: strides (one where all slices share
+    it), and block sizes; GROUP_K is 0 where a scale belongs to all of K.
+    """
+    strides = {"SCALE_L": lie.slot, "SCALE_N": lie.column, "SCALE_K": lie.block}
+    constants: dict[str, Any] = {name: each[:1] if len(set(each)) == 1 else each for name, each in strides.items()}
+    split = 0 < scheme.group_k < k
+    return constants | {"GROUP_N": max(1, scheme.group_n), "GROUP_K": scheme.group_k if split else 0, "HAS_A": has_a}
+
+
+def check_group_k(scheme: Scheme, k: int) -> None:
+    """ValueError where a tile of K could cross a block."""
+    group = scheme.group_k
+    if 0 < group < k and (group < 16 or group & (group - 1)):
+        raise ValueError(
+            f"group_k is {group}; the kernels need a power of two >= 16, or at least K = {k} (punica.ops.fp8_ops takes "
+            "any)"
+        )
+
+
+@triton.jit
+def pick_from(values, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Entry ``FIRST + index`` of the tuple `values`, index below COUNT: as `device.pick`."""
+    chosen = values[FIRST]
+    for i in tl.static_range(1, COUNT):
+        chosen = tl.where(index == i, values[FIRST + i], chosen)
+    return chosen
+
+
+@triton.jit
+def widened(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """`stored` as DTYPE, exactly; FORMAT 0: it is wide already."""
+    if FORMAT == 2:
+        value = (stored.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif FORMAT == 1 and stored.dtype == tl.uint8:
+        bits = stored.to(tl.uint16)  # exponents of float16 are 8 higher
+        value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    else:
+        value = stored
+    return value.to(DTYPE)
+
+
+@triton.jit
+def scales_of(
+    operands, slice_id, slot, NUM_SLICES: tl.constexpr, SCALE_L: tl.constexpr, SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+):  # fmt: skip
+    """Where the scales of a slot of a slice begin, and their strides along columns and blocks of K."""
+    scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
+    scale_ptr += slot.to(tl.int64) * pick_from(SCALE_L, slice_id, 0, len(SCALE_L))
+    return scale_ptr, pick_from(SCALE_N, slice_id, 0, len(SCALE_N)), pick_from(SCALE_K, slice_id, 0, len(SCALE_K))

@@ -1,0 +1,112 @@
+"""Shrink and expand with FP8 weights as one call: what a LoRA layer with FP8 slots adds to its base output.
+
+Weight-only it is what `punica.ops.triton_ops.lora_linear` is: two launches, split-K planes between them, the second
+started early. With w8a8, x (unless it comes as FP8 with scales) and the float32 intermediate are quantised per token.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from punica.metadata import LoRABatch
+from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
+from punica.ops.fp8_checks import Form, Scheme, check_activation, check_scales, forms_of
+from punica.ops.fp8_ops import check_linear_fp8, run_linear
+from punica.ops.quant import FP8_DTYPES
+from punica.ops.triton_ops.configs import choose
+from punica.ops.triton_ops.fp8_device import check_group_k, operands
+from punica.ops.triton_ops.launch import on_device, supports_pdl
+from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
+from punica.ops.triton_ops.lora_linear import LinearPlan
+from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8, shrink_fp8
+from punica.ops.triton_ops.op import Call, Options, Plans, is_traced
+
+Described = tuple[tuple[Weights, tuple[Form, ...]], tuple[Weights, tuple[Form, ...]]]
+
+
+def _describe(
+    names: Names, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], a_scale: Sequence[Tensor],
+    b_scale: Sequence[Tensor],
+) -> Described:  # fmt: skip
+    a, b = describe_stored(names.a, lora_a, -2, FP8_DTYPES), describe_stored(names.b, lora_b, -1, FP8_DTYPES)
+    check_pair(a, b, names)
+    return (a, forms_of("lora_a_scale", a_scale)), (b, forms_of("lora_b_scale", b_scale))
+
+
+def _plan(call: Call, forms: Described) -> LinearPlan | None:
+    """The remaining checks, then both launches; None when there is nothing to add."""
+    names, x, y, lora_ranks, batch, (add_inputs, shrink, expand, options) = call
+    (a, a_scales), (b, b_scales) = forms
+    shrink.check()
+    expand.check()
+    tokens, k, slices, has_ranks = x.shape[0], a.widths[0], len(a.widths), lora_ranks is not None
+    a_lie, b_lie = (
+        check_scales("lora_a_scale", a_scales, a, True, shrink),
+        check_scales("lora_b_scale", b_scales, b, False, expand),
+    )
+    check_group_k(shrink, k)
+    check_group_k(expand, b.rank)
+    check_activation(names.input, x, None, k, shrink, a)
+    check_input(names.input, x, a._replace(dtype=x.dtype), names.a)
+    check_stored_output(names.output, y, b, 0)
+    if y.shape[0] != tokens:
+        raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
+    batch.check_tensors(tokens, x.device)
+    check_ranks(lora_ranks, a)
+    width, shape = max(b.widths), batch.shape
+    if 0 in (tokens, k, a.rank, batch.max_segments, width):
+        return None
+    first = choose("shrink", shape, tokens, k, a.rank, slices, options)
+    planes = (first["split_k"], slices, tokens, a.rank)
+    second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, planes[0], b.row_major)
+    pdl, low = options.pdl and supports_pdl(x.device), torch.float32
+    return LinearPlan(
+        plan_shrink_fp8(
+            x, a, a_lie, shrink, None, low, batch, first, has_ranks=has_ranks, direct=False, overlap=pdl, early=pdl
+        ),
+        plan_expand_fp8(
+            planes, (slices * tokens * a.rank, tokens * a.rank, a.rank, 1), low, y, b, b_lie, expand, None, batch,
+            second, offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl,
+        ),
+        planes,
+    )  # fmt: skip
+
+
+_PLANS = Plans(_describe, _plan)
+
+
+def linear_fp8(
+    y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: LoRABatch,
+    scale: float = 1.0,
+    *, lora_a_scale: Sequence[Tensor] | None, lora_b_scale: Sequence[Tensor] | None, a_scale: Tensor | None = None,
+    shrink: Scheme = Scheme(), expand: Scheme = Scheme(), add_inputs: bool = True, lora_ranks: Tensor | None = None,
+    options: Options = Options(),
+) -> None:  # fmt: skip
+    """``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T`` with FP8 weights, arguments and errors as of
+    `punica.ops.fp8_ops.linear_fp8`.
+    """
+    if batch.no_lora:
+        return
+    if shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None or is_traced():
+        check_linear_fp8(
+            y, x, lora_a_stacked, lora_b_stacked, batch, lora_a_scale, lora_b_scale, a_scale, shrink, expand, lora_ranks
+        )
+        pair = partial(shrink_fp8, options=options), partial(expand_fp8, options=options)
+        run_linear(
+            *pair, y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale, a_scale, shrink,
+            expand, add_inputs, lora_ranks,
+        )  # fmt: skip
+        return
+    a_scales = () if lora_a_scale is None else lora_a_scale
+    b_scales = () if lora_b_scale is None else lora_b_scale
+    weights = (lora_a_stacked, lora_b_stacked, a_scales, b_scales)
+    plan, aligned = _PLANS.find(x, y, weights, lora_ranks, batch, (add_inputs, shrink, expand, options), scale)
+    if plan is None:
+        return
+    with on_device(x.get_device()):
+        planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
+        first, second = operands(lora_a_stacked, a_scales, None), operands(lora_b_stacked, b_scales, None)
+        plan.shrink.run(x, first, planes, batch, lora_ranks, aligned, float(scale))
+        plan.expand.run(planes, second, y, batch, lora_ranks, aligned)

@@ -1,0 +1,159 @@
+"""Slots in FP8: what they hold, how large they are, and that every layer computes with it."""
+
+import pytest
+import torch
+from layer_cases import (
+    ALONE,
+    IN,
+    LINEAR,
+    MAX_LORAS,
+    MAX_RANK,
+    MIXED,
+    RANKS,
+    Pairs,
+    config_for,
+    fill,
+    linear_layer,
+    lora_term,
+    random_pair,
+    use,
+    wrapper_for,
+)  # fmt: skip
+
+from punica.layers import from_layer, from_layer_logits_processor
+from punica.ops.quant import Fp8Matrix, quantize_per_channel
+from punica.parallel import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = [E4M3, E5M2]
+
+
+def rounded(pairs: Pairs, fp8: torch.dtype) -> Pairs:
+    """What FP8 leaves of the adapters."""
+    return [(Fp8Matrix.of(a, fp8).real(), Fp8Matrix.of(b, fp8).real()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("fp8", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LINEAR)
+def test_forward(name, dtype, fp8):
+    config = config_for(dtype, fp8=fp8)
+    layer, adapters = linear_layer(LINEAR[name], config, place=ALONE, bias=False)
+    wrapper = wrapper_for(config, "cpu")
+    layer.set_mapping(wrapper)
+    use(wrapper, MIXED)
+    x = torch.randn(len(MIXED), IN).to(dtype)
+    if name in ("merged-as-one", "qkv-as-one"):  # one A and one B over all
+        size = sum(LINEAR[name].sizes)
+        for slot, rank in RANKS.items():
+            adapters[slot] = [random_pair(rank, IN, size)]
+            fill(layer, slot, adapters[slot])
+    held = {slot: rounded(pairs, fp8) for slot, pairs in adapters.items()}
+    expected = layer._base_output(x, None).double() + lora_term(x, MIXED, held, torch.float32)
+    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (1.6e-2, 2e-2)
+    torch.testing.assert_close(layer(x).double(), expected, rtol=rtol, atol=atol)
+    use(wrapper, [-1] * len(MIXED))
+    assert torch.equal(layer(x), layer._base_output(x, None))
+
+
+def test_slots_are_about_half_as_large():
+    """0.57 of 16 bits with one float32 scale per channel, for a square layer and rank 16 (0.5 + 4 / (2 * 2 * 16))."""
+    from punica.parallel import ReplicatedLinear
+
+    sizes = []
+    for fp8 in (None, E4M3):
+        config = config_for(torch.float16, fp8=fp8)
+        object.__setattr__(config, "max_lora_rank", 16)
+        layer = from_layer(ReplicatedLinear(4096, 4096, params_dtype=torch.float16), 1, config, [])
+        sizes.append(layer.slot_bytes)
+    assert sizes[0] == 2 * 16 * 4096 * 2
+    assert sizes[1] / sizes[0] == pytest.approx(0.5625, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "fp8", "other fp8"])
+def test_set_lora_takes_tensors_and_fp8(kind):
+    config = config_for(torch.float32, fp8=E4M3)
+    layer, _ = linear_layer(LINEAR["replicated"], config, place=ALONE)
+    a, b = random_pair(3, IN, 12)
+    form = E5M2 if kind == "other fp8" else E4M3
+    given = (a, b) if kind == "tensor" else (Fp8Matrix.of(a, form), Fp8Matrix.of(b, form))
+    layer.set_lora(1, *given)
+    sources = (a, b) if kind == "tensor" else tuple(matrix.real() for matrix in given)
+    (a_values, a_scale), (b_values, b_scale) = (quantize_per_channel(w) for w in sources)
+    assert torch.equal(layer.lora_a_stacked[0][1, 0, :3].float(), a_values.float())
+    assert torch.equal(layer.lora_b_stacked[0][1, 0, :, :3].float(), b_values.float())
+    assert torch.equal(layer.lora_a_scale[0][1, 0, :3], a_scale)
+    assert torch.equal(layer.lora_b_scale[0][1, 0], b_scale)
+    assert (layer.lora_a_scale[0][1, 0, 3:] == 0).all()
+    assert layer.lora_ranks[0, 1] == 3
+    layer.reset_lora(1)
+    for part in layer.slot_parts(None, None):
+        assert (part.matrix(1).float() == 0).all()
+
+
+def test_fp8_in_slots_of_16_bits():
+    """An adapter in FP8 is served by a 16-bit configuration as what it stands for."""
+    layer, _ = linear_layer(LINEAR["merged"], config_for(torch.bfloat16), place=ALONE)
+    pairs = [random_pair(4, IN, size) for size in LINEAR["merged"].sizes]
+    matrices = [(Fp8Matrix.of(a, E4M3), Fp8Matrix.of(b, E4M3)) for a, b in pairs]
+    layer.set_lora(2, [a for a, _ in matrices], [b for _, b in matrices])
+    for i, (a, b) in enumerate(matrices):
+        assert torch.equal(layer.lora_a_stacked[i][2, 0, :4], a.real().bfloat16())
+        assert torch.equal(layer.lora_b_stacked[i][2, 0, :, :4], b.real().bfloat16())
+
+
+def test_groups_of_packed_fp8():
+    """One B over several slices: its scales are split as it is."""
+    layer, _ = linear_layer(LINEAR["variable"], config_for(torch.float32, fp8=E4M3), place=ALONE)
+    a, b = random_pair(4, IN, 24)
+    layer.set_lora(0, Fp8Matrix.of(a, E4M3), Fp8Matrix.of(b, E4M3))
+    whole = Fp8Matrix.of(b, E4M3)
+    assert torch.equal(torch.cat([scale[0, 0] for scale in layer.lora_b_scale]), whole.scale)
+    values = torch.cat([stacked[0, 0, :, :4].float() for stacked in layer.lora_b_stacked])
+    assert torch.equal(values, whole.values.float())
+
+
+@pytest.mark.parametrize("fp8", FORMATS, ids=str)
+def test_embedding_and_logits(fp8):
+    config, dim, vocab = config_for(torch.float32, fp8=fp8), 6, 15
+    wrapper = wrapper_for(config, "cpu")
+    base = VocabParallelEmbedding(vocab, dim, torch.float32, padding_size=1, **ALONE)
+    base.weight_loader(base.weight, torch.randn(vocab, dim))
+    layer = from_layer(base, MAX_LORAS, config, [])
+    head = ParallelLMHead(vocab, dim, False, torch.float32, padding_size=1, **ALONE)
+    head.weight_loader(head.weight, torch.randn(vocab, dim))
+    processor = LogitsProcessor(vocab)
+    processor._gather_logits = lambda logits: logits
+    logits = from_layer_logits_processor(processor, head, MAX_LORAS, config)
+    ids, hidden = torch.randint(0, vocab, (len(MIXED),)), torch.randn(len(MIXED), dim)
+    use(wrapper, MIXED, vocab)
+    plain = []
+    for one, given in ((layer, (ids,)), (logits, (head, hidden))):
+        one.set_mapping(wrapper)
+        plain.append(one(*given).double())
+    of_layer = {slot: random_pair(rank, vocab, dim) for slot, rank in RANKS.items()}
+    of_head = {slot: random_pair(rank, dim, vocab) for slot, rank in RANKS.items()}
+    for slot in RANKS:
+        layer.set_lora(slot, *of_layer[slot])
+        logits.set_lora(slot, *of_head[slot])
+    held = {slot: rounded([pair], fp8) for slot, pair in of_layer.items()}
+    one_hot = torch.nn.functional.one_hot(ids, vocab).float()
+    expected = plain[0] + lora_term(one_hot, MIXED, held, torch.float32)
+    torch.testing.assert_close(layer(ids).double(), expected, rtol=1e-4, atol=1e-4)
+    held = {slot: rounded([pair], fp8) for slot, pair in of_head.items()}
+    expected = plain[1] + lora_term(hidden, MIXED, held, torch.float32)
+    torch.testing.assert_close(logits(head, hidden).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_refusals():
+    layer, _ = linear_layer(LINEAR["replicated"], config_for(torch.float32, fp8=E4M3), place=ALONE)
+    a, b = random_pair(3, IN, 12)
+    before = [part.slots.clone() for part in layer.slot_parts(None, None)]
+    with pytest.raises(TypeError, match=r"float8.*scales"):
+        layer.set_lora(0, a.to(E4M3), b.to(E4M3))
+    with pytest.raises(ValueError, match="rank 9"):
+        layer.set_lora(0, *(Fp8Matrix.of(w, E4M3) for w in random_pair(MAX_RANK + 1, IN, 12)))
+    with pytest.raises(ValueError, match="columns"):
+        layer.set_lora(0, Fp8Matrix.of(a[:, 1:], E4M3), Fp8Matrix.of(b, E4M3))
+    for part, old in zip(layer.slot_parts(None, None), before, strict=True):
+        assert torch.equal(part.slots.float(), old.float())

@@ -1,0 +1,406 @@
+"""The FP8 kernels against float64: modes, forms, layouts, true ranks, and what they must not touch or accept."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fp8_batches import E4M3, E5M2, MODES, Stack, fp8, product, real_rows
+
+from punica.metadata import LoRABatch, LoRAKernelMeta, RowGroups
+from punica.ops import fp8_ops
+from punica.ops.fp8_checks import PER_CHANNEL, Scheme
+from punica.ops.triton_ops import (
+    Options,
+    expand_fp8,
+    linear_fp8,
+    lora_expand,
+    lora_expand_fp8,
+    lora_shrink,
+    lora_shrink_fp8,
+    shrink_fp8,
+)
+
+SLOTS = [1, -1, 0, 2, 2, 0, -1]
+FP16, FP32 = torch.float16, torch.float32
+# a step on which tiles stand beside single rows
+PROMPT = [2] * 41 + [0, 1, -1, 1, 0, 1, 0]
+STEP_SHRINKS = SHRINKS | {
+    "mixed": SHRINKS["tiles"] | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
+    "left": SHRINKS["tiles"] | {"weights_left": True},
+}
+STEP_EXPANDS = EXPANDS | {
+    "mixed": EXPANDS["walk"] | {"short_n": 64},
+    "left": EXPANDS["tiles"] | {"weights_left": True},
+}
+
+
+def flat(slots: list[int], device: str, slot_count: int = 3) -> tuple:
+    """The seven arguments of the metadata."""
+    meta = LoRAKernelMeta.make(slot_count, max(1, len(slots)), device)
+    meta.prepare_tensors(torch.tensor(slots, dtype=torch.int64))
+    return meta.meta_args(len(slots), True)
+
+
+def step(slots: list[int], device: str, slot_count: int = 3, rows: int = 64) -> LoRABatch:
+    batch = LoRABatch(rows, slot_count, device)
+    batch.fill(RowGroups.of_rows(np.array(slots)))
+    return batch
+
+
+def stacks(shapes: list[tuple[int, int]], mode: dict[str, Any], device: str, dtype: torch.dtype = E4M3) -> list[Stack]:
+    return [Stack.random(3, n, k, mode, dtype, device) for n, k in shapes]
+
+
+def by_ranks(stored: torch.Tensor) -> torch.Tensor:
+    """The same with the last two dimensions swapped in memory."""
+    return stored.mT.contiguous().mT
+
+
+def activations(shape: tuple[int, ...], k: int, mode: dict[str, Any], w8a8: bool, device: str) -> tuple:
+    """x, its scales (or None), and the switch."""
+    if not w8a8:
+        return torch.randn(shape).half().to(device), None
+    groups = -(-k // mode["group_k"]) if mode.get("group_k") else 1
+    return fp8(shape, E4M3).to(device), (torch.rand(shape[-2], groups) + 0.1).to(device)
+
+
+@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
+@pytest.mark.parametrize(("form", "slices"), [("rows", 1), ("rows", 2), ("tiles", 2)])
+@pytest.mark.parametrize("mode", MODES)
+def test_shrink(mode, form, slices, w8a8, device, use_config):
+    use_config(shrink=SHRINKS[form])
+    given = MODES[mode]
+    a = stacks([(20, 200)] * slices, given, device)
+    x, a_scale = activations((7, 200), 200, given, w8a8, device)
+    y = torch.full((slices, 7, 20), float("nan"), device=device)
+    lora_shrink_fp8(
+        x, [s.stored for s in a], y, *flat(SLOTS, device), 0.5, [s.scale for s in a], a_scale,
+        use_fp8_w8a8=w8a8, **given,
+    )  # fmt: skip
+    rows = real_rows(x, a_scale, given)
+    expected = torch.stack([0.5 * product(rows, s.real(), SLOTS, None, True) for s in a])
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
+@pytest.mark.parametrize(
+    ("form", "widths"),
+    [("rows", (150,)), ("rows", (33, 40)), ("tiles", (33, 70)), ("walk", (150,)), ("deep", (70,))],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_expand(mode, form, widths, w8a8, device, use_config):
+    use_config(expand=EXPANDS[form])
+    given = MODES[mode]
+    b = stacks([(n, 40) for n in widths], given, device)
+    x, a_scale = activations((len(widths), 7, 40), 40, given, w8a8, device)
+    before = torch.randn(7, 250).half().to(device)
+    y = before.clone()
+    lora_expand_fp8(
+        x, [by_ranks(s.stored) for s in b], y, *flat(SLOTS, device), [s.scale for s in b], a_scale, 10, True,
+        use_fp8_w8a8=w8a8, **given,
+    )  # fmt: skip
+    deltas = [product(real_rows(x[i], a_scale, given), s.real(), SLOTS, None, False) for i, s in enumerate(b)]
+    end, expected = 10 + sum(widths), before.cpu().double()
+    expected[:, 10:end] += torch.cat(deltas, 1)
+    assert_close(y, expected, FP16)
+    bare = torch.tensor(SLOTS) < 0
+    assert torch.equal(y[bare], before[bare])
+    assert torch.equal(y[:, :10], before[:, :10])
+    assert torch.equal(y[:, end:], before[:, end:])
+
+
+@pytest.mark.parametrize("shrink", SHRINKS)
+@pytest.mark.parametrize(("weights", "values"), [(E5M2, E4M3), (E5M2, E5M2), (E4M3, E5M2)], ids=str)
+def test_formats(weights, values, shrink, device, use_config):
+    use_config(shrink=SHRINKS[shrink], expand=EXPANDS["tiles" if shrink == "tiles" else "rows"])
+    a, b = (
+        stacks([(20, 100)] * 2, MODES["channel"], device, weights),
+        stacks([(50, 20)] * 2, MODES["channel"], device, weights),
+    )
+    x, scale = fp8((7, 100), values).to(device), torch.tensor(0.25, device=device)
+    h = torch.empty(2, 7, 20, device=device)
+    switches = {"use_fp8_w8a8": True, "per_channel_quant": True}
+    lora_shrink_fp8(x, [s.stored for s in a], h, *flat(SLOTS, device), 1.0, [s.scale for s in a], scale, **switches)
+    rows = real_rows(x, scale, {})
+    expected = torch.stack([product(rows, s.real(), SLOTS, None, True) for s in a])
+    torch.testing.assert_close(h.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+    low, y = h.to(values), torch.zeros(7, 100, device=device)
+    lora_expand_fp8(low, [s.stored for s in b], y, *flat(SLOTS, device), [s.scale for s in b], scale, **switches)
+    deltas = [product(real_rows(low[i], scale, {}), s.real(), SLOTS, None, False) for i, s in enumerate(b)]
+    torch.testing.assert_close(y.cpu().double(), torch.cat(deltas, 1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("form", "mode", "slots"),
+    [
+        *((form, "channel", SLOTS) for form in ("rows", "tiles", "mixed", "left")),
+        *((form, "32 x r", SLOTS) for form in ("rows", "left")),
+        *((form, "channel", PROMPT) for form in ("tiles", "mixed")),
+    ],
+)
+def test_linear_on_a_step(form, mode, slots, device, use_config):
+    expand = "walk" if form == "tiles" else form
+    use_config(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
+    given = MODES[mode]
+    a, b = stacks([(20, 300)] * 2, given, device), stacks([(96, 20), (40, 20)], given, device)
+    x = torch.randn(len(slots), 300).half().to(device)
+    y = torch.zeros(len(slots), 136, dtype=FP16, device=device)
+    linear_fp8(
+        y, x, [s.stored for s in a], [by_ranks(s.stored) for s in b], step(slots, device), 0.5,
+        lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b],
+        shrink=Scheme(**given), expand=Scheme(**given),
+    )  # fmt: skip
+    parts = []
+    for first, second in zip(a, b, strict=True):
+        h = 0.5 * product(x.cpu().double(), first.real(), slots, None, True)
+        parts.append(product(h, second.real(), slots, None, False))
+    assert_close(y, torch.cat(parts, 1), FP16)
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("form", ["rows", "tiles", "deep", "mixed", "left"])
+@pytest.mark.parametrize("row_major", [False, True], ids=["by ranks", "by rows"])
+def test_true_ranks_and_poison(row_major, form, rank, device, use_config):
+    """Neither other slots nor lanes beyond a rank nor their scales are read."""
+    use_config(shrink=STEP_SHRINKS.get(form, SHRINKS["tiles"]), expand=STEP_EXPANDS[form])
+    ranks, slots = [5, 0, rank], [0, 1, 0, -1, 1] + [0] * 20
+    a, b = stacks([(rank, 100)], MODES["channel"], device)[0], stacks([(150, rank)], MODES["channel"], device)[0]
+    a_real, b_real = a.real(), b.real()
+    for slot, live in enumerate(ranks):
+        a.stored[slot, :, live:] = b.stored[slot, :, :, live:] = float("nan")
+        a.scale[slot, live:] = float("nan")
+    for of_slot in (a.stored, b.stored, a.scale, b.scale):
+        of_slot[2] = float("nan")
+    x = torch.randn(len(slots), 100).half().to(device)
+    before = torch.randn(len(slots), 150).half().to(device)
+    y = before.clone()
+    linear_fp8(
+        y, x, [a.stored], [b.stored if row_major else by_ranks(b.stored)], step(slots, device), 0.5,
+        lora_a_scale=[a.scale], lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL,
+        lora_ranks=torch.tensor([ranks], dtype=torch.int32, device=device),
+    )  # fmt: skip
+    h = 0.5 * product(x.cpu().double(), a_real, slots, ranks, True)
+    assert_close(y, before.cpu().double() + product(h, b_real, slots, ranks, False), FP16)
+    assert torch.equal(y[[1, 3, 4]], before[[1, 3, 4]])
+
+
+def test_accumulates_and_leaves_bare_rows_alone(device, use_config):
+    for form in SHRINKS:
+        use_config(shrink=SHRINKS[form])
+        a = stacks([(20, 100)], MODES["channel"], device)[0]
+        x, before = torch.randn(7, 100).half().to(device), torch.randn(1, 7, 20).to(device)
+        y = before.clone()
+        shrink_fp8(x, [a.stored], y, step(SLOTS, device), 0.5, b_scale=[a.scale], scheme=PER_CHANNEL, accumulate=True)
+        expected = before.cpu().double() + 0.5 * product(x.cpu().double(), a.real(), SLOTS, None, True)
+        torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+        assert torch.equal(y[:, [1, 6]], before[:, [1, 6]])
+
+
+def test_overwrites_columns_of_adapted_rows_only(device, use_config):
+    for form in EXPANDS:
+        use_config(expand=EXPANDS[form])
+        b = stacks([(50, 20)], MODES["tensor"], device)[0]
+        h, y = torch.randn(1, 7, 20).to(device), torch.full((7, 60), 7.0, device=device)
+        expand_fp8(h, [b.stored], y, step(SLOTS, device), 5, False, b_scale=[b.scale])
+        expected = torch.full((7, 60), 7.0, dtype=torch.float64)
+        on = torch.tensor(SLOTS) >= 0
+        expected[on, 5:55] = product(h[0].cpu().double(), b.real(), SLOTS, None, False)[on]
+        torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["stride 0", "4 dimensions", "gaps"])
+def test_any_strides_of_scales(layout, device):
+    a = stacks([(20, 100)] * 2, MODES["channel"], device)
+    for stack in a:
+        if layout == "stride 0":
+            stack.scale = stack.scale[:, :1].expand(3, 20)
+        elif layout == "gaps":
+            stack.scale = torch.stack([stack.scale, stack.scale + 9], -1)[..., 0]
+    scales = [s.scale[:, None] if layout == "4 dimensions" else s.scale for s in a]
+    x, y = fp8((7, 100), E4M3).to(device), torch.empty(2, 7, 20, device=device)
+    a_scale = torch.rand(1, device=device).expand(7)
+    lora_shrink_fp8(
+        x, [s.stored for s in a], y, *flat(SLOTS, device), 1.0, scales, a_scale,
+        use_fp8_w8a8=True, per_channel_quant=True,
+    )  # fmt: skip
+    expected = torch.stack([product(real_rows(x, a_scale, {}), s.real(), SLOTS, None, True) for s in a])
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_plain_mode_is_the_plain_operator(device):
+    batch = Batch(SLOTS, 100, (50, 30), 20, 3, FP16, device)
+    h, same_h = torch.empty(2, 7, 20, device=device), torch.empty(2, 7, 20, device=device)
+    count = batch.count["num_active_loras"]
+    lora_shrink_fp8(batch.x, batch.a, h, *batch.args, count, 0.5, [])
+    lora_shrink(batch.x, batch.a, same_h, *batch.args, 0.5, **batch.count)
+    assert torch.equal(h, same_h)
+    y, z = batch.y.clone(), batch.y.clone()
+    lora_expand_fp8(h, batch.b, y, *batch.args, count, None, add_inputs=True)
+    lora_expand(h, batch.b, z, *batch.args, **batch.count, add_inputs=True)
+    assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
+def test_cpu_and_kernels_agree(w8a8, device):
+    given = MODES["channel"]
+    a, b = stacks([(16, 100)] * 2, given, device), stacks([(50, 16), (30, 16)], given, device)
+    x, scheme = torch.randn(7, 100).half().to(device), Scheme(use_fp8_w8a8=w8a8, **given)
+    results = []
+    for linear in (fp8_ops.linear_fp8, linear_fp8):
+        y = torch.zeros(7, 80, device=device)
+        linear(
+            y, x, [s.stored for s in a], [s.stored for s in b], step(SLOTS, device),
+            lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b], shrink=scheme, expand=scheme,
+        )  # fmt: skip
+        results.append(y.cpu())
+    size = float(results[0].abs().max())
+    torch.testing.assert_close(results[0] / size, results[1] / size, rtol=2e-2, atol=2e-2)
+
+
+def test_nothing_to_do(device):
+    a = stacks([(20, 100)], MODES["channel"], device)[0]
+    x, y = torch.randn(2, 100).half().to(device), torch.full((1, 2, 20), 7.0, device=device)
+    lora_shrink_fp8(x, [a.stored], y, *flat([-1, -1], device), 1.0, [a.scale], per_channel_quant=True)
+    assert (y == 7).all()
+    shrink_fp8(x[:0], [a.stored], y[:, :0], step([], device), b_scale=[a.scale], scheme=PER_CHANNEL)
+    shrink_fp8(x, [a.stored], y, step([-1, -1], device), b_scale=[a.scale], scheme=PER_CHANNEL)
+    assert (y == 0).all()
+
+
+def test_batch_invariance(device):
+    """A row's bits do not depend on what else is in the batch."""
+    a, b = stacks([(16, 300)], MODES["channel"], device)[0], stacks([(96, 16)], MODES["channel"], device)[0]
+    x = torch.randn(40, 300).half().to(device)
+    found = []
+    for slots in ([1], [1] + [0] * 6, [1] * 40):
+        y = torch.zeros(len(slots), 96, dtype=FP16, device=device)
+        linear_fp8(
+            y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device), lora_a_scale=[a.scale],
+            lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL, options=Options(batch_invariant=True),
+        )  # fmt: skip
+        found.append(y[0].cpu())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+class TestTracing:
+    def test_one_node_and_equal_results(self, device):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        a = stacks([(16, 64)], MODES["channel"], device)[0]
+        x, y = torch.randn(4, 64).half().to(device), torch.zeros(1, 4, 16, device=device)
+        meta = flat([0, 1, -1, 2], device)
+
+        def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            lora_shrink_fp8(x, [a.stored], y, *meta, 1.0, [a.scale], per_channel_quant=True)
+            return y
+
+        eager = call(x, y.clone())
+        graph = make_fx(call)(x, y.clone())
+        nodes = [n for n in graph.graph.nodes if "lora_shrink_fp8" in str(n.target)]
+        assert len(nodes) == 1
+        assert torch.equal(graph(x, y.clone()), eager)
+
+    def test_a_step_is_traced_too(self, device):
+        a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
+        x, y = torch.randn(3, 64).half().to(device), torch.zeros(3, 40, device=device)
+        given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": PER_CHANNEL, "expand": PER_CHANNEL}
+        linear_fp8(eager := y.clone(), x, [a.stored], [b.stored], step([0, 2, -1], device, rows=3), **given)
+        with torch.autograd.profiler.profile():
+            linear_fp8(y, x, [a.stored], [b.stored], step([0, 2, -1], device, rows=3), **given)
+        torch.testing.assert_close(y, eager, rtol=2e-2, atol=2e-2)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def shrink_call(**changes: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    a = stacks([(16, 64)] * 2, {}, "cpu")
+    given = {
+        "inputs": fp8((7, 64), E4M3), "lora_a_weights": [s.stored for s in a], "output_tensor": torch.zeros(2, 7, 16),
+        "scaling": 1.0, "b_scale": [s.scale for s in a], "a_scale": torch.tensor(1.0), "use_fp8_w8a8": True,
+    }  # fmt: skip
+    return given | changes
+
+
+HALF, ONES = torch.randn(7, 64).half(), torch.ones
+BAD: dict[str, tuple[dict[str, Any], type, str]] = {
+    "x real with w8a8": ({"inputs": HALF}, TypeError, "inputs has dtype torch.float16"),
+    "x fp8 without a_scale": ({"a_scale": None}, ValueError, "a_scale required for fp8 activations"),
+    "x fp8 without the switch": ({"use_fp8_w8a8": False}, TypeError, "use_fp8_w8a8"),
+    "a_scale of a real x": ({"inputs": HALF, "use_fp8_w8a8": False}, ValueError, "only float8 activations"),
+    "weights real": (
+        {"lora_a_weights": [torch.zeros(3, 16, 64).half()] * 2}, TypeError, r"lora_a_weights\[0\].*float16",
+    ),
+    "weights of two formats": (
+        {"lora_a_weights": [fp8((3, 16, 64), E4M3), fp8((3, 16, 64), E5M2)]}, TypeError, "e5m2.*share",
+    ),
+    "no scales": ({"b_scale": []}, ValueError, "b_scale is missing"),
+    "no scales, weight-only": (
+        {"b_scale": [], "inputs": HALF, "a_scale": None, "use_fp8_w8a8": False}, TypeError, "is missing.*float8",
+    ),
+    "one tensor of scales": ({"b_scale": [ONES(3)]}, ValueError, "1 tensors.*2 slices"),
+    "a tensor for a list": ({"b_scale": ONES(2, 3)}, TypeError, "list of tensors"),
+    "scales of another type": ({"b_scale": [ONES(3).half()] * 2}, TypeError, "float16"),
+    "scales of another shape": ({"b_scale": [ONES(3), ONES(4)]}, ValueError, r"b_scale\[1\].*\(4,\).*slice 1.*\(3,\)"),
+    "scales per channel": ({"b_scale": [ONES(3, 16)] * 2}, ValueError, "per tensor"),
+    "one group size": ({"group_k": 32}, ValueError, "both positive"),
+    "negative group size": ({"group_k": -32, "group_n": 32}, ValueError, "-32"),
+    "groups per channel": ({"group_k": 32, "group_n": 32, "per_channel_quant": True}, ValueError, "exclude"),
+    "odd group size": (
+        {"group_k": 24, "group_n": 16, "b_scale": [ONES(3, 1, 3)] * 2}, ValueError, "24.*power of two",
+    ),
+    "a_scale of another shape": ({"a_scale": ONES(6)}, ValueError, r"\(6,\)"),
+    "a_scale of another type": ({"a_scale": ONES(7).half()}, TypeError, "float16"),
+    "infinite scaling": ({"scaling": float("inf")}, ValueError, "finite"),
+    "another hidden size": ({"inputs": fp8((7, 32), E4M3)}, ValueError, "hidden size"),
+    "another output": ({"output_tensor": torch.zeros(2, 7, 8)}, ValueError, r"\(2, 7, 8\)"),
+    "weights with gaps": ({"lora_a_weights": [fp8((3, 16, 128), E4M3)[..., ::2]] * 2}, ValueError, "contiguous"),
+}  # fmt: skip
+PLAIN = {"lora_a_weights": [torch.zeros(3, 16, 64).half()] * 2, "b_scale": [], "inputs": HALF}
+BAD |= {
+    "plain with w8a8": (PLAIN, TypeError, "use_fp8_w8a8"),
+    "plain with a_scale": (PLAIN | {"use_fp8_w8a8": False}, ValueError, "a_scale"),
+    "plain with groups": (
+        PLAIN | {"use_fp8_w8a8": False, "a_scale": None, "group_k": 16, "group_n": 16}, ValueError, "group_k=16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checked on the CPU")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    changes, error, message = BAD[name]
+    given = shrink_call(**changes)
+    before = given["output_tensor"].clone()
+    operands = (given.pop("inputs"), given.pop("lora_a_weights"), given.pop("output_tensor"))
+    with pytest.raises(error, match=message):
+        lora_shrink_fp8(*operands, *flat(SLOTS, "cpu"), **given)
+    assert torch.equal(operands[2], before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checked on the CPU")
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"a_scale": None}, ValueError, "a_scale required"),
+        ({"b_scale": [ONES(3, 51)], "per_channel_quant": True}, ValueError, r"\(3, 50\)"),
+        ({"offset_start": 11}, ValueError, "offset_start 11"),
+        ({"inputs": fp8((1, 7, 8), E4M3)}, ValueError, r"\(1, 7, 8\)"),
+    ],
+)
+def test_bad_input_of_expand(changes, error, message):
+    given = {"b_scale": [ONES(3)], "a_scale": torch.tensor(1.0), "use_fp8_w8a8": True, "inputs": fp8((1, 7, 16), E4M3)}
+    given |= changes
+    y = torch.full((7, 60), 7.0)
+    with pytest.raises(error, match=message):
+        lora_expand_fp8(given.pop("inputs"), [fp8((3, 50, 16), E4M3)], y, *flat(SLOTS, "cpu"), **given)
+    assert (y == 7).all()

@@ -1,0 +1,199 @@
+"""FP8 through the wrapper, on a CPU and on the kernels (interpreted without a GPU)."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+
+from fp8_batches import E4M3, E5M2, Stack, fp8, product, real_rows
+
+from punica.config import LoRAConfig
+from punica.metadata import LoRAMapping
+from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
+
+IDS, TABLE = [7, 0, 3, 7, 3], [3, None, 7]
+SLOTS = [2, -1, 0, 2, 0]
+WIDTHS = (48, 20)
+CHANNEL = {"per_channel_quant": True}
+BACKENDS = {"cpu": PunicaWrapperCPU, "kernels": PunicaWrapperGPU}
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(params=BACKENDS)
+def wrapper(request: pytest.FixtureRequest) -> Any:
+    device = "cuda" if request.param == "kernels" and HAS_GPU else "cpu"
+    wrapper = BACKENDS[request.param](8, 8, device, lora_config=LoRAConfig(max_loras=3, debug_checks=True))
+    wrapper.update_metadata(LoRAMapping(tuple(IDS), tuple(IDS)), TABLE, 4, 100)
+    return wrapper
+
+
+def stacks(mode: dict[str, Any], device: torch.device, dtype: torch.dtype = E4M3) -> tuple[list[Stack], list[Stack]]:
+    a = [Stack.random(3, 16, 64, mode, dtype, str(device)) for _ in WIDTHS]
+    return a, [Stack.random(3, n, 16, mode, dtype, str(device)) for n in WIDTHS]
+
+
+def stored(stacks: list[Stack]) -> tuple[torch.Tensor, ...]:
+    return tuple(stack.stored for stack in stacks)
+
+
+def scales(stacks: list[Stack]) -> list[torch.Tensor]:
+    return [stack.scale for stack in stacks]
+
+
+def expected(a: list[Stack], b: list[Stack], rows: torch.Tensor, scale: float) -> torch.Tensor:
+    parts = []
+    for first, second in zip(a, b, strict=True):
+        h = scale * product(rows, first.real(), SLOTS, None, True)
+        parts.append(product(h, second.real(), SLOTS, None, False))
+    return torch.cat(parts, 1)
+
+
+def assert_near(y: torch.Tensor, wanted: torch.Tensor, share: float) -> None:
+    size = float(wanted.abs().max())
+    torch.testing.assert_close(y.cpu().double() / size, wanted / size, rtol=share, atol=share)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_weight_only(nested, dtype, wrapper):
+    mode = {"group_k": 16, "group_n": 16}
+    a, b = stacks(mode if nested else CHANNEL, wrapper.device)
+    x, y = torch.randn(5, 64).to(wrapper.device, dtype), torch.zeros(5, 68, dtype=dtype, device=wrapper.device)
+    quant_args = {"shrink": mode, "expand": mode} if nested else CHANNEL
+    given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": quant_args}
+    wrapper.add_lora_linear(y, x, stored(a), stored(b), 0.5, WIDTHS, **given)
+    assert_near(y, expected(a, b, x.cpu().double(), 0.5), 1e-2)
+    assert (y[1] == 0).all()
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["x real", "x fp8"])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_w8a8(nested, quantised, wrapper):
+    mode = {"group_k": 16, "group_n": 16}
+    a, b = stacks(mode if nested else CHANNEL, wrapper.device)
+    x, a_scale = torch.randn(5, 64, device=wrapper.device).bfloat16(), None
+    if quantised:
+        x, a_scale = fp8((5, 64), E4M3).to(wrapper.device), torch.rand(5, device=wrapper.device) + 0.1
+    quant_args: dict[str, Any] = {"use_fp8_w8a8": True}
+    quant_args |= {"shrink": mode, "expand": mode} if nested else CHANNEL
+    y = torch.zeros(5, 68, device=wrapper.device)
+    given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "a_scale": a_scale, "quant_args": quant_args}
+    wrapper.add_lora_linear(y, x, stored(a), stored(b), 0.5, WIDTHS, **given)
+    assert_near(y, expected(a, b, real_rows(x, a_scale, {}), 0.5), 5e-2)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["tensor", "tuple"])
+def test_shrink_and_expand_apart(parts, wrapper):
+    """One set of keywords serves both; both accumulate."""
+    a, b = stacks(CHANNEL, wrapper.device, E5M2)
+    x, y = torch.randn(5, 64, device=wrapper.device), torch.ones(5, 70, device=wrapper.device)
+    h: Any = torch.ones(2, 5, 16, device=wrapper.device)
+    h = tuple(h.clone()) if parts else h
+    given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": CHANNEL}
+    wrapper.add_shrink(h, x, stored(a), 0.5, **given)
+    for i, stack in enumerate(a):
+        assert_near(h[i], 1 + 0.5 * product(x.cpu().double(), stack.real(), SLOTS, None, True), 1e-3)
+    wrapper.add_expand(y, h, stored(b), WIDTHS, 2, **given)
+    delta = [product(h[i].cpu().double(), s.real(), SLOTS, None, False) for i, s in enumerate(b)]
+    assert_near(y[:, 2:], 1 + torch.cat(delta, 1), 1e-3)
+    assert (y[:, :2] == 1).all()
+
+
+def test_embedding_and_logits(wrapper):
+    a, b = stacks(CHANNEL, wrapper.device)
+    rows, y = torch.randn(5, 16, device=wrapper.device), torch.zeros(5, 48, device=wrapper.device)
+    wrapper.add_lora_embedding(y, rows, b[0].stored, lora_b_scale=[b[0].scale], quant_args=CHANNEL)
+    assert_near(y, product(rows.cpu().double(), b[0].real(), SLOTS, None, False), 1e-3)
+    x, logits = torch.randn(5, 64, device=wrapper.device), torch.zeros(5, 50, device=wrapper.device)
+    given = {"lora_a_scale": [a[0].scale], "lora_b_scale": [b[0].scale], "quant_args": CHANNEL}
+    wrapper.add_lora_logits(logits, x, a[0].stored, b[0].stored, 2.0, **given)
+    assert_near(logits[:, :48], expected(a[:1], b[:1], x.cpu().double(), 2.0), 1e-3)
+    assert (logits[:, 48:] == 0).all()
+
+
+def test_plain_weights_with_idle_keywords(wrapper):
+    a = tuple(torch.randn(3, 16, 64, device=wrapper.device) for _ in WIDTHS)
+    b = tuple(torch.randn(3, n, 16, device=wrapper.device) for n in WIDTHS)
+    x = torch.randn(5, 64, device=wrapper.device)
+    y, z = torch.zeros(5, 68, device=wrapper.device), torch.zeros(5, 68, device=wrapper.device)
+    wrapper.add_lora_linear(y, x, a, b, 0.5, WIDTHS, quant_args={"use_fp8_w8a8": False}, lora_a_scale=None)
+    wrapper.add_lora_linear(z, x, a, b, 0.5, WIDTHS)
+    assert torch.equal(y, z)
+
+
+def test_buffer_on_a_cpu():
+    wrapper = PunicaWrapperCPU(8, 8, "cpu", max_loras=3)
+    wrapper.update_metadata(LoRAMapping(tuple(IDS), tuple(IDS)), TABLE, 4, 100)
+    a, b = stacks(CHANNEL, torch.device("cpu"))
+    x, y, buffer = torch.randn(5, 64), torch.zeros(5, 68), [torch.ones(5, 16) for _ in WIDTHS]
+    given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": CHANNEL}
+    wrapper.add_lora_linear(y, x, stored(a), stored(b), 1.0, WIDTHS, buffer=buffer, **given)
+    assert_near(buffer[0], product(x.double(), a[0].real(), SLOTS, None, True), 1e-4)
+    assert_near(y, expected(a, b, x.double(), 1.0), 1e-4)
+
+
+BAD: dict[str, tuple[dict[str, Any], type, str]] = {
+    "no scales of A": ({"lora_a_scale": None}, TypeError, "lora_a_scale is missing"),
+    "no scales of B": ({"lora_b_scale": None}, TypeError, "lora_b_scale is missing"),
+    "no scales, w8a8": (
+        {"lora_b_scale": None, "quant_args": {"use_fp8_w8a8": True, **CHANNEL}}, ValueError, "lora_b_scale is missing",
+    ),
+    "nothing of FP8": ({"lora_a_scale": None, "lora_b_scale": None, "quant_args": None}, TypeError, "float8_e4m3fn"),
+    "an unknown key": ({"quant_args": {"group": 3}}, TypeError, "group"),
+    "an unknown key, nested": ({"quant_args": {"shrink": {}, "per_channel_quant": True}}, TypeError, "per_channel"),
+    "quant_args of another type": ({"quant_args": [1]}, TypeError, "mapping"),
+    "w8a8 for one product": (
+        {"quant_args": {"shrink": {"use_fp8_w8a8": True, **CHANNEL}, "expand": CHANNEL}}, ValueError, "differs",
+    ),
+    "a_scale of a real x": ({"a_scale": torch.ones(5)}, ValueError, "a_scale is given"),
+    "a_scale of an x that is quantised here": (
+        {"a_scale": torch.ones(5), "quant_args": {"use_fp8_w8a8": True, **CHANNEL}}, ValueError, "leave a_scale out",
+    ),
+    "another scheme": ({"quant_args": {}}, ValueError, "per tensor"),
+    "NaN in a scale": ({"lora_a_scale": [torch.full((3, 16), float("nan"))] * 2}, ValueError, "finite"),
+    "a negative scale": ({"lora_a_scale": [-torch.ones(3, 16)] * 2}, ValueError, ">= 0"),
+    "an unknown keyword": ({"b_scale": 1}, TypeError, "b_scale"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(HAS_GPU, reason="checked on the CPU")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, wrapper):
+    changes, error, message = BAD[name]
+    a, b = stacks(CHANNEL, wrapper.device)
+    given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": CHANNEL} | changes
+    y = torch.ones(5, 68)
+    with pytest.raises(error, match=message):
+        wrapper.add_lora_linear(y, torch.randn(5, 64), stored(a), stored(b), 0.5, WIDTHS, **given)
+    assert (y == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
+def test_a_captured_graph_follows_the_step(w8a8):
+    wrapper = PunicaWrapperGPU(8, 8, "cuda", max_loras=3)
+    a, b = stacks(CHANNEL, torch.device("cuda"))
+    x, y = torch.randn(5, 64, device="cuda").half(), torch.zeros(5, 68, device="cuda").half()
+    quant_args = {"use_fp8_w8a8": w8a8, **CHANNEL}
+    given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": quant_args}
+
+    def run() -> None:
+        wrapper.add_lora_linear(y, x, stored(a), stored(b), 1.0, WIDTHS, **given)
+
+    wrapper.update_metadata(LoRAMapping(tuple(IDS), tuple(IDS)), TABLE, 4, 100)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for ids in (IDS, [3, 3, 3, 0, 7], [7] * 5, [0] * 5):
+        wrapper.update_metadata(LoRAMapping(tuple(ids), tuple(ids)), TABLE, 4, 100)
+        y.zero_()
+        graph.replay()
+        replayed = y.clone()
+        y.zero_()
+        run()
+        torch.testing.assert_close(replayed, y, rtol=2e-2, atol=2e-2)
