@@ -200,10 +200,13 @@ def test_a_usual_step_compiles_for_a_small_gpu():
 @pytest.mark.parametrize("rank", CHOICES["rank"])
 @pytest.mark.parametrize("dtype", CHOICES["dtype"])
 def test_blocks_that_decide_the_bits_are_those_of_every_step(capability, rank, dtype, monkeypatch):
-    """With `batch_invariant`, on every GPU: only what does not change a row's sums may follow the step."""
+    """With `batch_invariant`, on every GPU: only what does not change a row's sums may follow the step. How much of K
+    is read at once changes them above 32 lanes, where a product is not each warp's own.
+    """
     monkeypatch.setattr(launching, "shared_memory", lambda device: SHARED_KIB[capability] << 10)
     for layer, listed in itertools.product(LAYERS, (True, False)):
         case = USUAL | {"rank": rank, "dtype": dtype, "layer": layer, "listed": listed, "invariant": True}
         plans = [linear_plans(Operands(case | {"step": step})) for step in STEPS]
-        for op, names in enumerate((("BLOCK_K", "SPLIT_K", "BLOCK_R"), ("BLOCK_R", "PLANES"))):
+        shrink = ("SPLIT_K", "BLOCK_R", *(["BLOCK_K", "BLOCK_M"] if rank > 32 else []))
+        for op, names in enumerate((shrink, ("BLOCK_R", "PLANES"))):
             assert len({tuple(constants_of(plan[op][0])[name] for name in names) for plan in plans}) == 1
