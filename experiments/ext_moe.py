@@ -49,7 +49,7 @@ class MoEConf(FigureConf):
 class MixtureOfExperts(Experiment):
     """Latencies and throughput of each system per model (the panels), popularity and batch."""
 
-    name, figure, order, conf = "ext_moe", "ext moe", 250, MoEConf
+    name, figure, order, conf = "ext_moe", "ext moe", 260, MoEConf
     reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
     differing, drawn_by = ("system",), "moe.draw_moe"
 

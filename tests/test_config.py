@@ -16,8 +16,9 @@ def test_defaults() -> None:
     assert config.target_modules is None
     assert config.tuned_dir is None
     assert config.pdl
+    assert config.dual_stream
     off = ("fully_sharded_loras", "specialize_active_lora", "enable_mixed_moe_lora_format", "batch_invariant",
-           "debug_checks", "dual_stream")  # fmt: skip
+           "debug_checks")  # fmt: skip
     assert not any(getattr(config, name) for name in off)
 
 

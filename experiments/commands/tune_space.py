@@ -12,8 +12,8 @@ from punica.ops.triton_ops.configs import OPTIONAL_KEYS
 from punica.ops.triton_ops.launch import block_at_least
 from punica.workload.popularity import PAPER_WORKLOADS
 
-SHRINK = ("row_wise", "block_m", "block_n", "block_k", "block_r", "split_k", "num_warps", "num_stages")
-EXPAND = ("row_wise", "block_m", "block_n", "block_k", "tiles_n", "num_warps", "num_stages")
+SHRINK = ("row_wise", "block_m", "block_n", "block_k", "block_r", "split_k", "num_warps", "num_stages", "together")
+EXPAND = ("row_wise", "block_m", "block_n", "block_k", "tiles_n", "num_warps", "num_stages", "ahead")
 
 
 def operators(groups: str) -> list[Operator]:
@@ -53,10 +53,13 @@ def shrink_candidates(op: Operator) -> list[Config]:
                 continue
             split_k = triton.cdiv(op.k, block_k)
             if split_k <= 16 and (op.tokens <= 16 or op.tokens * triton.cdiv(op.rank, block_r) * split_k <= 8192):
-                out.append(_config(SHRINK, True, 16, 16, block_k, block_r, split_k, warps, 1))
+                out.append(_config(SHRINK, True, 16, 16, block_k, block_r, split_k, warps, 1, False))
     if op.tokens >= 4 and op.tokens > len(op.sizes):
         tiles_m = (16,) if op.tokens <= 64 else (16, 32) if op.tokens <= 512 else (32, 64, 128)
-        for block_m, block_k, split_k, stages in product(tiles_m, (64, 128, 256, 512), (1, 2, 4, 8, 16), (1, 3, 4, 5)):
+        slices, either = len(op.widths), (False, True) if len(op.widths) > 1 and op.rank < 64 else (False,)
+        for block_m, block_k, split_k, stages, together in product(
+            tiles_m, (64, 128, 256, 512), (1, 2, 4, 8, 16), (1, 3, 4, 5), either
+        ):
             steps = triton.cdiv(op.k, block_k * split_k)
             programs = sum(triton.cdiv(size, block_m) for size in op.sizes) * split_k
             if (steps == 1) != (stages == 1) or (stages > 1 and steps < stages):
@@ -64,8 +67,8 @@ def shrink_candidates(op: Operator) -> list[Config]:
             bytes_per_stage = 2 * block_k * (block_m + block_at_least(op.rank))
             if not 32 <= programs <= 400 or bytes_per_stage * stages > 200_000 or block_k * block_m > 32 * 512:
                 continue
-            block_n = min(64, block_at_least(op.rank))
-            out.append(_config(SHRINK, False, block_m, block_n, block_k, 1, split_k, 4, stages))
+            block_n = min(64, block_at_least(op.rank * slices if together else op.rank))
+            out.append(_config(SHRINK, False, block_m, block_n, block_k, 1, split_k, 4, stages, together))
     return out
 
 
@@ -75,10 +78,12 @@ def expand_candidates(op: Operator) -> list[Config]:
     width = max(op.widths)
     out: list[Config] = []
     if op.tokens <= 256:
-        for block_n, warps in product((32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
-            per_thread = block_n * lanes // (32 * warps)
-            if 16 <= per_thread <= 128:
-                out.append(_config(EXPAND, True, 16, block_n, 16, 1, warps, 1))
+        few = (False, True) if op.tokens * op.rank * width <= 6 << 20 else (False,)
+        for block_n, warps, ranks, ahead in product(
+            (32, 64, 128, 256, 512, 1024), (1, 2, 4, 8), sorted({16, min(64, lanes)}), few
+        ):
+            if 16 <= block_n * min(lanes, ranks) // (32 * warps) <= 128:
+                out.append(_config(EXPAND, True, 16, block_n, ranks, 1, warps, 1, ahead))
     if op.tokens >= 4 and op.tokens > len(op.sizes):
         tiles_m = (16,) if op.tokens <= 64 else (16, 32, 64) if op.tokens <= 512 else (32, 64, 128)
         for block_m, block_n, tiles_n, warps, stages in product(
@@ -93,7 +98,7 @@ def expand_candidates(op: Operator) -> list[Config]:
             if stages > tiles_n or (stages == 2 and op.tokens < 8192):
                 continue
             block_k = min(128, block_at_least(op.rank))
-            out.append(_config(EXPAND, False, block_m, block_n, block_k, tiles_n, warps, stages))
+            out.append(_config(EXPAND, False, block_m, block_n, block_k, tiles_n, warps, stages, False))
     return out
 
 
