@@ -38,10 +38,11 @@ class LoRAConfig:
         specialize_active_lora: the metadata counts the adapters that are there, rounded up to the counts for which
             graphs are captured, for callers of the flat ops. Kernels behind a layer follow the step either way.
         batch_invariant: one fixed kernel form, so that a row's bits do not depend on its batch.
-        tuned_dir: folder with tuned kernel tables; ``None`` uses the ones in the package.
+        tuned_dir: folder with tuned kernel tables; ``None``: a rule over the step chooses.
         debug_checks: the wrapper verifies the indices on the device once per step (synchronises; for debugging).
         pdl: programmatic dependent launch between shrink and expand where the GPU has it.
-        dual_stream: in the CUDA graph of a decode step, run shrink beside the base product, on a second stream.
+        dual_stream: in the CUDA graph of a decode step, run shrink beside the base product, on a second stream; outside
+            of a graph such a step runs the same kernels one after the other, without the early start of ``pdl``.
     """
 
     max_lora_rank: int = 16

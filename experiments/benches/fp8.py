@@ -125,7 +125,7 @@ def _call(problem: Problem, held: System) -> Call:
     slots, rank, _ = problem.a.shape
     wrapper = begun(get_punica_wrapper, tuple(problem.slots.tolist()), slots, rank, problem.x.device)
     ranks = torch.full((1, slots), rank, dtype=torch.int32, device=problem.x.device)
-    a, b, more = problem.a, problem.b.mT.contiguous().mT, {}
+    a, b, more = problem.a, problem.stored_b, {}
     if held.fp8 is not None:
         a, a_scale, b, b_scale = quantised(problem, held.fp8)
         quant_args = {"use_fp8_w8a8": held.w8a8, "per_channel_quant": True}

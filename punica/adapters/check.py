@@ -34,6 +34,12 @@ def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collec
         raise ValueError(f"adapter modules {offenders} are not supported by this model; expected names end in {shown}")
 
 
+def check_any(names: Mapping[str, object]) -> None:
+    """ValueError where an adapter has no LoRA tensors."""
+    if not names:
+        raise ValueError("the adapter has no LoRA tensors at all")
+
+
 def check_tensors(
     names: Mapping[str, tuple[str, bool, str]], tensors: Mapping[str, Tensor | Fp8Matrix], model_vocab_size: int | None
 ) -> dict[str, dict[bool, str]]:
@@ -46,8 +52,7 @@ def check_tensors(
         TypeError: a value is not a tensor, or its dtype is not fp16, bf16, fp32 or fp64, or FP8 without scales.
         ValueError: no tensors, A without B, or an embedding of another vocabulary.
     """
-    if not names:
-        raise ValueError("the adapter has no LoRA tensors at all")
+    check_any(names)
     sides: dict[str, dict[bool, str]] = {}
     for key, (module, is_a, _) in names.items():
         tensor = tensors[key]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from punica.adapters.check import SCALE_SUFFIX, check_expected_modules, is_scale_of_another
+from punica.adapters.check import SCALE_SUFFIX, check_any, check_expected_modules, is_scale_of_another
 from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import check_count
@@ -360,6 +360,7 @@ def read_tensors(
             keys = set(handle.keys())
             own = [key for key in handle.keys() if not is_scale_of_another(key, keys)]  # noqa: SIM118 (no dict)
             names = lora_names(own, weights_mapper, skip_prefixes)
+            check_any(names)
             check_expected_modules((name.module for name in names.values()), expected_lora_modules)
             wanted = [key for key, name in names.items() if not (moe_ep_spec and moe_ep_spec.is_remote(name.module))]
             scales = [key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys]

@@ -345,6 +345,8 @@ class LoRAModel:
         """
         tensors = read_tensors(lora_dir, expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec)
         model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
+        if not tensors and moe_ep_spec is not None:  # all of it belongs to experts of other ranks
+            return cls(model_id, peft_helper.r, {})
         return cls.from_lora_tensors(
             model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes
         )

@@ -34,20 +34,16 @@ class NamedLayer(NamedTuple, Generic[L]):
 
 
 class MoEEPSpec(NamedTuple):
-    """Which experts a rank holds: `local_num_experts` of `global_num_experts`, in blocks one after the other."""
+    """Which experts a rank holds: `local_num_experts` of `global_num_experts`, in equal blocks one after the other."""
 
     ep_rank: int
     local_num_experts: int
     global_num_experts: int
 
     def is_remote(self, module: str) -> bool:
-        """Whether a module is known to belong to one expert that another rank holds. Blocks of unequal length are not
-        told apart: then everything counts as local, and packing leaves out what is not.
-        """
+        """Whether a module is known to belong to one expert that another rank holds."""
         match = _EXPERT_NAME.fullmatch(module)
-        if match is None or self.global_num_experts % self.local_num_experts:
-            return False
-        return int(match["expert"]) // self.local_num_experts != self.ep_rank
+        return match is not None and int(match["expert"]) // self.local_num_experts != self.ep_rank
 
 
 def packed_modules_of(model: nn.Module) -> PackedMapping:
@@ -181,13 +177,16 @@ def wrap_layers(
 
 
 def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | None:
-    """Which experts this rank holds, where the model shares them out in blocks; `None` where it does not."""
+    """Which experts this rank holds, where the model shares them out in equal blocks; `None` where it does not: then
+    all tensors are read, and packing leaves out what belongs to other ranks.
+    """
     for named in layers:
         layer = named.layer
         if isinstance(layer, FusedMoE) and layer.moe_config.moe_parallel_config.use_ep:
-            mine, config = layer.local_experts, layer.moe_config
-            if mine == list(range(mine[0], mine[0] + len(mine))) if mine else False:
-                return MoEEPSpec(config.moe_parallel_config.ep_rank, len(mine), config.num_experts)
+            rank, mine = layer.moe_config.moe_parallel_config.ep_rank, list(layer.local_experts)
+            block = range(rank * len(mine), (rank + 1) * len(mine))
+            if mine and layer.moe_config.num_experts % len(mine) == 0 and mine == list(block):
+                return MoEEPSpec(rank, len(mine), layer.moe_config.num_experts)
     return None
 
 

@@ -81,7 +81,8 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
-        streams = None if self.fp8_keywords or has_no_lora(wrapper) else self._streams
+        beside = getattr(wrapper, "takes_aside", False) and not (self.fp8_keywords or has_no_lora(wrapper))
+        streams = self._streams if beside else None
         aside = None if streams is None else streams.begin(rows)
         output = self._base_output(x, bias)
         y, options = as_rows(output), dict[str, Any]() if aside is None else {"aside": aside}

@@ -7,14 +7,18 @@
 Both products read one ``x`` and are independent until expand adds into ``y``. The base product of a decode step waits
 for the memory of its weights, and the shrink hides in it; what is left behind the product is expand, whose weights are
 fetched while the product ends. On an H200 that takes 2 of the 5 us that LoRA adds to a projection at one row, and 2 of
-12 us at 64 rows of 64 adapters; with 128 rows of 128 adapters, or in a prefill, both want all of the GPU, and are
-slower beside one another (results/h200/operator_tables.md). So up to `MOST_ROWS` rows, and only where a graph is
+12 us at 64 rows of 64 adapters (results/h200/operator_tables.md). In a prefill, or with 128 rows of 128 adapters, both
+want all of the GPU and are slower beside one another: 22 us instead of 20 there, 14 instead of 9 for 512 rows of 23
+adapters, measured once on 2026-11-22. So up to `MOST_ROWS` rows, and only where a graph is
 captured: outside of one, the host's time for the events is more than what they save. Until then the same kernels run on
 one stream, so that a graph finds them compiled and loaded.
 
+The base product must not write ``x``, which the shrink reads meanwhile.
+
 Memory: ``x`` is allocated on the current stream before the mark. The shrink's result belongs to the auxiliary stream,
 and is read by expand after the join; whatever takes its memory next does so on the auxiliary stream, behind a later
-mark, and so after that expand. The caching allocator needs no ``record_stream`` for that.
+mark, and so after that expand: each stream that layers run on has an auxiliary stream of its own. The caching allocator
+needs no ``record_stream`` for that.
 """
 
 import functools
@@ -37,10 +41,10 @@ _claimed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref
 
 
 class DualStream:
-    """Two events of one layer, and the auxiliary stream that all layers of a device share."""
+    """Two events of one layer; the auxiliary stream is shared by all layers that run on one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._auxiliary = _auxiliary_stream(device)
+        self._device = device
         self._mark, self._join = torch.cuda.Event(), torch.cuda.Event()
 
     def begin(self, rows: Tensor) -> Callable[[], AbstractContextManager] | None:
@@ -51,7 +55,7 @@ class DualStream:
             return None
         if not is_being_captured(rows):
             return nullcontext
-        self._mark.record(torch.cuda.current_stream(self._auxiliary.device))
+        self._mark.record(torch.cuda.current_stream(self._device))
         return self.aside
 
     @contextmanager
@@ -61,13 +65,14 @@ class DualStream:
 
         The streams are joined also when a launch raises. The host waits for neither.
         """
-        current = torch.cuda.current_stream(self._auxiliary.device)
-        self._auxiliary.wait_event(self._mark)
+        current = torch.cuda.current_stream(self._device)
+        auxiliary = _auxiliary_stream(self._device, current.cuda_stream)
+        auxiliary.wait_event(self._mark)
         try:
-            with torch.cuda.stream(self._auxiliary):
+            with torch.cuda.stream(auxiliary):
                 yield
         finally:
-            self._join.record(self._auxiliary)
+            self._join.record(auxiliary)
             current.wait_event(self._join)
 
 
@@ -75,7 +80,8 @@ def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | No
     """The second stream of a LoRA layer, ``None`` where everything stays on the current stream.
 
     That is: without ``dual_stream``, on a CPU, with fully sharded adapters (the collective between shrink and expand
-    must keep its place among the others), and for a second LoRA layer over the same base layer.
+    must keep its place among the others), and for a second LoRA layer over the same base layer. Slots in FP8 and
+    wrappers that do not take ``aside`` leave it unused.
     """
     wanted = getattr(lora_config, "dual_stream", False) and not lora_config.fully_sharded_loras
     if not wanted or lora_layer.device.type != "cuda":
@@ -88,5 +94,6 @@ def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | No
 
 
 @functools.cache
-def _auxiliary_stream(device: torch.device) -> torch.cuda.Stream:
+def _auxiliary_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
+    """The stream for what runs beside that stream (its handle)."""
     return torch.cuda.Stream(device)

@@ -39,7 +39,12 @@ Weights = tuple[torch.Tensor, ...]
 
 class PunicaWrapperABC(ABC):
     """The six methods that a layer may call. Here they work in place and return None; a platform that cannot update in
-    place returns the result instead, and layers honour it."""
+    place returns the result instead, and layers honour it.
+
+    ``takes_aside``: whether `add_lora_linear` takes the keyword ``aside`` of `punica.layers.dual_stream`.
+    """
+
+    takes_aside: bool = False
 
     @abstractmethod
     def update_metadata(
@@ -109,8 +114,6 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
     keyword. ValueError: a wrong shape, range, stride or device, or fewer rows than the mapping has. RuntimeError: no
     metadata yet. ``T' = 0`` rows are legal and do nothing.
     """
-
-    _linear_keywords: tuple[str, ...] = ()  # what `add_lora_linear` of a backend takes besides
 
     def add_shrink(self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any) -> None:
         """``y[i][t] += scale * (x[t] @ A_i[slot_t]^T)`` for every slice i.
@@ -219,8 +222,8 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         adapter writes nothing at all. A and B in FP8 need the keywords of `punica.wrapper.fp8`; with ``use_fp8_w8a8``
         an x that is not FP8 is quantised per token (leave ``a_scale`` out), and so is the intermediate.
         """
-        known = "add_inputs", "lora_ranks", *FP8_KEYWORDS, *self._linear_keywords
-        check_keywords("add_lora_linear", kwargs, known)
+        known = "add_inputs", "lora_ranks", *FP8_KEYWORDS
+        check_keywords("add_lora_linear", kwargs, (*known, "aside") if self.takes_aside else known)
         check_bool("add_inputs", kwargs.get("add_inputs", True))
         kwargs = self._with_fp8(kwargs)
         batch = self._step()

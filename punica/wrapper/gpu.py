@@ -23,7 +23,7 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
     kernels run under Triton's interpreter (``TRITON_INTERPRET=1``).
     """
 
-    _linear_keywords = ("aside",)
+    takes_aside = True
     limits_runs = False  # no kernel reads segments: tokens are grouped by slot instead
     _smallest_block = 16
 

@@ -89,7 +89,7 @@ def test_it_begins_in_front_of_the_base_product(name, suited) -> None:
             order.append("shrink")
         return linear(*operands, **options)
 
-    layer._base_output, wrapper.add_lora_linear = base_output, add_lora_linear
+    layer._base_output, wrapper.add_lora_linear, wrapper.takes_aside = base_output, add_lora_linear, True
     torch.testing.assert_close(layer(x), expected)
     beside = ["begin", "base product", "aside", "shrink", "joined"]
     assert order == (beside if suited else ["begin", "base product", "shrink"])
@@ -97,11 +97,14 @@ def test_it_begins_in_front_of_the_base_product(name, suited) -> None:
     use(wrapper, [-1] * len(MIXED))
     layer(x)
     assert "begin" not in order, "a step without adapters has nothing to run beside"
+    use(wrapper, MIXED)
+    wrapper.takes_aside = False
+    layer(x)
+    assert "begin" not in order, "a wrapper that does not know of it"
 
 
 def test_a_stream_of_its_own_for_decode_steps_that_are_captured(monkeypatch) -> None:
     marks = []
-    monkeypatch.setattr(module, "_auxiliary_stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=marks.append))
     streams, most = module.DualStream(torch.device("cuda")), module.MOST_ROWS

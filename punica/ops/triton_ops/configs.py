@@ -20,7 +20,7 @@ nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_
 smaller); ``num_slices`` must match. So a table may be sparse: what neighbours answer alike need not be in it.
 ``<gpu>_EXPAND.json`` serves both values of `add_inputs` that have no file of their own. Configurations that a table
 needs often may stand once in its ``"configurations"`` (name to configuration), and their names where they are meant.
-`experiments/tune.py` writes these files.
+`experiments/commands/tune.py` writes these files, from times with B as layers store it, rank after rank.
 """
 
 import functools

@@ -238,7 +238,8 @@ def _expand_rows_of(
             total = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
             if ADD:
                 total += old.to(tl.float32)
-            tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n)
+            mask_y = mask_m[:, None] & mask_n & ((rank > 0) | (not ADD))
+            tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
         else:
             for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
                 mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]

@@ -58,7 +58,7 @@ def _plan(call: Call, forms: Described) -> LinearPlan | None:
     width, shape = max(b.widths), batch.shape
     if 0 in (tokens, k, a.rank, batch.max_segments, width):
         return None
-    first = choose("shrink", shape, tokens, k, a.rank, slices, options)
+    first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=False)
     planes = (first["split_k"], slices, tokens, a.rank)
     second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, planes[0], b.row_major)
     pdl, low = options.pdl and supports_pdl(x.device), torch.float32

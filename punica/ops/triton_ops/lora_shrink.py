@@ -419,7 +419,8 @@ def plan_shrink(
         launch = Launch(_lora_shrink_rows_kernel, grid, dtypes, x.stride(), constants, **shared)
         return RowsPlan(launch, (tokens, weights.slots))
 
-    together = config["together"] and slices > 1 and batch.listed
+    listed = batch.listed and config["block_m"] in HEIGHTS and (accumulate or not direct)
+    together = config["together"] and slices > 1 and listed
     lanes = rank * slices if together else rank
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(lanes))
     block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * weights.dtype.itemsize
@@ -431,7 +432,7 @@ def plan_shrink(
     per_tile = triton.cdiv(lanes, block_r) * split_k
     constants |= {"BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k, "NUM_STAGES": stages}
     constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
-    if batch.listed and block_m in HEIGHTS and (accumulate or not direct):
+    if listed:
         height, short_k = HEIGHTS.index(block_m), min(config["short_k"], block_at_least(k))
         short_r, short_programs = row_blocks(min(tokens, LONG * batch.shape.short) * slices * split_k)
         constants |= {"TILES_AT": 2 * height + (short_k > 0), "ROWS_AT": TOTALS - 1}
@@ -475,7 +476,7 @@ def _plan(call: Call, weights: Weights) -> KernelPlan | None:
     if 0 in (tokens, k, weights.rank, segments):
         return None
     sizes = tokens, k, weights.rank, len(weights.widths)
-    config = choose("shrink", batch.shape, *sizes, options, listed=batch.listed)
+    config = choose("shrink", batch.shape, *sizes, options, listed=batch.listed and accumulate)
     return plan_shrink(
         x, weights, y.dtype, batch, config, has_ranks=lora_ranks is not None, direct=True, accumulate=accumulate
     )

@@ -380,6 +380,8 @@ def plan_shrink_fp8(
     block_k, bytes_of = min(config["block_k"], block_at_least(k)), block_m * x.element_size() + block_r
     if constants["GROUP_K"]:
         block_k = min(block_k, scheme.group_k)
+    if config["weights_left"]:  # K lies interleaved over the splits: the block decides what each of them sums
+        block_k = min(block_k, 128)
     while block_k > 32 and block_k * (block_m + block_r) * wide.itemsize > 64 << 10:  # wide elements
         block_k //= 2
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
@@ -424,7 +426,8 @@ def _plan(call: Call, forms: tuple[Weights, tuple[Form, ...]]) -> KernelPlan | N
     check_ranks(lora_ranks, weights)
     if 0 in (tokens, k, weights.rank, segments):
         return None
-    config = choose("shrink", batch.shape, tokens, k, weights.rank, len(weights.widths), options)
+    sizes = tokens, k, weights.rank, len(weights.widths)
+    config = choose("shrink", batch.shape, *sizes, options, listed=False)  # slices are not multiplied together here
     return plan_shrink_fp8(
         x, weights, lie, scheme, None if a_scale is None else a_strides, y.dtype, batch, config,
         has_ranks=lora_ranks is not None, direct=True, accumulate=accumulate,

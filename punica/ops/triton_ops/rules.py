@@ -20,7 +20,10 @@ WANTED = 160
 ROW_TRAFFIC = 24e6
 """Bytes of A that taking every row by itself may read again before tiles of rows are better."""
 AHEAD = 6e6
-"""Bytes of one slice's B up to which reading some of them in vain costs less than waiting for the true ranks."""
+"""Bytes of one slice's B, if its elements have 16 bits, up to which reading some of them in vain costs less than
+waiting for the true ranks. Ranks above 16 gain more by it (twice as many bytes); with half as many, programs may be
+small.
+"""
 
 
 def rule(
@@ -125,8 +128,10 @@ def _reads_ahead(rows: int, width: int, rank: int) -> bool:
 
 
 def _expand_rows_by_ranks(rows: int, width: int, rank: int) -> Config:
-    """Threads that hold 8 columns, and of these 16 ranks at once. Little is read ahead of the true rank; where there is
-    much, the shrink that is still running needs the memory more."""
+    """Threads that hold 8 columns, and of these 16 ranks at once. Where there is little to read, all of it is read
+    ahead of the true rank, up to 64 ranks at once; where there is much, the shrink that still runs needs the memory
+    more.
+    """
     lanes, slice_bytes = block_at_least(rank), 2 * rows * rank * width
     if 16 < lanes <= 64 and slice_bytes <= 2 * AHEAD:
         return {"block_n": 4096 // lanes, "block_k": lanes, "num_warps": 1, "ahead": True}

@@ -122,6 +122,7 @@ class Operands:
         self.tokens, self.slices = sum(sizes), len(self.widths)
         self.x, self.y = self._empty(self.tokens, self.k), self._empty(self.tokens, sum(self.widths))
         self.a = tuple([self._empty(SLOTS, self.rank, self.k) for _ in self.widths])
+        self.row_major = not case["by_ranks"]
         self.b = tuple([self._b(width, case["by_ranks"]) for width in self.widths])
         self.ranks = empty(self.slices, SLOTS, dtype=torch.int32) if case["ranks"] else None
         step = LoRABatch(self.tokens, SLOTS, "meta")
@@ -144,11 +145,12 @@ class Operands:
         return a._replace(device=GPU), b._replace(device=GPU)
 
     def shrink_config(self) -> Record:
-        return choose("shrink", self.batch.shape, self.tokens, self.k, self.rank, self.slices, self.options)
+        sizes = self.tokens, self.k, self.rank, self.slices
+        return choose("shrink", self.batch.shape, *sizes, self.options, listed=self.batch.listed)
 
     def expand_config(self, planes: int) -> Record:
         sizes = (self.tokens, max(self.widths), self.rank, self.slices)
-        return choose("expand", self.batch.shape, *sizes, self.options, True, planes)
+        return choose("expand", self.batch.shape, *sizes, self.options, True, planes, self.row_major)
 
 
 def linear_plans(given: Operands) -> tuple[tuple, tuple]:

@@ -274,15 +274,16 @@ def test_nothing_to_do(device):
     assert (y == 0).all()
 
 
-def test_batch_invariance(device):
-    """A row's bits do not depend on what else is in the batch."""
-    a, b = stacks([(16, 300)], MODES["channel"], device)[0], stacks([(96, 16)], MODES["channel"], device)[0]
-    x = torch.randn(40, 300).half().to(device)
+@pytest.mark.parametrize("hidden", [300, 2048], ids=["one split", "two splits"])
+def test_batch_invariance(hidden, device):
+    """A row's bits do not depend on what else is in the batch: also where the step changes the height of tiles."""
+    a, b = stacks([(16, hidden)], MODES["channel"], device)[0], stacks([(96, 16)], MODES["channel"], device)[0]
+    x = torch.randn(72, hidden).half().to(device)
     found = []
-    for slots in ([1], [1] + [0] * 6, [1] * 40):
+    for slots in ([1], [1] + [0] * 6, [1] * 72):
         y = torch.zeros(len(slots), 96, dtype=FP16, device=device)
         linear_fp8(
-            y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device), lora_a_scale=[a.scale],
+            y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device, rows=72), lora_a_scale=[a.scale],
             lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL, options=Options(batch_invariant=True),
         )  # fmt: skip
         found.append(y[0].cpu())

@@ -60,11 +60,12 @@ def test_every_form(shrink, expand, name, device, use_config):
     assert_close(y, expected(batch), torch.float16)
 
 
-@pytest.mark.parametrize("rank", [8, 20, 64, 160])
-@pytest.mark.parametrize("by_ranks", [False, True])
+@pytest.mark.parametrize("rank", [8, 20, 64, pytest.param(160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stored", ["by rows", "by ranks", "by ranks, ahead"])
 @pytest.mark.parametrize("form", ["rows", "tiles", "mixed", "left", "together", "together, mixed", "together, left"])
-def test_true_ranks(form, by_ranks, rank, device, use_config):
-    use_config(shrink=SHRINKS[form], expand=EXPANDS[form.removeprefix("together, ").replace("together", "tiles")])
+def test_true_ranks(form, stored, rank, device, use_config):
+    expand, by_ranks = EXPANDS[form.removeprefix("together, ").replace("together", "tiles")], stored != "by rows"
+    use_config(shrink=SHRINKS[form], expand=expand | {"ahead": stored.endswith("ahead")})
     ranks = [[0, rank, 5, 8, min(rank, 16), 1], [rank, 0, rank, 3, 8, rank]]
     batch = made(PROMPT, device, rank, ranks=ranks)
     for (i, weights), slot in itertools.product(enumerate(zip(batch.a, batch.b, strict=True)), range(6)):

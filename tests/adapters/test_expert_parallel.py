@@ -1,0 +1,53 @@
+"""Which tensors of an adapter a rank reads when it holds some of the experts only."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from punica.adapters import LoRAModel, wrap
+from punica.adapters.read import PEFTHelper
+from punica.adapters.wrap import MoEEPSpec, NamedLayer, moe_ep_spec_of
+
+
+def layer_of(experts: int, ranks: int, rank: int, mine: list[int]) -> NamedLayer:
+    place = SimpleNamespace(use_ep=True, ep_rank=rank, ep_size=ranks)
+    config = SimpleNamespace(moe_parallel_config=place, num_experts=experts)
+    return NamedLayer(SimpleNamespace(moe_config=config, local_experts=mine), ["experts"], [])
+
+
+@pytest.mark.parametrize(
+    ("experts", "rank", "mine", "expected"),
+    [
+        (8, 1, [4, 5, 6, 7], MoEEPSpec(1, 4, 8)),
+        (8, 2, [6, 7], None),  # of 3 ranks: 3, 3, 2
+        (8, 2, [4], None),  # of 6 ranks: 2, 2, 1, 1, 1, 1
+        (8, 1, [1, 3, 5, 7], None),  # in turn
+    ],
+)
+def test_only_equal_blocks_are_told_from_names(experts, rank, mine, expected, monkeypatch):
+    monkeypatch.setattr(wrap, "FusedMoE", SimpleNamespace)
+    assert moe_ep_spec_of([layer_of(experts, 0, rank, mine)]) == expected
+
+
+def test_remote_experts_are_those_of_other_blocks():
+    spec = MoEEPSpec(1, 4, 8)
+    names = [f"model.layers.0.mlp.experts.{expert}.down_proj" for expert in range(8)]
+    assert [spec.is_remote(name) for name in names] == [True] * 4 + [False] * 4
+    assert not spec.is_remote("model.layers.0.self_attn.q_proj")
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 0), (1, 1)])
+def test_a_rank_without_any_of_an_adapters_experts_has_an_empty_adapter(tmp_path, rank, count):
+    name = "base_model.model.model.layers.0.mlp.experts.6.down_proj"
+    save_file(
+        {f"{name}.lora_A.weight": torch.ones(2, 4), f"{name}.lora_B.weight": torch.ones(3, 2)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    helper = PEFTHelper(r=2, lora_alpha=2, target_modules=["down_proj"])
+    expected = {"experts.6.down_proj", "down_proj"}
+    lora = LoRAModel.from_local_checkpoint(
+        tmp_path, expected, helper, lora_model_id=1, moe_ep_spec=MoEEPSpec(rank, 4, 8)
+    )
+    assert len(lora.loras) == count
