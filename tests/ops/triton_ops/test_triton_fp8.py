@@ -1,6 +1,7 @@
 """The FP8 kernels against float64: modes, forms, layouts, true ranks, and what they must not touch or accept."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from punica.ops.triton_ops import (
     lora_shrink_fp8,
     shrink_fp8,
 )
+from punica.ops.triton_ops.launch import Launch
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 FP16, FP32 = torch.float16, torch.float32
@@ -274,21 +276,43 @@ def test_nothing_to_do(device):
     assert (y == 0).all()
 
 
-@pytest.mark.parametrize("hidden", [300, 2048], ids=["one split", "two splits"])
-def test_batch_invariance(hidden, device):
-    """A row's bits do not depend on what else is in the batch: also where the step changes the height of tiles."""
-    a, b = stacks([(16, hidden)], MODES["channel"], device)[0], stacks([(96, 16)], MODES["channel"], device)[0]
-    x = torch.randn(72, hidden).half().to(device)
+def test_batch_invariance(device):
+    """A row's bits do not depend on what else is in the batch."""
+    a, b = stacks([(16, 300)], MODES["channel"], device)[0], stacks([(96, 16)], MODES["channel"], device)[0]
+    x = torch.randn(40, 300).half().to(device)
     found = []
-    for slots in ([1], [1] + [0] * 6, [1] * 72):
+    for slots in ([1], [1] + [0] * 6, [1] * 40):
         y = torch.zeros(len(slots), 96, dtype=FP16, device=device)
         linear_fp8(
-            y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device, rows=72), lora_a_scale=[a.scale],
+            y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device), lora_a_scale=[a.scale],
             lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL, options=Options(batch_invariant=True),
         )  # fmt: skip
         found.append(y[0].cpu())
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("rank", [8, 32, 64])
+def test_what_each_split_sums_does_not_follow_the_step(rank, device, monkeypatch):
+    """K lies interleaved over the splits, so that with `batch_invariant` the block is as fixed as their number."""
+    module, found = import_module("punica.ops.triton_ops.lora_shrink_fp8"), []
+
+    def recorded(
+        kernel: Any, grid: Any, dtypes: Any, strides: Any, constants: dict[str, Any], **options: Any
+    ) -> Launch:
+        found.append((constants["SPLIT_K"], constants["BLOCK_K"], constants["BLOCK_R"]))
+        return Launch(kernel, grid, dtypes, strides, constants, **options)
+
+    monkeypatch.setattr(module, "Launch", recorded)
+    a, b = stacks([(rank, 2048)], MODES["channel"], device)[0], stacks([(32, rank)], MODES["channel"], device)[0]
+    given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": PER_CHANNEL, "expand": PER_CHANNEL}
+    for slots in ([1], [0, 1, 2], [1] * 72):  # few rows, few of each adapter, many
+        x, y = torch.randn(len(slots), 2048).half().to(device), torch.zeros(len(slots), 32, dtype=FP16, device=device)
+        batch, options = step(slots, device, rows=72), Options(batch_invariant=True)
+        linear_fp8(y, x, [a.stored], [by_ranks(b.stored)], batch, options=options, **given)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    assert found[0][0] == 2
 
 
 class TestTracing:
