@@ -80,7 +80,7 @@ def expand_candidates(op: Operator) -> list[Config]:
     if op.tokens <= 256:
         few = (False, True) if op.tokens * op.rank * width <= 6 << 20 else (False,)
         for block_n, warps, ranks, ahead in product(
-            (32, 64, 128, 256, 512, 1024), (1, 2, 4, 8), sorted({16, min(64, lanes)}), few
+            (32, 64, 128, 256, 512, 1024), (1, 2, 4, 8), sorted({16, max(16, min(64, lanes))}), few
         ):
             if 16 <= block_n * min(lanes, ranks) // (32 * warps) <= 128:
                 out.append(_config(EXPAND, True, 16, block_n, ranks, 1, warps, 1, ahead))
