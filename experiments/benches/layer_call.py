@@ -66,9 +66,13 @@ def behind_products(products: Sequence[Call], batches: Sequence[Problem]) -> lis
     x = batches[0].x
     streams = DualStream(x.device) if x.is_cuda else None
 
-    def behind(product: Call, call: Call) -> None:
-        aside = streams.begin(x) if streams is not None else None
-        product()
-        call(**({} if aside is None else {"aside": aside}))
+    return [partial(beside, streams, x, *pair) for pair in zip(products, layer_calls(batches), strict=True)]
 
-    return [partial(behind, *pair) for pair in zip(products, layer_calls(batches), strict=True)]
+
+def beside(
+    streams: DualStream | None, x: torch.Tensor, product: Callable[[], object], call: Callable[..., object]
+) -> None:
+    """``product()``, then what a layer calls behind it, begun in front of it; ``x``: what both read."""
+    aside = streams.begin(x) if streams is not None else None
+    product()
+    call(**({} if aside is None else {"aside": aside}))

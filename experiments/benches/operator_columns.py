@@ -17,11 +17,12 @@ import multiprocessing
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from experiments.benches.layer_call import begun
+from experiments.benches.layer_call import begun, beside
 from experiments.benches.operator_pairs import pair_plan, tuned
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
@@ -48,9 +49,7 @@ class Beside(NamedTuple):
 
     def behind(self, product: Callable[[], object], x: torch.Tensor, i: int) -> None:
         """``product()``, then the call on set i; ``x``: what both read."""
-        aside = self.streams.begin(x)
-        product()
-        self.call(i, **({} if aside is None else {"aside": aside}))
+        beside(self.streams, x, product, partial(self.call, i))
 
     def __call__(self, i: int) -> None:
         self.call(i)
@@ -71,9 +70,9 @@ def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
     op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
     wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), ranks.shape[1], op.rank, sets.x.device, **switches)
 
-    def call(i: int, **beside: Any) -> None:
+    def call(i: int, **keywords: Any) -> None:
         operands = sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths
-        wrapper.add_lora_linear(*operands, lora_ranks=ranks, **beside)
+        wrapper.add_lora_linear(*operands, lora_ranks=ranks, **keywords)
 
     return call
 

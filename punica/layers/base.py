@@ -128,14 +128,7 @@ class BaseLayerWithLoRA(nn.Module):
         ``TypeError`` for a ``lora_dtype`` that is not resolved yet, ``ValueError`` for sizes below 1 or that do not
         divide over the ranks, ``RuntimeError`` when the slots exist already.
         """
-        if self.lora_config is not None:
-            raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
-        check_count("max_loras", max_loras)
-        dtype = lora_config.lora_dtype
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
-            )
+        dtype = self._check_new_slots(max_loras, lora_config)
         shapes, fp8 = self._slot_shapes(lora_config.max_lora_rank), cast(torch.dtype | None, lora_config.fp8)
         if fp8 is not None:
             self.lora_a_scale, self.lora_b_scale = (
@@ -146,6 +139,18 @@ class BaseLayerWithLoRA(nn.Module):
         self._allocate(max_loras, shapes, fp8 or dtype)
         self.max_loras = max_loras
         self.lora_config = lora_config
+
+    def _check_new_slots(self, max_loras: int, lora_config: LoRAConfig) -> torch.dtype:
+        """The resolved dtype of adapters, after the checks of :meth:`create_lora_weights` that all layers share."""
+        if self.lora_config is not None:
+            raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
+        check_count("max_loras", max_loras)
+        dtype = lora_config.lora_dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
+            )
+        return dtype
 
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         """Shape of one slot of A and of B on this rank, per slice."""

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, LoRAInput, SlotPart
 from punica.layers.moe_context import MoELoRAContext
@@ -144,14 +143,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         not that of the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over
         experts that interleave them.
         """
-        if self.lora_config is not None:
-            raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
-        check_count("max_loras", max_loras)
-        dtype = lora_config.lora_dtype
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
-            )
+        self._check_new_slots(max_loras, lora_config)
         if lora_config.fp8 is not None:
             raise ValueError(
                 f"lora_config.fp8 is {lora_config.fp8}, but the slots of experts hold 16 or 32 bits; leave fp8 out, or "

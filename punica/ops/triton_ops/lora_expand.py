@@ -192,8 +192,7 @@ def _expand_rows_of(
     R: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
-    PDL: tl.constexpr,
-    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
     h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
@@ -288,8 +287,7 @@ def _expand_tile(
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
     VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    AHEAD: tl.constexpr, ADD: tl.constexpr,
-    LATE: tl.constexpr,
+    AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. AHEAD, where there is one block: all ranks
@@ -339,8 +337,7 @@ def _lora_expand_rows_kernel(
     R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr,
-    ADD: tl.constexpr,
-    LATE: tl.constexpr,
+    ADD: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows, one by one."""
@@ -387,8 +384,7 @@ def _lora_expand_listed_kernel(
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr,
     LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr,
-    ADD: tl.constexpr,
-    LATE: tl.constexpr,
+    ADD: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with

@@ -54,17 +54,10 @@ from punica.ops.triton_ops.fp8_device import (
     widened,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.lora_shrink import shrink
+from punica.ops.triton_ops.lora_shrink import _store_shrunk, shrink
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, names_of
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
-
-
-@triton.jit
-def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
-    if ACCUMULATE:
-        value += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, value.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
