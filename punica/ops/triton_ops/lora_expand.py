@@ -196,9 +196,11 @@ def _expand_rows_of(
 ):  # fmt: skip
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
     h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
-    and with ALL_OF_B to the end of the slot, before the true rank is known.
+    and with ALL_OF_B to the end of the slot, before the true rank is known. With one block or one stage, the first
+    block is fetched ahead of the kernel in front, and every other one while the one before it is multiplied.
     """
     CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
+    AT_ONCE: tl.constexpr = TILES_N == 1 or NUM_STAGES == 1
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
     if ROW_MAJOR:
@@ -217,7 +219,7 @@ def _expand_rows_of(
             mask_b = (offs_r < R)[:, None]
         else:
             mask_b = (offs_r < (rank_read if ROW_MAJOR else rank))[:, None]
-        if TILES_N == 1:
+        if AT_ONCE:
             mask_n = (offs_n < width)[None, :]
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
             if ADD and not LATE:
@@ -225,33 +227,35 @@ def _expand_rows_of(
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        if TILES_N == 1 and ADD and LATE:
+        if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
         if not WHOLE:
             h = tl.where((offs_r < rank)[None, :], h, 0.0)
         h = h.to(b_ptr.dtype.element_ty)
-        if TILES_N == 1:
-            if CUT_B:
-                b = tl.where((offs_r < rank)[:, None], b, 0.0)
-            total = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
-            if ADD:
-                total += old.to(tl.float32)
-            mask_y = mask_m[:, None] & mask_n & ((rank > 0) | (not ADD))
-            tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
-        else:
-            for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
+        for step in tl.range(0, TILES_N, num_stages=NUM_STAGES):
+            if not AT_ONCE:
                 mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
                 b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
-                if CUT_B:
-                    b = tl.where((offs_r < rank)[:, None], b, 0.0)
-                total = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
                 if ADD:
-                    total += tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0).to(tl.float32)
-                tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n)
-                offs_n += BLOCK_N
-                y_ptrs += BLOCK_N
-                b_ptrs += BLOCK_N * (R if ROW_MAJOR else 1)
+                    old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+            weights, mask_y, out_ptrs = b, mask_m[:, None] & mask_n, y_ptrs
+            if ADD:
+                before = old.to(tl.float32)
+            offs_n += BLOCK_N
+            y_ptrs += BLOCK_N
+            b_ptrs += BLOCK_N * (R if ROW_MAJOR else 1)
+            if AT_ONCE and TILES_N > 1:
+                mask_n = ((offs_n < width) & (step + 1 < TILES_N))[None, :]
+                b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
+                if ADD:
+                    old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+            if CUT_B:
+                weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
+            total = result(dot(h, weights, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
+            if ADD:
+                total += before
+            tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()

@@ -13,6 +13,7 @@ may have written y, so that it fetches only weights early.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from punica.ops.checks import Names, Weights, check_input, check_pair, check_ran
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
-from punica.ops.triton_ops.lora_shrink import plan_shrink
+from punica.ops.triton_ops.lora_shrink import plan_shrink, plane_rank
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.plan import Batch, KernelPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
@@ -48,8 +49,8 @@ def plan_linear(
     ``apart``: they are not behind one another.
     """
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
-    planes = (shrink["split_k"], slices, tokens, rank)
-    strides = (slices * tokens * rank, tokens * rank, rank, 1)
+    planes = (shrink["split_k"], slices, tokens, plane_rank(rank))
+    strides = (prod(planes[1:]), prod(planes[2:]), planes[3], 1)
     overlap, early = pdl and not apart, (pdl if pdl_shrink is None else pdl_shrink) and not apart
     first = plan_shrink(x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early)
     second = plan_expand(

@@ -57,9 +57,9 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 def _shrink_row(
     x_ptr, a_ptrs, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
-    BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
+    NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
     programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
@@ -73,7 +73,7 @@ def _shrink_row(
     rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
     lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
     offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * R + offs_r
+    out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * OUT_R + offs_r
 
     if pid_r * BLOCK_R < lanes:
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -193,10 +193,10 @@ def _lanes_of_tile(
 def _shrink_tile(
     x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
+    NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x BLOCK_R ranks x one K split; TOGETHER: the ranks of all slices are side by side, so that x
     is read once for all of them. Slots of up to 16 ranks are read whole, as in `_shrink_row`.
@@ -254,8 +254,8 @@ def _shrink_tile(
             acc = result(acc, LEFT)
         if WHOLE and DIRECT:
             acc = tl.where((lane < rank)[None, :], acc, 0.0)
-        out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * R + lane
-        out_ptrs = rows[:, None] * R + out_lanes[None, :]
+        out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * OUT_R + lane
+        out_ptrs = rows[:, None] * OUT_R + out_lanes[None, :]
         mask = mask_m[:, None] & (lane < (R if DIRECT else rank))[None, :]
         _store_shrunk(out_ptrs, acc * scaling, mask, ACCUMULATE)
     else:
@@ -268,9 +268,9 @@ def _shrink_tile(
 def _lora_shrink_rows_kernel(
     x_ptr, a_ptrs, out_ptr, mapping_ptr, ranks_ptr,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
-    BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
+    NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows, one by one."""
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
@@ -280,7 +280,7 @@ def _lora_shrink_rows_kernel(
     _shrink_row(
         x_ptr, a_ptrs, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
         num_tokens, num_slots, scaling, stride_xt, stride_xk,
-        K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
+        K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
         HAS_RANKS, DIRECT, ACCUMULATE, PDL,
     )  # fmt: skip
 
@@ -292,10 +292,10 @@ def _lora_shrink_rows_kernel(
 def _lora_shrink_search_kernel(
     x_ptr, a_ptrs, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
     num_tokens, num_segments, num_tiles, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
-    BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
+    NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr,
+    DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own. With DIRECT, programs past the tiles zero bare
     rows.
@@ -309,7 +309,7 @@ def _lora_shrink_search_kernel(
         _shrink_tile(
             x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
             (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
-            K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
+            K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
             HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, False, INTERPRET,
         )  # fmt: skip
     else:
@@ -328,11 +328,11 @@ def _lora_shrink_search_kernel(
 def _lora_shrink_listed_kernel(
     x_ptr, a_ptrs, out_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
     num_tokens, num_tiles, num_rows, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr,
-    TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr,
-    SHORT_K: tl.constexpr, HAS_RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
-    TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
+    NUM_SLICES: tl.constexpr, TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr, SHORT_K: tl.constexpr, HAS_RANKS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
     SHORT_K, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
@@ -356,7 +356,7 @@ def _lora_shrink_listed_kernel(
             _shrink_tile(
                 x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice, first,
                 num_tokens, num_slots, scaling, stride_xt, stride_xk,
-                K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
+                K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
                 HAS_RANKS, False, ACCUMULATE, PDL, LEFT, TOGETHER, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
@@ -372,7 +372,7 @@ def _lora_shrink_listed_kernel(
             _shrink_row(
                 x_ptr, a_ptrs, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
                 pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
-                K, R, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
+                K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
                 HAS_RANKS, False, ACCUMULATE, PDL,
             )  # fmt: skip
             item += num_rows
@@ -389,14 +389,16 @@ def plan_shrink(
 ) -> KernelPlan:  # fmt: skip
     """The launch that `config` names, for x's shape and strides.
 
-    ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, r]. ``overlap``: it lets the
-    kernel behind it start early; ``early``: it itself starts early.
+    ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, `plane_rank`]. ``overlap``: it
+    lets the kernel behind it start early; ``early``: it itself starts early.
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
     stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
-    constants = {"K": k, "R": rank, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak, "NUM_SLICES": slices}
+    out_rank = rank if direct else plane_rank(rank)
+    constants = {"K": k, "R": rank, "OUT_R": out_rank, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak}
     constants |= {
+        "NUM_SLICES": slices,
         "SPLIT_K": split_k,
         "HAS_RANKS": has_ranks,
         "ACCUMULATE": accumulate,
@@ -409,7 +411,7 @@ def plan_shrink(
         """Ranks per program of a row, and programs."""
         block_r = min(config["block_r"], block_at_least(rank, 1))
         programs = triton.cdiv(rank, block_r)
-        return block_r, programs if direct or not has_ranks else _rank_programs(programs, block_r, rows)
+        return block_r, programs if direct or not has_ranks else _rank_programs(programs, block_r, rows, rank)
 
     if config["row_wise"]:
         block_r, programs_r = row_blocks(tokens * slices * split_k)
@@ -449,11 +451,16 @@ def plan_shrink(
     return SearchPlan(launch, (tokens, segments, tiles, weights.slots))
 
 
-def _rank_programs(blocks: int, block_r: int, others: int) -> int:
-    """Programs that share the rank blocks of one row when true ranks vary: as few as cover rank 16 at once, so that low
-    ranks leave no idle programs behind, but enough to occupy the device."""
-    programs = blocks
-    while programs * block_r > 16 and programs % 2 == 0 and programs // 2 * others >= 256:
+def plane_rank(rank: int) -> int:
+    """Ranks that a row of a plane has room for: rows of odd ranks would straddle the 32 bytes that memory moves."""
+    return block_at_least(rank, 8)
+
+
+def _rank_programs(blocks: int, block_r: int, others: int, rank: int) -> int:
+    """Programs that share the rank blocks of one row when true ranks vary: as few as cover rank 16, or half a wider
+    slot, at once, so that low ranks leave few idle programs behind, but enough to occupy the device."""
+    programs, cover = blocks, max(16, rank // 2)
+    while programs * block_r > cover and programs % 2 == 0 and programs // 2 * others >= 256:
         programs //= 2
     return programs
 

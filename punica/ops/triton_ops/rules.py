@@ -57,7 +57,7 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int, li
     if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC / (1.5 if mean >= 32 else 1)):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
-        most_r = 16 if rank <= 16 and block_k <= 4096 else 4 if rank <= 16 else 2
+        most_r = 16 if rank <= 16 and block_k <= 4096 else 4 if rank <= 16 or (rank >= 64 and block_k <= 4096) else 2
         block_r = _power_below(rows * slices * split_k * rank / 64, 2, most_r)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
         return config | {"num_warps": 4 if block_r * block_k <= 8192 and rank <= 16 else 8, "num_stages": 1}
