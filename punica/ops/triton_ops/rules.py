@@ -19,6 +19,8 @@ WANTED = 160
 """Programs of a shrink by tiles: about one for each multiprocessor (an H200 has 132), each with a deep pipeline."""
 ROW_TRAFFIC = 24e6
 """Bytes of A that taking every row by itself may read again before tiles of rows are better."""
+AT_ONCE = 8 * 132
+"""Programs of two warps that an H200 holds at the same time: one more starts a second round that takes as long."""
 AHEAD = 6e6
 """Bytes of one slice's B, if its elements have 16 bits, up to which reading some of them in vain costs less than
 waiting for the true ranks. Ranks above 16 gain more by it (twice as many bytes); with half as many, programs may be
@@ -57,7 +59,9 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int, li
     if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC / (1.5 if mean >= 32 else 1)):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
-        most_r = 16 if rank <= 16 and block_k <= 4096 else 4 if rank <= 16 or (rank >= 64 and block_k <= 4096) else 2
+        most_r = 4 if rank <= 16 or ((rank >= 64 or mean >= 8) and block_k <= 4096) else 2
+        if rank <= 16 and block_k <= 4096:
+            most_r = 16
         block_r = _power_below(rows * slices * split_k * rank / 64, 2, most_r)
         config |= {"row_wise": True, "block_m": 16, "block_k": block_k, "block_r": block_r, "split_k": split_k}
         return config | {"num_warps": 4 if block_r * block_k <= 8192 and rank <= 16 else 8, "num_stages": 1}
@@ -76,6 +80,8 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int, li
     config |= {"block_k": 128, "block_r": 1, "split_k": split_k, "num_warps": 4}
     config |= {"num_stages": 5 if block_m <= 32 and not (is_mixed(shape) and (slices == 1 or together)) else 4}
     if is_mixed(shape):
+        if rows > 1024 and slices > 1:
+            config["num_stages"] = 5
         short_k = min(4096, block_at_least(cdiv(hidden, split_k)))
         config |= {
             "short_k": short_k,
@@ -110,6 +116,10 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     share = min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
     tiles_n = max(_power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
+    if mean >= 32 and not is_mixed(shape) and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
+        config["num_warps"] = 8
+    elif lanes == 64 and rows <= 128:
+        config["num_stages"] = 1
     if is_mixed(shape):
         ahead = rows <= 256 and _reads_ahead(shape.short, width, rank)
         config |= {"short_n": 8192 // lanes if row_major else 1024, "ahead": ahead}
@@ -154,7 +164,7 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     if lanes > 32:
         return config | {"block_m": 64, "block_k": 128, "num_stages": 4}
     flat = _is_flat(shape, rows)
-    return config | {"block_m": 8 if flat else 16, "block_k": 512 if flat else 256, "num_stages": 2 if flat else 3}
+    return config | {"block_m": 8 if flat else 16, "block_k": 512 if flat else 256, "num_stages": 3}
 
 
 def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices: int) -> Config:
@@ -163,14 +173,19 @@ def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices
     config: Config = {"row_wise": False, "block_k": lanes if lanes <= 128 else 32, "short_n": 0, "tiles_n": 1}
     config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False}
     if flat and _reads_ahead(shape.adapters, width, rank):
-        return config | {"block_m": 8, "block_n": 128, "num_warps": 1, "ahead": True}
+        return config | {"block_m": 8, "block_n": 128, "ahead": True}
+    if flat and lanes <= 16:
+        tiles_n = min(8, cdiv(shape.adapters * slices * cdiv(width, 128), AT_ONCE))
+        return config | {"block_m": 8, "block_n": 128, "tiles_n": tiles_n, "num_stages": 1}
     if flat or rows <= 128:
         return config | {"block_m": 8 if flat else 16, "block_n": max(32, 8192 // lanes)}
     if rows <= 1024:
         return config | {"block_m": 32, "block_n": 128 if lanes <= 64 else 64, "num_warps": 1 if lanes <= 32 else 2}
     if lanes <= 32 and rows <= 4096:
-        return config | {"block_m": 32, "block_n": 128}
-    block_m, block_n = (64, 64) if lanes > 32 else (32, 128)
+        return config | {"block_m": 16, "block_n": 128}
+    block_m, block_n = 32, 64 if lanes > 32 else 128
+    if lanes > 32:
+        config["num_stages"] = 1
     programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
     return config | {"block_m": block_m, "block_n": block_n, "tiles_n": _power_near(programs / 250, 1, 16)}
 

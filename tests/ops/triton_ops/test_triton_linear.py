@@ -57,12 +57,13 @@ def test_true_ranks_share_programs(device, use_config, monkeypatch):
     from importlib import import_module
 
     shrink, expand = (import_module(f"punica.ops.triton_ops.{name}") for name in ("lora_shrink", "lora_expand"))
-    assert shrink._rank_programs(32, 2, 64) == 8
-    assert shrink._rank_programs(32, 2, 1) == 32
+    assert shrink._rank_programs(32, 2, 64, 32) == 8
+    assert shrink._rank_programs(32, 2, 64, 64) == 16
+    assert shrink._rank_programs(32, 2, 1, 64) == 32
     assert expand._lane_blocks(64, 256, True, lambda n: 4096 // n * 64) == ((16, 32, 64), (1, 1, 2), 512)
     assert expand._lane_blocks(64, 64, True, lambda n: 11008 // n * 64) == ((16, 32, 64), (1, 2, 4), 256)
     assert expand._lane_blocks(64, 64, False, lambda n: 1) == ((64,), (1,), 64)
-    monkeypatch.setattr(shrink, "_rank_programs", lambda blocks, block_r, others: 2)
+    monkeypatch.setattr(shrink, "_rank_programs", lambda blocks, block_r, others, rank: 2)
     monkeypatch.setattr(expand, "_lane_blocks", lambda rank, n, has_ranks, programs: ((16, 32, 64), (1, 2, 4), 64))
     use_config(shrink={**SHRINKS["rows"], "block_r": 4, "block_k": 64}, expand=EXPANDS["rows"])
     batch = Batch([0, 1, 2, 3, -1], 100, (150, 40), 64, 4, FP16, device, ranks=[[8, 20, 64, 0], [64, 33, 3, 20]])
