@@ -96,7 +96,7 @@ def _shrink_tile(
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (rows // FACTOR)[:, None] * stride_xt + offs_k[None, :] * stride_xk
     offs_a = offs_r[None, :] * K + offs_k[:, None]
-    mask_r, mask_next = (offs_r < rank)[None, :], (offs_r < rank_next)[None, :]
+    mask_r = (offs_r < tl.maximum(rank, rank_next))[None, :]  # a slice's own ranks are what is stored
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     acc_next = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     if PDL:
@@ -114,9 +114,8 @@ def _shrink_tile(
         a = tl.load(a_ptr + offs_a, mask=mask_a, other=0.0)
         acc = dot(x, real_weights(a, scale_ptr, offs_n, offs_step, mask_a, READ, READ.dtype), acc, False, INTERPRET)
         if JOINED:
-            mask_b = mask_next & mask_k[:, None]
-            b = tl.load(b_ptr + offs_a, mask=mask_b, other=0.0)
-            b = real_weights(b, scale_next, offs_n, offs_step, mask_b, READ, READ.dtype)
+            b = tl.load(b_ptr + offs_a, mask=mask_a, other=0.0)
+            b = real_weights(b, scale_next, offs_n, offs_step, mask_a, READ, READ.dtype)
             acc_next = dot(x, b, acc_next, False, INTERPRET)
         x_ptrs += BLOCK_K * SPLIT_K * stride_xk
         offs_a += BLOCK_K * SPLIT_K
@@ -124,9 +123,9 @@ def _shrink_tile(
         acc *= column_scales(scale_ptr, offs_r, offs_r < rank, READ)[None, :]
         acc_next *= column_scales(scale_next, offs_r, offs_r < rank_next, READ)[None, :]
     offs_out = rows[:, None] * R + offs_r[None, :]
-    tl.store(out_ptr + offs_out, acc, mask=valid[:, None] & mask_r)
+    tl.store(out_ptr + offs_out, acc, mask=valid[:, None] & (offs_r < rank)[None, :])
     if JOINED:
-        tl.store(out_next + offs_out, acc_next, mask=valid[:, None] & mask_next)
+        tl.store(out_next + offs_out, acc_next, mask=valid[:, None] & (offs_r < rank_next)[None, :])
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDEX_POINTERS)
