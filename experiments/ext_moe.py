@@ -11,8 +11,8 @@ batch, less steeply than a dense model's until every expert is met.
 Timed, all systems of a batch and popularity interleaved, after checks against the reference and against rows alone: the
 grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping; the layer
 of experts with and without LoRA; and a decode step of a model of `layers` layers with and without it, in tokens per
-second. Random weights, rank-16 adapters on all experts, in FP8 with `figure.fp8=float8_e4m3fn`. Widths are those of the two models over `divisor` (8 at
-scale=laptop, 1 at scale=paper); numbers of experts are theirs.
+second. Random weights, rank-16 adapters on all experts, in FP8 with `figure.fp8=float8_e4m3fn`. Widths are those of the
+two models over `divisor` (8 at scale=laptop, 1 at scale=paper); numbers of experts are theirs.
 
 Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 """
