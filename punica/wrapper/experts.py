@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from punica.metadata import LoRABatch
 from punica.ops.checks import FLOATS, check_keywords
@@ -186,7 +187,9 @@ class ExpertMethods(MoEMethods):
         return own[:num_tokens]
 
     def _is_own(self, mapping: Tensor) -> bool:
-        """Whether it is a view of the step's mapping."""
+        """Whether it is a view of the step's mapping. A tracer's stand-in has no address: then every slot counts."""
+        if is_fake(mapping):
+            return False
         return mapping.untyped_storage().data_ptr() == self.batch.tensors[0].untyped_storage().data_ptr()
 
     def _active(self, mapping: Tensor, slots: int) -> int:
