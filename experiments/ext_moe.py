@@ -11,8 +11,8 @@ batch, less steeply than a dense model's until every expert is met.
 Timed, all systems of a batch and popularity interleaved, after checks against the reference and against rows alone: the
 grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping; the layer
 of experts with and without LoRA; and a decode step of a model of `layers` layers with and without it, in tokens per
-second. Random weights, rank-16 adapters on all experts. Widths are those of the two models over `divisor` (8 at
-scale=laptop, 1 at scale=paper); numbers of experts are theirs.
+second. Random weights, rank-16 adapters on all experts, in FP8 with `figure.fp8=float8_e4m3fn`. Widths are those of the
+two models over `divisor` (8 at scale=laptop, 1 at scale=paper); numbers of experts are theirs.
 
 Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 """
@@ -44,6 +44,7 @@ class MoEConf(FigureConf):
     divisor: int = MISSING
     context: int = MISSING  # cached tokens of every request
     dtype: DType = MISSING
+    fp8: str | None = None  # format of the adapters' slots, as of LoRAConfig; null: dtype
 
 
 class MixtureOfExperts(Experiment):
@@ -59,6 +60,8 @@ class MixtureOfExperts(Experiment):
             "layers": figure.layers, "divisor": figure.divisor, "context": figure.context, "dtype": figure.dtype.name,
             "slots": self._slots(cfg),
         }  # fmt: skip
+        if figure.fp8 is not None:
+            settings["fp8"] = figure.fp8
         return [
             Point(model, system, workload, model, batch, figure.context, rank, settings)
             for model in figure.models
@@ -87,8 +90,10 @@ class MixtureOfExperts(Experiment):
 
         figure, slots = cast(MoEConf, cfg.figure), self._slots(cfg)
         sizes = (figure.layers, figure.divisor, slots, max(figure.batch_sizes), figure.context)
-        key = (model, rank, *sizes, figure.dtype)
-        return self.kept(key, lambda: MoEBench(model, rank, *sizes, figure.dtype.name, cfg.hardware.device))
+        key = (model, rank, *sizes, figure.dtype, figure.fp8)
+        return self.kept(
+            key, lambda: MoEBench(model, rank, *sizes, figure.dtype.name, cfg.hardware.device, fp8=figure.fp8)
+        )
 
 
 def _readings(system: str, batch: int, samples: Sequence[float]) -> list[Reading]:

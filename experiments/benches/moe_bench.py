@@ -21,6 +21,7 @@ from punica.layers import FusedMoEWithLoRA
 from punica.metadata import LoRAMapping
 from punica.models import MixtureOfExpertsForCausalLM
 from punica.ops import reference
+from punica.ops.quant import dequantize
 from punica.parallel import route
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -57,11 +58,13 @@ MODELS: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
 
 
 class MoEBench:
-    """The model with `slots` adapters of `rank` on all experts, a cache for `batch` requests of `context` tokens."""
+    """The model with `slots` adapters of `rank` on all experts (`fp8`: in slots of that format), a cache for `batch`
+    requests of `context` tokens.
+    """
 
     def __init__(
         self, name: str, rank: int, layers: int, divisor: int, slots: int, batch: int, context: int, dtype: str,
-        device: str,
+        device: str, fp8: str | None = None,
     ) -> None:  # fmt: skip
         config, self.dtype = model_config(name, layers, divisor), getattr(torch, dtype)
         model = MixtureOfExpertsForCausalLM(config, dtype=self.dtype, device=device)
@@ -69,7 +72,7 @@ class MoEBench:
         self.context, self.top_k = context, config.num_experts_per_tok
         self.invocation = Invocation(model, step_tokens(batch, context))
         self.model = model
-        lora = LoRAConfig(max_lora_rank=rank, max_loras=slots, target_modules=["experts"])
+        lora = LoRAConfig(max_lora_rank=rank, max_loras=slots, target_modules=["experts"], fp8=fp8)
         self.manager = LoRAModelManager(model, batch, batch, model.config.vocab_size, lora, device)
         self.layers = [cast(FusedMoEWithLoRA, layer) for layer in self.manager.modules.values()]
         self.contexts = [layer.base_layer.routed_experts.lora_context for layer in self.layers]
@@ -158,10 +161,12 @@ class MoEBench:
         call, (y13, y2, inner, weights, ids) = self._operator(context, x, logits)
         call()
         mapping = torch.tensor(slots)
-        for name, y, given, a, b, down in (
-            ("w13", y13, x, context.w13_lora_a_stacked, context.w13_lora_b_stacked, False),
-            ("w2", y2, inner, context.w2_lora_a_stacked, context.w2_lora_b_stacked, True),
+        for name, y, given, a, b, keywords, down in (
+            ("w13", y13, x, context.w13_lora_a_stacked, context.w13_lora_b_stacked, context.w13_keywords, False),
+            ("w2", y2, inner, context.w2_lora_a_stacked, context.w2_lora_b_stacked, context.w2_keywords, True),
         ):
+            if "lora_a_scale" in keywords:
+                a, b = _real(a, keywords["lora_a_scale"]), _real(b, keywords["lora_b_scale"])
             wanted = torch.zeros_like(y, dtype=torch.float32)
             reference.fused_moe_lora(wanted, given, a, b, ids, weights, mapping, context.adapter_enabled, down)
             error = difference(y.float(), wanted)
@@ -181,6 +186,11 @@ class MoEBench:
                 raise CheckFailed(f"row {row} of {last + 1} differs from the same row alone")
             if difference(plain, alone) <= TOLERANCE[self.dtype]:
                 raise CheckFailed(f"row {row} of {last + 1} comes out as if it had no adapter")
+
+
+def _real(stacks: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What FP8 slots stand for."""
+    return [dequantize(stack, scale) for stack, scale in zip(stacks, scales, strict=True)]
 
 
 @torch.inference_mode()

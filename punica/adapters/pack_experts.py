@@ -7,7 +7,7 @@ its half of B. With expert parallelism only this rank's experts are kept.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from punica.adapters.weights import (
     StackedLoRALayerWeights,
 )
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from punica.layers.packing import LoRAFactor
+from punica.ops.quant import Fp8Matrix
 
-Pair = tuple[Tensor, Tensor]
+Factor = Tensor | Fp8Matrix
 BASE_LAYER = -1
 """Part number of `...experts.base_layer`; those of an expert's matrices start at 0, `...experts` itself has None."""
 
@@ -77,7 +79,7 @@ def _pack_stacked(members: list[LoRALayerWeights], name: str, layer: FusedMoEWit
     gated, hidden = layer.moe_config.is_act_and_mul, layer.hidden_size
     inner = layer.intermediate_size_per_partition * layer.tp_size
     sizes = {(hidden, 2 * inner if gated else inner): "w13", (inner, hidden): "w2"}
-    found: dict[str, Pair] = {}
+    found: dict[str, tuple[Factor, Factor]] = {}
     for member in members:
         if not isinstance(member, StackedLoRALayerWeights):
             raise ValueError("weights of all experts must be StackedLoRALayerWeights")
@@ -88,25 +90,30 @@ def _pack_stacked(members: list[LoRALayerWeights], name: str, layer: FusedMoEWit
                 f"A with {a.shape[2]} columns and B with {b.shape[1]} rows are none of gate-and-up and down, "
                 f"{sorted(sizes)}, or are given twice"
             )
-        found[which] = _local(a, b, layer)
+        found[which] = _local(a, layer), _local(b, layer)
     rank = max(member.rank for member in members)
     nothing = (None, None)
     w13, w2 = found.get("w13", nothing), found.get("w2", nothing)
     if isinstance(layer, FusedMoE3DWithLoRA):
         return PackedLoRALayerWeights(name, rank, [w13[0], w2[0]], [w13[1], w2[1]])
-    gate, up = w13[1], None
+    gate: LoRAFactor = w13[1]
+    up: LoRAFactor = None
     if gated and w13[1] is not None:
-        gate, up = w13[1].chunk(2, dim=1)
+        gate, up = _cut(w13[1], lambda rows: rows.chunk(2, 1)[0]), _cut(w13[1], lambda rows: rows.chunk(2, 1)[1])
     return PackedLoRALayerWeights(name, rank, [w13[0], w2[0], None if up is None else w13[0]], [gate, w2[1], up])
 
 
-def _local(a: Tensor, b: Tensor, layer: FusedMoEWithLoRA) -> Pair:
-    """This rank's experts of tensors over all experts; of this rank's already as they are."""
-    experts = a.shape[0]
+def _cut(factor: Factor, part: Callable[[Tensor], Tensor]) -> Factor:
+    return factor.cut(part) if isinstance(factor, Fp8Matrix) else part(factor)
+
+
+def _local(factor: Factor, layer: FusedMoEWithLoRA) -> Factor:
+    """This rank's experts of a tensor over all experts; of this rank's already as it is."""
+    experts = factor.shape[0]
     if experts == layer.global_num_experts and experts != layer.local_num_experts:
-        mine = torch.tensor(layer.local_experts, device=a.device)
-        return a[mine], b[mine]
+        mine = torch.tensor(layer.local_experts, device=factor.device)
+        return _cut(factor, lambda experts: experts[mine])
     if experts != layer.local_num_experts:
         raise ValueError(f"it has {experts} experts; the model has {layer.global_num_experts}, this rank "
                          f"{layer.local_num_experts}")  # fmt: skip
-    return a, b
+    return factor

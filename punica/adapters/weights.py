@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -125,11 +126,24 @@ class StackedLoRALayerWeights(LoRALayerWeights):
         if self.scaling is None:
             self.scaling = self.lora_alpha / self.rank
 
-    def by_expert(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`A [E, r, in]` and `B [E, out, r]`, scaled."""
-        a, b = (_real(matrix) for matrix in self.optimize().pair())
+    def by_expert(self) -> tuple[torch.Tensor | Fp8Matrix, torch.Tensor | Fp8Matrix]:
+        """`A [E, r, in]` and `B [E, out, r]`, scaled. Of FP8 the values stay; all experts share B's scales."""
+        a, b = self.optimize().pair()
         experts = a.shape[0] // self.rank
-        return a.view(experts, self.rank, -1), b.view(-1, self.rank, experts).permute(2, 0, 1)
+
+        def of_a(rows: torch.Tensor) -> torch.Tensor:
+            return rows.view(experts, self.rank, -1)
+
+        def of_b(columns: torch.Tensor) -> torch.Tensor:
+            return columns.view(-1, self.rank, experts).permute(2, 0, 1)
+
+        if isinstance(a, Fp8Matrix):
+            a = Fp8Matrix(of_a(a.values), a.scale.view(experts, self.rank))
+        else:
+            a = of_a(a)
+        if isinstance(b, Fp8Matrix):
+            return a, Fp8Matrix(of_b(b.values), b.scale.expand(experts, -1))
+        return a, of_b(b)
 
 
 @dataclass(eq=False)
@@ -179,7 +193,8 @@ class PackedLoRALayerWeights:
     def pack_moe(
         cls, members: Sequence[LoRALayerWeights | None], module_name: str, is_non_gated_moe: bool = False
     ) -> PackedLoRALayerWeights:
-        """Stack the experts of one layer: lists of three, w1, w2, w3, `A [E, r, in]` and `B [E, out, r]`.
+        """Stack the experts of one layer: lists of three, w1, w2, w3, `A [E, r, in]` and `B [E, out, r]`; of FP8
+        matrices (all of one format) the values stay.
 
         Args:
             members: (w1, w2, w3) of every expert, one after the other, `None` where the adapter has none: zeros, or
@@ -201,29 +216,39 @@ class PackedLoRALayerWeights:
         return cls(module_name, max(member.rank for member in present), [a for a, _ in pairs], [b for _, b in pairs])
 
 
-def _stack_experts(
-    members: Sequence[LoRALayerWeights | None],
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+def _stack_experts(members: Sequence[LoRALayerWeights | None]) -> tuple[LoRAFactor, LoRAFactor]:
     """One projection of all experts, padded to its largest rank."""
-    pairs = [None if member is None else tuple(map(_real, member.optimize().pair())) for member in members]
+    pairs = [None if member is None else member.optimize().pair() for member in members]
     present = [pair for pair in pairs if pair is not None]
     if not present:
         return None, None
-    rank = max(a.shape[0] for a, _ in present)
-    first_a, first_b = present[0]
-    a = first_a.new_zeros(len(pairs), rank, first_a.shape[1])
-    b = first_b.new_zeros(len(pairs), first_b.shape[0], rank)
+    width, height = present[0][0].shape[1], present[0][1].shape[0]
     for expert, pair in enumerate(pairs):
-        if pair is not None:
-            own_a, own_b = pair
-            if own_a.shape[1] != a.shape[2] or own_b.shape[0] != b.shape[1]:
-                raise ValueError(
-                    f"expert {expert}: A has {own_a.shape[1]} columns and B {own_b.shape[0]} rows, other experts have "
-                    f"{a.shape[2]} and {b.shape[1]}"
-                )
-            a[expert, : own_a.shape[0]] = own_a
-            b[expert, :, : own_b.shape[1]] = own_b
-    return a, b
+        if pair is not None and (pair[0].shape[1], pair[1].shape[0]) != (width, height):
+            raise ValueError(
+                f"expert {expert}: A has {pair[0].shape[1]} columns and B {pair[1].shape[0]} rows, other experts have "
+                f"{width} and {height}"
+            )
+    rank = max(a.shape[0] for a, _ in present)
+    a = _stack([None if pair is None else pair[0] for pair in pairs], rank, width)
+    return a, _stack([None if pair is None else pair[1] for pair in pairs], height, rank)
+
+
+def _stack(matrices: Sequence[torch.Tensor | Fp8Matrix | None], rows: int, cols: int) -> torch.Tensor | Fp8Matrix:
+    """Each in the top-left corner of its `[rows, cols]`, zeros around it and where there is none."""
+    present = [matrix for matrix in matrices if matrix is not None]
+    if all(isinstance(matrix, Fp8Matrix) for matrix in present) and len({matrix.dtype for matrix in present}) == 1:
+        fp8 = [matrix if isinstance(matrix, Fp8Matrix) else None for matrix in matrices]
+        values = _stack([None if one is None else one.values for one in fp8], rows, cols)
+        scales = _stack([None if one is None else one.scale[:, None] for one in fp8], rows, 1)
+        return Fp8Matrix(cast(torch.Tensor, values), cast(torch.Tensor, scales)[..., 0])
+    real = [None if matrix is None else _real(matrix) for matrix in matrices]
+    first = next(matrix for matrix in real if matrix is not None)
+    stacked = torch.zeros(len(real), rows, cols, dtype=first.dtype, device=first.device)
+    for own, matrix in zip(stacked, real, strict=True):
+        if matrix is not None:
+            own[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return stacked
 
 
 def _real(matrix: torch.Tensor | Fp8Matrix) -> torch.Tensor:

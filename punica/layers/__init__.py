@@ -10,7 +10,8 @@
     column_parallel_linear.py, row_parallel_linear.py, replicated_linear.py
                         the ``forward`` around ``apply``: who gathers or reduces, and which part of A and B a rank keeps
     fully_sharded.py    both A and B cut over the ranks: shrink, a collective, expand
-    fused_moe.py        experts; moe_context.py: what they add, and when
+    fused_moe.py        experts (fused_moe_3d.py: gate and up as one); expert_slots.py: what their slots hold;
+                        moe_context.py: what they add, and when
     vocab_parallel_embedding.py, logits_processor.py
                         the two ends of a model
     utils.py            the rules that all share
@@ -32,7 +33,8 @@ from punica.layers.fully_sharded import (
     QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithShardedLoRA,
 )
-from punica.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from punica.layers.fused_moe import FusedMoEWithLoRA
+from punica.layers.fused_moe_3d import FusedMoE3DWithLoRA
 from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.packing import expand_groups
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA

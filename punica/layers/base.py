@@ -35,7 +35,8 @@ class SlotPart(NamedTuple):
     ``slots``: the stacked buffer ``[L, 1, rows, cols]`` (A ``[R, in]``, B ``[out, R]``), contiguous or with its last
     two dimensions swapped.
     ``part``: the matrix ``[r, c]`` for its top-left corner, ``None`` where the adapter has none.
-    ``ranks``: int32 ``[L]``, a view; ``rank`` is what ``ranks[index]`` becomes, 0 without a part.
+    ``ranks``: int32 ``[L]``, a view; ``rank`` is what ``ranks[index]`` becomes: 0 without a part. (Of experts, B
+    carries the flag that says whether the slot holds anything.)
     ``fp8``: it belongs to a slot in FP8, as its values, or as its scales (``rows`` of them, ``cols`` 1).
     """
 

@@ -10,7 +10,7 @@ experts make the two calls, see `punica.layers.moe_context`.
 Tensor parallelism cuts B of w1 and w3 by rows and A of w2 by columns, as the experts themselves are cut; fully sharded
 also A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds what is for its experts.
 
-`FusedMoE3DWithLoRA` is for models whose adapters store gate and up as one matrix.
+Slots: `punica.layers.expert_slots`. Adapters that store gate and up as one matrix: `punica.layers.fused_moe_3d`.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,22 @@ import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.layers.base import BaseLayerWithLoRA, LoRAInput, SlotPart
+from punica.layers.base import LoRAInput, SlotPart
+from punica.layers.expert_slots import Cut, ExpertSlots, Stacks
 from punica.layers.moe_context import MoELoRAContext
 from punica.layers.packing import LoRAFactor
 from punica.layers.utils import ADAPTER_DTYPES, is_kind_of
+from punica.ops.quant import Fp8Matrix
 from punica.parallel.moe import FusedMoE
 from punica.wrapper import PunicaWrapperABC
 
-Factor = Tensor | None
 SUPPORTED_BACKEND = "allgather_reducescatter"
 
 
-class FusedMoEWithLoRA(BaseLayerWithLoRA):
+class FusedMoEWithLoRA(ExpertSlots):
     """Adapters with w1, w2 and w3 per expert.
 
-    Attributes (besides those of the base class):
-        n_slices: pairs of A and B in an adapter, over all experts.
-        w13_lora_a_stacked, w13_lora_b_stacked: gate and up (non-gated: up), ``[L, E, R, H]`` and ``[L, E, I, R]``.
-        w2_lora_a_stacked, w2_lora_b_stacked: ``[L, E, R, I]`` and ``[L, E, H, R]``, tuples of one.
-        adapter_enabled: int32 ``[L+1]``: 1 where a slot holds weights for this layer; the last entry stays 0.
+    ``n_slices``: pairs of A and B in an adapter, over all experts.
 
     ValueError for a base layer that cannot take LoRA: experts whose implementation does not support it, a monolithic
     method, or expert parallelism over another backend than all-gather and reduce-scatter, or with sequence parallelism.
@@ -68,11 +65,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
         self.full_input_size = self.hidden_size
         self.fully_sharded = False
-        self.w13_lora_a_stacked: tuple[Tensor, ...] = ()
-        self.w13_lora_b_stacked: tuple[Tensor, ...] = ()
-        self.w2_lora_a_stacked: tuple[Tensor, ...] = ()
-        self.w2_lora_b_stacked: tuple[Tensor, ...] = ()
-        self.adapter_enabled: Tensor = torch.zeros(0, dtype=torch.int32)
 
     # --- what the base layer knows -----------------------------------------------------------------------------------
 
@@ -139,26 +131,18 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """As in the base class. ValueError: slots in FP8, expert parallelism with fully sharded adapters, ``max_loras``
-        not that of the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over
-        experts that interleave them.
+        """As in the base class. ValueError: expert parallelism with fully sharded adapters, ``max_loras`` not that of
+        the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over experts that
+        interleave them.
         """
         self._check_new_slots(max_loras, lora_config)
-        if lora_config.fp8 is not None:
-            raise ValueError(
-                f"lora_config.fp8 is {lora_config.fp8}, but the slots of experts hold 16 or 32 bits; leave fp8 out, or "
-                "wrap other modules only (target_modules)"
-            )
         self._verify_ep_fs(lora_config)
         if max_loras != lora_config.max_loras:
             raise ValueError(f"max_loras is {max_loras}, lora_config.max_loras {lora_config.max_loras}; must be equal")
         self._check_sharding(lora_config)
         self._check_layout(model_config)
         self.fully_sharded = lora_config.fully_sharded_loras and self.tp_size > 1
-        self.adapter_enabled = self._zeros((max_loras + 1,), torch.int32)
-        self.w13_lora_a_stacked, self.w2_lora_a_stacked = self._create_lora_a_weights(max_loras, lora_config)
-        self.w13_lora_b_stacked, self.w2_lora_b_stacked = self._create_lora_b_weights(max_loras, lora_config)
-        self.lora_ranks = self.adapter_enabled[:max_loras].unsqueeze(0)
+        self._create_slots(max_loras, lora_config)
         self.max_loras, self.lora_config = max_loras, lora_config
 
     def _verify_ep_fs(self, lora_config: LoRAConfig) -> None:
@@ -181,47 +165,30 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
                 "base layer's w13_layout is 'interleaved': use FusedMoE3DWithLoRA"
             )
 
-    def _create_lora_a_weights(
-        self, max_loras: int, lora_config: LoRAConfig
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Of w13 and of w2."""
+    def _create_lora_a_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
         rank, lead = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
         rows = rank // self.tp_size if self.fully_sharded else rank
         w13 = tuple(self._stack(lora_config, *lead, rows, self.hidden_size) for _ in range(self._w13_slices))
         return w13, (self._stack(lora_config, *lead, rank, self.intermediate_size_per_partition),)
 
-    def _create_lora_b_weights(
-        self, max_loras: int, lora_config: LoRAConfig
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _create_lora_b_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
         rank, lead = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
         hidden = self.hidden_size // self.tp_size if self.fully_sharded else self.hidden_size
         w13 = tuple(self._stack(lora_config, *lead, self._w13_rows, rank) for _ in range(self._w13_slices))
         return w13, (self._stack(lora_config, *lead, hidden, rank),)
-
-    def _stack(self, lora_config: LoRAConfig, *shape: int) -> Tensor:
-        return self._zeros(shape, cast(torch.dtype, lora_config.lora_dtype))  # type: ignore[arg-type]
 
     @property
     def _w13_rows(self) -> int:
         """Rows of B of one slice of the first product, on this rank."""
         return self.intermediate_size_per_partition
 
-    @property
-    def lora_a_stacked(self) -> list[Tensor]:
-        """A of every slot, expert and projection (w1, w2, w3 if gated), in this order; views."""
-        return self._flat(self.w13_lora_a_stacked, self.w2_lora_a_stacked)
-
-    @property
-    def lora_b_stacked(self) -> list[Tensor]:
-        """B, as `lora_a_stacked`."""
-        return self._flat(self.w13_lora_b_stacked, self.w2_lora_b_stacked)
-
-    def _flat(self, w13: tuple[Tensor, ...], w2: tuple[Tensor, ...]) -> list[Tensor]:
-        stacks = [w13[0], w2[0], *w13[1:]]
-        places = [(slot, expert) for slot in range(self.max_loras) for expert in range(self.local_num_experts)]
-        return [stack[slot, expert] for slot, expert in places for stack in stacks]
-
     # --- this rank's part --------------------------------------------------------------------------------------------
+
+    @property
+    def _cuts(self) -> tuple[list[Cut], list[Cut]]:
+        cuts_a: list[Cut] = [self._slice_w13_a] * self._w13_slices
+        cuts_b: list[Cut] = [self._slice_w13_b] * self._w13_slices
+        return [*cuts_a, self._slice_w2_a], [*cuts_b, self._slice_w2_b]
 
     def _slice_w13_a(self, a: Tensor) -> Tensor:
         """``[E, r, H]``: fully sharded, this rank's ranks."""
@@ -260,29 +227,32 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
                 raise TypeError(f"{name} must be a list {list(self.names)}, got {type(value).__name__}")
             if len(value) != len(self.names):
                 raise ValueError(f"{name} must have {len(self.names)} entries {list(self.names)}, got {len(value)}")
-        factors_a, factors_b = list(cast(Sequence[Factor], lora_a)), list(cast(Sequence[Factor], lora_b))
+        factors_a, factors_b = list(cast(Sequence[LoRAFactor], lora_a)), list(cast(Sequence[LoRAFactor], lora_b))
         if not self.moe_config.is_act_and_mul and len(self.names) == 3:
             factors_a[2] = factors_b[2] = None
         sizes = self._full_sizes()
         for name, a, b in zip(self.names, factors_a, factors_b, strict=True):
             self._check_factor_pair(name, a, b, *sizes[name])
-        return list(factors_a), list(factors_b)
+        return factors_a, factors_b
 
     def _full_sizes(self) -> dict[str, tuple[int, int]]:
         """Unsharded ``(in, out)`` by name."""
         inner = self.intermediate_size_per_partition * self.tp_size
         return {"w1": (self.hidden_size, inner), "w2": (inner, self.hidden_size), "w3": (self.hidden_size, inner)}
 
-    def _check_factor_pair(self, name: str, a: Factor, b: Factor, width: int, height: int) -> None:
+    def _check_factor_pair(self, name: str, a: LoRAFactor, b: LoRAFactor, width: int, height: int) -> None:
         if a is None and b is None:
             return
         if a is None or b is None:
             raise ValueError(f"{name}: {'lora_a' if a is None else 'lora_b'} is None but its partner is not")
         for side, tensor in (("lora_a", a), ("lora_b", b)):
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, (Tensor, Fp8Matrix)):
                 raise TypeError(f"{name}: {side} must be a tensor or None, got {type(tensor).__name__}")
-            if tensor.dtype not in ADAPTER_DTYPES:
-                raise TypeError(f"{name}: {side} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+            if isinstance(tensor, Tensor) and tensor.dtype not in ADAPTER_DTYPES:
+                raise TypeError(
+                    f"{name}: {side} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; give float8 "
+                    "with its scales (punica.ops.quant.Fp8Matrix)"
+                )
             if tensor.ndim != 3 or tensor.shape[0] != self.local_num_experts:
                 raise ValueError(
                     f"{name}: {side} has shape {tuple(tensor.shape)}, this rank has {self.local_num_experts} experts; "
@@ -304,36 +274,16 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
                 f"{height}"
             )
 
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        """One matrix ``[E * rows, cols]`` per stack: first A of w13 and w2, then B. An adapter fills all of them, with
-        zeros where it has none; each then sets the slot's flag.
-        """
-        a, b = (self._by_stack(cast(Sequence[Factor], factors)) for factors in (full_a, full_b))
-        cuts_a = [self._slice_w13_a] * self._w13_slices + [self._slice_w2_a]
-        cuts_b = [self._slice_w13_b] * self._w13_slices + [self._slice_w2_b]
-        filled = any(factor is not None for factor in (*a, *b))
-        parts = []
-        for stacks, factors, cuts in (
-            ((*self.w13_lora_a_stacked, *self.w2_lora_a_stacked), a, cuts_a),
-            ((*self.w13_lora_b_stacked, *self.w2_lora_b_stacked), b, cuts_b),
-        ):
-            for stack, factor, cut in zip(stacks, factors, cuts, strict=True):
-                slots, experts, rows, cols = stack.shape
-                part = _padded(None if factor is None else cut(factor), stack) if filled else None
-                flags = self.adapter_enabled[: self.max_loras]
-                parts.append(SlotPart(stack.view(slots, 1, experts * rows, cols), part, flags, int(filled)))
-        return parts
-
     def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
         """As in the base class."""
         self._require_slots("slot_parts")
         if lora_a is None and lora_b is None:
-            nothing: list[Factor] = [None] * len(self.names)
+            nothing: list[LoRAFactor] = [None] * len(self.names)
             return self._parts(nothing, nothing)
         return self._parts(*self.check_lora(lora_a, lora_b))
 
-    def _by_stack(self, factors: Sequence[Factor]) -> list[Factor]:
-        """In the order of the stacks: w1, w3 if gated, w2."""
+    def _by_stack(self, factors: Sequence[LoRAFactor]) -> list[LoRAFactor]:
+        """w1, w3 if gated, w2."""
         w1, w2, w3 = factors
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
@@ -354,11 +304,13 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     def _build_lora_context(self) -> MoELoRAContext:
         config = cast(LoRAConfig, self.lora_config)
+        w13_keywords, w2_keywords = self._keywords()
         return MoELoRAContext(
             self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
             self.adapter_enabled, self.max_loras, self.moe_config.experts_per_token, self._w13_slices,
             self.fully_sharded, self.tp_rank, self.tp_size, self.local_num_experts, self.punica_wrapper,
-            use_tuned_config=config.tuned_dir is not None,
+            use_tuned_config=config.tuned_dir is not None, lora_dtype=cast(torch.dtype, config.lora_dtype),
+            w13_keywords=w13_keywords, w2_keywords=w2_keywords,
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -372,100 +324,3 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     ) -> bool:
         """A `FusedMoE` whose adapters have w1 and w3 apart."""
         return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 2
-
-
-class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
-    """Adapters with gate and up as one matrix w13, ``B [E, 2*I*tp, r]``, and w2; one slice in the first product.
-
-    Rows of that B lie as the base layer's do: gate above up, or interleaved (gpt-oss).
-    """
-
-    names = ("w13", "w2")
-
-    def __init__(self, base_layer: Any) -> None:
-        super().__init__(base_layer)
-        self._rows_per_inner = self._w13_slices  # gate and up, or up alone
-        self._w13_slices = 1
-        self.n_slices = self.local_num_experts * 2
-        self._base_model = ""
-
-    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """As in the parent class. TypeError without a ``model_config``, ValueError if it names no architecture."""
-        if model_config is None:
-            raise TypeError("FusedMoE3DWithLoRA needs model_config, whose architectures say how gate and up lie")
-        architectures = getattr(model_config, "architectures", None)
-        if not architectures:
-            raise ValueError(f"model_config.architectures is {architectures!r}; the model's class name is needed")
-        super().create_lora_weights(max_loras, lora_config, model_config)
-        self._base_model = architectures[0]
-
-    def _check_layout(self, model_config: Any) -> None:
-        """Either layout."""
-
-    @property
-    def _interleaved(self) -> bool:
-        layout = getattr(self.base_layer, "w13_layout", "concatenated")
-        return self._base_model == "GptOssForCausalLM" or layout == "interleaved"
-
-    @property
-    def _w13_rows(self) -> int:
-        return self._rows_per_inner * self.intermediate_size_per_partition
-
-    @property
-    def w13_input_size(self) -> int:
-        """Full width of A of the first product."""
-        return self.w13_lora_a_stacked[0].shape[-1]
-
-    @property
-    def w13_output_size(self) -> int:
-        """Full height of B of the first product."""
-        return self.w13_lora_b_stacked[0].shape[-2] * self.tp_size
-
-    @property
-    def w2_input_size(self) -> int:
-        """Full width of A of the second product."""
-        return self.w2_lora_a_stacked[0].shape[-1] * self.tp_size
-
-    @property
-    def w2_output_size(self) -> int:
-        """Full height of B of the second product."""
-        return self.hidden_size
-
-    def _full_sizes(self) -> dict[str, tuple[int, int]]:
-        inner = self.intermediate_size_per_partition * self.tp_size
-        return {"w13": (self.hidden_size, self._rows_per_inner * inner), "w2": (inner, self.hidden_size)}
-
-    def _check_factor_pair(self, name: str, a: Factor, b: Factor, width: int, height: int) -> None:
-        if name == "w13" and self._rows_per_inner == 2 and isinstance(b, Tensor) and b.ndim == 3 and b.shape[1] % 2:
-            raise ValueError(f"w13: lora_b has {b.shape[1]} rows; gate and up need an even number")
-        super()._check_factor_pair(name, a, b, width, height)
-
-    def _by_stack(self, factors: Sequence[Factor]) -> list[Factor]:
-        return list(factors)
-
-    def _slice_w13_b(self, b: Tensor) -> Tensor:
-        if self.tp_size == 1 or self._rows_per_inner == 1:
-            return super()._slice_w13_b(b)
-        inner = self.intermediate_size_per_partition
-        experts, rows, rank = b.shape
-        pairs = b.view(experts, rows // 2, 2, rank) if self._interleaved else b.view(experts, 2, rows // 2, rank)
-        own = pairs.narrow(1 if self._interleaved else 2, self.tp_rank * inner, inner)
-        return own.reshape(experts, 2 * inner, rank)
-
-    @classmethod
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: LoRAConfig, packed_modules_list: list[str], **_: Any
-    ) -> bool:
-        """A `FusedMoE` whose adapters have gate and up as one."""
-        return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 1
-
-
-def _padded(factor: Factor, stack: Tensor) -> Tensor:
-    """``[E, r, c]`` in the top-left corners of ``[E, rows, cols]``, as one matrix ``[E * rows, cols]``."""
-    _, experts, rows, cols = stack.shape
-    if factor is not None and factor.shape == (experts, rows, cols):
-        return factor.reshape(experts * rows, cols)
-    padded = torch.zeros(experts, rows, cols, dtype=stack.dtype, device="cpu" if factor is None else factor.device)
-    if factor is not None:
-        padded[:, : factor.shape[1], : factor.shape[2]] = factor.detach()
-    return padded.view(experts * rows, cols)

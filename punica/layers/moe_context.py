@@ -4,7 +4,7 @@ References only: weights that are put into a slot later are seen. The experts ca
 their first product and :meth:`MoELoRAContext.add_w2` after their second, with what the first returned.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class MoELoRAContext:
         aux_stream, events: of a second stream; ``None``: one stream.
         local_token_lora_mapping: slot of every token where tokens of other ranks were gathered, written per forward;
             ``None``: the step's own.
+        lora_dtype: dtype in which activations are multiplied with adapters; ``None``: the one they have.
+        w13_keywords, w2_keywords: what the wrapper's methods take besides: ranks, and the scales of FP8 slots.
         original_hidden_states: activations before the experts quantise them; ``None``: they do not.
     """
 
@@ -43,6 +45,9 @@ class MoELoRAContext:
     events: tuple[torch.cuda.Event, ...] | None = None
     local_token_lora_mapping: Tensor | None = None
     original_hidden_states: Tensor | None = None
+    lora_dtype: torch.dtype | None = None
+    w13_keywords: dict[str, Any] = field(default_factory=dict)
+    w2_keywords: dict[str, Any] = field(default_factory=dict)
 
     def add_w13(
         self, y: Tensor, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, w1: Tensor,
@@ -50,19 +55,20 @@ class MoELoRAContext:
     ) -> tuple:  # fmt: skip
         """Add to ``y [T, k, w13 rows]``; what `add_w2` wants to know of the alignment."""
         x = x if self.original_hidden_states is None else self.original_hidden_states
-        dtype = self.w13_lora_a_stacked[0].dtype
         return self.punica_wrapper.add_lora_w13(
-            y, x if x.dtype == dtype else x.to(dtype), self.w13_lora_a_stacked, self.w13_lora_b_stacked, topk_ids,
+            y, self._as_adapters(x), self.w13_lora_a_stacked, self.w13_lora_b_stacked, topk_ids,
             topk_weights, expert_map, w1, w2, x.shape[0], self.top_k, self.max_loras, self.adapter_enabled,
             self.local_num_experts, self.top_k, self.w13_num_slices, self.fully_sharded, self.use_tuned_config,
-            self.local_token_lora_mapping,
+            self.local_token_lora_mapping, **self.w13_keywords,
         )  # fmt: skip
 
     def add_w2(self, y: Tensor, x: Tensor, topk_weights: Tensor, aligned: tuple, w1: Tensor, w2: Tensor) -> None:
         """Add to ``y [T, k, H]``, weighted like it."""
-        dtype = self.w2_lora_a_stacked[0].dtype
         self.punica_wrapper.add_lora_w2(
-            y, x if x.dtype == dtype else x.to(dtype), self.w2_lora_a_stacked, self.w2_lora_b_stacked, topk_weights,
+            y, self._as_adapters(x), self.w2_lora_a_stacked, self.w2_lora_b_stacked, topk_weights,
             *aligned, y.shape[0], w1, w2, self.top_k, self.max_loras, self.adapter_enabled, self.top_k,
-            self.fully_sharded, self.tp_rank, self.use_tuned_config,
+            self.fully_sharded, self.tp_rank, self.use_tuned_config, **self.w2_keywords,
         )  # fmt: skip
+
+    def _as_adapters(self, x: Tensor) -> Tensor:
+        return x if self.lora_dtype in (None, x.dtype) else x.to(self.lora_dtype)

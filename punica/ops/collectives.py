@@ -15,6 +15,12 @@ class WorldSize(Protocol):
     def __call__(self) -> int: ...
 
 
+class Rank(Protocol):
+    """Place in the current group."""
+
+    def __call__(self) -> int: ...
+
+
 class AllReduce(Protocol):
     """Sum over the ranks of the current group; possibly in place; returns the result."""
 
@@ -31,11 +37,12 @@ class Collectives(NamedTuple):
     """The current group, looked up at every call."""
 
     world_size: WorldSize
+    rank: Rank
     all_reduce: AllReduce
     all_gather: AllGather
 
 
-_installed = Collectives(lambda: 1, lambda tensor: tensor, lambda tensor: tensor)
+_installed = Collectives(lambda: 1, lambda: 0, lambda tensor: tensor, lambda tensor: tensor)
 
 
 def install(collectives: Collectives) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from punica.ops import collectives
 from punica.ops.checks import FLOATS, check_bool, check_dtype
+from punica.ops.fp8_experts import Fp8Experts, check_fp8
+from punica.ops.quant import FP8_DTYPES
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -21,7 +23,8 @@ class Experts(NamedTuple):
 
     ``sorted_ids``, ``expert_ids``, ``counts``: what `moe_lora_align_block_size` wrote, viewed ``[L, P]``, ``[L, B]``
     and ``[L]``; naive: None, the expert of every pair ``[T*k]``, None. ``lora_ids``: slots to look at, ``[L+1]`` (None:
-    all of them).
+    all of them). ``lora_ranks``: true ranks of the slots of every slice, int32 ``[n, L]``, of all ranks of the group
+    together: what lies beyond in A and B is not looked at (None: all of it is). ``fp8``: scales of weights in FP8.
     """
 
     output: Tensor
@@ -35,6 +38,13 @@ class Experts(NamedTuple):
     mapping: Tensor
     enabled: Tensor
     lora_ids: Tensor | None
+    lora_ranks: Tensor | None = None
+    fp8: Fp8Experts | None = None
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype that products are made of."""
+        return self.x.dtype if self.fp8 is None or self.x.dtype in FLOATS else self.output.dtype
 
 
 class Switches(NamedTuple):
@@ -150,7 +160,11 @@ def check_experts(
         )
     _check_moe_output(given.output, (tokens, k), slices * width, switches.offset)
     block_m = _check_alignment(given, slots, tokens * k, block_m)
-    for name, tensor in (("qcurr_hidden_states", given.x), ("output", given.output), ("mapping", given.mapping)):
+    _check_rank_table(given.lora_ranks, slices, slots)
+    if given.fp8 is not None:
+        check_fp8(given.fp8, given.x, (given.lora_a, given.lora_b), tokens * k)
+    operands = {"qcurr_hidden_states": given.x, "output": given.output, "mapping": given.mapping}
+    for name, tensor in (operands | ({} if given.lora_ranks is None else {"lora_ranks": given.lora_ranks})).items():
         if tensor.device != given.lora_a[0].device:
             raise ValueError(f"{name} is on {tensor.device}, the weights are on {given.lora_a[0].device}")
     factor = 1 if switches.mul_routed_weight else k
@@ -167,12 +181,17 @@ def _check_weights(given: Experts) -> tuple[int, int, int, int, int, int]:
     for name, tensor in (("qcurr_hidden_states", given.x), ("output", given.output)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if given.x.dtype not in FLOATS:
+    if given.x.dtype not in FLOATS and given.fp8 is None:
         hint = "; quantised activations are for fused_moe_lora_fp8" if given.x.dtype.itemsize == 1 else ""
         raise TypeError(f"qcurr_hidden_states has dtype {given.x.dtype}, expected one of {FLOATS}{hint}")
+    allowed: tuple[torch.dtype, ...] = (given.x.dtype,)
+    if given.fp8 is not None:
+        check_dtype("lora_a_stacked[0]", given.lora_a[0], FP8_DTYPES)
+        check_dtype("qcurr_hidden_states", given.x, (*FLOATS, *FP8_DTYPES))
+        allowed = (given.lora_a[0].dtype,)
     for name, weights in (("lora_a_stacked", given.lora_a), ("lora_b_stacked", given.lora_b)):
         for i, weight in enumerate(weights):
-            check_dtype(f"{name}[{i}]", weight, (given.x.dtype,))
+            check_dtype(f"{name}[{i}]", weight, allowed)
             if weight.ndim != 4:
                 raise ValueError(f"{name}[{i}] has shape {tuple(weight.shape)}; expected [slots, experts, out, in]")
             if weight.shape != weights[0].shape:
@@ -184,6 +203,15 @@ def _check_weights(given: Experts) -> tuple[int, int, int, int, int, int]:
     if a[:2] != b[:2]:
         raise ValueError(f"lora_a_stacked has {tuple(a[:2])} slots and experts, lora_b_stacked {tuple(b[:2])}")
     return a[0], a[1], a[2], b[3], a[3], b[2]
+
+
+def _check_rank_table(ranks: Any, slices: int, slots: int) -> None:
+    if ranks is None:
+        return
+    check_dtype("lora_ranks", ranks, (torch.int32,))
+    if tuple(ranks.shape) != (slices, slots) or not ranks.is_contiguous():
+        raise ValueError(f"lora_ranks has shape {tuple(ranks.shape)}; contiguous ({slices}, {slots}) is needed, one "
+                         "per slice and slot")  # fmt: skip
 
 
 def _check_ranks(rank: int, full_rank: int, switches: Switches) -> None:

@@ -5,12 +5,14 @@ an adapter's expert is read once however many tokens use it. Products are accumu
 the output. Values are read back to the host, which on a CPU costs nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from punica.ops import collectives
+from punica.ops.fp8_checks import Scheme
+from punica.ops.fp8_experts import over_columns, real_weight, rounded
 from punica.ops.moe_checks import (
     ExpertForm,
     Experts,
@@ -23,6 +25,7 @@ from punica.ops.moe_checks import (
 
 Group = tuple[int, int, Tensor]
 """Slot, expert, pairs."""
+Reader = Callable[[int, int, int], Tensor]
 
 
 def moe_lora_align_block_size(
@@ -90,21 +93,56 @@ def fused_moe_lora(
     groups = list(_groups(given, form))
     shape = (form.slices, form.pairs, form.rank)
     low = torch.zeros(shape, dtype=torch.float32, device=given.x.device)
+    ranks, gathered = _ranks_by_slot(given, form), form.rank != form.full_rank
+    first = collectives.current().rank() * form.rank if gathered else 0
+    read_a, read_b = _readers(given)
+    x = _real_rows(given)
     for slot, expert, pairs in groups:
-        rows = given.x[pairs // form.factor].float()
-        for part, a in zip(low, given.lora_a, strict=True):
-            part[pairs] = rows @ a[slot, expert].float().t()
+        rows = x[pairs // form.factor]
+        for s, part in enumerate(low):
+            rank = min(max(ranks[s][slot] - first, 0), form.rank)
+            part[pairs, :rank] = rows @ read_a(s, slot, expert)[:rank].t()
     if switches.fully_sharded:
-        ranks = collectives.current()
-        low = ranks.all_reduce(low) if form.rank == form.full_rank else ranks.all_gather(low)
+        group = collectives.current()
+        low = group.all_gather(low) if gathered else group.all_reduce(low)
+    if given.fp8 is not None and given.fp8.h_scale is not None:
+        low = rounded(low, given.fp8.h_scale, given.fp8.expand, given.lora_b[0].dtype)
     weights = given.topk_weights.reshape(-1, 1).float() if switches.mul_routed_weight else None
     rows_of_y = given.output.view(form.pairs, -1)[:, switches.offset :]
     for slot, expert, pairs in groups:
-        for part, b, y in zip(low, given.lora_b, rows_of_y.split(form.width, dim=1), strict=False):
-            delta = part[pairs] @ b[slot, expert].float().t()
+        for s, (part, y) in enumerate(zip(low, rows_of_y.split(form.width, dim=1), strict=False)):
+            rank = ranks[s][slot]
+            delta = part[pairs, :rank] @ read_b(s, slot, expert)[:, :rank].t()
             if weights is not None:
                 delta *= weights[pairs]
             y[pairs] = (y[pairs].float() + delta if switches.add_inputs else delta).to(y.dtype)
+
+
+def _ranks_by_slot(given: Experts, form: ExpertForm) -> list[list[int]]:
+    """Of every slice."""
+    if given.lora_ranks is None:
+        return [[form.full_rank] * form.slots] * form.slices
+    return given.lora_ranks.clamp(0, form.full_rank).tolist()
+
+
+def _readers(given: Experts) -> tuple[Reader, Reader]:
+    """What gives A, and B, of (slice, slot, expert) as float32."""
+    fp8 = given.fp8
+
+    def reader(weights: Sequence[Tensor], scales: Sequence[Tensor] | None, scheme: Scheme | None) -> Reader:
+        if scales is None or scheme is None:
+            return lambda s, slot, expert: weights[s][slot, expert].float()
+        return lambda s, slot, expert: real_weight(weights[s], scales[s], slot, expert, scheme)
+
+    if fp8 is None:
+        return reader(given.lora_a, None, None), reader(given.lora_b, None, None)
+    return reader(given.lora_a, fp8.a_scale, fp8.shrink), reader(given.lora_b, fp8.b_scale, fp8.expand)
+
+
+def _real_rows(given: Experts) -> Tensor:
+    """Activations as float32."""
+    x, fp8 = given.x.float(), given.fp8
+    return x if fp8 is None or fp8.x_scale is None else x * over_columns(fp8.x_scale, x.shape[1], fp8.shrink)
 
 
 def _groups(given: Experts, form: ExpertForm) -> Iterator[Group]:

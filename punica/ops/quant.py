@@ -129,11 +129,12 @@ def validate_scales(scales: Tensor | Sequence[Tensor], name: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Matrix:
-    """A matrix ``[N, K]`` of an adapter in FP8 with one scale per row: what layers and managers pass around where
-    otherwise a tensor stands, so that values never go anywhere without their scales.
+    """A matrix ``[N, K]`` of an adapter in FP8 with one scale per row, or one of every expert, ``[E, N, K]``: what
+    layers and managers pass around where otherwise a tensor stands, so that values never go anywhere without their
+    scales.
 
     Args:
-        values: float8 ``[N, K]``. scale: float32 ``[N]`` on the same device.
+        values: float8 ``[..., N, K]``. scale: float32 ``[..., N]`` on the same device.
     """
 
     values: Tensor
@@ -142,15 +143,15 @@ class Fp8Matrix:
     def __post_init__(self) -> None:
         check_dtype("values", self.values, FP8_DTYPES)
         check_dtype("scale", self.scale, (torch.float32,))
-        if self.values.ndim != 2 or self.scale.shape != self.values.shape[:1]:
+        if self.values.ndim not in (2, 3) or self.scale.shape != self.values.shape[:-1]:
             raise ValueError(
                 f"values have shape {tuple(self.values.shape)} and scale {tuple(self.scale.shape)}; expected [N, K] "
-                "and [N]"
+                "and [N], or [E, N, K] and [E, N]"
             )
 
     @classmethod
     def of(cls, w: "Tensor | Fp8Matrix", dtype: torch.dtype, *, check: bool = True) -> "Fp8Matrix":
-        """``w [N, K]`` quantised per channel; itself where it is that already."""
+        """``w [..., N, K]`` quantised per channel; itself where it is that already."""
         if isinstance(w, Fp8Matrix):
             if w.dtype == dtype:
                 return w
@@ -159,12 +160,12 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> torch.Size:
-        """``[N, K]``."""
+        """Of the values."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """2."""
+        """2, or 3 with experts."""
         return self.values.ndim
 
     @property
@@ -178,7 +179,7 @@ class Fp8Matrix:
         return self.values.device
 
     def real(self) -> Tensor:
-        """float32 ``[N, K]``."""
+        """float32, of the same shape."""
         return dequantize(self.values, self.scale)
 
     def scaled(self, factor: float) -> "Fp8Matrix":
@@ -192,11 +193,11 @@ class Fp8Matrix:
         """
         values = part(self.values)
         # a tensor of the matrix's shape whose every column is the scales, without their memory
-        scale = part(self.scale[:, None].expand(self.shape))
-        return Fp8Matrix(values, scale[:, 0] if values.shape[1] else scale.sum(1))
+        scale = part(self.scale[..., None].expand(self.shape))
+        return Fp8Matrix(values, scale[..., 0].contiguous() if values.shape[-1] else scale.sum(-1))
 
     def split(self, sizes: Sequence[int]) -> "list[Fp8Matrix]":
-        """Blocks of so many rows each."""
+        """Blocks of so many rows each, of one matrix."""
         return [
             Fp8Matrix(*part) for part in zip(self.values.split(list(sizes)), self.scale.split(list(sizes)), strict=True)
         ]

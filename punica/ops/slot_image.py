@@ -5,7 +5,7 @@ link that idles between small copies (section 5.2 of the paper loads 80 MB). Pac
 registered, it moves in a single launch: one kernel (:mod:`punica.ops.triton_ops.slot_write`) reads it and spreads it
 over the stacked buffers of all layers. Layout, for M matrices (A and B of every slice of every layer):
 
-    header  int64 [M, 4]       offset of the matrix in units of 16 bytes, its rows, its columns, its rank; zeros if none
+    header  int64 [M, 4]       offset of the matrix in units of 16 bytes, its rows, its columns (no matrix: 0), its rank
     data    the matrices, row by row, each beginning at a multiple of 16 bytes
 
 Matrices and slots are meant as they lie in memory, rank after rank: A ``[rank, in]``, and B turned to ``[rank, out]``
@@ -24,7 +24,9 @@ HEADER = 4
 
 
 class SlotMatrix(NamedTuple):
-    """A matrix ``[r, c]`` for the top-left corner of a slot's ``[rows, cols]`` (``None``: all zeros), and its rank."""
+    """A matrix ``[r, c]`` for the top-left corner of a slot's ``[rows, cols]`` (``None``: all zeros), and what is to
+    stand for it in the table of ranks.
+    """
 
     part: Tensor | None
     rank: int
@@ -35,7 +37,7 @@ def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory
     offsets = _offsets(matrices, dtype)
     image = torch.zeros(offsets[-1] * ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     header = [
-        (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, 0)
+        (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, matrix.rank)
         for offset, matrix in zip(offsets[:-1], matrices, strict=True)
     ]
     if header:

@@ -25,6 +25,7 @@ from punica.checks import check_count
 from punica.ops import collectives
 from punica.parallel.group import (
     divide,
+    get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
@@ -34,7 +35,10 @@ from punica.parallel.matmul import linear
 
 collectives.install(
     collectives.Collectives(
-        get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce, tensor_model_parallel_all_gather
+        get_tensor_model_parallel_world_size,
+        get_tensor_model_parallel_rank,
+        tensor_model_parallel_all_reduce,
+        tensor_model_parallel_all_gather,
     )
 )
 

@@ -6,6 +6,9 @@ One layer calls `add_lora_w13`, which groups the (token, expert) pairs by adapte
 
 A ``token_lora_mapping`` that is not the wrapper's own (tokens gathered from other ranks) may name slots that no local
 token uses, so then every slot is looked at, and a step without local adapters is no reason to leave.
+
+With FP8 weights and ``use_fp8_w8a8`` an x that is not FP8 is quantised per token; what lies between the two products
+stays real.
 """
 
 from collections.abc import Mapping
@@ -13,10 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from punica.metadata import LoRABatch
+from punica.ops.checks import FLOATS, check_keywords
+from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import Experts, Switches, check_block_size, check_mapping, check_routing
 from punica.ops.moe_configs import positional_config
+from punica.ops.quant import quantize_per_token
+from punica.wrapper.fp8 import FP8_KEYWORDS, Fp8Keywords
 from punica.wrapper.moe import MoEMethods
 
 Aligned = tuple[Tensor, Tensor, Tensor]
@@ -72,18 +80,22 @@ class ExpertMethods(MoEMethods):
         shrink_config: Mapping[str, Any], expand_config: Mapping[str, Any], adapter_enabled: Tensor,
         mul_routed_weight: bool = False, fully_sharded: bool = False, offset: int = 0,
         token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         """``y[t, j, offset + s*N : ...] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T``, see
         `punica.ops.reference.fused_moe_lora`. The configs hold `punica.ops.moe_configs.DEFAULTS`, or some of them.
         """
+        fp8 = self._fp8_of("add_lora_fused_moe", kwargs)
         configs = (positional_config("shrink_config", shrink_config), positional_config("expand_config", expand_config))
         mapping = self._slots_of_tokens(token_lora_mapping, topk_weights.shape[0])
         if self.no_lora and self._is_own(mapping):
             return
         aligned = _by_slot(lora_a_stacked, sorted_token_ids, expert_ids, num_tokens_post_padded)
         given = Experts(
-            y, x, lora_a_stacked, lora_b_stacked, topk_weights, *aligned, mapping, adapter_enabled, None
+            y, x, lora_a_stacked, lora_b_stacked, topk_weights, *aligned, mapping, adapter_enabled, None,
+            kwargs.get("lora_ranks"),
         )  # fmt: skip
+        given = given if fp8 is None else _with_fp8(given, fp8)
         switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
         self._add_experts(given, max_lora_rank, top_k_num, switches, configs)
 
@@ -94,8 +106,10 @@ class ExpertMethods(MoEMethods):
         adapter_enabled: Tensor,
         local_num_experts: int, top_k: int, num_slices: int, fully_sharded: bool, use_tuned_config: bool,
         token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
+        **kwargs: Any,
     ) -> Alignment:  # fmt: skip
-        """As in the base class. y: ``[T, k, n*N]`` or ``[T*k, n*N]``; x: ``[T, hidden]``, not quantised."""
+        """As in the base class. y: ``[T, k, n*N]`` or ``[T*k, n*N]``; x: ``[T, hidden]``."""
+        fp8 = self._fp8_of("add_lora_w13", kwargs)
         _check_counts(topk_ids, num_tokens, (top_k_num, top_k), len(lora_a_stacked), num_slices)
         mapping = self._slots_of_tokens(token_lora_mapping, num_tokens)
         idle = num_tokens == 0 or (self.no_lora and self._is_own(mapping))
@@ -109,8 +123,9 @@ class ExpertMethods(MoEMethods):
         )  # fmt: skip
         given = Experts(
             y.view(num_tokens, top_k, -1), x, lora_a_stacked, lora_b_stacked, topk_weights,
-            *_by_slot(lora_a_stacked, ids, experts, counts), mapping, adapter_enabled, None,
+            *_by_slot(lora_a_stacked, ids, experts, counts), mapping, adapter_enabled, None, kwargs.get("lora_ranks"),
         )  # fmt: skip
+        given = given if fp8 is None else _with_fp8(given, fp8)
         switches = Switches(False, fully_sharded, 0, add_inputs)
         tuned = "w13" if use_tuned_config else None
         self._add_experts(given, lora_a_stacked[0].shape[-2], top_k, switches, None, tuned=tuned)
@@ -127,8 +142,10 @@ class ExpertMethods(MoEMethods):
         adapter_enabled: Tensor,
         top_k: int, fully_sharded: bool, tp_rank: int, use_tuned_config: bool,
         add_inputs: bool = True,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         """As in the base class. y: ``[T, k, hidden]``, weighted already; x: ``[T*k, intermediate]``."""
+        fp8 = self._fp8_of("add_lora_w2", kwargs)
         _check_counts(topk_weights, num_tokens, (top_k_num, top_k), 1, 1)
         if num_tokens == 0:
             return
@@ -141,11 +158,20 @@ class ExpertMethods(MoEMethods):
         aligned = _by_slot(lora_a_stacked, sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora)
         given = Experts(
             y.view(num_tokens, top_k, -1), x, lora_a_stacked, lora_b_stacked, topk_weights, *aligned, mapping,
-            adapter_enabled, None,
+            adapter_enabled, None, kwargs.get("lora_ranks"),
         )  # fmt: skip
+        given = given if fp8 is None else _with_fp8(given, fp8)
         switches = Switches(True, fully_sharded, offset, add_inputs)
         tuned = "w2" if use_tuned_config else None
         self._add_experts(given, lora_a_stacked[0].shape[-2], top_k, switches, None, tuned=tuned)
+
+    def _fp8_of(self, method: str, kwargs: Mapping[str, Any]) -> Fp8Keywords | None:
+        """What the keywords of a call ask of FP8, if anything."""
+        check_keywords(method, kwargs, ("lora_ranks", *FP8_KEYWORDS))
+        fp8 = Fp8Keywords.of(kwargs)
+        if fp8 is not None:
+            self._look_at(fp8)  # type: ignore[attr-defined]
+        return fp8
 
     # --- the mapping -------------------------------------------------------------------------------------------------
 
@@ -161,7 +187,9 @@ class ExpertMethods(MoEMethods):
         return own[:num_tokens]
 
     def _is_own(self, mapping: Tensor) -> bool:
-        """Whether it is a view of the step's mapping."""
+        """Whether it is a view of the step's mapping. A tracer's stand-in has no address: then every slot counts."""
+        if is_fake(mapping):
+            return False
         return mapping.untyped_storage().data_ptr() == self.batch.tensors[0].untyped_storage().data_ptr()
 
     def _active(self, mapping: Tensor, slots: int) -> int:
@@ -191,6 +219,19 @@ class ExpertMethods(MoEMethods):
     ) -> None:  # fmt: skip
         """Backend: the fused op. ``configs`` None: its own choice, from the tuned files of site ``tuned`` if given."""
         self._no_moe("add_lora_fused_moe")
+
+
+def _with_fp8(given: Experts, fp8: Fp8Keywords) -> Experts:
+    """The operands with the scales of FP8 weights, and x quantised where it is to be and is not."""
+    if fp8.shrink.use_fp8_w8a8 != fp8.expand.use_fp8_w8a8:
+        raise ValueError("use_fp8_w8a8 differs between shrink and expand; give it once for both")
+    x, x_scale = given.x, fp8.a_scale
+    if fp8.shrink.use_fp8_w8a8 and isinstance(x, Tensor) and x.dtype in FLOATS:
+        if x_scale is not None:
+            raise ValueError(f"a_scale is given, but x has dtype {x.dtype}: it is quantised here, leave a_scale out")
+        x, x_scale = quantize_per_token(x, fp8.shrink.group_k, check=False)
+    scales = Fp8Experts(fp8.lora_a_scale or (), fp8.lora_b_scale or (), x_scale, None, fp8.shrink, fp8.expand)
+    return given._replace(x=x, fp8=scales)
 
 
 def _by_slot(

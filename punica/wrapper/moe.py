@@ -10,7 +10,9 @@ class MoEMethods:
     """Fused MoE LoRA. A backend without it inherits these, which raise NotImplementedError naming the class.
 
     Slots that serve no expert weights are switched off by ``adapter_enabled``; ``token_lora_mapping`` None takes the
-    slots of the current step.
+    slots of the current step. The three that multiply take the keywords ``lora_ranks``, int32 ``[n, L]``, the true rank
+    of every slice and slot (None: the slots' width), and for weights in FP8 those of `punica.wrapper.fp8`; their x then
+    is not FP8, or FP8 with ``a_scale``. TypeError for any other keyword.
     """
 
     def moe_lora_align_block_size(
@@ -34,6 +36,7 @@ class MoEMethods:
         shrink_config: Mapping[str, Any], expand_config: Mapping[str, Any], adapter_enabled: torch.Tensor,
         mul_routed_weight: bool = False, fully_sharded: bool = False, offset: int = 0,
         token_lora_mapping: torch.Tensor | None = None, add_inputs: bool = True,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         """Shrink and expand of every (token, expert) pair through its adapter's expert weights, into ``y``."""
         self._no_moe("add_lora_fused_moe")
@@ -46,6 +49,7 @@ class MoEMethods:
         adapter_enabled: torch.Tensor,
         local_num_experts: int, top_k: int, num_slices: int, fully_sharded: bool, use_tuned_config: bool,
         token_lora_mapping: torch.Tensor | None = None, add_inputs: bool = True,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """The up and gate projections; aligns once and returns the alignment for `add_lora_w2`.
 
@@ -64,6 +68,7 @@ class MoEMethods:
         adapter_enabled: torch.Tensor,
         top_k: int, fully_sharded: bool, tp_rank: int, use_tuned_config: bool,
         add_inputs: bool = True,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         """The down projection, with the alignment that `add_lora_w13` returned."""
         self._no_moe("add_lora_w2")

@@ -54,6 +54,12 @@ def test_wrong_products_are_not_timed(part, monkeypatch):
         one.checked_calls([0, 1])
 
 
+def test_slots_may_be_fp8():
+    one = MoEBench("mixtral-8x7b", 4, 1, 32, 3, 3, 16, "float32", "cpu", fp8="float8_e5m2")
+    assert one.contexts[0].w2_lora_a_stacked[0].dtype == torch.float8_e5m2
+    assert set(one.checked_calls([0, 2])) == SYSTEMS
+
+
 def test_adapters_without_effect_are_not_timed(monkeypatch):
     one = bench()
     one.layers[0].adapter_enabled.zero_()

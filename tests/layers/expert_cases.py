@@ -9,6 +9,7 @@ from torch import Tensor
 from punica.config import LoRAConfig
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.metadata import LoRAMapping
+from punica.ops.quant import Fp8Matrix
 from punica.parallel import FusedMoE
 from punica.parallel.moe import halves
 from punica.wrapper import get_punica_wrapper
@@ -16,6 +17,7 @@ from punica.wrapper import get_punica_wrapper
 HIDDEN, INNER, SLOTS, MAX_RANK = 12, 8, 4, 8
 SLOTS_OF_ROWS = [0, 2, -1, 0, 1, 2, 1, -1, 0]
 NAMES = ("w1", "w2", "w3")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def base_layer(experts: int = 5, top_k: int = 2, device: str = "cpu", **options: Any) -> FusedMoE:
@@ -52,8 +54,17 @@ def stacked(a: list[Tensor], b: list[Tensor], layout: str) -> tuple[list[Tensor]
     return [a[0], a[1]], [up, b[1]]
 
 
-def local(layer: Any, factors: list[Tensor]) -> list[Tensor]:
-    return [factor[layer.local_experts] for factor in factors]
+def rounded(adapter: tuple[list[Tensor], list[Tensor]], fp8: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """What FP8 leaves of an adapter."""
+    a, b = ([Fp8Matrix.of(factor, fp8).real() for factor in side] for side in adapter)
+    return a, b
+
+
+def local(layer: Any, factors: list[Any]) -> list[Any]:
+    def mine(factor: Tensor) -> Tensor:
+        return factor[layer.local_experts]
+
+    return [f.cut(mine) if isinstance(f, Fp8Matrix) else None if f is None else mine(f) for f in factors]
 
 
 def wrapped(base: FusedMoE, adapters: dict[int, Any], three_d: bool = False, **config: Any) -> FusedMoEWithLoRA:
@@ -109,7 +120,13 @@ RANK_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool, dict[int, int]
     "ep, blocks": ({"use_ep": True}, {}, False, ADAPTERS),
     "ep, round robin": ({"use_ep": True, "placement": "round_robin"}, {}, False, ADAPTERS),
     "ep, gate and up as one": ({"use_ep": True}, {}, True, ADAPTERS),
-}
+    "tp, FP8": ({}, {"fp8": E4M3}, False, ADAPTERS),
+    "tp, fully sharded, FP8": ({}, {"fully_sharded_loras": True, "fp8": E4M3}, False, {0: 8, 1: 2, 2: 4}),
+    "tp, interleaved, FP8": (
+        {"w13_layout": "interleaved", "activation": "swigluoai"}, {"fp8": E4M3}, True, ADAPTERS,
+    ),
+    "ep, FP8": ({"use_ep": True}, {"fp8": E4M3}, False, ADAPTERS),
+}  # fmt: skip
 
 
 def output_of(name: str, device: str = "cpu") -> Tensor:

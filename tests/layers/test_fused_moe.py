@@ -6,6 +6,8 @@ import pytest
 import torch
 from expert_cases import (
     ADAPTERS,
+    E4M3,
+    E5M2,
     HIDDEN,
     INNER,
     MAX_RANK,
@@ -16,6 +18,7 @@ from expert_cases import (
     inputs,
     merged_output,
     output_of,
+    rounded,
     run_cases,
     stacked,
     wrapped,
@@ -23,6 +26,7 @@ from expert_cases import (
 
 from punica.config import LoRAConfig
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, from_layer
+from punica.ops.quant import Fp8Matrix
 from punica.parallel import FusedMoE, place_experts, spawn_tensor_parallel
 from punica.parallel.moe import expert_map_of
 
@@ -90,6 +94,61 @@ class TestOneRank:
             first.reset_lora(slot)
         first.set_lora(0, *adapter(5, 2, 9))
         assert torch.equal(first(*inputs(5)), second(*inputs(5)))
+
+    @pytest.mark.parametrize("config", [{}, {"fp8": E4M3}], ids=["32 bits", "FP8"])
+    def test_nothing_beyond_a_rank_is_read(self, config):
+        """Ranks differ by projection, and an adapter may have none of one."""
+        (a1, a2, a3), (b1, b2, b3) = adapter(5, 6, 4)
+        ragged = [a1[:, :2], a2, None], [b1[..., :2], b2, None]
+        layer = wrapped(base_layer(), {0: ragged, 1: adapter(5, 3, 5)}, **config)
+        assert layer.lora_ranks[:, :3].tolist() == [[2, 3, 0], [0, 3, 0], [6, 3, 0]]  # w1, w3, w2
+        before = layer(*inputs(5))
+        zeros = [a1[:, :2], a2, torch.zeros_like(a3)], [b1[..., :2], b2, torch.zeros_like(b3)]
+        torch.testing.assert_close(before, wrapped(base_layer(), {0: zeros, 1: adapter(5, 3, 5)}, **config)(*inputs(5)))
+        stacks_a = (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked)
+        stacks_b = (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked)
+        for a, b, of_slice in zip(stacks_a, stacks_b, layer.lora_ranks.tolist(), strict=True):
+            for slot, rank in enumerate(of_slice):
+                a[slot, :, rank:] = float("nan")
+                b[slot, :, :, rank:] = float("nan")
+        for scale, ranks in zip((*layer.w13_lora_a_scale, *layer.w2_lora_a_scale), layer.lora_ranks, strict=False):
+            for slot, rank in enumerate(ranks.tolist()):
+                scale[slot, :, rank:] = float("nan")
+        assert torch.equal(layer(*inputs(5)), before)
+
+    @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+    def test_fp8_slots_equal_merged_rounded_weights(self, fp8):
+        base, adapters = base_layer(), tenants(5)
+        wanted = merged_output(base, {slot: rounded(one, fp8) for slot, one in adapters.items()}, *inputs(5))
+        layer = wrapped(base, adapters, fp8=fp8)
+        assert layer.w13_lora_a_stacked[0].dtype == fp8
+        close(layer(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
+        for slot in ADAPTERS:
+            layer.reset_lora(slot)
+        assert torch.equal(layer(*inputs(5)), base_layer()(*inputs(5)))
+        assert not any(bool(scale.any()) for scale in (*layer.w13_lora_a_scale, *layer.w2_lora_b_scale))
+
+    def test_fp8_slots_of_gate_and_up_as_one(self):
+        base, adapters = base_layer(w13_layout="interleaved", activation="swigluoai"), tenants(5, shared=True)
+        wanted = merged_output(base, {slot: rounded(one, E4M3) for slot, one in adapters.items()}, *inputs(5))
+        as_one = {slot: stacked(*one, "interleaved") for slot, one in adapters.items()}
+        close(wrapped(base, as_one, three_d=True, fp8=E4M3)(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
+
+    def test_values_with_scales_go_into_a_slot_as_they_are(self):
+        given = tuple([Fp8Matrix.of(factor, E4M3) for factor in side] for side in adapter(5, 4, 3))
+        layer = wrapped(base_layer(), {1: given}, fp8=E4M3)
+        assert torch.equal(layer.w13_lora_b_stacked[1][1, :, :, :4].float(), given[1][2].values.float())
+        assert torch.equal(layer.w2_lora_a_scale[0][1, :, :4], given[0][1].scale)
+        close(wrapped(base_layer(), {1: given})(*inputs(5)), layer(*inputs(5)))  # into slots of 32 bits: real
+
+    def test_fp8_slots_are_about_half_as_large(self):
+        sizes = []
+        for config in ({"lora_dtype": torch.bfloat16}, {"lora_dtype": torch.bfloat16, "fp8": E4M3}):
+            layer = FusedMoEWithLoRA(FusedMoE(4, 2, 256, 256, torch.bfloat16))
+            layer.create_lora_weights(2, LoRAConfig(16, 2, **config))
+            sizes.append(layer.slot_bytes)
+        # A has one float32 for 256 values, B one for 16
+        assert sizes[1] / sizes[0] == pytest.approx(0.5 + (4 / 256 + 4 / 16) / 4)
 
     def test_views_by_slot_expert_and_projection(self):
         layer = wrapped(base_layer(), tenants(5))

@@ -1,4 +1,8 @@
-"""A random mixture-of-experts call with its result in float64: what every fused MoE LoRA test starts from."""
+"""A random mixture-of-experts call with its result in float64: what every fused MoE LoRA test starts from.
+
+Weights may be FP8 (``fp8`` names a way in which scales lie), x too (``w8a8``), and adapters narrower than their slots
+(``ranks``, one per slot of the first slice; other slices have one rank less).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,8 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.ops.fp8_checks import Scheme
+from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import Experts, Switches
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCHEMES: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "channel": {"per_channel_quant": True},
+    "blocks": {"group_n": 16, "group_k": 32},
+    "odd blocks": {"group_n": 12, "group_k": 20},
+    "large blocks": {"group_n": 128, "group_k": 128},
+}
+NAN = float("nan")
 TOLERANCE = {torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float32: (1e-4, 1e-4)}
 
 
@@ -30,6 +45,11 @@ class Case:
     disabled: tuple[int, ...] = ()
     mapping: tuple[int, ...] | None = None
     seed: int = 0
+    ranks: tuple[int, ...] | None = None
+    fp8: str | None = None
+    fp8_dtype: torch.dtype = E4M3
+    w8a8: bool = False
+    x_scales: str = "rows"  # with w8a8: "one", "rows", or block-wise "groups"
 
     def but(self, **changes: Any) -> "Case":
         return replace(self, **changes)
@@ -49,19 +69,63 @@ class World:
         self.enabled = torch.ones(case.slots + 1, dtype=torch.int32)
         self.enabled[[*case.disabled, case.slots]] = 0
         self.x = self.normal(pairs if case.down else case.tokens, case.hidden)
+        self.x_scale: Tensor | None = None
+        self.scheme = Scheme(**SCHEMES[case.fp8], use_fp8_w8a8=case.w8a8) if case.fp8 else None
+        self.real_x = self.x.double()
         columns = case.offset + case.slices * case.width + 3
         self.y = self.normal(case.tokens, case.top_k, columns)
         lead = (case.slots, case.experts)
         self.a = [self.normal(*lead, case.rank, case.hidden, scale=case.hidden**-0.5) for _ in range(case.slices)]
         self.b = [self.normal(*lead, case.width, case.rank, scale=case.rank**-0.5) for _ in range(case.slices)]
+        self.real_a, self.real_b = [one.double() for one in self.a], [one.double() for one in self.b]
+        self.a_scale: list[Tensor] = []
+        self.b_scale: list[Tensor] = []
+        if self.scheme is not None:
+            self.a, self.a_scale, self.real_a = self._stored(self.a)
+            self.b, self.b_scale, self.real_b = self._stored(self.b)
+        if case.w8a8:
+            self._store_x()
+        rank = torch.tensor(case.ranks or (case.rank,) * case.slots, dtype=torch.int32)
+        self.ranks = torch.stack([(rank - s * bool(case.ranks)).clamp(min=0) for s in range(case.slices)])
         self.expected = self._expected()
         self._poison()
-        for name in ("mapping", "topk_ids", "weights", "enabled", "x", "y", "expected"):
+        for name in ("mapping", "topk_ids", "weights", "enabled", "x", "y", "expected", "ranks"):
             setattr(self, name, getattr(self, name).to(device))
-        self.a, self.b = [one.to(device) for one in self.a], [one.to(device) for one in self.b]
+        for name in ("a", "b", "a_scale", "b_scale"):
+            setattr(self, name, [one.to(device) for one in getattr(self, name)])
+        self.x_scale = None if self.x_scale is None else self.x_scale.to(device)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.case.dtype)
+
+    def _stored(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Values, random scales, and what they stand for in float64: element by element, apart from the library."""
+        values, scales, real = [], [], []
+        for weight in weights:
+            slots, experts, n, k = weight.shape
+            given = SCHEMES[self.case.fp8 or ""]
+            group_n = given.get("group_n", 1 if given else n)
+            group_k = given.get("group_k", k)
+            blocks = (slots, experts, -(-n // group_n), -(-k // group_k))
+            scale = (torch.rand(blocks, generator=self.generator) + 0.1) * 0.02
+            q = (weight.float() * 50).to(self.case.fp8_dtype)
+            rows, columns = torch.arange(n) // group_n, torch.arange(k) // group_k
+            real.append(q.float().double() * scale.double()[:, :, rows][..., columns])
+            shape = blocks if "group_n" in given else blocks[: 3 if given else 2]
+            values.append(q)
+            scales.append(scale.reshape(shape))
+        return values, scales, real
+
+    def _store_x(self) -> None:
+        rows, k = self.x.shape
+        group = SCHEMES[self.case.fp8 or ""].get("group_k", k)
+        shape = {"one": (), "rows": (rows, 1), "groups": (rows, -(-k // group))}[self.case.x_scales]
+        self.x_scale = torch.rand(shape, generator=self.generator) + 0.5
+        self.x = self.x.float().to(E4M3)
+        wide = self.x_scale.double()
+        if self.case.x_scales == "groups":
+            wide = wide[:, torch.arange(k) // group]
+        self.real_x = self.x.float().double() * wide
 
     def _slots(self) -> Tensor:
         if self.case.mapping is not None:
@@ -79,9 +143,10 @@ class World:
     def _expected(self) -> Tensor:
         case, result = self.case, self.y.double().clone()
         for t, j, slot, expert in self.used():
-            row = self.x[t * case.top_k + j if case.down else t].double()
-            for s, (a, b) in enumerate(zip(self.a, self.b, strict=True)):
-                delta = b[slot, expert].double() @ (a[slot, expert].double() @ row)
+            row = self.real_x[t * case.top_k + j if case.down else t]
+            for s, (a, b) in enumerate(zip(self.real_a, self.real_b, strict=True)):
+                rank = int(self.ranks[s, slot])
+                delta = b[slot, expert][:, :rank] @ (a[slot, expert][:rank] @ row)
                 delta *= self.weights[t, j].double() if case.down else 1
                 start = case.offset + s * case.width
                 target = result[t, j, start : start + case.width]
@@ -93,8 +158,20 @@ class World:
         for slot in range(self.case.slots):
             for expert in range(self.case.experts):
                 if (slot, expert) not in used:
-                    for weights in (*self.a, *self.b):
-                        weights[slot, expert] = float("nan")
+                    for weights in (*self.a, *self.b, *self.a_scale, *self.b_scale):
+                        weights[slot, expert] = NAN
+            for s, (a, b) in enumerate(zip(self.a, self.b, strict=True)):
+                a[slot, :, int(self.ranks[s, slot]) :] = NAN
+                b[slot, :, :, int(self.ranks[s, slot]) :] = NAN
+                if self.case.fp8 == "channel":
+                    self.a_scale[s][slot, :, int(self.ranks[s, slot]) :] = NAN
+
+    @property
+    def fp8(self) -> Fp8Experts | None:
+        """The scales, as an op takes them."""
+        if self.scheme is None:
+            return None
+        return Fp8Experts(self.a_scale, self.b_scale, self.x_scale, None, self.scheme, self.scheme)
 
     @property
     def switches(self) -> Switches:
@@ -121,12 +198,13 @@ class World:
             )  # fmt: skip
             aligned = ids, experts, counts
         weights = (self.a, self.b, self.weights)
-        return Experts(self.y.clone(), self.x, *weights, *aligned, self.mapping, self.enabled, lora_ids)
+        operands = (self.y.clone(), self.x, *weights, *aligned, self.mapping, self.enabled, lora_ids)
+        return Experts(*operands, self.ranks if case.ranks else None, self.fp8)
 
     def check(self, output: Tensor) -> None:
         """Rows of computed pairs are right, everything else is as it was, bit for bit."""
         case = self.case
-        rtol, atol = TOLERANCE[case.dtype]
+        rtol, atol = TOLERANCE[case.dtype] if case.fp8 is None else (2e-2, 2e-2)
         torch.testing.assert_close(output.double(), self.expected, rtol=rtol, atol=atol)
         untouched = torch.ones(output.shape, dtype=torch.bool, device=output.device)
         for t, j, _, _ in self.used():
@@ -159,4 +237,32 @@ CASES = {
     "first of the list is none": Case(slots=1, tokens=6, mapping=(-1, 0, 0, -1, 0, -1)),
     "16 slots, one token": Case(tokens=1, slots=16, mapping=(13,)),
     "no token": Case(tokens=0, mapping=()),
+    "true ranks": Case(tokens=6, rank=32, ranks=(8, 20, 32), slices=2),
+    "true ranks, naive": Case(rank=64, ranks=(8, 0, 20), slices=2, naive=True),
+    "true ranks, odd width": Case(rank=20, ranks=(3, 20, 0), dtype=torch.float16, down=True),
+    "true ranks, overwrite": Case(tokens=6, rank=32, ranks=(0, 8, 17), add_inputs=False, dtype=torch.bfloat16),
+    "wide slots": Case(tokens=12, rank=64, ranks=(8, 20, 64), slices=2),
+    "wide true ranks": Case(rank=136, ranks=(5, 130), tokens=4, slots=2),
+    "nobody has ranks": Case(rank=16, ranks=(0, 0, 0)),
+}
+FP8_CASES = {
+    "per tensor": Case(fp8="tensor", dtype=torch.float16, slices=2),
+    "per channel": Case(fp8="channel", dtype=torch.bfloat16, slices=2),
+    "per channel, naive": Case(fp8="channel", naive=True, rank=20, dtype=torch.float16),
+    "per channel, down": Case(fp8="channel", down=True, dtype=torch.float16, offset=3),
+    "e5m2": Case(fp8="channel", fp8_dtype=E5M2, slices=2, dtype=torch.float16, hidden=100, width=33),
+    "blocks": Case(fp8="blocks", tokens=5, slices=2, rank=20, hidden=70, width=40, dtype=torch.float16),
+    "odd blocks, naive": Case(fp8="odd blocks", naive=True, rank=40, hidden=70, width=50),
+    "large blocks": Case(fp8="large blocks", hidden=200, width=150, rank=16, dtype=torch.float16),
+    "true ranks": Case(fp8="channel", rank=32, ranks=(8, 20, 32), slices=2, tokens=6, dtype=torch.float16),
+    "wide slots": Case(fp8="channel", rank=64, ranks=(8, 20, 64), slices=2, tokens=12, dtype=torch.float16),
+    "true ranks, blocks": Case(fp8="blocks", rank=64, ranks=(8, 0, 33), slices=2, tokens=12, dtype=torch.float16),
+    "wide rank": Case(fp8="channel", rank=136, ranks=(130, 9), slots=2, tokens=4, dtype=torch.float16),
+    "w8a8 per tensor": Case(fp8="tensor", w8a8=True, x_scales="one", dtype=torch.float16),
+    "w8a8": Case(fp8="channel", w8a8=True, slices=2, dtype=torch.bfloat16),
+    "w8a8, naive": Case(fp8="channel", w8a8=True, naive=True, ranks=(3, 8, 5), dtype=torch.float16),
+    "w8a8, blocks": Case(fp8="blocks", w8a8=True, x_scales="groups", hidden=70, tokens=5, dtype=torch.float16),
+    "w8a8, down": Case(fp8="odd blocks", w8a8=True, x_scales="groups", hidden=70, rank=24, down=True, naive=True),
+    "w8a8, e5m2": Case(fp8="channel", w8a8=True, fp8_dtype=E5M2, slices=2, dtype=torch.float16),
+    "no token": Case(fp8="channel", tokens=0, mapping=()),
 }

@@ -14,7 +14,7 @@ from punica.ops.moe_configs import (
     try_get_optimal_moe_lora_config,
 )
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
-from tests.ops.moe_cases import Case, World
+from tests.ops.moe_cases import E5M2, Case, World
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -104,6 +104,13 @@ LAYERS = {
     "sorted": Case(tokens=9, top_k=2, experts=4, slots=2, slices=2, width=24, hidden=32),
     "naive": Case(tokens=2, top_k=2, experts=16, slots=3, slices=2, width=24, hidden=32, naive=True),
     "not gated": Case(tokens=6, top_k=1, experts=4, slots=2, slices=1, width=24, hidden=32),
+    "true ranks": Case(tokens=9, experts=4, slots=3, slices=2, width=24, hidden=32, rank=16, ranks=(3, 16, 0)),
+    "FP8": Case(tokens=9, experts=4, slots=2, slices=2, width=24, hidden=32, fp8="channel", ranks=(3, 8)),
+    "FP8, naive": Case(
+        tokens=2, experts=16, slots=3, slices=2, width=24, hidden=32, naive=True, fp8="tensor", fp8_dtype=E5M2
+    ),
+    "FP8 blocks": Case(tokens=6, experts=4, slots=2, slices=1, width=24, hidden=32, fp8="odd blocks"),
+    "w8a8": Case(tokens=6, experts=4, slots=2, slices=1, width=24, hidden=32, fp8="channel", w8a8=True),
 }
 
 
@@ -114,13 +121,21 @@ def both(wrapper: Any, up: World, down: World, mapping: Any = None, expert_map: 
     w1 = torch.empty(case.experts, 1, 1)
     aligned = wrapper.add_lora_w13(
         y13, up.x, tuple(up.a), tuple(up.b), up.topk_ids, up.weights, expert_map, w1, w1, case.tokens, case.top_k,
-        case.slots, up.enabled, case.experts, case.top_k, case.slices, False, False, mapping,
+        case.slots, up.enabled, case.experts, case.top_k, case.slices, False, False, mapping, **keywords(up),
     )  # fmt: skip
     wrapper.add_lora_w2(
         y2, down.x, tuple(down.a), tuple(down.b), up.weights, *aligned, case.tokens, w1, w1, case.top_k, case.slots,
-        up.enabled, case.top_k, False, 0, False,
+        up.enabled, case.top_k, False, 0, False, **keywords(down),
     )  # fmt: skip
     return aligned, y13, y2
+
+
+def keywords(world: World) -> dict[str, Any]:
+    """Ranks, and what is to be said of FP8, as a layer passes it."""
+    found: dict[str, Any] = {"lora_ranks": world.ranks} if world.case.ranks else {}
+    if world.scheme is not None:
+        found |= {"lora_a_scale": world.a_scale, "lora_b_scale": world.b_scale, "quant_args": world.scheme._asdict()}
+    return found if world.x_scale is None else found | {"a_scale": world.x_scale}
 
 
 def worlds(name: str, device: Any) -> tuple[World, World]:
@@ -143,6 +158,37 @@ def test_both_products_of_a_layer(make, name, override):
     for world, y in ((up, y13), (down, y2)):
         wanted = world.expected[..., : y.shape[-1]]
         torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fp8", ["channel", "blocks"])
+def test_w8a8_quantises_real_activations(make, fp8):
+    case = Case(tokens=6, experts=4, slots=2, hidden=64, width=24, fp8=fp8, mapping=(0, 1, 0, -1, 1, 0))
+    world = World(case)
+    wrapper = make(world.mapping.tolist(), case.slots)
+    world = World(case, wrapper.device)
+    y, w1 = world.y[..., : case.width].contiguous(), torch.empty(case.experts, 1, 1)
+    given = keywords(world)
+    given["quant_args"] = given["quant_args"] | {"use_fp8_w8a8": True}
+    operands = (
+        world.x, tuple(world.a), tuple(world.b), world.topk_ids, world.weights, None, w1, w1, case.tokens, case.top_k,
+        case.slots, world.enabled, case.experts, case.top_k, 1, False, False,
+    )  # fmt: skip
+    wrapper.add_lora_w13(y, *operands, **given)
+    wanted = world.expected[..., : case.width]
+    size = float(wanted.abs().max())
+    torch.testing.assert_close(y.double() / size, wanted / size, rtol=5e-2, atol=5e-2)
+    before = y.clone()
+    for wrong, error, message in (
+        ({"a_scale": torch.ones(1)}, ValueError, "leave a_scale out"),
+        ({"lora_a_scale": None}, ValueError, "lora_a_scale is missing"),
+        ({"quant_args": {"group": 1}}, TypeError, "group"),
+        ({"scaling": 2.0}, TypeError, "scaling"),
+        ({"lora_ranks": torch.ones(1, 3, dtype=torch.int32)}, ValueError, "lora_ranks"),
+        ({"quant_args": {"shrink": {"use_fp8_w8a8": True}}}, ValueError, "differs between shrink and expand"),
+    ):
+        with pytest.raises(error, match=message):
+            wrapper.add_lora_w13(y, *operands, **(given | wrong))
+    assert torch.equal(y, before)
 
 
 def test_a_step_without_adapters_writes_nothing(make):
@@ -179,8 +225,8 @@ def test_remote_experts_are_left_alone(make):
     assert aligned[0] is not None
 
 
-def test_fused_method_takes_configs_in_both_spellings(make):
-    case = Case(tokens=6, slots=2)
+@pytest.mark.parametrize("case", [Case(tokens=6, slots=2), Case(tokens=6, slots=2, ranks=(2, 8), fp8="channel")])
+def test_fused_method_takes_configs_in_both_spellings(make, case):
     world = World(case)
     wrapper = make(world.mapping.tolist(), case.slots)
     world = World(case, wrapper.device)
@@ -191,7 +237,7 @@ def test_fused_method_takes_configs_in_both_spellings(make):
         y = world.y.clone()
         wrapper.add_lora_fused_moe(
             y, world.x, tuple(world.a), tuple(world.b), world.weights, ids, experts, counts, case.rank, case.top_k,
-            config, config, world.enabled,
+            config, config, world.enabled, **keywords(world),
         )  # fmt: skip
         world.check(y)
     with pytest.raises(ValueError, match="BLOCK_SIZE_Q"):

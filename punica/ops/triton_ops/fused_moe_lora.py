@@ -20,10 +20,12 @@ import triton
 from torch import Tensor
 
 from punica.ops import collectives
+from punica.ops.fp8_experts import rounded
 from punica.ops.moe_checks import ExpertForm, Experts, Switches, check_block_size, check_experts
 from punica.ops.triton_ops import moe_rules as rules
 from punica.ops.triton_ops.configs import Options, get_lora_op_configs, load_lora_op_config
 from punica.ops.triton_ops.device import max_tiles
+from punica.ops.triton_ops.fp8_device import TYPES, as_operand
 from punica.ops.triton_ops.fused_moe_kernels import moe_expand_kernel, moe_shrink_kernel
 from punica.ops.triton_ops.fused_moe_single import _fused_moe_lora_small_batch_kernel, moe_one_shot_kernel
 from punica.ops.triton_ops.launch import (
@@ -35,6 +37,7 @@ from punica.ops.triton_ops.launch import (
     stages_that_fit,
     supports_pdl,
 )
+from punica.ops.triton_ops.moe_reading import Reading, operands_of, reading_of
 from punica.ops.triton_ops.op import check_runnable, custom_op
 
 Numbers = tuple[int, ...]
@@ -86,6 +89,30 @@ class _Common(NamedTuple):
     device: torch.device
 
     @property
+    def wide_bytes(self) -> int:
+        """Of an element of the products' operands, once they are wide."""
+        return self.given.wide.itemsize
+
+    @property
+    def reads(self) -> tuple[Reading, Reading]:
+        """How shrink and expand read theirs."""
+        given, fp8 = self.given, self.given.fp8
+        if fp8 is None:
+            plain = Reading(TYPES[given.wide])
+            return plain, plain
+        return (
+            reading_of(given.lora_a[0], given.wide, fp8.shrink, given.x, fp8.x_scale),
+            reading_of(given.lora_b[0], given.wide, fp8.expand),
+        )
+
+    @property
+    def ranks(self) -> Config:
+        """Of kernels that read B: ranks that one load takes, where these are looked at."""
+        has_ranks, at_once = self.given.lora_ranks is not None, 16 // self.given.lora_b[0].element_size()
+        vector = at_once if has_ranks and self.form.full_rank % at_once == 0 else 1
+        return {"HAS_RANKS": has_ranks, "VECTOR": vector}
+
+    @property
     def naive(self) -> bool:
         return self.given.sorted_ids is None
 
@@ -122,7 +149,9 @@ class _Common(NamedTuple):
         early: bool = False,
     ) -> Launch:  # fmt: skip
         given = self.given
-        dtypes = (given.x.dtype, given.output.dtype, given.topk_weights.dtype, given.expert_ids.dtype)
+        dtypes = (
+            given.x.dtype, given.lora_a[0].dtype, given.output.dtype, given.topk_weights.dtype, given.expert_ids.dtype,
+        )  # fmt: skip
         return Launch(
             kernel, grid, dtypes, strides, constants, num_warps=config["num_warps"], pdl=early, device=self.device
         )
@@ -133,12 +162,14 @@ def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Lau
     block_r = min(config["block_n"], block_at_least(form.rank))
     block_k = min(config["block_k"], block_at_least(form.hidden))
     joined = form.slices == 2 and not rows
-    stage_bytes = (common.block_m + (2 if joined else 1) * block_r) * block_k * common.given.x.element_size()
+    stage_bytes = (common.block_m + (2 if joined else 1) * block_r) * block_k * common.wide_bytes
+    gathered = form.rank != form.full_rank
     constants = common.constants | {
         "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_R": block_r, "BLOCK_K": block_k,
         "SPLIT_K": config["split_k"], "GROUP_M": config["group_m"],
         "NUM_STAGES": stages_that_fit(config["num_stages"], stage_bytes, common.device),
-        "ROWS": rows, "JOINED": joined, "PDL": pdl,
+        "ROWS": rows, "JOINED": joined, "HAS_RANKS": common.given.lora_ranks is not None,
+        "FIRST_R": collectives.current().rank() * form.rank if gathered else 0, "READ": common.reads[0], "PDL": pdl,
     }  # fmt: skip
     per_tile = config["split_k"] * triton.cdiv(form.rank, block_r) * (1 if joined else form.slices)
     grid = (common.num_tiles * per_tile, 1, 1)
@@ -147,16 +178,16 @@ def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Lau
 
 def _plan_expand(common: _Common, config: Config, planes: int, pdl: bool) -> Launch:
     form, given, rows = common.form, common.given, config["rows"]
-    rank, most = form.full_rank, 128 if given.x.element_size() == 2 else 32
+    rank, most = form.full_rank, 128 if common.wide_bytes == 2 else 32
     block_r = block_at_least(rank) if rows or rank <= most else min(config["block_k"], most)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
-    if given.x.element_size() == 4 and not rows:
+    if common.wide_bytes == 4 and not rows:
         block_n = min(block_n, 64)  # operands of an IEEE product lie in registers
-    stage_bytes = (block_r * given.x.element_size() + common.block_m * given.output.element_size()) * block_n
-    constants = common.constants | common.writes | {
+    stage_bytes = (block_r * common.wide_bytes + common.block_m * given.output.element_size()) * block_n
+    constants = common.constants | common.writes | common.ranks | {
         "R": rank, "BLOCK_N": block_n, "BLOCK_R": block_r, "TILES_N": tiles_n, "GROUP_M": config["group_m"],
         "NUM_STAGES": stages_that_fit(config["num_stages"], stage_bytes, common.device), "PLANES": planes,
-        "ROWS": rows, "PDL": pdl,
+        "ROWS": rows, "READ": common.reads[1], "PDL": pdl,
     }  # fmt: skip
     grid = (common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices, 1, 1)
     return common.launch(moe_expand_kernel, grid, (given.output.stride(1),), constants, config, pdl)
@@ -166,9 +197,11 @@ def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -
     form, sharded = common.form, common.switches.fully_sharded
     pdl = how.options.pdl and supports_pdl(common.device) and not sharded
     shrink = shrink | {"split_k": 1} if sharded else shrink
+    rounds = common.given.fp8 is not None and common.given.fp8.h_scale is not None
+    pdl = pdl and not rounds  # torch stands between the two
     launches = (
         _plan_shrink(common, shrink, pdl, how.early),
-        _plan_expand(common, expand, shrink["split_k"], pdl),
+        _plan_expand(common, expand, 1 if rounds else shrink["split_k"], pdl),
     )
     planes = (shrink["split_k"], form.slices, form.pairs, form.rank)
     return MoEPlan(form, launches, (common.numbers, common.numbers), planes)
@@ -176,14 +209,16 @@ def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -
 
 def _plan_one_shot(common: _Common) -> MoEPlan:
     form, given = common.form, common.given
-    block_r, block_n = block_at_least(form.rank), 128 if given.x.element_size() == 2 else 64
+    block_r, block_n = block_at_least(form.rank), 128 if common.wide_bytes == 2 else 64
     block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
     programs = common.num_tiles * form.slices
     parts = rules.one_shot_parts(programs, form.hidden, form.width, _multiprocessors(common.device))
-    stage_bytes = (common.block_m + block_r) * block_k * given.x.element_size()
-    constants = common.constants | common.writes | {
+    stage_bytes = (common.block_m + block_r) * block_k * common.wide_bytes
+    read_a, read_b = common.reads
+    constants = common.constants | common.writes | common.ranks | {
         "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_N": block_n, "BLOCK_K": block_k,
         "BLOCK_R": block_r, "PARTS": parts, "NUM_STAGES": stages_that_fit(3, stage_bytes, common.device),
+        "READ_A": read_a, "READ_B": read_b,
     }  # fmt: skip
     grid, strides = (common.num_tiles * parts, form.slices, 1), (*given.x.stride(), given.output.stride(1))
     launch = common.launch(moe_one_shot_kernel, grid, strides, constants, {"num_warps": 4})
@@ -198,9 +233,11 @@ def _plan_small_batch(common: _Common) -> MoEPlan:
     per_chunk = rules.pick_small_batch_chunk(form.pairs * form.slices, tiles, sms)
     chunks = triton.cdiv(tiles, per_chunk)
     work_total = form.pairs * form.slices * chunks
+    read_a, read_b = common.reads
     constants = common.writes | {
         "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "NUM_SLICES": form.slices, "BLOCK_N": block_n,
         "BLOCK_K": block_k, "BLOCK_R": block_r, "EVEN_K": form.hidden % block_k == 0,
+        "HAS_RANKS": given.lora_ranks is not None, "READ_A": read_a, "READ_B": read_b,
     }  # fmt: skip
     grid, strides = (min(work_total, max(1, 2 * sms)), 1, 1), (*given.x.stride(), given.output.stride(1))
     launch = common.launch(_fused_moe_lora_small_batch_kernel, grid, strides, constants, {"num_warps": 4})
@@ -252,13 +289,14 @@ def _plan(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
     if 0 in (form.pairs, form.slots, form.experts, form.rank, form.hidden, form.width) or how.active == 0:
         return None
     active = form.slots if how.active is None else min(how.active, form.slots)
-    work = rules.Work(form, naive, active, given.x.element_size(), how.options.batch_invariant)
+    work = rules.Work(form, naive, active, given.lora_a[0].element_size(), how.options.batch_invariant)
     block_m = 16 if naive else form.block_m
     if not naive:
         check_block_size(block_m, 16)
     tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
     common = _Common(form, given, switches, tiles, block_m, given.x.device)
-    path = how.path or rules.path(work, switches.fully_sharded)
+    between = switches.fully_sharded or (given.fp8 is not None and given.fp8.h_scale is not None)
+    path = how.path or rules.path(work, between)
     if path == "small_batch":
         if not naive or form.rank > rules.SMALL_BATCH_RANK:
             raise ValueError(f"the small-batch path takes naive input and ranks up to {rules.SMALL_BATCH_RANK}, got "
@@ -287,7 +325,7 @@ def _planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
     """The plan of a call: the same for operands of the same forms, so it is made once for each of these."""
     key = (*map(_described, given), max_lora_rank, top_k, switches, how)
     if switches.fully_sharded:
-        key += (collectives.current().world_size(),)
+        key += (collectives.current().world_size(), collectives.current().rank())
     if key not in _PLANS:
         if len(_PLANS) >= 4096:
             _PLANS.clear()
@@ -301,12 +339,13 @@ def _planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
 
 
 def _where(given: Experts) -> tuple[Tensor, ...]:
-    """sorted, experts, counts, mapping, enabled, ids; what a kernel does not look at is any tensor."""
+    """sorted, experts, counts, mapping, enabled, ids, ranks; what a kernel does not look at is any tensor."""
     mapping = given.mapping
     ids = given.sorted_ids if given.sorted_ids is not None else mapping
     counts = given.counts if given.counts is not None else mapping
     listed = given.lora_ids if given.lora_ids is not None else mapping
-    return ids, given.expert_ids, counts, mapping, given.enabled, listed
+    ranks = given.lora_ranks if given.lora_ranks is not None else mapping
+    return ids, given.expert_ids, counts, mapping, given.enabled, listed, ranks
 
 
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
@@ -314,28 +353,43 @@ def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
     plan = _planned(given, max_lora_rank, top_k, switches, how)
     if plan is None:
         return
-    a, b = tuple(given.lora_a), tuple(given.lora_b)
+    x, a, b = _operands(given)
     where = _where(given)
-    aligned = all_aligned(given.x, given.output, *a, *b)
+    aligned = all_aligned(x, given.output, *a, *b)
     with on_device(given.x.get_device()):
         if plan.planes is not None:
-            _run_two_stage(plan, given, switches, where, aligned)
+            _run_two_stage(plan, given, switches, (x, a, b), where, aligned)
         elif len(plan.numbers[0]) == 6:  # a list of work items, without alignment
-            tensors = (given.x, a, b, given.output, given.topk_weights, given.expert_ids, given.mapping, given.enabled)
+            _, experts, _, mapping, enabled, _, ranks = where
+            tensors = (x, a, b, given.output, given.topk_weights, experts, mapping, enabled, ranks)
             plan.launches[0](tensors, plan.numbers[0], aligned)
         else:
-            plan.launches[0]((given.x, a, b, given.output, given.topk_weights, *where), plan.numbers[0], aligned)
+            plan.launches[0]((x, a, b, given.output, given.topk_weights, *where), plan.numbers[0], aligned)
 
 
-def _run_two_stage(plan: MoEPlan, given: Experts, switches: Switches, where: tuple[Tensor, ...], aligned: bool) -> None:
-    shrink, expand = plan.launches
+def _operands(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """x, and what shrink and expand read besides."""
+    if given.fp8 is None:
+        return given.x, tuple(given.lora_a), tuple(given.lora_b)
+    fp8 = given.fp8.contiguous()
+    a = operands_of(given.lora_a, fp8.a_scale, fp8.x_scale)
+    return as_operand(given.x), a, operands_of(given.lora_b, fp8.b_scale, None)
+
+
+def _run_two_stage(
+    plan: MoEPlan, given: Experts, switches: Switches,
+    operands: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], where: tuple[Tensor, ...], aligned: bool,
+) -> None:  # fmt: skip
+    (shrink, expand), (x, a, b), fp8 = plan.launches, operands, given.fp8
     fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
     planes = fill(plan.planes, dtype=torch.float32, device=given.x.device)  # type: ignore[arg-type]
-    shrink((given.x, tuple(given.lora_a), planes, *where), plan.numbers[0], aligned)
+    shrink((x, a, planes, *where), plan.numbers[0], aligned)
     if switches.fully_sharded:
         ranks = collectives.current()
         planes = ranks.all_reduce(planes) if plan.form.rank == plan.form.full_rank else ranks.all_gather(planes)
-    tensors = (planes, tuple(given.lora_b), given.output, given.topk_weights, *where)
+    if fp8 is not None and fp8.h_scale is not None:
+        planes = rounded(planes.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
+    tensors = (planes, b, given.output, given.topk_weights, *where)
     expand(tensors, plan.numbers[1], aligned and all_aligned(planes))
 
 
@@ -354,6 +408,7 @@ def fused_moe_lora(
     expand_block_size_m: int, expand_block_size_n: int, expand_block_size_k: int, expand_group_size_m: int,
     expand_num_warps: int, expand_num_stages: int, expand_split_k: int,
     mul_routed_weight: bool = False, fully_sharded: bool = False, offset: int = 0, add_inputs: bool = True,
+    *, lora_ranks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``output[t, j, offset + s*N : ...] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T`` for every pair, in place.
 
@@ -371,13 +426,14 @@ def fused_moe_lora(
             pipeline stages and K splits of the two-stage path.
         fully_sharded: A holds this rank's part; a collective stands between shrink and expand.
         offset: first column written. add_inputs: add, else overwrite.
+        lora_ranks: int32 [n, L], how many ranks each slot really has; what lies beyond is not read (None: all).
 
     Rows of pairs without adapter or expert here are never written. TypeError for dtypes, ValueError for shapes and
     sizes, before any write.
     """
     given = Experts(
         output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
-        num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids,
+        num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids, lora_ranks,
     )  # fmt: skip
     shrink = (
         shrink_block_size_m, shrink_block_size_n, shrink_block_size_k, shrink_group_size_m, shrink_num_warps,

@@ -10,6 +10,8 @@ in ascending order: the result is the stable sort's, the same every run. Pairs a
 that every program reads them all.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from punica.ops.moe_checks import check_aligned_outputs, check_block_size, check_routing
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device
-from punica.ops.triton_ops.op import check_runnable
+from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced
 
 EXPERTS_PER_PROGRAM = 8
 
@@ -151,6 +153,15 @@ def align_all(
     ``mapping`` and ``adapter_enabled`` all tokens use the one slot.
     """
     lengths = (max_loras * padded, max_loras * blocks, max_loras)
+    if is_traced():  # tensors of their own, and the slots spelled out: the op is one node
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
+        apart = tuple(torch.empty(length, **integers) for length in lengths)
+        mapping = torch.zeros(topk_ids.shape[0], **integers) if mapping is None else mapping
+        enabled = torch.ones(max_loras + 1, **integers) if adapter_enabled is None else adapter_enabled
+        moe_lora_align_block_size(
+            topk_ids, mapping, buckets, block_size, max_loras, padded, blocks, *apart, enabled, None, expert_map
+        )
+        return apart  # type: ignore[return-value]
     starts = [0, -(-lengths[0] // 4) * 4]  # each on an address that is a multiple of 16
     starts.append(starts[1] + -(-lengths[1] // 4) * 4)
     memory = torch.empty(starts[2] + lengths[2], dtype=torch.int32, device=topk_ids.device)
@@ -161,18 +172,22 @@ def align_all(
     return outputs  # type: ignore[return-value]
 
 
+@custom_op(mutates=("sorted_token_ids", "expert_ids", "num_tokens_post_pad"))
 def moe_lora_align_block_size(
     topk_ids: Tensor, token_lora_mapping: Tensor, num_experts: int, block_size: int, max_loras: int,
     max_num_tokens_padded: int, max_num_m_blocks: int, sorted_token_ids: Tensor, expert_ids: Tensor,
-    num_tokens_post_pad: Tensor, adapter_enabled: Tensor, lora_ids: Tensor, expert_map: Tensor | None = None,
+    num_tokens_post_pad: Tensor, adapter_enabled: Tensor, lora_ids: Tensor | None, expert_map: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `punica.ops.moe_torch.moe_lora_align_block_size`; ``block_size`` a power of two >= 16."""
+    """As `punica.ops.moe_torch.moe_lora_align_block_size`; ``block_size`` a power of two >= 16. ``lora_ids`` None: all
+    slots, and every element is written, also of slots without blocks.
+    """
     check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map)
     check_block_size(block_size, 16)
     outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
     lengths = (max_loras * max_num_tokens_padded, max_loras * max_num_m_blocks, max_loras)
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")
     check_aligned_outputs(dict(zip(names, zip(outputs, lengths, strict=True), strict=True)))
-    check_aligned_outputs({"lora_ids": (lora_ids, max_loras + 1)})
+    if lora_ids is not None:
+        check_aligned_outputs({"lora_ids": (lora_ids, max_loras + 1)})
     sizes = (num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks)
     _launch(topk_ids, token_lora_mapping, *sizes, outputs, adapter_enabled, lora_ids, expert_map)

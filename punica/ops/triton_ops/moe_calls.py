@@ -1,12 +1,17 @@
 """`ExpertCalls`: what the wrapper of a GPU asks of the MoE kernels, with its options."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from punica.ops.fp8_checks import Scheme
+from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import ExpertForm, Experts, Switches
 from punica.ops.triton_ops import moe_rules
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.fused_moe_lora import How, Numbers, fused, tuned_config
 from punica.ops.triton_ops.moe_align import align_all
+from punica.ops.triton_ops.op import custom_op, is_traced
 
 
 class ExpertCalls:
@@ -38,4 +43,39 @@ class ExpertCalls:
     ) -> None:  # fmt: skip
         """The fused op. After the activation shrink may start early: alignment and weights are older than that."""
         early = switches.mul_routed_weight and configs is None
-        fused(given, max_lora_rank, top_k, switches, How(configs, active, early, site, None, self.options))
+        how = How(configs, active, early, site, None, self.options)
+        if not is_traced():
+            fused(given, max_lora_rank, top_k, switches, how)
+            return
+        fp8, numbers = given.fp8 or Fp8Experts((), ()), [] if configs is None else [*configs[0], *configs[1]]
+        schemes = [int(field) for field in (*fp8.shrink, *fp8.expand)]
+        fused_moe_lora_step(
+            *given[:10], max_lora_rank, top_k, given.lora_ranks, fp8.a_scale, fp8.b_scale, fp8.x_scale, schemes,
+            *switches, numbers, active, early, site, *self.options,
+        )  # fmt: skip
+
+
+@custom_op(mutates="output")
+def fused_moe_lora_step(
+    output: Tensor, x: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], topk_weights: Tensor,
+    sorted_ids: Tensor | None, expert_ids: Tensor, counts: Tensor | None, mapping: Tensor, enabled: Tensor,
+    max_lora_rank: int, top_k: int, lora_ranks: Tensor | None,
+    a_scale: Sequence[Tensor], b_scale: Sequence[Tensor], x_scale: Tensor | None, schemes: Sequence[int],
+    mul_routed_weight: bool, fully_sharded: bool, offset: int, add_inputs: bool,
+    configs: Sequence[int], active: int, early: bool, site: str | None,
+    batch_invariant: bool, pdl: bool, tuned_dir: str | None,
+) -> None:  # fmt: skip
+    """`ExpertCalls.add` as one node of a trace: everything by its own name. ``schemes``: the fields of both schemes,
+    looked at where there are scales; ``configs``: the fourteen numbers, or none.
+    """
+    fp8 = None
+    if a_scale or b_scale:
+        shrink, expand = (Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (schemes[:4], schemes[4:]))
+        fp8 = Fp8Experts(a_scale, b_scale, x_scale, None, shrink, expand)
+    given = Experts(
+        output, x, lora_a, lora_b, topk_weights, sorted_ids, expert_ids, counts, mapping, enabled, None, lora_ranks, fp8
+    )
+    switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
+    numbers = (tuple(configs[:7]), tuple(configs[7:])) if configs else None
+    how = How(numbers, active, early, site, None, Options(batch_invariant, pdl, tuned_dir))
+    fused(given, max_lora_rank, top_k, switches, how)

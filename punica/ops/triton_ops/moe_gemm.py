@@ -21,6 +21,7 @@ from punica.ops.triton_ops.launch import (
     stages_that_fit,
 )
 from punica.ops.triton_ops.moe_align import align_all
+from punica.ops.triton_ops.op import custom_op
 
 
 @triton.jit(
@@ -75,24 +76,34 @@ class PairGroups:
 
         Pair i reads row ``i // factor``; the row of a pair whose expert is not here is zero.
         """
-        _, width, hidden = weights.shape
         fill = torch.empty if self.whole else torch.zeros
-        output = fill(*self.shape, width, dtype=x.dtype, device=x.device)
-        if self.aligned is None:
-            return output
-        pairs, size = self.shape.numel(), x.element_size()
-        block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
-        if size == 4:
-            block_n, block_k = min(block_n, 64), min(block_k, 32)
-        constants = {
-            "K": hidden, "N": width, "FACTOR": factor, "BLOCK_M": self.block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
-            "NUM_STAGES": stages_that_fit(4, (self.block_m + block_n) * block_k * size, x.device),
-            "INTERPRET": INTERPRETED,
-        }  # fmt: skip
-        grid = (self.blocks * triton.cdiv(width, block_n), 1, 1)
-        launch = Launch(
-            _moe_gemm_kernel, grid, (x.dtype,), x.stride(), constants, num_warps=4, pdl=False, device=x.device
-        )
-        with on_device(x.get_device()):
-            launch((x, weights, output, *self.aligned), (pairs, self.blocks), all_aligned(x, weights, output))
+        output = fill(*self.shape, weights.shape[1], dtype=x.dtype, device=x.device)
+        if self.aligned is not None:
+            moe_pair_gemm(output, x, weights, *self.aligned, factor, self.block_m)
         return output
+
+
+@custom_op(mutates="output")
+def moe_pair_gemm(
+    output: Tensor, x: Tensor, weights: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    factor: int, block_m: int,
+) -> None:  # fmt: skip
+    """The product of one aligned routing, ``output [T, k, N]``; operands are those of `PairGroups.multiply`, which has
+    made the alignment in blocks of ``block_m``.
+    """
+    _, width, hidden = weights.shape
+    pairs, blocks, size = output.shape[0] * output.shape[1], expert_ids.numel(), x.element_size()
+    block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
+    if size == 4:
+        block_n, block_k = min(block_n, 64), min(block_k, 32)
+    constants = {
+        "K": hidden, "N": width, "FACTOR": factor, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "NUM_STAGES": stages_that_fit(4, (block_m + block_n) * block_k * size, x.device),
+        "INTERPRET": INTERPRETED,
+    }  # fmt: skip
+    grid = (blocks * triton.cdiv(width, block_n), 1, 1)
+    launch = Launch(_moe_gemm_kernel, grid, (x.dtype,), x.stride(), constants, num_warps=4, pdl=False, device=x.device)
+    tensors = (x, weights, output, sorted_token_ids, expert_ids, num_tokens_post_pad)
+    with on_device(x.get_device()):
+        launch(tensors, (pairs, blocks), all_aligned(x, weights, output))

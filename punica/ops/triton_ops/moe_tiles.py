@@ -9,7 +9,7 @@ alignment, and a grid need not cover the worst case of every slot: programs go o
 import triton
 import triton.language as tl
 
-INDEX_POINTERS = ["sorted_ptr", "experts_ptr", "counts_ptr", "mapping_ptr", "enabled_ptr", "ids_ptr"]
+INDEX_POINTERS = ["sorted_ptr", "experts_ptr", "counts_ptr", "mapping_ptr", "enabled_ptr", "ids_ptr", "ranks_ptr"]
 """Arguments whose address may be any multiple of 4."""
 
 

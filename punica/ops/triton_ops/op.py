@@ -60,17 +60,20 @@ def call_flat(op: Callable[..., None], operands: tuple, batch: LoRABatch, rows: 
     op(*operands, *tensors, num_active_loras=count, **options)
 
 
-def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the decorated function as ``torch.ops.punica.<name>``, which writes its argument ``mutates``.
+def custom_op(mutates: str | tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the decorated function as ``torch.ops.punica.<name>``, which writes its arguments ``mutates``.
 
     Called by its own name it runs as a plain function (torch's dispatcher costs as much as a launch), except where
     `is_traced`. A parameter annotated ``int | Tensor | None`` becomes two in the schema, since no schema type is both:
-    a tensor stays data for graph tracers, a number goes into ``<parameter>_number``.
+    a tensor stays data for graph tracers, a number goes into ``<parameter>_number``. Of one annotated
+    ``Sequence[Tensor] | None``, which no schema type is either, None becomes an empty list.
     """
+    written = (mutates,) if isinstance(mutates, str) else mutates
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         name, either, signature = function.__name__, _number_or_tensor(function), inspect.signature(function)
-        LIBRARY.define(name + _schema(function, mutates, either))
+        lists = _maybe_lists(function)
+        LIBRARY.define(name + _schema(function, written, either, lists))
 
         def implementation(*args: Any, **kwargs: Any) -> None:
             numbers = {parameter: kwargs.pop(f"{parameter}_number", None) for parameter in either}
@@ -90,6 +93,7 @@ def custom_op(mutates: str) -> Callable[[Callable[..., None]], Callable[..., Non
             for parameter in either:
                 if isinstance(kwargs.get(parameter), int):
                     kwargs |= {f"{parameter}_number": kwargs[parameter], parameter: None}
+            kwargs |= {parameter: [] for parameter in lists if kwargs.get(parameter) is None}
             registered(*args, **kwargs)
 
         return call
@@ -106,11 +110,17 @@ def _number_or_tensor(function: Callable) -> tuple[str, ...]:
     return tuple(name for name, hint in hints.items() if {int, Tensor} <= set(typing.get_args(hint)))
 
 
-def _schema(function: Callable, mutates: str, either: Sequence[str]) -> str:
+def _maybe_lists(function: Callable) -> tuple[str, ...]:
+    hints = typing.get_type_hints(function)
+    return tuple(name for name, hint in hints.items() if Sequence[Tensor] in typing.get_args(hint))
+
+
+def _schema(function: Callable, mutates: tuple[str, ...], either: Sequence[str], lists: Sequence[str]) -> str:
     """The schema that torch infers from the function's signature."""
     hints, parameters = typing.get_type_hints(function), []
     for parameter in inspect.signature(function).parameters.values():
         hint = typing.Optional[Tensor] if parameter.name in either else hints[parameter.name]  # noqa: UP045
+        hint = Sequence[Tensor] if parameter.name in lists else hint
         parameters.append(parameter.replace(annotation=hint))
     for name in either:
         number = typing.Optional[int]  # noqa: UP045 (torch wants this spelling)
@@ -121,7 +131,7 @@ def _schema(function: Callable, mutates: str, either: Sequence[str]) -> str:
     def prototype() -> None: ...
 
     prototype.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-    return torch.library.infer_schema(prototype, mutates_args=(mutates,))
+    return torch.library.infer_schema(prototype, mutates_args=mutates)
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

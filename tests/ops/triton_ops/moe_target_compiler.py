@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
+from punica.ops.fp8_checks import PER_CHANNEL
+from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import Experts, Switches
 from punica.ops.triton_ops import moe_align
 from punica.ops.triton_ops.moe_gemm import PairGroups
@@ -34,10 +36,14 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     if not case["naive"]:
         flat = moe_align.align_all(ids, mapping, experts, BLOCK, SLOTS, blocks * BLOCK, blocks, enabled, None)
         aligned = (flat[0].view(SLOTS, -1), flat[1].view(SLOTS, -1), flat[2])
-    a = [empty(SLOTS, experts, rank, k, dtype=dtype)] * slices
-    b = [empty(SLOTS, experts, n, rank, dtype=dtype)] * slices
+    held = getattr(torch, case["fp8"]) if case["fp8"] else dtype
+    a = [empty(SLOTS, experts, rank, k, dtype=held)] * slices
+    b = [empty(SLOTS, experts, n, rank, dtype=held)] * slices
+    ranks = empty(slices, SLOTS, dtype=i32) if case["ranks"] else None
     y, weights = empty(tokens, top_k, slices * n, dtype=dtype), empty(tokens, top_k, dtype=torch.float32)
-    given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None)
+    scales = [[empty(SLOTS, experts, rows, dtype=torch.float32)] * slices for rows in (rank, n)]
+    fp8 = Fp8Experts(*scales, None, None, PER_CHANNEL, PER_CHANNEL) if case["fp8"] else None
+    given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None, ranks, fp8)
     before = len(done.records)
     module.fused(given, rank, top_k, Switches(down), module.How(early=down, path=case["path"]))
     if down:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from punica.ops import collectives
+from punica.ops.collectives import Collectives
 from punica.ops.moe_checks import ExpertForm
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.fused_moe_lora import How, fused, fused_moe_lora
@@ -50,9 +52,12 @@ def use_form(monkeypatch: pytest.MonkeyPatch):
     return use
 
 
-QUICK = ("plain", "gate and up, naive", "down", "bfloat16", "rank 20 sorted", "disabled", "nobody", "no token")
+QUICK = (
+    "plain", "gate and up, naive", "down", "bfloat16", "rank 20 sorted", "disabled", "nobody", "no token", "true ranks",
+    "true ranks, overwrite",
+)  # fmt: skip
 EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-SPLIT = ("gate and up", "down", "ragged sizes", "wide rank", "rank 20 sorted")
+SPLIT = ("gate and up", "down", "ragged sizes", "wide rank", "rank 20 sorted", "true ranks", "wide true ranks")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,36 @@ def test_more_work_than_the_grid_expects(device: str, use_form):
     world = World(Case(tokens=30, experts=8, slots=3, hidden=16, width=16), device)
     world.check(run(world, How(path="two_stage", active=1)))
     world.check(run(world, How(path="one_shot", active=1)))
+
+
+@pytest.mark.parametrize(("form", "fp8"), [("tiles", None), ("rows", "channel")])
+def test_a_rank_has_its_part_of_the_true_ranks(form: str, fp8: str | None, device: str, use_form, monkeypatch):
+    """A cut along the rank over two ranks of a group, gathered between the products: each looks at its own part of the
+    table, and nothing beyond an adapter's rank leaks.
+    """
+    use_form(form)
+    world = World(Case(tokens=4, slots=2, rank=32, ranks=(16, 30), slices=2, fp8=fp8, hidden=20), device)
+    parts: list[torch.Tensor] = []
+
+    def run_rank(rank: int) -> torch.Tensor:
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            parts.append(part)
+            return torch.cat(parts[:2] if len(parts) > 2 else (part, part), -1)
+
+        monkeypatch.setattr(collectives, "_installed", Collectives(lambda: 2, lambda: rank, lambda t: t, gather))
+        given = world.given(moe_align.moe_lora_align_block_size)
+        own = slice(16 * rank, 16 * rank + 16)
+        given = given._replace(lora_a=[a[:, :, own].contiguous() for a in given.lora_a])
+        if given.fp8 is not None:
+            cut = [scale[:, :, own].contiguous() for scale in given.fp8.a_scale]
+            given = given._replace(fp8=given.fp8._replace(a_scale=cut))
+        fused(given, 16, world.case.top_k, world.switches._replace(fully_sharded=True))
+        return given.output
+
+    run_rank(0)
+    run_rank(1)
+    for rank in (0, 1):  # now with what either found
+        world.check(run_rank(rank))
 
 
 def test_batch_invariance_fixes_form_and_split():

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-CASE = {"layer": "qwen3", "tokens": 8, "rank": 16, "dtype": "bfloat16", "down": False, "naive": False, "path": None}
+CASE = {
+    "layer": "qwen3", "tokens": 8, "rank": 16, "dtype": "bfloat16", "down": False, "naive": False, "path": None,
+    "ranks": True, "fp8": None,
+}  # fmt: skip
+E4M3 = "float8_e4m3fn"
 USUAL = [
-    CASE | {"layer": layer, "tokens": tokens, "down": down, "naive": naive, "path": "two_stage"}
-    for layer, tokens, down in itertools.product(("mixtral", "qwen3"), (8, 128), (False, True))
+    CASE | {"layer": layer, "tokens": tokens, "down": down, "naive": naive, "path": "two_stage", "fp8": fp8}
+    for layer, tokens, down, fp8 in itertools.product(("mixtral", "qwen3"), (8, 128), (False, True), (None, E4M3))
     for naive in ((False, True) if tokens == 8 else (False,))
 ]
 OTHERS = [
@@ -29,6 +33,13 @@ OTHERS = [
         {"rank": 20, "layer": "odd", "dtype": "float32"},
         {"rank": 20, "layer": "odd", "dtype": "float16", "down": True, "tokens": 100},
         {"rank": 64, "tokens": 512, "dtype": "float32", "layer": "odd"},
+        {"rank": 64, "tokens": 128, "fp8": "float8_e5m2", "ranks": False},
+        {"path": "one_shot", "down": True, "fp8": E4M3},
+        {"path": "small_batch", "naive": True, "rank": 64, "fp8": E4M3},
+        {"rank": 256, "tokens": 256, "fp8": E4M3, "dtype": "float16"},
+        {"rank": 64, "tokens": 8, "down": True, "path": "two_stage"},
+        {"rank": 64, "tokens": 128, "path": "two_stage"},
+        {"rank": 64, "tokens": 128, "path": "two_stage", "ranks": False},
     )
 ]
 

@@ -1,0 +1,154 @@
+"""Slots of adapters on experts: how they lie in memory, and what of an adapter goes where.
+
+A layer has four families of stacks, A and B of the first product (w13) and of the second (w2), each ``[L, E, rows,
+cols]``. Of an expert's matrix the adapter fills the first rows of A, and the first columns of B. Beside them:
+
+* ``lora_ranks [n, L]`` tells the kernels how many ranks a slot has in each slice of w13 and, last, in w2; rank 0 where
+  an adapter has no such matrix;
+* ``adapter_enabled [L+1]`` whether it has anything for this layer;
+* in FP8 every stack has scales, one per row: ``[L, E, rows]``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from punica.config import LoRAConfig
+from punica.layers.base import BaseLayerWithLoRA, SlotPart
+from punica.layers.packing import LoRAFactor
+from punica.ops.fp8_checks import PER_CHANNEL
+from punica.ops.quant import Fp8Matrix
+
+Stacks = tuple[Tensor, ...]
+Cut = Callable[[Tensor], Tensor]
+
+
+class ExpertSlots(BaseLayerWithLoRA):
+    """The slots of a layer of experts. What the experts are, and this rank's part of an adapter, a subclass says.
+
+    Attributes:
+        w13_lora_a_stacked, w13_lora_b_stacked: gate and up (non-gated: up), ``[L, E, R, H]`` and ``[L, E, I, R]``.
+        w2_lora_a_stacked, w2_lora_b_stacked: ``[L, E, R, I]`` and ``[L, E, H, R]``, tuples of one.
+        w13_lora_a_scale, w13_lora_b_scale, w2_lora_a_scale, w2_lora_b_scale: of FP8 slots float32 ``[L, E, R]`` and
+            ``[L, E, rows]``; else empty.
+        adapter_enabled: int32 ``[L+1]``: 1 where a slot holds weights for this layer; the last entry stays 0.
+        lora_ranks: int32 ``[slices of w13 + 1, L]``: of the whole adapter, also where A is cut along the rank.
+    """
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self.w13_lora_a_stacked: Stacks = ()
+        self.w13_lora_b_stacked: Stacks = ()
+        self.w2_lora_a_stacked: Stacks = ()
+        self.w2_lora_b_stacked: Stacks = ()
+        self.w13_lora_a_scale: Stacks = ()
+        self.w13_lora_b_scale: Stacks = ()
+        self.w2_lora_a_scale: Stacks = ()
+        self.w2_lora_b_scale: Stacks = ()
+        self.adapter_enabled: Tensor = torch.zeros(0, dtype=torch.int32)
+
+    def _create_slots(self, max_loras: int, lora_config: LoRAConfig) -> None:
+        self.adapter_enabled = self._zeros((max_loras + 1,), torch.int32)
+        self.w13_lora_a_stacked, self.w2_lora_a_stacked = self._create_lora_a_weights(max_loras, lora_config)
+        self.w13_lora_b_stacked, self.w2_lora_b_stacked = self._create_lora_b_weights(max_loras, lora_config)
+        if lora_config.fp8 is not None:
+            self.w13_lora_a_scale, self.w13_lora_b_scale, self.w2_lora_a_scale, self.w2_lora_b_scale = (
+                tuple(self._zeros(tuple(stack.shape[:3]), torch.float32) for stack in stacks)
+                for stacks in (self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked,
+                               self.w2_lora_b_stacked)
+            )  # fmt: skip
+        self.lora_ranks = self._zeros((len(self.w13_lora_a_stacked) + 1, max_loras), torch.int32)
+
+    def _create_lora_a_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
+        """Of w13 and of w2."""
+        raise NotImplementedError
+
+    def _create_lora_b_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
+        """Of w13 and of w2."""
+        raise NotImplementedError
+
+    def _stack(self, lora_config: LoRAConfig, *shape: int) -> Tensor:
+        return self._zeros(shape, cast(torch.dtype, lora_config.fp8 or lora_config.lora_dtype))
+
+    def _keywords(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the wrapper must be told of the slots of w13 and of w2 besides the stacks; references."""
+        ranks = cast(Tensor, self.lora_ranks)
+        of_w13: dict[str, Any] = {"lora_ranks": ranks[:-1]}
+        of_w2: dict[str, Any] = {"lora_ranks": ranks[-1:]}
+        if self.w2_lora_a_scale:
+            of_w13 |= {"lora_a_scale": self.w13_lora_a_scale, "lora_b_scale": self.w13_lora_b_scale}
+            of_w2 |= {"lora_a_scale": self.w2_lora_a_scale, "lora_b_scale": self.w2_lora_b_scale}
+            of_w13["quant_args"] = of_w2["quant_args"] = PER_CHANNEL
+        return of_w13, of_w2
+
+    # --- adapters into slots -----------------------------------------------------------------------------------------
+
+    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
+        """First A of w13 and w2, then B, then in FP8 their scales in the same order. What belongs to A carries the
+        ranks, what belongs to B the flag.
+        """
+        a, b = (self._held(self._by_stack(factors)) for factors in (full_a, full_b))
+        filled = any(factor is not None for factor in (*a, *b))
+        cuts_a, cuts_b = self._cuts
+        flags = self.adapter_enabled[: self.max_loras]
+        live = list(zip(cast(Tensor, self.lora_ranks), [0 if f is None else f.shape[1] for f in a], strict=True))
+        parts, scales = [], []
+        for stacks, of_scales, factors, cuts, ranks in (
+            ((*self.w13_lora_a_stacked, *self.w2_lora_a_stacked), (*self.w13_lora_a_scale, *self.w2_lora_a_scale),
+             a, cuts_a, live),
+            ((*self.w13_lora_b_stacked, *self.w2_lora_b_stacked), (*self.w13_lora_b_scale, *self.w2_lora_b_scale),
+             b, cuts_b, [(flags, int(filled))] * len(b)),
+        ):  # fmt: skip
+            of_a = ranks is live
+            for i, (stack, factor, cut, rank) in enumerate(zip(stacks, factors, cuts, ranks, strict=True)):
+                own = None if factor is None else factor.cut(cut) if isinstance(factor, Fp8Matrix) else cut(factor)
+                values = own.values if isinstance(own, Fp8Matrix) else own
+                parts.append(SlotPart(_as_slots(stack, of_a), _as_part(values, of_a), *rank, fp8=bool(of_scales)))
+                if of_scales:
+                    scale = own.scale if isinstance(own, Fp8Matrix) else None
+                    scales.append(SlotPart(of_scales[i].unsqueeze(1), scale, *rank, fp8=True))
+        return parts + scales
+
+    @property
+    def _cuts(self) -> tuple[list[Cut], list[Cut]]:
+        """What makes this rank's part of every A and every B."""
+        raise NotImplementedError
+
+    def _by_stack(self, factors: Sequence[LoRAFactor]) -> list[LoRAFactor]:
+        """The entries of an adapter's list in the order of the stacks."""
+        raise NotImplementedError
+
+    # --- views -------------------------------------------------------------------------------------------------------
+
+    @property
+    def lora_a_stacked(self) -> list[Tensor]:
+        """A of every slot, expert and projection (w1, w2, w3 if gated), in this order; views."""
+        return self._flat(self.w13_lora_a_stacked, self.w2_lora_a_stacked)
+
+    @property
+    def lora_b_stacked(self) -> list[Tensor]:
+        """B, as `lora_a_stacked`."""
+        return self._flat(self.w13_lora_b_stacked, self.w2_lora_b_stacked)
+
+    def _flat(self, w13: Stacks, w2: Stacks) -> list[Tensor]:
+        stacks = [w13[0], w2[0], *w13[1:]]
+        places = [(slot, expert) for slot in range(self.max_loras) for expert in range(w2[0].shape[1])]
+        return [stack[slot, expert] for slot, expert in places for stack in stacks]
+
+
+def _as_slots(stack: Tensor, of_a: bool) -> Tensor:
+    """The stack as matrices of which an adapter of lower rank fills the top-left corner: a row per expert of A, whose
+    first ranks lie first; a row per output of B.
+    """
+    slots, experts, rows, cols = stack.shape
+    return stack.view(slots, 1, experts, rows * cols) if of_a else stack.view(slots, 1, experts * rows, cols)
+
+
+def _as_part(own: Tensor | None, of_a: bool) -> Tensor | None:
+    """``[E, r, in]`` or ``[E, out, r]`` as such a corner."""
+    if own is None:
+        return None
+    experts, rows, cols = own.shape
+    return own.reshape(experts, rows * cols) if of_a else own.reshape(experts * rows, cols)

@@ -1,0 +1,181 @@
+"""Fused MoE LoRA kernels on FP8 weights: every path and form agrees with float64 on what the values stand for."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from punica.ops import quant
+from punica.ops.triton_ops import fused_moe_lora_fp8, moe_align, moe_rules
+from punica.ops.triton_ops.fused_moe_lora import How, fused
+from tests.ops.moe_cases import CASES, E4M3, FP8_CASES, SCHEMES, Case, World
+
+module = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
+NUMBERS = (16, 32, 32, 1, 4, 2, 1)
+QUICK = ("per channel, naive", "e5m2", "blocks", "true ranks", "w8a8, blocks")
+EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FP8_CASES]
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rows": ({"rows": True, "block_n": 16, "block_k": 32, "split_k": 2}, {"rows": True, "block_n": 32, "tiles_n": 1}),
+    "tiles": (
+        {"rows": False, "block_n": 16, "block_k": 32, "split_k": 2},
+        {"rows": False, "block_n": 32, "block_k": 64, "tiles_n": 2},
+    ),
+}
+
+
+def run(world: World, how: How) -> torch.Tensor:
+    given = world.given(moe_align.moe_lora_align_block_size)
+    fused(given, world.case.rank, world.case.top_k, world.switches, how)
+    return given.output
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", EVERY)
+def test_two_stages(name: str, form: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_PLANS", {})
+    usual = {"group_m": 1, "num_warps": 4, "num_stages": 2}
+    for op, config in zip(("shrink_config", "expand_config"), FORMS[form], strict=True):
+        monkeypatch.setattr(moe_rules, op, lambda work, full=usual | {"block_k": 16} | config: full)
+    world = World(FP8_CASES[name], device)
+    world.check(run(world, How(path="two_stage", active=3)))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_one_shot(name: str, device: str):
+    if FP8_CASES[name].rank <= moe_rules.ONE_SHOT_RANK:
+        world = World(FP8_CASES[name], device)
+        world.check(run(world, How(path="one_shot")))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_small_batch(name: str, device: str):
+    if FP8_CASES[name].rank <= moe_rules.SMALL_BATCH_RANK:
+        world = World(FP8_CASES[name].but(naive=True), device)
+        world.check(run(world, How(path="small_batch")))
+
+
+def flat(world: World, **changes: Any) -> torch.Tensor:
+    """The op by its own name."""
+    given = world.given(moe_align.moe_lora_align_block_size)
+    scheme = SCHEMES[world.case.fp8] if world.case.fp8 else {}
+    down, sharded, offset, add_inputs = world.switches
+    blocks = [scheme["group_n"], scheme["group_k"]] if "group_n" in scheme else None
+    options = {
+        "lora_a_scale_stacked": world.a_scale, "lora_b_scale_stacked": world.b_scale, "shrink_act_scale": world.x_scale,
+        "mul_routed_weight": down, "fully_sharded": sharded, "offset": offset, "add_inputs": add_inputs,
+        "use_fp8_w8a8": world.case.w8a8, "per_channel_quant": scheme.get("per_channel_quant", False),
+        "block_shape": blocks, "lora_ranks": given.lora_ranks,
+    }  # fmt: skip
+    operands = dict(zip(("output", "x", "a", "b"), given[:4], strict=True)) | changes.pop("operands", {})
+    count = changes.pop("count", world.case.slots)
+    before = operands["output"].clone()
+    try:
+        fused_moe_lora_fp8(
+            *operands.values(), *given[4:9], world.case.rank, world.case.top_k, given.lora_ids, count, given.enabled,
+            *NUMBERS, *NUMBERS, **(options | changes),
+        )  # fmt: skip
+    except (TypeError, ValueError):
+        assert torch.equal(operands["output"], before)
+        raise
+    return operands["output"]
+
+
+@pytest.mark.parametrize("name", ["per tensor", "per channel, naive", "odd blocks, naive", "w8a8", "no token"])
+def test_flat_op(name: str, device: str):
+    world = World(FP8_CASES[name], device)
+    world.check(flat(world))
+
+
+@pytest.mark.parametrize("name", ["plain", "gate and up, naive", "down", "true ranks"])
+@pytest.mark.parametrize("nothing", [None, []], ids=["none", "empty"])
+def test_without_scales_it_is_the_other_op(name: str, nothing: Any, device: str):
+    world = World(CASES[name], device)
+    world.check(flat(world, lora_a_scale_stacked=nothing, lora_b_scale_stacked=nothing))
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8, naive", "blocks", "w8a8, down"])
+def test_what_lies_between_may_be_rounded(name: str, device: str):
+    """By given scales, one per pair, or with blocks one per pair and group of ranks; shared by the slices."""
+    world = World(FP8_CASES[name], device)
+    case, group = world.case, SCHEMES[FP8_CASES[name].fp8].get("group_k", 0)
+    low = torch.zeros(case.slices, case.tokens * case.top_k, case.rank)
+    for t, j, slot, expert in world.used():
+        pair = t * case.top_k + j
+        row = world.real_x[pair if case.down else t]
+        for s, a in enumerate(world.real_a):
+            rank = int(world.ranks[s, slot])
+            low[s, pair, :rank] = (a[slot, expert, :rank] @ row).float()
+    _, scale = quant.quantize_per_token(low, group)
+    result = flat(world, expand_act_scale=scale.to(device))
+    size = float(world.expected.abs().max())
+    torch.testing.assert_close(result.double() / size, world.expected / size, rtol=5e-2, atol=5e-2)
+    assert not torch.equal(result, flat(world))
+
+
+def test_scales_may_have_any_strides(device: str):
+    world = World(FP8_CASES["per channel"].but(slices=1), device)
+    spread = [torch.stack((scale, scale), -1)[..., 0] for scale in world.a_scale]
+    assert not spread[0].is_contiguous()
+    world.check(flat(world, lora_a_scale_stacked=spread))
+    world = World(FP8_CASES["per channel"].but(slices=1), device)
+    world.check(flat(world, lora_b_scale_stacked=[scale[..., None] for scale in world.b_scale]))
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor([3]), None], ids=["number", "tensor", "none"])
+def test_one_node_for_a_tracer(count: Any, device: str):
+    world = World(FP8_CASES["per channel"], device)
+    with torch.profiler.profile() as profile:
+        world.check(flat(world, count=count))
+    assert "punica::fused_moe_lora_fp8" in {event.key for event in profile.key_averages()}
+
+
+ONES = torch.ones
+BAD: dict[str, tuple[dict[str, Any], type, str]] = {
+    "no scales of A": ({"lora_a_scale_stacked": None}, TypeError, "lora_a_scale is missing"),
+    "one tensor of scales": ({"lora_b_scale_stacked": [ONES(3, 4, 40)]}, ValueError, "1 tensors.*2 slices"),
+    "another shape": ({"lora_a_scale_stacked": [ONES(3, 4, 9)] * 2}, ValueError, r"lora_a_scale\[0\].*\(3, 4, 9\)"),
+    "another type": ({"lora_a_scale_stacked": [ONES(3, 4, 8).half()] * 2}, TypeError, "float16"),
+    "not a list": ({"lora_a_scale_stacked": ONES(2, 3, 4, 8)}, TypeError, "list of tensors"),
+    "one block size": ({"block_shape": [16]}, ValueError, "two ints"),
+    "a block size of zero": ({"block_shape": [16, 0]}, ValueError, "two ints"),
+    "blocks per channel": ({"block_shape": [16, 16]}, ValueError, "exclude each other"),
+    "x real with w8a8": ({"use_fp8_w8a8": True}, TypeError, "needs float8"),
+    "a scale of a real x": ({"shrink_act_scale": ONES(1)}, ValueError, "leave it out"),
+    "scales between of another shape": ({"expand_act_scale": ONES(5)}, ValueError, r"expand_act_scale.*\(5,\)"),
+    "ranks of another shape": ({"lora_ranks": ONES(3, 2, dtype=torch.int32)}, ValueError, r"lora_ranks.*\(2, 3\)"),
+    "ranks of another type": ({"lora_ranks": ONES(2, 3)}, TypeError, "lora_ranks"),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checked on the CPU")
+class TestRefusals:
+    @pytest.mark.parametrize("name", BAD)
+    def test_of_scales(self, name: str):
+        changes, error, message = BAD[name]
+        with pytest.raises(error, match=message):
+            flat(World(FP8_CASES["per channel"]), **changes)
+
+    def test_of_activations(self):
+        world = World(FP8_CASES["w8a8"])
+        with pytest.raises(ValueError, match="required for fp8 activations"):
+            flat(world, shrink_act_scale=None)
+        with pytest.raises(TypeError, match="use_fp8_w8a8"):
+            flat(world, use_fp8_w8a8=False)
+        with pytest.raises(ValueError, match="activations' scale"):
+            flat(world, shrink_act_scale=ONES(4, 1))
+        with pytest.raises(ValueError, match="lora_a_scale is missing"):
+            flat(world, lora_a_scale_stacked=[])
+
+    def test_of_weights(self):
+        world = World(FP8_CASES["per channel"])
+        with pytest.raises(TypeError, match=r"lora_b_stacked\[0\].*float16"):
+            flat(world, operands={"b": [one.half() for one in world.b]})
+        with pytest.raises(TypeError, match="is missing"):  # bare FP8 values are never taken for real ones
+            flat(world, lora_a_scale_stacked=[], lora_b_scale_stacked=[])
+        world = World(Case())
+        for changes, error in ((dict(shrink_act_scale=ONES(1)), ValueError), (dict(use_fp8_w8a8=True), TypeError)):
+            with pytest.raises(error, match=r"float8|FP8"):
+                flat(world, **changes)
+        with pytest.raises(TypeError, match="float8_e4m3fn"):
+            flat(world, operands={"x": world.x.to(E4M3)})
