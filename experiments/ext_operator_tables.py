@@ -13,6 +13,7 @@ step         the paper's step: one prompt and 31 decodes, and its parts
 gemm         what the operator adds to the base projection in front of it
 determinism  planes (ours), atomic additions
 invariant    what the same bits in every batch cost, on the batches of A and C
+fp8          adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
 ===========  ========================================================================
 
 `paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200 (best existing = the
@@ -54,9 +55,9 @@ CALLS_PER_SET, MOST_CALLS, REPLAYS = 25, 200, 15
 def measure(line: Line, table: str) -> list[str]:
     """Fill in the line's microseconds; what failed its check, and so was not timed, comes back."""
     from experiments.benches import operator_columns, operator_gemm
-    from experiments.benches.operator_sets import OperatorSets, seconds_per_eager_call
+    from experiments.benches.operator_sets import seconds_per_eager_call
 
-    sets, failed = OperatorSets(line.operator), []
+    sets, failed = operator_columns.sets_of(line.operator, table), []
     chosen = operator_columns.columns(sets, table)
     protocol = min(MOST_CALLS, CALLS_PER_SET * sets.count), REPLAYS
 

@@ -10,6 +10,9 @@ no overlap                  the flat operator with plain launches
 rank table                  the flat operator, the ranks read from a table
 batch invariant             the flat operator with ``batch_invariant=True``
 wrapper, batch invariant    the wrapper with ``LoRAConfig(batch_invariant=True)``
+fp8                         the wrapper, A and B in FP8, one scale per channel, activations as they are
+fp8 w8a8                    the same, x quantised beforehand, the intermediate in the call
+fp8 w8a8, x too             the same, x quantised in the call
 ==========================  ==============================================================================
 """
 
@@ -28,10 +31,11 @@ from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from experiments.harness.experiment import CheckFailed
 from punica.layers.dual_stream import DualStream
+from punica.ops.quant import quantize_per_token
 from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_linear import lora_linear
-from punica.wrapper import PunicaWrapperGPU
+from punica.wrapper import PunicaWrapperBase, PunicaWrapperGPU
 
 Call = Callable[[int], object]
 Columns = dict[str, Call]
@@ -39,6 +43,8 @@ TOLERANCE = 1e-3
 """Largest relative error of one call in half precision; four times that after the many additions of a graph."""
 TORCH_TOLERANCE = 4 * TOLERANCE
 """The same for what torch computes, half precision between two products."""
+TOLERANCES = {"torch": TORCH_TOLERANCE, "fp8 w8a8": 5e-2}
+"""By how a column's name begins, where it is another: w8a8 rounds activations and what lies between the products."""
 
 
 class Beside(NamedTuple):
@@ -55,6 +61,11 @@ class Beside(NamedTuple):
         self.call(i)
 
 
+def sets_of(operator: Operator, table: str, **options: Any) -> OperatorSets:
+    """The inputs on which the columns of `table` are timed: where FP8 is beside 16 bits, weights that both hold."""
+    return OperatorSets(operator, rounded=as_fp8_holds if table == "fp8" else None, **options)
+
+
 def columns(sets: OperatorSets, table: str) -> Columns:
     """Column -> the call on set i."""
     return COLUMNS.get(table, _of_the_operator)(sets)
@@ -66,15 +77,61 @@ def _flat(sets: OperatorSets, **options: Any) -> Call:
     return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **chosen)
 
 
+def _begun(sets: OperatorSets, **switches: bool) -> PunicaWrapperBase:
+    slots = sets.stacked_ranks.shape[1]
+    return begun(PunicaWrapperGPU, sets.slots.tolist(), slots, sets.operator.rank, sets.x.device, **switches)
+
+
 def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
     op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
-    wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), ranks.shape[1], op.rank, sets.x.device, **switches)
+    wrapper = _begun(sets, **switches)
 
     def call(i: int, **keywords: Any) -> None:
         operands = sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths
         wrapper.add_lora_linear(*operands, lora_ranks=ranks, **keywords)
 
     return call
+
+
+def _power_of_two_scale(w: torch.Tensor) -> torch.Tensor:
+    """One scale per channel ``w [..., N, K]`` whose products with FP8 values are exact in half precision."""
+    largest = w.float().abs().amax(-1).clamp(min=2.0**-20)
+    return torch.exp2(torch.ceil(torch.log2(largest / torch.finfo(torch.float8_e4m3fn).max)))
+
+
+def as_fp8_holds(w: torch.Tensor) -> torch.Tensor:
+    """`w` rounded to what FP8 with such scales holds."""
+    scale = _power_of_two_scale(w)[..., None]
+    return ((w.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(w.dtype)
+
+
+def _in_fp8(sets: OperatorSets) -> Columns:
+    op, ranks = sets.operator, sets.stacked_ranks
+    wrapper, slots = _begun(sets), ranks.shape[1]
+    scales = [[_power_of_two_scale(w) for w in bank] for bank in sets.banks]
+    a8, b8 = ([(w / s[..., None]).to(torch.float8_e4m3fn) for w, s in zip(bank, scale, strict=True)]
+              for bank, scale in zip(sets.banks, scales, strict=True))  # fmt: skip
+    stored = [sets.windows(a8, slots), sets.windows([w.mT.contiguous().mT for w in b8], slots)]
+    a_scale, b_scale = (sets.windows(scale, slots) for scale in scales)
+    x8, x_scale = quantize_per_token(sets.x.view(-1, op.k))
+    rows8, rows_scale = x8.view(sets.x.shape), x_scale.view(*sets.x.shape[:2], -1)
+
+    def call(i: int, w8a8: bool, here: bool) -> None:
+        keywords: dict[str, Any] = {"lora_a_scale": a_scale[i], "lora_b_scale": b_scale[i]}
+        keywords["quant_args"] = {"use_fp8_w8a8": w8a8, "per_channel_quant": True}
+        x = sets.x[i] if here else rows8[i]
+        if not here:
+            keywords["a_scale"] = rows_scale[i]
+        wrapper.add_lora_linear(
+            sets.y[i], x, stored[0][i], stored[1][i], 1.0, op.widths, lora_ranks=ranks, **keywords
+        )
+
+    return {
+        "wrapper": _of_a_layer(sets),
+        "fp8": partial(call, w8a8=False, here=True),
+        "fp8 w8a8": partial(call, w8a8=True, here=False),
+        "fp8 w8a8, x too": partial(call, w8a8=True, here=True),
+    }
 
 
 def _normal_shrink(sets: OperatorSets) -> Call:
@@ -131,6 +188,7 @@ COLUMNS: dict[str, Callable[[OperatorSets], Columns]] = {
     "gemm": _behind_projection,
     "determinism": _atomics,
     "invariant": _invariant,
+    "fp8": _in_fp8,
 }
 """Table -> its columns, where they are not the operator's and the wrapper's."""
 
@@ -155,9 +213,10 @@ def torch_calls(sets: OperatorSets) -> Columns:
 
 def checked_us(sets: OperatorSets, name: str, call: Call, calls: int, replays: int) -> float:
     """Median microseconds of `call` in a graph, right after one call and after a whole replay; else `CheckFailed`."""
-    check(name, sets.relative_error(call), TORCH_TOLERANCE if name.startswith("torch") else TOLERANCE)
+    tolerance = next((value for start, value in TOLERANCES.items() if name.startswith(start)), TOLERANCE)
+    check(name, sets.relative_error(call), tolerance)
     us, error = sets.time_graph(call, calls=calls, replays=replays)
-    check(f"{name}, after a graph replay", error, 4 * TOLERANCE)
+    check(f"{name}, after a graph replay", error, max(tolerance, 4 * TOLERANCE))
     return us
 
 
@@ -185,7 +244,7 @@ def _call_once(job: tuple[Operator, str]) -> str:
     """What went wrong: it is met again, and reported, when the column is timed."""
     operator, table = job
     try:
-        for call in columns(OperatorSets(operator, rotating_bytes=0), table).values():
+        for call in columns(sets_of(operator, table, rotating_bytes=0), table).values():
             call(0)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

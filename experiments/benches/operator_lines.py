@@ -109,6 +109,13 @@ def _invariant() -> list[Line]:
     return [replace(line, anchor={}, part=part) for part, found in parts.items() for line in found]
 
 
+def _fp8() -> list[Line]:
+    """Without anchors: our own 16-bit kernels stand beside."""
+    batches = product((16, 64), (32, 64), PAPER_WORKLOADS)
+    found = [Line(f"T={t} {p} r={r}", decode(UP, r, p, t), p, part="decode") for r, t, p in batches]
+    return found + [replace(line, anchor={}, part="prefill") for line in _prefills()]
+
+
 def _behind_projection() -> list[Line]:
     """Without anchors: nobody else's kernels were timed behind a projection."""
     grid = [line for line in _decodes() if line.operator.tokens in (1, 8, 16, 32, 64)]
@@ -167,5 +174,6 @@ TABLES: dict[str, Callable[[], list[Line]]] = {
     "gemm": _behind_projection,
     "determinism": lambda: [*_decodes(), *_prefills()],
     "invariant": _invariant,
+    "fp8": _fp8,
 }
 """Name of a table -> its lines."""

@@ -26,12 +26,14 @@ class OperatorSets:
 
     ``stacked_a[i]``, ``stacked_b[i]`` are what a layer holds: the adapters of set i in the first of its slots, those of
     other sets in the rest, B rank after rank; ``stacked_ranks`` int32 ``[slices, slots]`` is the table of their true
-    ranks, 0 in the rest.
+    ranks, 0 in the rest. ``banks`` are all slots that these are `windows` of, A and B, one tensor per slice.
     """
 
     def __init__(
-        self, operator: Operator, device: torch.device | str = "cuda", rotating_bytes: int = ROTATING_BYTES
-    ) -> None:
+        self, operator: Operator, device: torch.device | str = "cuda", rotating_bytes: int = ROTATING_BYTES,
+        rounded: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """``rounded``: what the weights are replaced by before anything reads them."""
         self.operator = operator
         adapters, tokens, slices = len(operator.sizes), operator.tokens, len(operator.widths)
         slots = max(MAX_LORAS, adapters)
@@ -44,18 +46,16 @@ class OperatorSets:
             out = torch.empty(shape, device=device, dtype=torch.float16)
             return out.normal_(generator=generator).mul_(scale)
 
-        def windows(bank: Sequence[torch.Tensor], length: int) -> list[tuple[torch.Tensor, ...]]:
-            starts = range(0, self.count * adapters, adapters)
-            return [tuple(weight[start : start + length] for weight in bank) for start in starts]
-
         self.x = normal(self.count, tokens, operator.k)
         self.y = torch.zeros(self.count, tokens, sum(operator.widths), device=device, dtype=torch.float16)
         total = self.count * adapters + slots - adapters
         a = [normal(total, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
         b = [normal(total, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
-        self.a, self.b = windows(a, adapters), windows(b, adapters)
-        self.stacked_a = windows(a, slots)
-        self.stacked_b = windows([weight.mT.contiguous().mT for weight in b], slots)
+        if rounded is not None:
+            a, b = [rounded(weight) for weight in a], [rounded(weight) for weight in b]
+        self.banks = a, [weight.mT.contiguous().mT for weight in b]
+        self.a, self.b = self.windows(a, adapters), self.windows(b, adapters)
+        self.stacked_a, self.stacked_b = (self.windows(bank, slots) for bank in self.banks)
         self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
         self.meta_args = kernel_meta_args(self.slots, slots, self.x.device)
         self._references: dict[int, torch.Tensor] = {}
@@ -63,6 +63,12 @@ class OperatorSets:
         self.lora_ranks = true.repeat(slices, 1) if operator.ranks else None
         self.stacked_ranks = torch.zeros(slices, slots, dtype=torch.int32, device=device)
         self.stacked_ranks[:, :adapters] = true
+
+    def windows(self, bank: Sequence[torch.Tensor], length: int) -> list[tuple[torch.Tensor, ...]]:
+        """Of each set, ``length`` slots of `bank` (one tensor per slice), the set's adapters first."""
+        adapters = len(self.operator.sizes)
+        starts = range(0, self.count * adapters, adapters)
+        return [tuple(weight[start : start + length] for weight in bank) for start in starts]
 
     def reference(self, i: int) -> torch.Tensor:
         """What one call must add to y[i], in float32; computed once."""

@@ -1,0 +1,166 @@
+"""Inputs for timing the LoRA of experts on a GPU: rotating sets, so that weights come from HBM, as in `operator_sets`.
+
+A set is a routing of its own, activations of its own, and one of several stacks of weights. What all sets read together
+is more than a cache holds; where a stack is much larger than what one call reads of it, sets share stacks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from experiments.benches.layer_call import begun
+from experiments.benches.operator_sets import ROTATING_BYTES
+from punica.ops import reference
+from punica.ops.moe_checks import Experts, Switches
+from punica.parallel import route
+from punica.wrapper import PunicaWrapperGPU
+
+Call = Callable[[int], object]
+DTYPE = torch.bfloat16
+MOST_STACK_BYTES = 16 << 30
+"""Memory for the stacks of one operator."""
+
+
+class MoELayer(NamedTuple):
+    """Sizes of a mixture of experts: w13 is two products hidden -> intermediate, w2 one back."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+
+class ExpertSets:
+    """Both LoRA products of one layer for `tokens` rows, row t with adapter ``t % adapters`` of `adapters`.
+
+    ``calls`` are what can be timed, name -> call on set i; all of them accumulate into their outputs but those whose
+    name ends in ``delta``.
+    """
+
+    def __init__(
+        self, layer: MoELayer, tokens: int, adapters: int, rank: int, device: str = "cuda",
+        rotating_bytes: int = ROTATING_BYTES,
+    ) -> None:  # fmt: skip
+        self.layer, self.tokens, self.adapters, self.rank = layer, tokens, adapters, rank
+        self.generator = torch.Generator(device).manual_seed(0)
+        hidden, inner, experts, top_k = layer
+        per_pair = 2 * rank * (3 * hidden + 3 * inner)
+        pairs = min(tokens * top_k, adapters * experts)
+        self.count = max(2, -(-rotating_bytes // (pairs * per_pair)))
+        stacks = max(1, min(self.count, MOST_STACK_BYTES // (per_pair * adapters * experts)))
+        a13 = [self._stack(stacks, adapters, experts, rank, hidden) for _ in range(2)]
+        b13 = [self._stack(stacks, adapters, experts, inner, rank) for _ in range(2)]
+        a2 = self._stack(stacks, adapters, experts, rank, inner)
+        b2 = self._stack(stacks, adapters, experts, hidden, rank)
+        self.w13 = [(tuple(a[i] for a in a13), tuple(b[i] for b in b13)) for i in range(stacks)]
+        self.w2 = [((a2[i],), (b2[i],)) for i in range(stacks)]
+        self.x13 = self._normal(self.count, tokens, hidden)
+        self.x2 = self._normal(self.count, tokens * top_k, inner)
+        self.y13 = torch.zeros(self.count, tokens, top_k, 2 * inner, device=device, dtype=DTYPE)
+        self.y2 = torch.zeros(self.count, tokens, top_k, hidden, device=device, dtype=DTYPE)
+        logits = torch.empty(self.count, tokens, experts, device=device).normal_(generator=self.generator)
+        self.routing = [route(one, top_k, True) for one in logits]
+        self.enabled = torch.ones(adapters + 1, dtype=torch.int32, device=device)
+        slots = [t % adapters for t in range(tokens)]
+        self.mapping = torch.tensor(slots, dtype=torch.int32, device=device)
+        self.wrapper = begun(PunicaWrapperGPU, slots, adapters, rank, device)
+        self.ranks = [torch.full((n, adapters), rank, dtype=torch.int32, device=device) for n in (2, 1)]
+        self.shape = torch.empty(experts, 1, 1)
+        self.aligned = [self._w13_aligned(i) for i in range(self.count)]
+        self.calls: dict[str, Call] = {
+            "alignment": self._align,
+            "w13": partial(self._w13, add=True),
+            "w2": partial(self._w2, add=True),
+            "w13, delta": partial(self._w13, add=False),
+            "w2, delta": partial(self._w2, add=False),
+            "alignment and w13": self._w13_aligned,
+        }
+
+    def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        out = torch.empty(shape, device=self.generator.device, dtype=DTYPE)
+        return out.normal_(generator=self.generator).mul_(scale)
+
+    def _stack(self, *shape: int) -> torch.Tensor:
+        return self._normal(*shape, scale=shape[-1] ** -0.5)
+
+    def _w13_aligned(self, i: int) -> Any:
+        """What a layer calls first; the alignment that it returns is for `_w2`."""
+        weights, ids = self.routing[i]
+        (a, b), (_, _, experts, top_k) = self.w13[i % len(self.w13)], self.layer
+        return self.wrapper.add_lora_w13(
+            self.y13[i], self.x13[i], a, b, ids, weights, None, self.shape, self.shape, self.tokens, top_k,
+            self.adapters, self.enabled, experts, top_k, 2, False, True, lora_ranks=self.ranks[0],
+        )  # fmt: skip
+
+    def _align(self, i: int) -> None:
+        """The alignment alone; nothing where pairs are so few that each stands by itself."""
+        _, ids = self.routing[i]
+        if self.aligned[i][0] is None:
+            return
+        block = self.wrapper._block_size(
+            ids.numel(), self._own_mapping(), self.layer.experts, True, self.x13[i], self.w13[0][1]
+        )
+        self.wrapper.moe_lora_align_block_size(
+            ids, self.tokens, block, self.layer.experts, self.adapters, self.enabled, None, True, False
+        )
+
+    def _own_mapping(self) -> torch.Tensor:
+        return self.wrapper._slots_of_tokens(None, self.tokens)
+
+    def _w13(self, i: int, add: bool) -> None:
+        """What `add_lora_w13` calls once it has aligned."""
+        ids, experts, counts, mapping = self.aligned[i]
+        a, b = self.w13[i % len(self.w13)]
+        if ids is not None:
+            ids, experts = ids.view(self.adapters, -1), experts.view(self.adapters, -1)
+        given = Experts(
+            self.y13[i], self.x13[i], a, b, self.routing[i][0], ids, experts, counts, mapping, self.enabled, None,
+            self.ranks[0],
+        )  # fmt: skip
+        switches = Switches(False, False, 0, add)
+        self.wrapper._add_experts(given, self.rank, self.layer.top_k, switches, None, tuned="w13")
+
+    def _w2(self, i: int, add: bool) -> None:
+        a, b = self.w2[i % len(self.w2)]
+        top_k = self.layer.top_k
+        self.wrapper.add_lora_w2(
+            self.y2[i], self.x2[i], a, b, self.routing[i][0], *self.aligned[i], self.tokens, self.shape, self.shape,
+            top_k, self.adapters, self.enabled, top_k, False, 0, True, add, lora_ranks=self.ranks[1],
+        )  # fmt: skip
+
+    def error(self, name: str) -> float:
+        """Relative error of what one call adds, the worse of the first and the last set; 0 for the alignment."""
+        down = name.startswith("w2")
+        if name == "alignment":
+            return 0.0
+        y, x, stacks = (self.y2, self.x2, self.w2) if down else (self.y13, self.x13, self.w13)
+        errors = []
+        for i in (0, self.count - 1):
+            y[i].zero_()
+            self.calls[name](i)
+            wanted = torch.zeros_like(y[i], dtype=torch.float32)
+            weights, ids = self.routing[i]
+            reference.fused_moe_lora(
+                wanted, x[i], *stacks[i % len(stacks)], ids, weights, self.mapping, self.enabled, down
+            )
+            errors.append(float((y[i].float() - wanted).norm() / wanted.norm()))
+        return max(errors)
+
+    def pairs(self) -> int:
+        """Different (adapter, expert) pairs of the first set."""
+        return len({(t % self.adapters, e) for t, row in enumerate(self.routing[0][1].tolist()) for e in row})
+
+    def captured(self, call: Call, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+        """A graph of at least `calls` calls, every set in turn, and how many there are."""
+        for i in range(min(self.count, 2)):
+            call(i)
+        torch.cuda.synchronize()
+        rounds = max(1, calls // self.count)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for i in range(self.count):
+                    call(i)
+        return graph, rounds * self.count

@@ -1,0 +1,184 @@
+"""The LoRA of experts against the best public kernels, on the GPU at hand.
+
+    python -m experiments.ext_expert_tables
+
+Batches of Mixtral-8x7B and Qwen3-30B-A3B (1 to 128 rows, 1 and 4 adapters, rank 16, bfloat16), through the wrapper at
+its defaults: w13 and w2 apart, added to their outputs and as a delta (outputs overwritten, which is what the fastest
+public kernel does), and the alignment of rows by adapter and expert, which a layer needs once. One CUDA graph per cell,
+weights from HBM, median of replays, results checked against float32 references, as in `ext_operator_tables`;
+`paper_results/anchors.csv` holds the public kernels' times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from multiprocessing import cpu_count, get_context
+from pathlib import Path
+
+from experiments.benches.operator_lines import ANCHORS, NOT_PUBLIC, read_anchors
+from experiments.harness.command import with_options
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import ConfigError
+from experiments.harness.source import fingerprint
+from punica.measure import environment
+from punica.measure.records import Row, write_rows
+
+LAYERS = {"mixtral-8x7b": (4096, 14336, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8)}
+"""Hidden size, width of an expert, experts, experts of a token."""
+RANK, CALLS, REPLAYS = 16, 100, 15
+TOLERANCE = 8e-3
+"""Largest relative error in bfloat16."""
+SITES = ("w13", "w2")
+SUMS = {"delta": ", delta", "accumulating": ""}
+
+
+@dataclass
+class Line:
+    """One batch, and microseconds by column."""
+
+    model: str
+    tokens: int
+    adapters: int
+    us: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return f"{self.model} T={self.tokens} {self.adapters} adapters"
+
+    def total(self, ending: str) -> float | None:
+        """Both products, without the alignment."""
+        parts = [self.us.get(f"{site}{ending}") for site in SITES]
+        return None if None in parts else sum(parts)  # type: ignore[arg-type]
+
+    def best_existing(self) -> float:
+        """Sum over both products of the fastest public kernel of each."""
+        return sum(min(self._public(site).values()) for site in SITES)
+
+    def _public(self, site: str) -> dict[str, float]:
+        wanted = {"case": f"{self.model}:{site}", "T": str(self.tokens), "pattern": f"{self.adapters}ad"}
+        rows = [row for row in read_anchors(ANCHORS) if row["group"] == "E"]
+        same = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+        return {row["impl"]: float(row["graph_us"]) for row in same if not row["impl"].startswith(NOT_PUBLIC)}
+
+
+def lines() -> list[Line]:
+    """The batches of the anchors."""
+    return [Line(*cell) for cell in product(LAYERS, (1, 8, 32, 128), (1, 4))]
+
+
+def measure(line: Line) -> list[str]:
+    """Fill in the line's microseconds; what failed its check, and so was not timed, comes back."""
+    from experiments.benches.expert_sets import ExpertSets, MoELayer
+    from punica.measure.timing import seconds_between_events
+
+    sets, failed = ExpertSets(MoELayer(*LAYERS[line.model]), line.tokens, line.adapters, RANK), []
+    for name, call in sets.calls.items():
+        if name == "alignment" and sets.aligned[0][0] is None:
+            line.us[name] = 0.0
+            continue
+        try:
+            error = sets.error(name)
+            if not error <= TOLERANCE:
+                raise CheckFailed(f"relative error {error:.1e} is above {TOLERANCE:.0e}: not timed")
+            graph, calls = sets.captured(call, CALLS)
+            graph.replay()
+            line.us[name] = statistics.median(
+                seconds_between_events(graph.replay) * 1e6 / calls for _ in range(REPLAYS)
+            )
+        except CheckFailed as wrong:
+            failed.append(f"{line.label} {name}: {wrong}")
+    return failed
+
+
+def compile_all(found: list[Line]) -> None:
+    """Call everything once in worker processes, so that its kernels are in Triton's cache when it is timed."""
+    with ProcessPoolExecutor(min(cpu_count(), 16), mp_context=get_context("spawn")) as pool:
+        for message in filter(None, pool.map(_call_once, found)):
+            print("not compiled:", message[:200])
+
+
+def _call_once(line: Line) -> str:
+    """What went wrong: it is met again, and reported, when the line is timed."""
+    from experiments.benches.expert_sets import ExpertSets, MoELayer
+
+    try:
+        sets = ExpertSets(MoELayer(*LAYERS[line.model]), line.tokens, line.adapters, RANK, rotating_bytes=0)
+        for call in sets.calls.values():
+            call(0)
+    except Exception as error:
+        return f"{line.label}: {type(error).__name__}: {error}"
+    return ""
+
+
+def show(found: list[Line]) -> str:
+    """The table, and best public kernel over ours."""
+    return "\n".join([*_body(found), *_ratios(found)])
+
+
+def _body(found: list[Line]) -> Iterator[str]:
+    columns = list(dict.fromkeys(name for line in found for name in line.us))
+    sums, ratios = ([f"{what}, {name}" for name in SUMS] for what in ("sum", "ratio"))
+    yield " | ".join(["row", *columns, *sums, "best existing", *ratios])
+    for line in found:
+        totals = [line.total(ending) for ending in SUMS.values()]
+        best = line.best_existing()
+        cells = [f"{line.us[name]:.2f}" if name in line.us else "" for name in columns]
+        cells += ["" if us is None else f"{us:.2f}" for us in totals] + [f"{best:.1f}"]
+        yield " | ".join([line.label, *cells, *("" if us is None else f"{best / us:.2f}" for us in totals)])
+
+
+def _ratios(found: list[Line]) -> Iterator[str]:
+    for name, ending in SUMS.items():
+        ratios = [line.best_existing() / us for line in found if (us := line.total(ending)) is not None]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            yield (f"best existing / ours, {name}: geometric mean {mean:.2f}, lowest {min(ratios):.2f}, "
+                   f"highest {max(ratios):.2f}, rows {len(ratios)}")  # fmt: skip
+
+
+def rows_of(found: list[Line]) -> list[Row]:
+    """The measurements as rows of the repository's kind."""
+    about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve())}
+    about |= {"figure": "expert tables", "hardware": environment.hardware_slug(), "device": environment.device_name()}
+    about |= {"unit": "us", "statistic": "median", "metric": "latency", "timer": "cuda_graph", "seq_len": None}
+    return [
+        Row(value=us, panel=line.label, batch_size=line.tokens, rank=RANK, model=line.model, system=name,
+            workload=f"{line.adapters} adapters", **about)
+        for line in found for name, us in line.us.items()
+    ]  # fmt: skip
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    out: str | None = None  # folder that receives the rows; null: outputs/<hardware>/rows
+
+
+def tabulate(options: Options) -> None:
+    """Measure, print and write the table; exit code 1 when a result was wrong."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("the expert tables time GPU kernels; no CUDA device is visible")
+    found, failed = lines(), []
+    compile_all(found)
+    for line in found:
+        failed += measure(line)
+        print(line.label + ": " + ", ".join(f"{name} {us:.2f}" for name, us in line.us.items()), flush=True)
+        torch.cuda.empty_cache()
+    print(show(found), flush=True)
+    folder = Path(options.out or f"outputs/{environment.hardware_slug()}/rows")
+    write_rows(folder / "ext_expert_tables.csv", rows_of(found))
+    if failed:
+        print("wrong, and not in the rows:", *failed, sep="\n  ", flush=True)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    with_options("ext_expert_tables", __doc__ or "", "ext_expert_tables", Options, tabulate)
