@@ -184,7 +184,9 @@ def _as_views(weights: ModuleWeights, views: list[Tensor | None], fp8: bool) -> 
     if fp8:
         half = len(views) // 2
         pairs = zip(views[:half], views[half:], strict=True)
-        factors = [None if v is None or s is None else Fp8Matrix(v, s[:, 0]) for v, s in pairs]
+        given = weights.lora_a if isinstance(weights, PackedLoRALayerWeights) else [weights.lora_a]
+        of_experts = any(a is not None and a.ndim == 3 for a in given)
+        factors = [_fp8_view(values, scale, of_experts) for values, scale in pairs]
     slices = len(factors) // 2
     lora_a, lora_b = factors[:slices], factors[slices:]
     if slices > 1 or isinstance(weights, PackedLoRALayerWeights):
@@ -192,3 +194,10 @@ def _as_views(weights: ModuleWeights, views: list[Tensor | None], fp8: bool) -> 
     own = copy.copy(weights)
     own.lora_a, own.lora_b = lora_a[0], lora_b[0]
     return own
+
+
+def _fp8_view(values: Tensor | None, scale: Tensor | None, of_experts: bool) -> Fp8Matrix | None:
+    """Two matrices of an image as one of the adapter; scales of experts are ``[E, rows]``, of others ``[rows, 1]``."""
+    if values is None or scale is None:
+        return None
+    return Fp8Matrix(values.view(*scale.shape, -1), scale) if of_experts else Fp8Matrix(values, scale[:, 0])

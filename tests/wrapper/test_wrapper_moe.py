@@ -1,11 +1,13 @@
 """The wrapper's mixture-of-experts methods, on both backends (interpreted where there is no GPU)."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.ops.moe_configs import (
     DEFAULTS,
@@ -13,6 +15,7 @@ from punica.ops.moe_configs import (
     positional_config,
     try_get_optimal_moe_lora_config,
 )
+from punica.ops.triton_ops import configs
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
 from tests.ops.moe_cases import E5M2, Case, World
 
@@ -114,18 +117,20 @@ LAYERS = {
 }
 
 
-def both(wrapper: Any, up: World, down: World, mapping: Any = None, expert_map: Any = None) -> tuple:
+def both(
+    wrapper: Any, up: World, down: World, mapping: Any = None, expert_map: Any = None, tuned: bool = False
+) -> tuple:
     """w13, then w2 with what it returned: the alignment, and both outputs."""
     case = up.case
     y13, y2 = up.y[..., : case.slices * case.width].contiguous(), down.y[..., : down.case.width].contiguous()
     w1 = torch.empty(case.experts, 1, 1)
     aligned = wrapper.add_lora_w13(
         y13, up.x, tuple(up.a), tuple(up.b), up.topk_ids, up.weights, expert_map, w1, w1, case.tokens, case.top_k,
-        case.slots, up.enabled, case.experts, case.top_k, case.slices, False, False, mapping, **keywords(up),
+        case.slots, up.enabled, case.experts, case.top_k, case.slices, False, tuned, mapping, **keywords(up),
     )  # fmt: skip
     wrapper.add_lora_w2(
         y2, down.x, tuple(down.a), tuple(down.b), up.weights, *aligned, case.tokens, w1, w1, case.top_k, case.slots,
-        up.enabled, case.top_k, False, 0, False, **keywords(down),
+        up.enabled, case.top_k, False, 0, tuned, **keywords(down),
     )  # fmt: skip
     return aligned, y13, y2
 
@@ -285,3 +290,26 @@ class TestConfigs:
         wanted = {"BLOCK_SIZE_M": 1, "BLOCK_SIZE_N": 2, "BLOCK_SIZE_K": 3, "NUM_WARPS": 8, "SPLIT_K": 2}
         assert normalize_lora_config_keys(given) == wanted
         assert positional_config("shrink_config", given) == (1, 2, 3, DEFAULTS["GROUP_SIZE_M"], 8, 3, 2)
+
+    @pytest.mark.parametrize("block_m", [16, 32])
+    def test_the_blocks_of_the_first_product_serve_both(self, tmp_path, block_m):
+        """Whatever the second product's tuned files say; and the files are looked at."""
+        leaf = {"block_n": 16, "block_k": 32, "split_k": 2, "num_warps": 4, "num_stages": 2}
+        case = LAYERS["sorted"]
+        for site, part, rows in (("w13", "shrink", block_m), ("w13", "expand", 16), ("w2", "shrink", 64),
+                                 ("w2", "expand", 128)):  # fmt: skip
+            sizes = ("2", str(case.slices if site == "w13" else 1), str(case.tokens), str(case.rank), "32", "24")
+            table: Any = leaf | {"block_m": rows}
+            for key in reversed(sizes):
+                table = {key: table}
+            name = configs.tuned_file_name(f"fused_moe_lora_{site}_{part}", None, configs._gpu_name())
+            (tmp_path / name).write_text(json.dumps(table))
+        device = "cuda" if HAS_GPU else "cpu"
+        up, down = worlds("sorted", device)
+        wrapper = PunicaWrapperGPU(64, 64, device, lora_config=LoRAConfig(max_loras=2, tuned_dir=tmp_path))
+        ids = tuple(slot + 1 for slot in up.mapping.tolist())
+        wrapper.update_metadata(LoRAMapping(ids, ids), [1, 2], 3, 100)
+        aligned, y13, y2 = both(wrapper, up, down, tuned=True)
+        assert aligned[0].numel() == aligned[1].numel() * block_m
+        for world, y in ((up, y13), (down, y2)):
+            torch.testing.assert_close(y.double(), world.expected[..., : y.shape[-1]], rtol=1e-4, atol=1e-4)

@@ -23,10 +23,10 @@ from punica.ops.triton_ops.moe_reading import (
     live,
     rank_in,
     rank_table,
+    ranks_read,
     real_rows,
     real_weights,
     scales_at,
-    whole_vectors,
 )
 from punica.ops.triton_ops.moe_tiles import INDEX_POINTERS, find_tile, pair_at, pairs_of, program_place, slot_table
 
@@ -44,7 +44,7 @@ def _shrink_rows(
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask_r = (offs_r < rank)[:, None]
+    mask_r = (offs_r < ranks_read(rank, R, 1))[:, None]  # only the adapter's own are stored
     mask_k = offs_k < (1 << 30 if EVEN_K else K)
     mask_a = mask_r & mask_k[None, :]
     a_ptrs = a_ptr + offs_r[:, None] * K + offs_k[None, :]
@@ -96,7 +96,7 @@ def _shrink_tile(
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (rows // FACTOR)[:, None] * stride_xt + offs_k[None, :] * stride_xk
     offs_a = offs_r[None, :] * K + offs_k[:, None]
-    mask_r = (offs_r < tl.maximum(rank, rank_next))[None, :]  # a slice's own ranks are what is stored
+    mask_r = (offs_r < ranks_read(tl.maximum(rank, rank_next), R, 1))[None, :]  # a slice stores its own only
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     acc_next = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     if PDL:
@@ -163,7 +163,7 @@ def moe_shrink_kernel(
         )  # fmt: skip
         rank = rank_in(ranks, slot, R, FIRST_R, BLOCK_SLOTS, HAS_RANKS)
         rank_next = rank_in(ranks_next, slot, R, FIRST_R, BLOCK_SLOTS, HAS_RANKS)
-        if (slot >= 0) & (first_r < tl.maximum(rank, rank_next)):
+        if (slot >= 0) & (first_r < ranks_read(tl.maximum(rank, rank_next), R, 1)):
             index = slot.to(tl.int64) * num_experts + expert
             weights = index * (R * K)
             scale_ptr = scales_at(a_ptrs, slice_id, index, NUM_SLICES, READ)
@@ -209,7 +209,7 @@ def _expand_rows(
     offs_r = tl.arange(0, LANES)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
-    mask_r = offs_r < whole_vectors(rank, VECTOR)
+    mask_r = offs_r < ranks_read(rank, R, VECTOR)
     mask_b = mask_n[:, None] & mask_r[None, :]
     b = tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask_b, other=0.0)
     scale = column_scales(scale_ptr, offs_n, mask_n, READ)
@@ -253,7 +253,7 @@ def _expand_tile(
     h_ptrs = h_ptr + rows[:, None] * R + offs_r[None, :]
     b_ptrs = b_ptr + offs_r[:, None] + offs_n[None, :] * R
     y_ptrs = y_ptr + rows[:, None] * stride_y + offs_n[None, :]
-    read = whole_vectors(rank, VECTOR)
+    read = ranks_read(rank, R, VECTOR)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

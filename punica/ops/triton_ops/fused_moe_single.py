@@ -20,10 +20,10 @@ from punica.ops.triton_ops.moe_reading import (
     live,
     rank_in,
     rank_table,
+    ranks_read,
     real_rows,
     real_weights,
     scales_at,
-    whole_vectors,
 )
 from punica.ops.triton_ops.moe_tiles import INDEX_POINTERS, find_tile, pairs_of, slot_table
 
@@ -56,7 +56,7 @@ def moe_one_shot_kernel(
         )  # fmt: skip
         rank = rank_in(ranks, slot, R, 0, BLOCK_SLOTS, HAS_RANKS)
         if (slot >= 0) & ((rank > 0) | (not ADD)):
-            mask_r, read = offs_r < rank, whole_vectors(rank, VECTOR)
+            mask_r, read = offs_r < rank, ranks_read(rank, R, VECTOR)
             index = slot.to(tl.int64) * num_experts + expert
             a_ptr = pick(a_ptrs, slice_id, NUM_SLICES) + index * (R * K)
             b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + index * (R * N)

@@ -97,11 +97,16 @@ def rank_in(ranks, slot, R: tl.constexpr, FIRST_R: tl.constexpr, BLOCK_SLOTS: tl
 
 
 @triton.jit
-def whole_vectors(rank, VECTOR: tl.constexpr):
-    """``rank`` up to the next multiple of VECTOR, which the compiler sees to be one: wide loads go that far, and
-    `live` drops what lies beyond the rank.
+def ranks_read(rank, R: tl.constexpr, VECTOR: tl.constexpr):
+    """How many ranks are loaded. Slots of up to 16 are read whole, so that reading does not wait for the table; of
+    others ``rank`` up to the next multiple of VECTOR, which the compiler sees to be one. `live` drops what lies beyond
+    the rank.
     """
-    return (rank + (VECTOR - 1)) // VECTOR * VECTOR
+    if R <= 16:
+        read = tl.full([], R, tl.int32)
+    else:
+        read = (rank + (VECTOR - 1)) // VECTOR * VECTOR
+    return read
 
 
 @triton.jit

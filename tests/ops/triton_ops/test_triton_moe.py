@@ -95,6 +95,16 @@ def test_as_the_rules_choose(name: str, device: str):
     world.check(run(world, How()))
 
 
+@pytest.mark.parametrize(
+    "case", [Case(naive=True, dtype=torch.float16), Case(naive=True, fp8="channel", ranks=(3, 8, 5))]
+)
+def test_all_paths_agree(case: Case, device: str):
+    results = [run(World(case, device), How(path=path)) for path in ("two_stage", "one_shot", "small_batch")]
+    results.append(run(World(case.but(naive=False), device), How(path="two_stage")))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=4e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("name", ["plain", "naive", "gate and up", "down", "no token", "wide rank"])
 def test_flat_op(name: str, device: str):
     world = World(CASES[name], device)
@@ -255,6 +265,12 @@ class TestRefusals:
             fused(given, world.case.rank, 3, world.switches)
         with pytest.raises(ValueError, match="offset -1"):
             fused(given, world.case.rank, world.case.top_k, world.switches._replace(offset=-1))
+        narrow = given._replace(lora_b=[b[..., :4].contiguous() for b in given.lora_b])
+        with pytest.raises(ValueError, match="rank 4"):
+            fused(narrow, world.case.rank, world.case.top_k, world.switches)
+        a, b = ([w[:2] for w in side] for side in (given.lora_a, given.lora_b))
+        with pytest.raises(ValueError, match="3 slots"):
+            fused(given._replace(lora_a=a, lora_b=b, enabled=given.enabled[:3]), world.case.rank, 2, world.switches)
         switches = world.switches._replace(fully_sharded=True, add_inputs=False)
         with pytest.raises(ValueError, match="add_inputs=False"):
             fused(given, world.case.rank, world.case.top_k, switches)

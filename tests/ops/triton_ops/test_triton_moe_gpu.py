@@ -9,6 +9,7 @@ import torch
 from punica.metadata import LoRAMapping
 from punica.ops import moe_torch
 from punica.ops.moe_checks import Switches
+from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align
 from punica.ops.triton_ops.fused_moe_lora import How, fused
 from punica.wrapper import PunicaWrapperGPU
@@ -26,7 +27,18 @@ GRID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", GRID[::3], ids=str)
+GRID_FP8 = [
+    Case(tokens, 2, 16, 4, rank, 520, 392, slices, dtype, down=slices == 1, naive=naive, fp8=fp8, w8a8=w8a8,
+         ranks=(rank, rank // 2, 5, 0) if ranks else None)
+    for tokens, rank, dtype, (slices, naive), (fp8, w8a8), ranks in itertools.product(
+        (1, 128), (20, 64, 256), DTYPES, ((1, True), (2, False)),
+        ((None, False), ("tensor", False), ("channel", False), ("channel", True), ("large blocks", False)),
+        (False, True),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*GRID[::3], *GRID_FP8[::2]], ids=str)
 @pytest.mark.parametrize("path", ["two_stage", "one_shot", "small_batch", None])
 def test_every_path(case: Case, path: str | None):
     if (path == "small_batch" and (case.rank > 64 or not case.naive)) or (path == "one_shot" and case.rank > 128):
@@ -58,7 +70,7 @@ def test_alignment_of_many():
 class Layer:
     """w13, an activation and w2 through the wrapper, on buffers that stay where they are."""
 
-    def __init__(self, tokens: int, slots: int, experts: int, top_k: int) -> None:
+    def __init__(self, tokens: int, slots: int, experts: int, top_k: int, fp8: torch.dtype | None) -> None:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.float16) * 0.2
 
@@ -69,6 +81,12 @@ class Layer:
         self.a13 = tuple(normal(slots, experts, rank, hidden) for _ in range(2))
         self.b13 = tuple(normal(slots, experts, inner, rank) for _ in range(2))
         self.a2, self.b2 = (normal(slots, experts, rank, inner),), (normal(slots, experts, hidden, rank),)
+        ranks = torch.tensor([[16, 8, 0, 5]] * 2, dtype=torch.int32, device="cuda")[:, :slots].contiguous()
+        self.of13: dict[str, Any] = {"lora_ranks": ranks}
+        self.of2: dict[str, Any] = {"lora_ranks": ranks[:1].contiguous()}
+        if fp8 is not None:
+            self.a13, self.b13, self.of13 = _in_fp8(self.a13, self.b13, fp8, self.of13)
+            self.a2, self.b2, self.of2 = _in_fp8(self.a2, self.b2, fp8, self.of2)
         self.y13, self.y2 = normal(tokens, top_k, 2 * inner), normal(tokens, top_k, hidden)
         self.enabled = torch.ones(slots + 1, dtype=torch.int32, device="cuda")
         self.ids = torch.zeros(tokens, top_k, dtype=torch.long, device="cuda")
@@ -85,21 +103,29 @@ class Layer:
         y13, y2, none = self.y13.clone(), self.y2.clone(), torch.empty(self.experts, 1, 1)
         aligned = self.wrapper.add_lora_w13(
             y13, self.x, self.a13, self.b13, self.ids, self.weights, None, none, none, self.tokens, self.top_k,
-            self.slots, self.enabled, self.experts, self.top_k, 2, False, False,
+            self.slots, self.enabled, self.experts, self.top_k, 2, False, False, **self.of13,
         )  # fmt: skip
         gate, up = y13.chunk(2, dim=-1)
         inner = (torch.nn.functional.silu(gate) * up).flatten(0, 1)
         self.wrapper.add_lora_w2(
             y2, inner, self.a2, self.b2, self.weights, *aligned, self.tokens, none, none, self.top_k, self.slots,
-            self.enabled, self.top_k, False, 0, False,
+            self.enabled, self.top_k, False, 0, False, **self.of2,
         )  # fmt: skip
         return y2
 
 
+def _in_fp8(a: Any, b: Any, fp8: torch.dtype, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    pairs_a, pairs_b = ([quantize_per_channel(w, fp8) for w in side] for side in (a, b))
+    scales = {"lora_a_scale": [s for _, s in pairs_a], "lora_b_scale": [s for _, s in pairs_b]}
+    more = {"quant_args": {"per_channel_quant": True}}
+    return tuple(q for q, _ in pairs_a), tuple(q for q, _ in pairs_b), keywords | scales | more
+
+
+@pytest.mark.parametrize("fp8", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(8, 64, 2), (24, 8, 2), (64, 32, 8)])
-def test_a_graph_replays_other_mappings_and_routings(tokens, experts, top_k):
+def test_a_graph_replays_other_mappings_and_routings(tokens, experts, top_k, fp8):
     torch.manual_seed(0)
-    layer = Layer(tokens, 4, experts, top_k)
+    layer = Layer(tokens, 4, experts, top_k, fp8)
     layer.begin([row % 3 for row in range(tokens)], 0)
     layer.run()
     torch.cuda.synchronize()

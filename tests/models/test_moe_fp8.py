@@ -1,0 +1,153 @@
+"""Adapters on experts in FP8: quantised when they are registered, or read from FP8 files in both spellings; served as
+models with the rounded weights merged into them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from punica.adapters import LayerSlotWriter, LoRAModelManager, LoRARequest
+from punica.adapters.pack import stage
+from punica.config import LoRAConfig
+from punica.metadata import LoRAMapping
+from punica.models import MixtureOfExpertsForCausalLM
+from punica.ops.quant import Fp8Matrix, dequantize, quantize_per_channel, quantize_per_tensor
+from punica.ops.slot_image import write_slot
+from tests.models.moe_world import (
+    CONFIGS,
+    CausalAttention,
+    factors,
+    hugging_face,
+    merged,
+    write_per_expert,
+    write_stacked,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 60, 0])
+NAME = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> tuple[Any, Path]:
+    theirs = hugging_face(CONFIGS["mixtral"])
+    folder = tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(folder)
+    return theirs, folder
+
+
+def managed(world: Any, folder: Path, fp8: Any = E4M3, **config: Any) -> LoRAModelManager:
+    model = MixtureOfExpertsForCausalLM(world[1])
+    model.load_weights(world[1])
+    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(6, 2, fp8=fp8, **config), "cpu")
+    mapping = LoRAMapping([7] * len(TOKENS), [7] * len(TOKENS), is_prefill=True)
+    manager.set_active_adapters([LoRARequest("a", 7, str(folder))], mapping)
+    return manager
+
+
+def logits_of(manager: LoRAModelManager) -> torch.Tensor:
+    with torch.no_grad():
+        return manager.model.compute_logits(manager.model(TOKENS, torch.arange(len(TOKENS)), CausalAttention()))
+
+
+def wanted(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS[None]).logits[0]
+
+
+def each(layers: Any, change: Any) -> Any:
+    """All A and B of an adapter, changed."""
+    return {i: {which: (change(a), change(b)) for which, (a, b) in of_layer.items()} for i, of_layer in layers.items()}
+
+
+def written(layers: Any, config: Any, folder: Path, spelling: str) -> Path:
+    if spelling == "per expert":
+        return write_per_expert(folder, config, layers, 4, alpha=8)
+    return write_stacked(folder, layers, 4, alpha=8)
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
+def test_quantised_when_registered(world, tmp_path, spelling, fp8):
+    layers = factors(world[0].config, rank=4, seed=5)
+    manager = managed(world, written(layers, world[0].config, tmp_path, spelling), fp8)
+    rounded = each(layers, lambda w: Fp8Matrix.of(w, fp8).real())  # the scaling, 2, changes no rounding
+    torch.testing.assert_close(logits_of(manager), wanted(merged(world[0], rounded, 2.0)), rtol=1e-3, atol=1e-3)
+    held = manager.get_adapter(7)
+    assert held is not None
+    weights = held.get_lora(NAME)
+    assert all(isinstance(factor, Fp8Matrix) for factor in (*weights.lora_a, *weights.lora_b))
+
+
+def as_fp8(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
+    """Turn the adapter's file into FP8; what it then stands for."""
+    file = folder / "adapter_model.safetensors"
+    stored, real = {}, {}
+    for name, w in load_file(file).items():
+        q, scale = quantize_per_tensor(w) if scheme == "tensor" else quantize_per_channel(w)
+        stored |= {name: q, f"{name}_scale": scale}
+        real[name] = dequantize(q, scale)
+    save_file(stored, file)
+    return real
+
+
+@pytest.mark.parametrize("slots", [E4M3, None], ids=["FP8 slots", "32-bit slots"])
+@pytest.mark.parametrize("scheme", ["channel", "tensor"])
+@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
+def test_fp8_files(world, tmp_path, spelling, scheme, slots):
+    """They equal files with what their values stand for, in slots of 32 bits."""
+    layers = factors(world[0].config, rank=4, seed=5)
+    folder = written(layers, world[0].config, tmp_path / "fp8", spelling)
+    real = as_fp8(folder, scheme)
+    found = managed(world, folder, slots)
+    written(layers, world[0].config, tmp_path / "real", spelling)
+    save_file(real, tmp_path / "real" / "adapter_model.safetensors")
+    torch.testing.assert_close(logits_of(found), logits_of(managed(world, tmp_path / "real", None)))
+
+
+@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
+def test_values_of_a_file_reach_the_slot_unchanged(world, tmp_path, spelling):
+    layers = factors(world[0].config, rank=4, seed=5)
+    folder = written(layers, world[0].config, tmp_path, spelling)
+    as_fp8(folder, "channel")
+    layer = managed(world, folder).modules[NAME]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    experts = layer.local_num_experts
+    if spelling == "per expert":
+        key = "base_model.model.model.layers.1.block_sparse_moe.experts.2.w2.lora_B.weight"
+        values, scale = tensors[key], tensors[f"{key}_scale"]
+    else:
+        key = f"base_model.model.{NAME}.lora_B.weight"
+        values, scale = tensors[key].float().view(-1, 4, experts)[..., 2], tensors[f"{key}_scale"]
+    assert torch.equal(layer.w2_lora_b_stacked[0][0, 2, :, :4].float(), values.float())
+    assert torch.equal(layer.w2_lora_b_scale[0][0, 2], 2 * scale)
+
+
+@pytest.mark.parametrize("fp8", [E4M3, None], ids=["FP8", "32 bits"])
+@pytest.mark.parametrize("absent", [set(), {(e, "w3") for e in range(6)}], ids=["whole", "no up"])
+def test_an_image_fills_a_slot_as_set_lora_does(world, tmp_path, fp8, absent):
+    """Also ranks below the slot's width, and a projection that the adapter has not."""
+    config = world[0].config
+    write_per_expert(tmp_path, config, factors(config, rank=4, seed=5), 4, 8, absent)
+    manager = managed(world, tmp_path, fp8, target_modules=["experts"])
+    lora = manager.get_adapter(7)
+    assert lora is not None
+    layers = manager.modules.values()
+    parts = [part.stored() for layer in layers for part in layer.slot_parts(None, None)]
+    LayerSlotWriter(manager.modules).write(1, lora)
+    expected = [(part.slots[1].clone(), part.ranks[1].item()) for part in parts]
+    assert {rank for _, rank in expected} == ({0, 1, 4} if absent else {1, 4})
+    for part in parts:
+        part.slots[1].fill_(3)
+        part.ranks[1] = 9
+    dtype = torch.uint8 if fp8 else torch.float32
+    image = stage(manager.modules, lora, dtype, pin_memory=False).image
+    write_slot(image, [part.slots for part in parts], [part.ranks for part in parts], 1)
+    for part, (slot, rank) in zip(parts, expected, strict=True):
+        assert torch.equal(part.slots[1], slot)
+        assert part.ranks[1] == rank
+    filled = [part.part for layer in layers for part in layer.slot_parts(*lora.pair_of(NAME)) if part.part is not None]
+    assert image.numel() == pytest.approx(sum(one.nbytes for one in filled), rel=0.2)  # of its own rank, not the slot's
