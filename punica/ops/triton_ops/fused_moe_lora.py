@@ -296,7 +296,8 @@ def _plan(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
     tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
     common = _Common(form, given, switches, tiles, block_m, given.x.device)
     between = switches.fully_sharded or (given.fp8 is not None and given.fp8.h_scale is not None)
-    path = how.path or rules.path(work, between)
+    pdl = how.options.pdl and supports_pdl(given.x.device)
+    path = how.path or rules.path(work, between, pdl)
     if path == "small_batch":
         if not naive or form.rank > rules.SMALL_BATCH_RANK:
             raise ValueError(f"the small-batch path takes naive input and ranks up to {rules.SMALL_BATCH_RANK}, got "

@@ -1,9 +1,10 @@
 """How fused MoE LoRA runs where no tuned file says it: path, forms and blocks from what the host knows of a call.
 
-From probes on an H200 (Qwen3-30B-A3B and Mixtral, T 8 to 128, 1 and 4 adapters, rank 16): two launches with
-programmatic dependent launch beat every single-launch form but for tiny A; with one or two pairs per adapter's expert
-multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs beat 32 and 64 even with 32 pairs per expert; K is
-split so that a program walks 4 to 8 blocks of 128; expand walks up to 8 blocks of 256 columns.
+From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 and 4 adapters, rank 16; what the rule loses against
+it is in results/h200/operator_tables.md): two launches with programmatic dependent launch beat every single-launch
+form; with one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs
+beat 32 and 64 even with 32 pairs per expert; K is split so that a program walks about 4 blocks of 128; expand walks so
+many column blocks that about 400 programs are left.
 """
 
 import math
@@ -22,7 +23,7 @@ SMALL_BATCH_RANK, ONE_SHOT_RANK = 64, 128
 """Widest ranks of the single-launch paths."""
 CHEAP_A = 32 << 10
 """Bytes of one expert's A that programs of one launch may each read again."""
-WANTED = 320
+WANTED, WANTED_EXPAND = 320, 400
 """Programs that occupy the device, a few for each multiprocessor (an H200 has 132)."""
 
 
@@ -48,6 +49,11 @@ class Work(NamedTuple):
         """Pairs per group."""
         return self.form.pairs / max(1.0, self.groups)
 
+    @property
+    def tiles(self) -> float:
+        """About how many tiles that makes."""
+        return max(1.0, self.groups, self.form.pairs / max(16, self.form.block_m))
+
 
 def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -> int:
     """Rows of a block of the alignment: more than 16 only where every expert has plenty."""
@@ -57,38 +63,45 @@ def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -
     return 16 if mean < 96 else 32 if mean < 256 else 64
 
 
-def path(work: Work, fully_sharded: bool) -> str:
-    """``small_batch``, ``one_shot`` or ``two_stage``."""
+def path(work: Work, fully_sharded: bool, pdl: bool) -> str:
+    """``small_batch``, ``one_shot`` or ``two_stage``. One launch pays where the second cannot start early (``pdl``)."""
     form = work.form
     a_bytes = form.rank * form.hidden * work.itemsize
-    if fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or a_bytes > CHEAP_A:
+    if pdl or fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or a_bytes > CHEAP_A:
         return "two_stage"
     if work.naive and form.rank <= SMALL_BATCH_RANK and form.pairs * form.rank <= SMALL_BATCH_RANKS:
         return "small_batch"
     return "one_shot" if work.mean < 4 and form.pairs <= 128 else "two_stage"
 
 
-def by_rows(work: Work) -> bool:
-    """Whether pairs are multiplied one by one."""
-    if work.invariant:
-        return False
-    return work.naive or work.mean < 1.6 or (work.form.pairs <= 64 and work.mean < 3)
+def shrinks_by_rows(work: Work) -> bool:
+    """Whether shrink multiplies pairs one by one."""
+    few = work.form.pairs <= 64 or work.form.hidden <= 1024
+    return not work.invariant and (work.naive or (work.mean < 1.6 and few))
+
+
+def expands_by_rows(work: Work) -> bool:
+    """Whether expand multiplies pairs one by one; wide ranks do not fit the registers then."""
+    alone = work.naive or work.mean < 1.6 or (work.mean < 3 and work.form.slices > 1 and work.groups >= 24)
+    return alone and not work.invariant and block_at_least(work.form.rank) <= 256
 
 
 def shrink_config(work: Work) -> Config:
     """Keys as in `configs`, and ``group_m``."""
-    form, tiles = work.form, max(1.0, work.groups)
+    form = work.form
     lanes = min(block_at_least(form.rank), 64)
-    if by_rows(work):
-        block_k = min(block_at_least(form.hidden), 512 if form.factor > 1 or form.hidden > 4096 else 256)
-        steps = max(1, _power_below(tiles * form.slices * cdiv(form.hidden, block_k) / (6 * WANTED), 8))
-        split_k = min(16, cdiv(form.hidden, block_k * steps))
+    if shrinks_by_rows(work):
+        most_k = 256 if form.hidden <= 2048 else 512 if form.hidden <= 4096 and work.naive else 1024
+        block_k = min(block_at_least(form.hidden), most_k)
+        steps = 2 if block_k <= 512 else 1
         return {
-            "rows": True, "block_n": min(lanes, 16), "block_k": block_k, "split_k": split_k, "group_m": 1,
-            "num_warps": 4, "num_stages": 1,
+            "rows": True, "block_n": min(lanes, 16), "block_k": block_k,
+            "split_k": min(16, cdiv(form.hidden, block_k * steps)), "group_m": 1, "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
-    tiles = form.experts if work.invariant else tiles
-    split_k = min(16, _power_near(WANTED / tiles, max(1, cdiv(form.hidden, 1024)), max(1, form.hidden // 512)))
+    tiles = form.experts if work.invariant else work.tiles
+    most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
+    least = min(most, form.hidden // 1024) if tiles < 256 else 1
+    split_k = max(_power_below(WANTED / tiles, most), least, 1)
     return {
         "rows": False, "block_n": lanes, "block_k": 128, "split_k": split_k, "group_m": 1, "num_warps": 4,
         "num_stages": 4,
@@ -97,19 +110,21 @@ def shrink_config(work: Work) -> Config:
 
 def expand_config(work: Work) -> Config:
     """Keys as in `configs`, and ``group_m``."""
-    form, tiles, lanes = work.form, max(1.0, work.groups), block_at_least(work.form.rank)
-    if by_rows(work) and lanes <= 256:
-        block_n = max(32, min(block_at_least(form.width), 8192 // lanes))
+    form, lanes = work.form, block_at_least(work.form.rank)
+    if expands_by_rows(work):
+        block_n = max(32, min(block_at_least(form.width), (8192 if form.width >= 4096 else 4096) // lanes))
         return {
-            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1, "group_m": 1, "num_warps": 4,
+            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1, "group_m": 1, "num_warps": 2,
             "num_stages": 1,
         }  # fmt: skip
-    block_n = min(block_at_least(form.width), 256 if lanes <= 32 else 128)
-    columns = cdiv(form.width, block_n)
-    tiles_n = min(columns, _power_below(tiles * form.slices * columns / WANTED, 8))
+    blocks = work.tiles * form.slices * cdiv(form.width, 128)
+    tiles_n, block_n = _power_below(blocks / WANTED_EXPAND, 16), 128
+    if lanes <= 32 and not work.invariant and (tiles_n >= 16 or (form.slices == 1 and tiles_n <= 2 and blocks > 240)):
+        tiles_n, block_n = max(1, tiles_n // 2), 256
+    block_n = min(block_at_least(form.width), block_n)
     return {
-        "rows": False, "block_n": block_n, "block_k": min(lanes, 128), "tiles_n": tiles_n, "group_m": 1,
-        "num_warps": 4, "num_stages": 3,
+        "rows": False, "block_n": block_n, "block_k": min(lanes, 128),
+        "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "group_m": 1, "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
 
 
@@ -133,8 +148,3 @@ def _power_below(number: float, most: int) -> int:
     while power < most and 2 * power <= number:
         power *= 2
     return power
-
-
-def _power_near(number: float, least: int, most: int) -> int:
-    """`number` within `least` and `most`, as a whole number."""
-    return max(1, min(max(least, round(number)), max(least, most)))

@@ -190,7 +190,7 @@ def test_batch_invariance_fixes_form_and_split():
     for tokens, active, naive in ((1, 1, True), (8, 4, False), (128, 1, False), (4096, 16, False)):
         form = ExpertForm(tokens, 8, 2, 16, 128, 16, 16, 2048, 768, 8, 16)
         work = moe_rules.Work(form, naive, active, 2, invariant=True)
-        assert moe_rules.path(work, False) == "two_stage"
+        assert moe_rules.path(work, False, False) == "two_stage"
         shrink, expand = moe_rules.shrink_config(work), moe_rules.expand_config(work)
         found.add((*shrink.values(), expand["rows"], expand["block_n"], expand["block_k"], expand["num_warps"]))
         assert moe_rules.block_size(tokens * 8, active, 128, invariant=True) == 16
