@@ -7,13 +7,14 @@ could gain no time, and would lose bits of the sums and pad a rank of 16 to 32.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from punica.ops.checks import Weights
 from punica.ops.fp8_checks import Scales, Scheme
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.launch import INTERPRETED
@@ -50,6 +51,28 @@ def scale_constants(lie: Scales, scheme: Scheme, k: int, has_a: bool) -> dict[st
     return constants | {"GROUP_N": max(1, scheme.group_n), "GROUP_K": scheme.group_k if split else 0, "HAS_A": has_a}
 
 
+class Held(NamedTuple):
+    """How the 16-bit kernels' weights are held, where a scale belongs to whole channels: ``format`` as of `fp8_format`;
+    ``channel``: a scale for each of them, else one for a slot. Scales lie densely, slot after slot.
+    """
+
+    format: int = 0
+    channel: bool = False
+
+
+WIDE = Held()
+
+
+def held_as(weights: Weights, lie: Scales, scheme: Scheme, channels: Sequence[int]) -> Held | None:
+    """Of FP8 weights whose slices have so many ``channels``; None where scales lie otherwise."""
+    if scheme.block_wise:
+        return None
+    wanted = list(channels) if scheme.per_channel_quant else [1] * len(channels)
+    if list(lie.slot) != wanted or set(lie.column) != {int(scheme.per_channel_quant)}:
+        return None
+    return Held(fp8_format(weights.dtype), scheme.per_channel_quant)
+
+
 def check_group_k(scheme: Scheme, k: int) -> None:
     """ValueError where a tile of K could cross a block."""
     group = scheme.group_k
@@ -80,6 +103,17 @@ def widened(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     else:
         value = stored
     return value.to(DTYPE)
+
+
+@triton.jit
+def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: tl.constexpr, HELD: tl.constexpr):
+    """Scales of `channels` of a slot of a slice with COUNT of them; `operands`: weights of all slices, their scales."""
+    scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
+    if HELD.channel:
+        offsets = slot.to(tl.int64) * COUNT + channels
+    else:
+        offsets = slot.to(tl.int64) + channels * 0
+    return tl.load(scale_ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -41,6 +41,7 @@ from punica.ops.triton_ops.device import (
     read_record,
     result,
 )
+from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
@@ -109,10 +110,27 @@ def _expand_row(
 
 
 @triton.jit
+def _products(b, h, live, CUT: tl.constexpr, HELD: tl.constexpr):
+    """b [columns, ranks] times h, in float32: h rounded to the weights' type where that is wide, ranks that are not
+    ``live`` dropped.
+    """
+    if HELD.format > 0:
+        weights = widened(b, HELD.format, tl.float32)
+        if CUT:
+            weights = tl.where(live[None, :], weights, 0.0)
+    else:
+        weights = b
+        if CUT:
+            weights = tl.where(live[None, :], b, 0.0)
+        weights, h = weights.to(tl.float32), h.to(b.dtype).to(tl.float32)
+    return weights * h[None, :]
+
+
+@triton.jit
 def _expand_row_by_ranks(
-    h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
-    R: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
-    ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, first_n, width, rank, stride_hp, stride_hr,
+    R: tl.constexpr, HELD: tl.constexpr, NUM_SLICES: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
+    AHEAD: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x COLUMNS columns of a B that lies rank after rank, LANES ranks at a time as far as the true rank goes;
     the next ones are fetched before these are summed, and AHEAD the first ones before the true rank is known. Up to 16
@@ -123,36 +141,42 @@ def _expand_row_by_ranks(
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < (R if AHEAD else rank))[None, :], other=0.0)
-    total = tl.zeros([COLUMNS], tl.float32)
+    if HELD.format > 0:
+        scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, HELD)
+    before = tl.zeros([COLUMNS], tl.float32)
     if ADD and not LATE:
-        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     hold_loads(PDL)
     if ADD and LATE:
-        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr
     h = _sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
-    if AHEAD:
-        b = tl.where((offs_r < rank)[None, :], b, 0.0)
+    total = before
+    if HELD.format > 0:
+        total = tl.zeros([COLUMNS], tl.float32)
     if R > LANES:
         for _ in tl.range(LANES, rank, LANES):
-            product = b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
+            product = _products(b, h, offs_r < rank, AHEAD, HELD)
             offs_r += LANES
             b_ptrs += LANES * width
             h_ptrs += LANES * stride_hr
             b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
             h = _sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
             total += tl.sum(product, 1)
-    total += tl.sum(b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :], 1)
+    total += tl.sum(_products(b, h, offs_r < rank, AHEAD, HELD), 1)
+    if HELD.format > 0:
+        total = total * scale + before
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not ADD)))
 
 
 @triton.jit
 def _expand_row_of(
-    h_ptr, b_ptrs, y_ptr, ranks_ptr, row, slot, block, idle_waits,
+    h_ptr, operands, y_ptr, ranks_ptr, row, slot, block, idle_waits,
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
-    VECTOR: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
-    HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_N columns of one slice. With B by rows the true rank chooses among the ascending LANES the width
     in ranks of a block, and with it in how many STEPS the columns are taken: a program's blocks hold about as many
@@ -163,7 +187,7 @@ def _expand_row_of(
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
     lanes = tl.where(slot >= 0, R, 0) if AHEAD else rank
     if (lanes > 0) | ((slot >= 0) & (not ADD)):
-        b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
+        b_ptr = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
         y_ptr += row * stride_yt + column
         if ROW_MAJOR:
@@ -176,8 +200,8 @@ def _expand_row_of(
                     )  # fmt: skip
         else:
             _expand_row_by_ranks(
-                h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
-                R, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
+                h_ptr, b_ptr, y_ptr, operands, slice_id, slot, first_n, width, rank, stride_hp, stride_hr,
+                R, HELD, NUM_SLICES, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -187,12 +211,12 @@ def _expand_row_of(
 
 @triton.jit
 def _expand_rows_of(
-    h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
+    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
     stride_hp, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr,
-    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
-    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    R: tl.constexpr, HELD: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
     h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
@@ -201,6 +225,7 @@ def _expand_rows_of(
     """
     CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
     AT_ONCE: tl.constexpr = TILES_N == 1 or NUM_STAGES == 1
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty if HELD.format > 0 else b_ptr.dtype.element_ty
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
     if ROW_MAJOR:
@@ -232,7 +257,7 @@ def _expand_rows_of(
         h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
         if not WHOLE:
             h = tl.where((offs_r < rank)[None, :], h, 0.0)
-        h = h.to(b_ptr.dtype.element_ty)
+        h = h.to(DTYPE)
         for step in tl.range(0, TILES_N, num_stages=NUM_STAGES):
             if not AT_ONCE:
                 mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
@@ -240,6 +265,8 @@ def _expand_rows_of(
                 if ADD:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
             weights, mask_y, out_ptrs = b, mask_m[:, None] & mask_n, y_ptrs
+            if HELD.format > 0:
+                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
             if ADD:
                 before = old.to(tl.float32)
             offs_n += BLOCK_N
@@ -250,9 +277,12 @@ def _expand_rows_of(
                 b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
                 if ADD:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+            weights = widened(weights, HELD.format, DTYPE)
             if CUT_B:
                 weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
             total = result(dot(h, weights, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
+            if HELD.format > 0:
+                total *= scale[None, :]
             if ADD:
                 total += before
             tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
@@ -272,10 +302,14 @@ def _expand_rows_of(
                 b = tl.load(b_ptrs + jump, mask=b_mask, other=0.0)
                 if not WHOLE:
                     h = tl.where((lanes < rank)[None, :], h, 0.0)
+                b = widened(b, HELD.format, DTYPE)
                 if CUT_B:
                     b = tl.where((lanes < rank)[:, None], b, 0.0)
-                acc = dot(h.to(b.dtype), b, acc, LEFT, INTERPRET)
+                acc = dot(h.to(DTYPE), b, acc, LEFT, INTERPRET)
             total = result(acc, LEFT)
+            if HELD.format > 0:
+                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
+                total *= scale[None, :]
             if ADD:
                 total += tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0).to(tl.float32)
             tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n)
@@ -286,13 +320,13 @@ def _expand_rows_of(
 
 @triton.jit
 def _expand_tile(
-    h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, block, idle_waits,
+    h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, block, idle_waits,
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr,
-    VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
-    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
+    HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. AHEAD, where there is one block: all ranks
     of the slot are read before the true rank is known. In a loop, true ranks that are whole
@@ -307,26 +341,27 @@ def _expand_tile(
         offs_m = tl.arange(0, BLOCK_M)
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
-        b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
+        b_ptr = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * R * width
         h_ptr += slice_id.to(tl.int64) * stride_hs
         if EITHER and ROW_MAJOR and TILES_N > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
             if rank % VECTOR == 0:
                 _expand_rows_of(
-                    h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, True, False, EVEN_N, BLOCK_M,
-                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
+                    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, True, False,
+                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
                 )  # fmt: skip
             else:
                 _expand_rows_of(
-                    h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                    stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, False, False, EVEN_N, BLOCK_M,
-                    BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
+                    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, False, False,
+                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
                 )  # fmt: skip
         else:
             _expand_rows_of(
-                h_ptr, b_ptr, y_ptr, rows, mask_m, first_n, width, column, rank,
-                stride_hp, stride_ht, stride_hr, stride_yt, R, ROW_MAJOR, VECTOR, not EITHER, ALL_OF_B, EVEN_N, BLOCK_M,
-                BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
+                h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
+                stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, not EITHER,
+                ALL_OF_B, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
+                INTERPRET,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -336,9 +371,9 @@ def _expand_tile(
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_expand_rows_kernel(
-    h_ptr, b_ptrs, y_ptr, mapping_ptr, ranks_ptr,
+    h_ptr, operands, y_ptr, mapping_ptr, ranks_ptr,
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr,
     ADD: tl.constexpr, LATE: tl.constexpr,
@@ -349,18 +384,18 @@ def _lora_expand_rows_kernel(
     row = (pid // NUM_BLOCKS).to(tl.int64)
     slot = tl.load(mapping_ptr + row)
     _expand_row_of(
-        h_ptr, b_ptrs, y_ptr, ranks_ptr, row, slot, pid % NUM_BLOCKS, pid == 0,
+        h_ptr, operands, y_ptr, ranks_ptr, row, slot, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, AHEAD, ADD, LATE,
-        PDL,
+        R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, AHEAD, ADD,
+        LATE, PDL,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_expand_search_kernel(
-    h_ptr, b_ptrs, y_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
+    h_ptr, operands, y_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
     num_segments, num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
@@ -372,18 +407,18 @@ def _lora_expand_search_kernel(
     tile = pid // NUM_BLOCKS
     slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
     _expand_tile(
-        h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
+        h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-        R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES,
+        R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES,
         PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_rows", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_expand_listed_kernel(
-    h_ptr, b_ptrs, y_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
+    h_ptr, operands, y_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
     num_tiles, num_rows, num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr,
@@ -406,9 +441,9 @@ def _lora_expand_listed_kernel(
         while tile < total:
             slot, start, tile_rows = read_record(record)
             _expand_tile(
-                h_ptr, b_ptrs, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
+                h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
+                R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
                 NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
@@ -421,10 +456,10 @@ def _lora_expand_listed_kernel(
         while item < total:
             slot, row, _ = read_record(record)
             _expand_row_of(
-                h_ptr, b_ptrs, y_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SHORT_BLOCKS, False,
+                h_ptr, operands, y_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SHORT_BLOCKS, False,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-                R, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS, AHEAD, ADD,
-                LATE, PDL,
+                R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS,
+                AHEAD, ADD, LATE, PDL,
             )  # fmt: skip
             item += num_rows
             record = tl.load(rows_ptr + item, mask=item < total, other=0)
@@ -456,10 +491,10 @@ def plan_expand(
     config: dict[str, Any],
     *,
     offset_start: int, add_inputs: bool, has_ranks: bool,
-    pdl: bool = False, late: bool = False,
+    pdl: bool = False, late: bool = False, held: Held = WIDE,
 ) -> KernelPlan:  # fmt: skip
     """The launch that `config` names. h has shape and strides ``[planes, n, T, r]``; planes are added up. ``late``: y
-    is not read before the kernel in front has ended.
+    is not read before the kernel in front has ended. ``held``: as in `plan_shrink`; FP8 only with B by ranks.
     """
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
@@ -468,6 +503,7 @@ def plan_expand(
     vector = gcd(rank, 16 // weights.dtype.itemsize if weights.row_major else 4)
     constants: dict[str, Any] = {"R": rank, "WIDTHS": weights.widths, "COLUMNS": columns, "NUM_SLICES": slices}
     constants |= {
+        "HELD": held,
         "ROW_MAJOR": weights.row_major,
         "VECTOR": vector,
         "PLANES": planes,
@@ -497,12 +533,12 @@ def plan_expand(
 
     # All ranks in one pass where that fits, since more would read h again for every block of columns. The operands of
     # a float32 product lie in registers, whose number per program is the limit there.
-    most_r = 128 if weights.dtype.itemsize == 2 else 16
+    most_r = 128 if y.element_size() == 2 else 16
     block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
-    stage_bytes = block_n * block_r * weights.dtype.itemsize + block_m * row_bytes  # B, and old y or the planes of h
+    stage_bytes = block_n * block_r * y.element_size() + block_m * row_bytes  # B, and old y or the planes of h
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
     per_tile = blocks(block_n * tiles_n)
     constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}

@@ -22,6 +22,7 @@ from torch import Tensor
 from punica.metadata import LoRABatch
 from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
 from punica.ops.triton_ops.configs import choose
+from punica.ops.triton_ops.fp8_device import WIDE, Held
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_shrink import plan_shrink, plane_rank
@@ -43,19 +44,22 @@ def plan_linear(
     batch: Batch,
     shrink: dict[str, Any], expand: dict[str, Any],
     *, add_inputs: bool = True, has_ranks: bool = False, pdl: bool = False, pdl_shrink: bool | None = None,
-    apart: bool = False,
+    apart: bool = False, held: tuple[Held, Held] = (WIDE, WIDE),
 ) -> LinearPlan:  # fmt: skip
     """The two launches with the given configurations. ``pdl_shrink``: start shrink early too (None: as ``pdl``);
-    ``apart``: they are not behind one another.
+    ``apart``: they are not behind one another; ``held``: how A and B are.
     """
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
     planes = (shrink["split_k"], slices, tokens, plane_rank(rank))
     strides = (prod(planes[1:]), prod(planes[2:]), planes[3], 1)
     overlap, early = pdl and not apart, (pdl if pdl_shrink is None else pdl_shrink) and not apart
-    first = plan_shrink(x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early)
+    first = plan_shrink(
+        x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early, held=held[0]
+    )
     second = plan_expand(
         planes, strides, kind, y, b, batch, expand,
         offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, late=apart,
+        held=held[1],
     )  # fmt: skip
     return LinearPlan(first, second, planes)
 

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from punica.metadata import LoRABatch
 from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
-from punica.ops.fp8_checks import Form, Scheme, check_activation, check_scales, forms_of
+from punica.ops.fp8_checks import Form, Scales, Scheme, check_activation, check_scales, forms_of
 from punica.ops.fp8_ops import check_linear_fp8, run_linear
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.configs import choose
-from punica.ops.triton_ops.fp8_device import check_group_k, operands
-from punica.ops.triton_ops.launch import on_device, supports_pdl
+from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
+from punica.ops.triton_ops.launch import block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
-from punica.ops.triton_ops.lora_linear import LinearPlan
+from punica.ops.triton_ops.lora_linear import LinearPlan, plan_linear
 from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8, shrink_fp8
 from punica.ops.triton_ops.op import Call, Options, Plans, is_traced
+from punica.ops.triton_ops.plan import Batch
 
+Stored = tuple[Weights, Scales, Scheme]
 Described = tuple[tuple[Weights, tuple[Form, ...]], tuple[Weights, tuple[Form, ...]]]
 
 
@@ -41,7 +43,7 @@ def _plan(call: Call, forms: Described) -> LinearPlan | None:
     (a, a_scales), (b, b_scales) = forms
     shrink.check()
     expand.check()
-    tokens, k, slices, has_ranks = x.shape[0], a.widths[0], len(a.widths), lora_ranks is not None
+    tokens, k, has_ranks = x.shape[0], a.widths[0], lora_ranks is not None
     a_lie, b_lie = (
         check_scales("lora_a_scale", a_scales, a, True, shrink),
         check_scales("lora_b_scale", b_scales, b, False, expand),
@@ -55,13 +57,33 @@ def _plan(call: Call, forms: Described) -> LinearPlan | None:
         raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, a)
-    width, shape = max(b.widths), batch.shape
-    if 0 in (tokens, k, a.rank, batch.max_segments, width):
+    if 0 in (tokens, k, a.rank, batch.max_segments, max(b.widths)):
         return None
-    first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=False)
-    planes = (first["split_k"], slices, tokens, a.rank)
-    second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, planes[0], b.row_major)
-    pdl, low = options.pdl and supports_pdl(x.device), torch.float32
+    return plan_linear_fp8(
+        y, x, (a, a_lie, shrink), (b, b_lie, expand), batch, options, add_inputs=add_inputs, has_ranks=has_ranks,
+        pdl=options.pdl and supports_pdl(x.device),
+    )  # fmt: skip
+
+
+def plan_linear_fp8(
+    y: Tensor, x: Tensor, given_a: Stored, given_b: Stored, batch: Batch, options: Options,
+    *, add_inputs: bool, has_ranks: bool, pdl: bool,
+) -> LinearPlan:  # fmt: skip
+    """The two launches for weights, how their scales lie, and the scheme of these."""
+    (a, a_lie, shrink), (b, b_lie, expand) = given_a, given_b
+    tokens, k, slices, width, shape = x.shape[0], a.widths[0], len(a.widths), max(b.widths), batch.shape
+    held_a, held_b = held_as(a, a_lie, shrink, [a.rank] * slices), held_as(b, b_lie, expand, b.widths)
+    # The kernels of wide weights read these, too, where B is as layers store it.
+    held = None if held_a is None or held_b is None or b.row_major else (held_a, held_b)
+    first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
+    second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, first["split_k"], b.row_major)
+    if held is not None:
+        if second["row_wise"]:  # threads with as many bytes at once, that is twice the columns
+            second = {**second, "block_n": min(2 * second["block_n"], block_at_least(width, 32))}
+        return plan_linear(
+            y, x, a, b, batch, first, second, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, held=held
+        )
+    planes, low = (first["split_k"], slices, tokens, a.rank), torch.float32
     return LinearPlan(
         plan_shrink_fp8(
             x, a, a_lie, shrink, None, low, batch, first, has_ranks=has_ranks, direct=False, overlap=pdl, early=pdl

@@ -40,6 +40,7 @@ from punica.ops.triton_ops.device import (
     read_record,
     result,
 )
+from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
@@ -55,11 +56,12 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def _shrink_row(
-    x_ptr, a_ptrs, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, idle_waits,
+    x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
-    NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
     programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
@@ -77,30 +79,37 @@ def _shrink_row(
 
     if pid_r * BLOCK_R < lanes:
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_ptr = pick(a_ptrs, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
+        a_ptr = pick(operands, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
         a_block = a_ptr + offs_r[:, None] * STRIDE_AR + offs_k[None, :] * STRIDE_AK
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk
         mask_k = offs_k < (1 << 30 if EVEN_K else K)
         a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
+        if HELD.format > 0:
+            scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, R, NUM_SLICES, HELD)
         hold_loads(PDL)  # A was written long before; x may come from the kernel in front of this one
         x = tl.load(x_ptrs, mask=mask_k, other=0.0).to(tl.float32)
         for _ in tl.range(
             pid_r * BLOCK_R, lanes if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R
         ):
-            product = a.to(tl.float32) * x[None, :]
+            product = widened(a, HELD.format, tl.float32) * x[None, :]
             mask_r = (offs_r < lanes)[:, None]
             for step in tl.range(1, STEPS):
                 jump = step * (BLOCK_K * SPLIT_K)
                 mask_step = offs_k < K - jump
                 a_step = tl.load(a_block + jump * STRIDE_AK, mask=mask_r & mask_step[None, :], other=0.0)
                 x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
-                product += a_step.to(tl.float32) * x_step.to(tl.float32)[None, :]
+                product += widened(a_step, HELD.format, tl.float32) * x_step.to(tl.float32)[None, :]
             mask_out = offs_r < (R if DIRECT else rank)
+            factor = scaling
+            if HELD.format > 0:
+                factor = scale * scaling
             if PROGRAMS_R < R_BLOCKS:  # fetch the next ranks before this block's sum is formed
                 a_block += PROGRAMS_R * BLOCK_R * STRIDE_AR
                 offs_r += PROGRAMS_R * BLOCK_R
                 a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
-            total = tl.sum(product, 1) * scaling
+                if HELD.format > 0:
+                    scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, R, NUM_SLICES, HELD)
+            total = tl.sum(product, 1) * factor
             if WHOLE and DIRECT:
                 total = tl.where(offs_r < rank, total, 0.0)
             _store_shrunk(out_ptrs, total, mask_out, ACCUMULATE)
@@ -116,7 +125,7 @@ def _shrink_row(
 @triton.jit
 def _shrink_by_warps(
     x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
-    K: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    K: tl.constexpr, HELD: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one for each warp and of its own quarter of the
@@ -140,7 +149,7 @@ def _shrink_by_warps(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < K), other=0.0)
-        acc = _batched_dot(a, x, acc, INTERPRET)
+        acc = _batched_dot(widened(a, HELD.format, x.dtype), x, acc, INTERPRET)
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -150,7 +159,7 @@ def _shrink_by_warps(
             end = K - step * PART
             a = tl.load(a_ptrs, mask=mask_r & (offs_ak < left) & (first_k + offs_ak < end), other=0.0)
             x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < left) & (first_k + offs_xk < end), other=0.0)
-            acc = _batched_dot(a, x, acc, INTERPRET)
+            acc = _batched_dot(widened(a, HELD.format, x.dtype), x, acc, INTERPRET)
             a_ptrs += PART * STRIDE_AK
             x_ptrs += PART * stride_xk
     return tl.trans(tl.sum(acc, 0))
@@ -191,12 +200,13 @@ def _lanes_of_tile(
 
 @triton.jit
 def _shrink_tile(
-    x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
+    x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
-    NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr,
+    DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x BLOCK_R ranks x one K split; TOGETHER: the ranks of all slices are side by side, so that x
     is read once for all of them. Slots of up to 16 ranks are read whole, as in `_shrink_row`.
@@ -216,15 +226,19 @@ def _shrink_tile(
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_lanes = pick(a_ptrs, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane * STRIDE_AR
+        a_lanes = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane * STRIDE_AR
         a_ptrs_block = a_lanes[None, :] + offs_k[:, None] * STRIDE_AK
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
         mask_lanes = lane < (R if WHOLE else rank)
+        factor = scaling
+        if HELD.format > 0:
+            scale = channel_scales(operands, slice_id, slot, lane, mask_lanes, R, NUM_SLICES, HELD)
+            factor = (scale * scaling)[None, :]
         mask_r = mask_lanes[None, :]
         if LEFT and BLOCK_R <= 32:
             acc = _shrink_by_warps(
                 x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
-                K, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
+                K, HELD, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
             )  # fmt: skip
         elif STEPS == 1 and not LEFT:
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -234,7 +248,7 @@ def _shrink_tile(
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            acc = dot(x, a, acc, False, INTERPRET)
+            acc = dot(x, widened(a, HELD.format, x.dtype), acc, False, INTERPRET)
         else:
             acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
             if PDL:
@@ -248,7 +262,7 @@ def _shrink_tile(
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(x, a, acc, LEFT, INTERPRET)
+                acc = dot(x, widened(a, HELD.format, x.dtype), acc, LEFT, INTERPRET)
                 x_ptrs += BLOCK_K * SPLIT_K * stride_xk
                 a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
             acc = result(acc, LEFT)
@@ -257,7 +271,7 @@ def _shrink_tile(
         out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * OUT_R + lane
         out_ptrs = rows[:, None] * OUT_R + out_lanes[None, :]
         mask = mask_m[:, None] & (lane < (R if DIRECT else rank))[None, :]
-        _store_shrunk(out_ptrs, acc * scaling, mask, ACCUMULATE)
+        _store_shrunk(out_ptrs, acc * factor, mask, ACCUMULATE)
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
             if idle_waits:
@@ -266,11 +280,12 @@ def _shrink_tile(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_shrink_rows_kernel(
-    x_ptr, a_ptrs, out_ptr, mapping_ptr, ranks_ptr,
+    x_ptr, operands, out_ptr, mapping_ptr, ranks_ptr,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
-    NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows, one by one."""
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
@@ -278,9 +293,9 @@ def _lora_shrink_rows_kernel(
     row = (pid // (SPLIT_K * PROGRAMS_R)).to(tl.int64)
     slot = tl.load(mapping_ptr + row)
     _shrink_row(
-        x_ptr, a_ptrs, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
+        x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
         num_tokens, num_slots, scaling, stride_xt, stride_xk,
-        K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
+        K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
         HAS_RANKS, DIRECT, ACCUMULATE, PDL,
     )  # fmt: skip
 
@@ -290,12 +305,13 @@ def _lora_shrink_rows_kernel(
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _lora_shrink_search_kernel(
-    x_ptr, a_ptrs, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
+    x_ptr, operands, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
     num_tokens, num_segments, num_tiles, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
-    NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own. With DIRECT, programs past the tiles zero bare
     rows.
@@ -307,9 +323,9 @@ def _lora_shrink_search_kernel(
     if tile < num_tiles:
         slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
         _shrink_tile(
-            x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
+            x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
             (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
-            K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
+            K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
             HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, False, INTERPRET,
         )  # fmt: skip
     else:
@@ -326,13 +342,14 @@ def _lora_shrink_search_kernel(
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _lora_shrink_listed_kernel(
-    x_ptr, a_ptrs, out_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
+    x_ptr, operands, out_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
     num_tokens, num_tiles, num_rows, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, STRIDE_AR: tl.constexpr, STRIDE_AK: tl.constexpr,
-    NUM_SLICES: tl.constexpr, TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr, SHORT_K: tl.constexpr, HAS_RANKS: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr, INTERPRET: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr, SHORT_K: tl.constexpr,
+    HAS_RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
     SHORT_K, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
@@ -354,10 +371,10 @@ def _lora_shrink_listed_kernel(
         while tile < total:
             slot, start, tile_rows = read_record(record)
             _shrink_tile(
-                x_ptr, a_ptrs, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice, first,
-                num_tokens, num_slots, scaling, stride_xt, stride_xk,
-                K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
-                HAS_RANKS, False, ACCUMULATE, PDL, LEFT, TOGETHER, INTERPRET,
+                x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice,
+                first, num_tokens, num_slots, scaling, stride_xt, stride_xk, K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK,
+                NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, HAS_RANKS, False, ACCUMULATE, PDL, LEFT,
+                TOGETHER, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -370,9 +387,9 @@ def _lora_shrink_listed_kernel(
         while item < total:
             slot, row, _ = read_record(record)
             _shrink_row(
-                x_ptr, a_ptrs, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
+                x_ptr, operands, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
                 pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
-                K, R, OUT_R, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
+                K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
                 HAS_RANKS, False, ACCUMULATE, PDL,
             )  # fmt: skip
             item += num_rows
@@ -385,18 +402,19 @@ def plan_shrink(
     config: dict[str, Any],
     *,
     has_ranks: bool, direct: bool,
-    accumulate: bool = False, overlap: bool = False, early: bool = False,
+    accumulate: bool = False, overlap: bool = False, early: bool = False, held: Held = WIDE,
 ) -> KernelPlan:  # fmt: skip
     """The launch that `config` names, for x's shape and strides.
 
     ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, `plane_rank`]. ``overlap``: it
-    lets the kernel behind it start early; ``early``: it itself starts early.
+    lets the kernel behind it start early; ``early``: it itself starts early. ``held``: how A is held; scales then stand
+    behind the weights that the launch is given.
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
     stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
     out_rank = rank if direct else plane_rank(rank)
-    constants = {"K": k, "R": rank, "OUT_R": out_rank, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak}
+    constants = {"K": k, "R": rank, "OUT_R": out_rank, "HELD": held, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak}
     constants |= {
         "NUM_SLICES": slices,
         "SPLIT_K": split_k,
@@ -405,7 +423,7 @@ def plan_shrink(
         "PDL": overlap,
     }
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
-    dtypes = (weights.dtype, out_dtype)
+    dtypes = (x.dtype, weights.dtype, out_dtype)
 
     def row_blocks(rows: int) -> tuple[int, int]:
         """Ranks per program of a row, and programs."""
@@ -425,7 +443,7 @@ def plan_shrink(
     together = config["together"] and slices > 1 and listed
     lanes = rank * slices if together else rank
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(lanes))
-    block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * weights.dtype.itemsize
+    block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * x.element_size()
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
     if config["weights_left"]:

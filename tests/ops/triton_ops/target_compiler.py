@@ -32,6 +32,7 @@ from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_expand_fp8 import plan_expand_fp8
 from punica.ops.triton_ops.lora_linear import plan_linear
+from punica.ops.triton_ops.lora_linear_fp8 import plan_linear_fp8
 from punica.ops.triton_ops.lora_shrink import plan_shrink
 from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8
 from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan
@@ -239,14 +240,22 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
     a_strides = (1, 0) if case["w8a8"] else None
     planes = (planes_in, given.slices, given.tokens, given.rank)
     h = empty(*planes, dtype=given.fp8 if case["w8a8"] else low)
+    a_lie, b_lie = (given.lie(a, given.a_scales, given.shrink, True), given.lie(b, given.b_scales, given.expand, False))
     shrink = plan_shrink_fp8(
-        given.x, a, given.lie(a, given.a_scales, given.shrink, True), given.shrink, a_strides, low, given.batch, first,
+        given.x, a, a_lie, given.shrink, a_strides, low, given.batch, first,
         has_ranks=has_ranks, direct=not linear, accumulate=not linear and given.batch.listed, overlap=pdl, early=pdl,
     )  # fmt: skip
     expand = plan_expand_fp8(
-        planes, h.stride(), h.dtype, given.y, b, given.lie(b, given.b_scales, given.expand, False), given.expand,
-        a_strides, given.batch, second, offset_start=0, add_inputs=True, has_ranks=has_ranks, pdl=pdl,
+        planes, h.stride(), h.dtype, given.y, b, b_lie, given.expand, a_strides,
+        given.batch, second, offset_start=0, add_inputs=True, has_ranks=has_ranks, pdl=pdl,
     )  # fmt: skip
+    if linear:
+        stored = (a, a_lie, given.shrink), (b, b_lie, given.expand)
+        plan = plan_linear_fp8(
+            given.y, given.x, *stored, given.batch, given.options, add_inputs=True, has_ranks=has_ranks, pdl=pdl
+        )
+        shrink, expand, planes = plan.shrink, plan.expand, plan.planes
+        h = empty(*planes, dtype=low)
     x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*planes, dtype=low)
     left, right = given.given(given.a, given.a_scales), given.given(given.b, given.b_scales)
     for plan, run in (

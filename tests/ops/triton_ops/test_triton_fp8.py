@@ -309,7 +309,7 @@ def test_what_each_split_sums_does_not_follow_the_step(rank, device, monkeypatch
     for slots in ([1], [0, 1, 2], [1] * 72):  # few rows, few of each adapter, many
         x, y = torch.randn(len(slots), 2048).half().to(device), torch.zeros(len(slots), 32, dtype=FP16, device=device)
         batch, options = step(slots, device, rows=72), Options(batch_invariant=True)
-        linear_fp8(y, x, [a.stored], [by_ranks(b.stored)], batch, options=options, **given)
+        linear_fp8(y, x, [a.stored], [b.stored], batch, options=options, **given)  # B by rows: FP8's own kernels
     assert len(found) == 3
     assert len(set(found)) == 1
     assert found[0][0] == 2
