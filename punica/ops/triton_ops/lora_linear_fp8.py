@@ -9,13 +9,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from triton import cdiv
 
 from punica.metadata import LoRABatch
 from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
 from punica.ops.fp8_checks import Form, Scales, Scheme, check_activation, check_scales, forms_of
 from punica.ops.fp8_ops import check_linear_fp8, run_linear
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.triton_ops.configs import choose
+from punica.ops.triton_ops.configs import Config, choose
 from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
 from punica.ops.triton_ops.launch import block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
@@ -78,8 +79,7 @@ def plan_linear_fp8(
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
     second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, first["split_k"], b.row_major)
     if held is not None:
-        if second["row_wise"]:  # threads with as many bytes at once, that is twice the columns
-            second = {**second, "block_n": min(2 * second["block_n"], block_at_least(width, 32))}
+        first, second = _shrink_in_fp8(first, a.rank, tokens / shape.adapters), _expand_in_fp8(second, b, tokens)
         return plan_linear(
             y, x, a, b, batch, first, second, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, held=held
         )
@@ -94,6 +94,29 @@ def plan_linear_fp8(
         ),
         planes,
     )  # fmt: skip
+
+
+def _shrink_in_fp8(config: Config, rank: int, mean: float) -> Config:
+    """The rule's choice for 16 bits, changed where half the bytes, and making them wide, want another (by search)."""
+    if not config["row_wise"]:
+        return config
+    if rank > 16:
+        return {**config, "block_r": 4, "block_k": min(config["block_k"], 2048), "num_warps": 4}
+    return {**config, "block_r": min(config["block_r"], 4)} if mean >= 3 else config
+
+
+def _expand_in_fp8(config: Config, b: Weights, tokens: int) -> Config:
+    """The same: threads read as many bytes at once, that is twice the columns, but hold as many wide values, so that
+    they take fewer ranks, and fewer still where that lets all programs run at the same time.
+    """
+    if not config["row_wise"]:
+        return config
+    block_n = min(2 * config["block_n"], block_at_least(max(b.widths), 32))
+    config = {**config, "block_n": block_n}
+    if b.rank <= 16 or config["ahead"]:
+        return config
+    programs = tokens * sum([cdiv(width, block_n) for width in b.widths])
+    return {**config, "block_k": 8 if programs <= 600 else 4}
 
 
 _PLANS = Plans(_describe, _plan)
