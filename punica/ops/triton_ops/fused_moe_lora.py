@@ -37,7 +37,7 @@ from punica.ops.triton_ops.launch import (
     stages_that_fit,
     supports_pdl,
 )
-from punica.ops.triton_ops.moe_reading import Reading, operands_of, reading_of
+from punica.ops.triton_ops.moe_reading import Reading, operands_of, reading_of, stage_bytes
 from punica.ops.triton_ops.op import check_runnable, custom_op
 
 Numbers = tuple[int, ...]
@@ -162,12 +162,14 @@ def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Lau
     block_r = min(config["block_n"], block_at_least(form.rank))
     block_k = min(config["block_k"], block_at_least(form.hidden))
     joined = form.slices == 2 and not rows
-    stage_bytes = (common.block_m + (2 if joined else 1) * block_r) * block_k * common.wide_bytes
+    per_stage = stage_bytes(
+        common.reads[0], common.wide_bytes, common.block_m * block_k, (2 if joined else 1) * block_r * block_k
+    )
     gathered = form.rank != form.full_rank
     constants = common.constants | {
         "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_R": block_r, "BLOCK_K": block_k,
         "SPLIT_K": config["split_k"], "GROUP_M": config["group_m"],
-        "NUM_STAGES": stages_that_fit(config["num_stages"], stage_bytes, common.device),
+        "NUM_STAGES": stages_that_fit(config["num_stages"], per_stage, common.device),
         "ROWS": rows, "JOINED": joined, "HAS_RANKS": common.given.lora_ranks is not None,
         "FIRST_R": collectives.current().rank() * form.rank if gathered else 0, "READ": common.reads[0], "PDL": pdl,
     }  # fmt: skip
@@ -183,10 +185,11 @@ def _plan_expand(common: _Common, config: Config, planes: int, pdl: bool) -> Lau
     block_n, tiles_n = config["block_n"], config["tiles_n"]
     if common.wide_bytes == 4 and not rows:
         block_n = min(block_n, 64)  # operands of an IEEE product lie in registers
-    stage_bytes = (block_r * common.wide_bytes + common.block_m * given.output.element_size()) * block_n
+    per_stage = stage_bytes(common.reads[1], common.wide_bytes, 0, block_r * block_n)
+    per_stage += common.block_m * block_n * given.output.element_size()
     constants = common.constants | common.writes | common.ranks | {
         "R": rank, "BLOCK_N": block_n, "BLOCK_R": block_r, "TILES_N": tiles_n, "GROUP_M": config["group_m"],
-        "NUM_STAGES": stages_that_fit(config["num_stages"], stage_bytes, common.device), "PLANES": planes,
+        "NUM_STAGES": stages_that_fit(config["num_stages"], per_stage, common.device), "PLANES": planes,
         "ROWS": rows, "READ": common.reads[1], "PDL": pdl,
     }  # fmt: skip
     grid = (common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices, 1, 1)
@@ -213,11 +216,11 @@ def _plan_one_shot(common: _Common) -> MoEPlan:
     block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
     programs = common.num_tiles * form.slices
     parts = rules.one_shot_parts(programs, form.hidden, form.width, _multiprocessors(common.device))
-    stage_bytes = (common.block_m + block_r) * block_k * common.wide_bytes
     read_a, read_b = common.reads
+    per_stage = stage_bytes(read_a, common.wide_bytes, common.block_m * block_k, block_r * block_k)
     constants = common.constants | common.writes | common.ranks | {
         "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_N": block_n, "BLOCK_K": block_k,
-        "BLOCK_R": block_r, "PARTS": parts, "NUM_STAGES": stages_that_fit(3, stage_bytes, common.device),
+        "BLOCK_R": block_r, "PARTS": parts, "NUM_STAGES": stages_that_fit(3, per_stage, common.device),
         "READ_A": read_a, "READ_B": read_b,
     }  # fmt: skip
     grid, strides = (common.num_tiles * parts, form.slices, 1), (*given.x.stride(), given.output.stride(1))
