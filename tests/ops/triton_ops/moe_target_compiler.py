@@ -13,7 +13,7 @@ from target_compiler import Compilations, empty
 from punica.ops.fp8_checks import Scheme
 from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import Experts, Switches
-from punica.ops.triton_ops import moe_align
+from punica.ops.triton_ops import moe_align, moe_plan
 from punica.ops.triton_ops.moe_gemm import PairGroups
 
 LAYERS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "odd": (10, 3, 1000, 100)}
@@ -23,7 +23,7 @@ SLOTS, BLOCK = 4, 16
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
     """Alignment, the LoRA of one product, and the product itself."""
-    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")
+    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
     experts, top_k, hidden, inner = LAYERS[case["layer"]]
     tokens, rank, dtype, down = case["tokens"], case["rank"], getattr(torch, case["dtype"]), case["down"]
     slices, (k, n) = (1, (inner, hidden)) if down else (2, (hidden, inner))
@@ -46,7 +46,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
         x = empty(*x.shape, dtype=torch.float8_e4m3fn)
     given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None, ranks, fp8)
     before = len(done.records)
-    module.fused(given, rank, top_k, Switches(down), module.How(early=down, path=case["path"]))
+    module.fused(given, rank, top_k, Switches(down), moe_plan.How(early=down, path=case["path"]))
     if down:
         PairGroups(ids, experts).multiply(x, empty(experts, n, k, dtype=dtype), 1)
     return [{"case": case, **record} for record in done.records[before:]]
@@ -66,10 +66,9 @@ def _scales(case: dict[str, Any], rows: int, sizes: tuple[int, ...]) -> Fp8Exper
 
 def main() -> None:
     done = Compilations(int(sys.argv[1]))
-    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")
-    for one in (module, moe_align):
+    for one in (moe_plan, moe_align):
         one.check_runnable = lambda device: None
-    module.supports_pdl = lambda device: int(sys.argv[1]) >= 90
+    moe_plan.supports_pdl = lambda device: int(sys.argv[1]) >= 90
     json.dump([record for case in json.load(sys.stdin) for record in compile_case(case, done)], sys.stdout)
 
 

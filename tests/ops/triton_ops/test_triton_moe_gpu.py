@@ -11,7 +11,8 @@ from punica.ops import moe_torch
 from punica.ops.moe_checks import Switches
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align
-from punica.ops.triton_ops.fused_moe_lora import How, fused
+from punica.ops.triton_ops.fused_moe_lora import fused
+from punica.ops.triton_ops.moe_plan import How
 from punica.wrapper import PunicaWrapperGPU
 from tests.ops.moe_cases import Case, World
 
