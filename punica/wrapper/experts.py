@@ -188,7 +188,7 @@ class ExpertMethods(MoEMethods):
 
     def _is_own(self, mapping: Tensor) -> bool:
         """Whether it is a view of the step's mapping. A tracer's stand-in has no address: then every slot counts."""
-        if is_fake(mapping):
+        if type(mapping) is not Tensor and is_fake(mapping):
             return False
         return mapping.untyped_storage().data_ptr() == self.batch.tensors[0].untyped_storage().data_ptr()
 

@@ -16,7 +16,8 @@ from punica.ops.fp8_checks import Scheme
 from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import Experts, Switches
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.triton_ops.fused_moe_lora import How, fused
+from punica.ops.triton_ops.fused_moe_lora import fused
+from punica.ops.triton_ops.moe_plan import How
 from punica.ops.triton_ops.op import custom_op
 
 

@@ -9,8 +9,9 @@ from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import ExpertForm, Experts, Switches
 from punica.ops.triton_ops import moe_rules
 from punica.ops.triton_ops.configs import Options
-from punica.ops.triton_ops.fused_moe_lora import How, Numbers, fused, tuned_config
+from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.moe_align import align_all
+from punica.ops.triton_ops.moe_plan import How, Numbers, tuned_config
 from punica.ops.triton_ops.op import custom_op, is_traced
 
 

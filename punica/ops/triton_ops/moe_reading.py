@@ -72,6 +72,13 @@ def operands_of(weights: Sequence[Tensor], scales: Sequence[Tensor], x_scale: Te
     return (*[as_operand(weight) for weight in weights], *scales, scales[0] if x_scale is None else x_scale)
 
 
+def stage_bytes(read: Reading, itemsize: int, x: int, weights: int) -> int:
+    """Shared memory of one stage of a loop that loads so many elements of x and of weights, ``itemsize`` bytes each
+    once they are wide: scales that multiply elements lie beside them.
+    """
+    return x * (itemsize + 4 * (read.x > 0)) + weights * (itemsize + 4 * (read.group_k > 0))
+
+
 # --- on the device ---------------------------------------------------------------------------------------------------
 
 

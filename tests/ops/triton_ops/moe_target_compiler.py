@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.fp8_checks import PER_CHANNEL
+from punica.ops.fp8_checks import Scheme
 from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import Experts, Switches
-from punica.ops.triton_ops import moe_align
+from punica.ops.triton_ops import moe_align, moe_plan
 from punica.ops.triton_ops.moe_gemm import PairGroups
 
 LAYERS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "odd": (10, 3, 1000, 100)}
@@ -23,7 +23,7 @@ SLOTS, BLOCK = 4, 16
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
     """Alignment, the LoRA of one product, and the product itself."""
-    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")
+    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
     experts, top_k, hidden, inner = LAYERS[case["layer"]]
     tokens, rank, dtype, down = case["tokens"], case["rank"], getattr(torch, case["dtype"]), case["down"]
     slices, (k, n) = (1, (inner, hidden)) if down else (2, (hidden, inner))
@@ -41,22 +41,34 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     b = [empty(SLOTS, experts, n, rank, dtype=held)] * slices
     ranks = empty(slices, SLOTS, dtype=i32) if case["ranks"] else None
     y, weights = empty(tokens, top_k, slices * n, dtype=dtype), empty(tokens, top_k, dtype=torch.float32)
-    scales = [[empty(SLOTS, experts, rows, dtype=torch.float32)] * slices for rows in (rank, n)]
-    fp8 = Fp8Experts(*scales, None, None, PER_CHANNEL, PER_CHANNEL) if case["fp8"] else None
+    fp8 = _scales(case, x.shape[0], (experts, slices, rank, k, n)) if case["fp8"] else None
+    if case["w8a8"]:
+        x = empty(*x.shape, dtype=torch.float8_e4m3fn)
     given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None, ranks, fp8)
     before = len(done.records)
-    module.fused(given, rank, top_k, Switches(down), module.How(early=down, path=case["path"]))
+    module.fused(given, rank, top_k, Switches(down), moe_plan.How(early=down, path=case["path"]))
     if down:
         PairGroups(ids, experts).multiply(x, empty(experts, n, k, dtype=dtype), 1)
     return [{"case": case, **record} for record in done.records[before:]]
 
 
+def _scales(case: dict[str, Any], rows: int, sizes: tuple[int, ...]) -> Fp8Experts:
+    """Per channel, or in blocks of ``case["block"]``."""
+    experts, slices, rank, k, n = sizes
+    block, f32 = case["block"], torch.float32
+    scheme = Scheme(block, block, case["w8a8"]) if block else Scheme(0, 0, case["w8a8"], True)
+    shapes = (rank, k), (n, rank)
+    of_a, of_b = (tuple(-(-size // block) for size in shape) if block else shape[:1] for shape in shapes)
+    x_scale = empty(rows, -(-k // block) if block else 1, dtype=f32) if case["w8a8"] else None
+    a, b = ([empty(SLOTS, experts, *shape, dtype=f32)] * slices for shape in (of_a, of_b))
+    return Fp8Experts(a, b, x_scale, None, scheme, scheme)
+
+
 def main() -> None:
     done = Compilations(int(sys.argv[1]))
-    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")
-    for one in (module, moe_align):
+    for one in (moe_plan, moe_align):
         one.check_runnable = lambda device: None
-    module.supports_pdl = lambda device: int(sys.argv[1]) >= 90
+    moe_plan.supports_pdl = lambda device: int(sys.argv[1]) >= 90
     json.dump([record for case in json.load(sys.stdin) for record in compile_case(case, done)], sys.stdout)
 
 

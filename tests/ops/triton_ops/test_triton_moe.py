@@ -10,7 +10,8 @@ from punica.ops import collectives
 from punica.ops.collectives import Collectives
 from punica.ops.moe_checks import ExpertForm
 from punica.ops.triton_ops import moe_align, moe_rules
-from punica.ops.triton_ops.fused_moe_lora import How, fused, fused_moe_lora
+from punica.ops.triton_ops.fused_moe_lora import fused, fused_moe_lora
+from punica.ops.triton_ops.moe_plan import How
 from tests.ops.moe_cases import CASES, Case, World
 
 module = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name

@@ -8,7 +8,8 @@ import torch
 
 from punica.ops import quant
 from punica.ops.triton_ops import fused_moe_lora_fp8, moe_align, moe_rules
-from punica.ops.triton_ops.fused_moe_lora import How, fused
+from punica.ops.triton_ops.fused_moe_lora import fused
+from punica.ops.triton_ops.moe_plan import How
 from tests.ops.moe_cases import CASES, E4M3, FP8_CASES, SCHEMES, Case, World
 
 module = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name

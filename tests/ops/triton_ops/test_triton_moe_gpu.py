@@ -11,7 +11,8 @@ from punica.ops import moe_torch
 from punica.ops.moe_checks import Switches
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align
-from punica.ops.triton_ops.fused_moe_lora import How, fused
+from punica.ops.triton_ops.fused_moe_lora import fused
+from punica.ops.triton_ops.moe_plan import How
 from punica.wrapper import PunicaWrapperGPU
 from tests.ops.moe_cases import Case, World
 
@@ -38,7 +39,7 @@ GRID_FP8 = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*GRID[::3], *GRID_FP8[::2]], ids=str)
+@pytest.mark.parametrize("case", [*GRID[::3], *GRID_FP8[::7]], ids=str)
 @pytest.mark.parametrize("path", ["two_stage", "one_shot", "small_batch", None])
 def test_every_path(case: Case, path: str | None):
     if (path == "small_batch" and (case.rank > 64 or not case.naive)) or (path == "one_shot" and case.rank > 128):

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 CASE = {
     "layer": "qwen3", "tokens": 8, "rank": 16, "dtype": "bfloat16", "down": False, "naive": False, "path": None,
-    "ranks": True, "fp8": None,
+    "ranks": True, "fp8": None, "block": 0, "w8a8": False,
 }  # fmt: skip
 E4M3 = "float8_e4m3fn"
 USUAL = [
@@ -35,6 +35,13 @@ OTHERS = [
         {"rank": 64, "tokens": 512, "dtype": "float32", "layer": "odd"},
         {"rank": 64, "tokens": 128, "fp8": "float8_e5m2", "ranks": False},
         {"path": "one_shot", "down": True, "fp8": E4M3},
+        *(
+            {"path": path, "naive": True, "fp8": E4M3, "w8a8": w8a8, "block": block, "rank": 64}
+            for path in ("two_stage", "one_shot", "small_batch")
+            for w8a8, block in ((True, 0), (True, 128), (False, 32))
+        ),
+        {"path": "two_stage", "tokens": 128, "fp8": E4M3, "w8a8": True, "block": 128, "rank": 64},
+        {"path": "two_stage", "tokens": 128, "fp8": "float8_e5m2", "block": 20, "rank": 64, "dtype": "float32"},
         {"path": "small_batch", "naive": True, "rank": 64, "fp8": E4M3},
         {"rank": 256, "tokens": 256, "fp8": E4M3, "dtype": "float16"},
         {"rank": 64, "tokens": 8, "down": True, "path": "two_stage"},
