@@ -93,18 +93,19 @@ def shrink_config(work: Work) -> Config:
     if shrinks_by_rows(work):
         most_k = 256 if form.hidden <= 2048 else 512 if form.hidden <= 4096 and work.naive else 1024
         block_k = min(block_at_least(form.hidden), most_k)
-        steps = 2 if block_k <= 512 else 1
+        steps = 2 if block_k <= 512 and form.hidden > 1024 else 1
         return {
             "rows": True, "block_n": min(lanes, 16), "block_k": block_k,
             "split_k": min(16, cdiv(form.hidden, block_k * steps)), "group_m": 1, "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
     tiles = form.experts if work.invariant else work.tiles
     most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
-    least = min(most, form.hidden // 1024) if tiles < 256 else 1
-    split_k = max(_power_below(WANTED / tiles, most), least, 1)
+    least = min(most, block_at_least(max(1, form.hidden // 1024), 1)) if tiles < 256 else 1
+    split_k = max(_power_below(WANTED / tiles, most), least)
+    block_k, stages = (256, 3) if form.hidden <= 1024 else (128, 4)
     return {
-        "rows": False, "block_n": lanes, "block_k": 128, "split_k": split_k, "group_m": 1, "num_warps": 4,
-        "num_stages": 4,
+        "rows": False, "block_n": lanes, "block_k": block_k, "split_k": split_k, "group_m": 1, "num_warps": 4,
+        "num_stages": stages,
     }  # fmt: skip
 
 
@@ -112,10 +113,10 @@ def expand_config(work: Work) -> Config:
     """Keys as in `configs`, and ``group_m``."""
     form, lanes = work.form, block_at_least(work.form.rank)
     if expands_by_rows(work):
-        block_n = max(32, min(block_at_least(form.width), (8192 if form.width >= 4096 else 4096) // lanes))
+        block_n = max(32, min(block_at_least(form.width), (8192 if form.width >= 1024 else 4096) // lanes))
         return {
-            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1, "group_m": 1, "num_warps": 2,
-            "num_stages": 1,
+            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1, "group_m": 1,
+            "num_warps": 4 if 1024 <= form.width < 4096 else 2, "num_stages": 1,
         }  # fmt: skip
     blocks = work.tiles * form.slices * cdiv(form.width, 128)
     tiles_n, block_n = _power_below(blocks / WANTED_EXPAND, 16), 128
