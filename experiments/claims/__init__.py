@@ -12,4 +12,4 @@ To add a claim's function, write it in the module of its figure with `@claim("C4
 from experiments.claims import fig01, fig07, fig08, fig09, fig10, fig11, scheduling, sec52  # they fill CLAIMS
 from experiments.claims.finding import CLAIMS, Finding, claim
 from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
-from experiments.claims.rows import NotTestable
+from experiments.claims.rows import NotMeasured, NotTestable

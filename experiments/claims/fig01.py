@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows, curve, model_for, numbers, pick, ratio, smallest_step
+from experiments.claims.rows import NotMeasured, Rows, curve, model_for, numbers, pick, ratio, smallest_step
 
 
 def _panel(rows: Rows, panel: str) -> tuple[pd.DataFrame, str]:
@@ -58,7 +58,7 @@ def prefill_is_linear(rows: Rows) -> Finding:
     curves = {length: curve(frame, "step_latency", seq_len=length) for length in _lengths(frame)}
     curves = {length: values for length, values in curves.items() if len(values) >= 3 and 1 in values.index}
     if not curves:
-        raise NotTestable("a line needs prefill at batch 1 and at two more batch sizes")
+        raise NotMeasured("a line needs prefill at batch 1 and at two more batch sizes")
     fit = {length: float(np.corrcoef(values.index, values)[0, 1] ** 2) for length, values in curves.items()}
     long = [length for length in curves if length >= 512] or [max(curves)]
     per_row = {length: ratio(curves[length], curves[length].index[-1], 1) / curves[length].index[-1] for length in long}

@@ -6,7 +6,7 @@ C44, the size of an adapter, is arithmetic and needs no rows: `experiments.claim
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import MODELS, SECONDS, NotTestable, Rows, model_for, pick
+from experiments.claims.rows import MODELS, SECONDS, NotMeasured, NotTestable, Rows, model_for, pick
 
 FIGURE = "text 5.2"
 SYSTEM, LINK = "punica", "link"
@@ -55,7 +55,7 @@ def loading_takes_milliseconds(rows: Rows) -> Finding:
         f"copy at {bandwidth:.1f} GB/s, {100 * load / step:.1f} % of a {step:.3g} ms step "
         f"({100 * load * scale / step:.1f} % if the link had the paper's {PAPER_LINK:g} GB/s)"
     )
-    return Finding(quantities, text)
+    return Finding(quantities, text, models=(model,))
 
 
 @claim("C43")
@@ -73,7 +73,7 @@ def loading_hides_behind_a_step(rows: Rows) -> Finding:
     quantities = {"load_over_step": load / step}
     try:
         stall = _milliseconds(beside, "overlap", "stall")
-    except NotTestable:
+    except NotMeasured:
         return Finding(quantities, text)
     quantities["stall_over_step"] = stall / step
     return Finding(quantities, f"{text}; the step beside a load {100 * stall / step:+.1f} %")
