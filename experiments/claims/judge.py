@@ -126,7 +126,7 @@ def _judged(
     return {
         "our_value": finding.text,
         "verdict": verdict,
-        "why": WHYS[statement.id](rows) if verdict == DIFFERS and statement.id in WHYS else "",
+        "why": _why(statement, rows) if verdict == DIFFERS else "",
         "reason": _missing(bounds["shape"], finding) if unmeasured else "",
         "command": command(statement, hardware) if unmeasured else "",
         "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
@@ -134,6 +134,13 @@ def _judged(
         "disturbed": disturbed,
         "kind": finding.kind,
     }
+
+
+def _why(statement: Statement, rows: Rows) -> str:
+    try:
+        return WHYS[statement.id](rows) if statement.id in WHYS else "the arithmetic does not come out"
+    except NoVerdict as missing:
+        return f"these rows do not say ({missing})"
 
 
 def decide(relation: Outcome, shape: Outcome) -> str:
