@@ -85,7 +85,7 @@ def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, row
     }
     try:
         if bounds is None or statement.id not in CLAIMS:
-            raise NotMeasured(f"no rows of {_place(statement.figure)} yet")
+            raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
         rows.asked.clear()
         finding = CLAIMS[statement.id](rows)
     except NoVerdict as reason:
@@ -99,6 +99,8 @@ _EMPTY: Mapping[str, str | bool] = dict.fromkeys(
 
 
 def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, str]:
+    if statement.id not in CLAIMS:
+        return {"verdict": NOT_IMPLEMENTED, "reason": str(reason)}
     if not scripts_of(statement):
         return {"verdict": NOT_IMPLEMENTED, "reason": f"no script measures {_place(statement.figure)}"}
     why_not = str(reason) if isinstance(reason, NotTestable) else impossible(statement, hardware)
