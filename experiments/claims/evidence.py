@@ -13,8 +13,8 @@ from experiments.claims.bounds import Interval
 from experiments.claims.finding import ClaimFunction, Finding
 from experiments.claims.rows import NoVerdict, Rows
 
-PROBE, SHIFT = 1.001, 1.1
-"""Factors on rows that show whether a quantity depends on them at all, and on disturbed ones."""
+PROBE, SHIFT = 0.001, 0.1
+"""By how much rows are changed to see whether a quantity depends on them at all, and on disturbed ones."""
 
 
 def intervals(function: ClaimFunction, rows: Rows, finding: Finding, figures: set[str]) -> dict[str, Interval]:
@@ -29,7 +29,7 @@ def intervals(function: ClaimFunction, rows: Rows, finding: Finding, figures: se
             below = math.hypot(*(max(0.0, value - min(span)) for span in spans))
             above = math.hypot(*(max(0.0, max(span) - value) for span in spans))
             known[name] = (value - below, value + above)
-    return {name: ends for name, ends in known.items() if ends[0] < ends[1]}
+    return {name: ends for name, ends in known.items() if not math.isclose(*ends, rel_tol=1e-9)}
 
 
 def _moved_by_ends(
@@ -39,15 +39,14 @@ def _moved_by_ends(
     depends: dict[str, bool] = {}
     for metric, low, high in rows.ends(figures):
         if metric not in depends:
-            depends[metric] = _changes(function, finding, rows.scaled(figures, PROBE, metric=metric))
+            depends[metric] = _changes(function, finding, rows.stirred(figures, PROBE, metric=metric))
         if depends[metric]:
             yield _ask(function, low) or finding.quantities, _ask(function, high) or finding.quantities
 
 
 def rests_on_disturbed(function: ClaimFunction, rows: Rows, finding: Finding, figures: set[str]) -> bool:
-    """Whether any quantity would be another if the disturbed points of ``figures`` were a tenth slower or faster."""
-    factors = SHIFT, 1 / SHIFT
-    return any(_changes(function, finding, rows.scaled(figures, factor, disturbed=True)) for factor in factors)
+    """Whether any quantity would be another if the disturbed points of ``figures`` were up to a tenth off."""
+    return any(_changes(function, finding, rows.stirred(figures, by, disturbed=True)) for by in (SHIFT, -SHIFT))
 
 
 def _changes(function: ClaimFunction, finding: Finding, changed: Rows | None) -> bool:

@@ -27,6 +27,7 @@ STAND_INS = {"llama-small": "7B"}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 """Unit of time -> seconds."""
 
+_GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
 
 
@@ -98,12 +99,15 @@ class Rows:
             low[place], high[place] = frame["ci_low"].iloc[place], frame["ci_high"].iloc[place]
             yield frame["metric"].iloc[place], self._with(frame, low), self._with(frame, high)
 
-    def scaled(self, figures: set[str], factor: float, **where: Any) -> "Rows | None":
-        """The rows of ``figures``, multiplied by ``factor`` where the columns equal ``where``; None when none does."""
+    def stirred(self, figures: set[str], by: float, **where: Any) -> "Rows | None":
+        """The rows of ``figures``, each one whose columns equal ``where`` times a factor of its own between ``1 - by``
+        and ``1 + by``, so that ratios of them change too; None when there is no such row.
+        """
         frame = self._frame[self._frame["figure"].isin(figures)]
         chosen = np.logical_and.reduce([frame[name].to_numpy() == value for name, value in where.items()])
+        spread = 2 * (np.arange(1, len(frame) + 1) * _GOLDEN % 1) - 1
         values = frame["value"].to_numpy(dtype=float)
-        return self._with(frame, np.where(chosen, factor * values, values)) if chosen.any() else None
+        return self._with(frame, np.where(chosen, (1 + by * spread) * values, values)) if chosen.any() else None
 
     def _with(self, frame: pd.DataFrame, values: np.ndarray) -> "Rows":
         rows = object.__new__(Rows)

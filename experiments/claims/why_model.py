@@ -35,7 +35,8 @@ def _parts(short: pd.Series, long: pd.Series, lengths: tuple[float, float], at_l
 
 def _decode(rows: Rows, at_long: bool) -> str:
     frame, model = panel_of(rows, "decode")
-    near, *_, far = lengths_of(frame)
+    lengths = lengths_of(frame)
+    near, far = lengths[0], lengths[-1]
     short, long = (curve(frame, "step_latency", seq_len=length) for length in (near, far))
     return f"{model}: {_parts(short, long, (near, far), at_long)}"
 
