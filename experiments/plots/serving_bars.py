@@ -12,7 +12,9 @@ from experiments.plots import style
 from experiments.plots.frames import beside, centre, described
 
 PAPER_NAMES = {ours: theirs for theirs, ours in reversed(SYSTEMS.items())}
-"""Our system -> the paper's that it stands for. DeepSpeed has the policy of FasterTransformer and is the paper's alone."""
+"""Our system -> the paper's that it stands for. DeepSpeed (same policy as FasterTransformer) is the paper's alone."""
+INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for system, name in PAPER_NAMES.items()}
+"""What is written on a bar that the paper alone has."""
 REFERENCE = "punica"
 ONE_MODEL = "Identical"
 SHADES = {"punica_static": 0.6, "punica_last_admitted": 0.3}
@@ -36,7 +38,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
             axis.set_xticks(range(len(places.workloads)), places.workloads)
             axis.grid(axis="x", visible=False)
             low, high = axis.get_ylim()
-            axis.set_ylim(low, high * (high / low) ** 0.12)  # room for the labels
+            axis.set_ylim(low, high * (high / low) ** 0.15)  # room for the labels
         models = ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(mine["model"]))
         axes[0, column].set_title(models)
         axes[1, column].axhline(1.0, color="0.3", linewidth=0.8)
@@ -116,7 +118,7 @@ def _bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper
         low, high = getattr(cell, "ci_low", None), getattr(cell, "ci_high", None)
         if not relative and pd.notna(low) and pd.notna(high):
             axis.vlines(left + 0.45 * width, low, high, color="0.2", linewidth=0.9, zorder=4)
-        name = f" {PAPER_NAMES[cell.system]}" if paper and places.alone(cell.system) else ""
+        name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
         text, colour = f"{value:.{2 if relative else 0}f}{name}", style.PAPER_GREY if paper else "0.2"
         style.note(axis, text, left + 0.45 * width, value, va="bottom", rotation=90, fontsize=5.5, color=colour)
 
@@ -125,12 +127,12 @@ _PAPER = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--"
 
 
 def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str) -> None:
-    named = {ours: theirs for theirs, ours in SYSTEMS.items() if (paper["system"] == theirs).any()}
-    handles = [
-        Patch(color=_colour(name), label=f"{name} ({named[name]})" if name in named else name)
-        for name in dict.fromkeys(rows["system"])
-    ]
-    handles.append(Patch(label=style.PAPER_LABEL, **_PAPER))
+    ours = list(dict.fromkeys(rows["system"]))
+    known = [system for system in PAPER_NAMES if (paper["system"] == PAPER_NAMES[system]).any()]
+    names = {system: f"{system} ({PAPER_NAMES[system]})" if system in known else system for system in ours}
+    handles = [Patch(color=_colour(system), label=names[system]) for system in ours]
+    alone = [f"{INITIALS[system]}: {PAPER_NAMES[system]}" for system in known if system not in ours]
+    handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **_PAPER))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     title = f"Figure 11: text generation, at most {limit} requests per batch"
     style.caption(figure, title, f"{described(rows)}; {about}", handles, 4, columnspacing=1.4)
