@@ -6,7 +6,8 @@ Skewed lie between. Expected shape: Distinct moves straight up, Identical up and
 
 Timed: one expand launch, y += v B^T, after a check against the reference on the same inputs. The segment plan is built
 outside the timing, as a server builds it once per step for all layers. The roof is the machine's: measured, and
-on a known GPU that of its data sheet as well. Intensity counts the bytes of the dtype that ran, and, for the paper's own scale, two.
+on a known GPU that of its data sheet as well. Intensity counts the bytes of the dtype that ran, and, for the paper's
+own scale, two.
 
 Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
 """

@@ -53,8 +53,9 @@ def regime(rows: pd.DataFrame) -> str:
     cells = rows[~rows["panel"].str.endswith("ratios")]
 
     def span(metric: str) -> str:
-        values = cells.loc[cells["metric"] == metric, "value"]
-        return f"{values.min():,.0f} to {values.max():,.0f} {metric.split('_')[-1]}" if len(values) else ""
+        values = sorted(set(cells.loc[cells["metric"] == metric, "value"]))
+        ends = " to ".join(f"{value:,.0f}" for value in dict.fromkeys(values[:1] + values[-1:]))
+        return f"{ends} {metric.split('_')[-1]}" if values else ""
 
     wide = cells.pivot_table(index=["system", "workload"], columns="metric", values="value")
     prompts = ""
