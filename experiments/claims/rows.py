@@ -123,7 +123,7 @@ def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame[frame["statistic"].isin(CENTRAL) & (frame["scale"] != "smoke")]
     text = ["figure", "panel", "system", "workload", "model", "metric", "timer", "scale"]
     frame = frame.assign(**{name: frame[name].fillna("").astype(str) for name in text})
-    frame = frame.assign(disturbed=frame["disturbed"].map(lambda flag: flag is True or flag == "True"))
+    frame = frame.assign(disturbed=frame["disturbed"].eq(True))
     numeric = ["repeat", "ci_low", "ci_high", "value"]
     frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in numeric})
     # "count" rows of a sampled metric say how often it was measured; the median beside them is the number

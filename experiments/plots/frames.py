@@ -40,7 +40,8 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
     parts = frame[frame["repeat"].notna()]
     if parts.empty:
         return frame
-    key = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "statistic", "kind"]
+    key = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "scale", "metric"]
+    key += ["statistic", "kind"]
     made = []
     for _, group in parts.groupby(key, dropna=False, sort=False):
         loud = group["disturbed"].eq(True)
