@@ -91,7 +91,16 @@ def write_report(
     as_frame(verdicts).to_csv(target / f"{name}.csv", index=False, lineterminator="\n")
     older = older_note(frame.loc[frame["older"], "figure"])
     notes = [note for note in (disturbance(frame), certainty(verdicts), older) if note]
-    parts = ["# The paper's claims on this hardware", "", f"{total(verdicts)}.", "", _machine(frame), "", *(f"* {note}" for note in notes), ""]
+    parts = [
+        "# The paper's claims on this hardware",
+        "",
+        f"{total(verdicts)}.",
+        "",
+        _machine(frame),
+        "",
+        *(f"* {note}" for note in notes),
+        "",
+    ]
     parts += [*verdict_table(verdicts, figures, target), ""]
     if len(machines) > 1:
         parts += ["## Every machine that was measured", "", *machine_table(machines), ""]

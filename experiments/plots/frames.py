@@ -37,20 +37,24 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
     stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered.
     """
     frame = frame.assign(repeats=1)
-    parts = frame[frame["repeat"].notna()]
+    whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
     if parts.empty:
         return frame
     key = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "scale", "metric"]
     key += ["statistic", "kind"]
-    made = []
-    for _, group in parts.groupby(key, dropna=False, sort=False):
-        loud = group["disturbed"].eq(True)
-        counted = group if loud.all() else group[~loud]
-        of = {"p10": "min", "p90": "max", "count": "sum"}.get(group["statistic"].iloc[0], "median")
-        value = counted["value"].agg(of)
-        made.append(group.iloc[:1].assign(value=value, repeats=len(group), disturbed=bool(loud.all()), repeat=None))
-    whole = frame[frame["repeat"].isna()]
+    point = parts.groupby(key, dropna=False, sort=False)
+    parts = parts.assign(disturbed=parts["disturbed"].eq(True), repeats=point["value"].transform("size"))
+    loud = parts.groupby(key, dropna=False, sort=False)["disturbed"].transform("all")
+    counted = parts[loud | ~parts["disturbed"]]
+    made = [counted[counted["statistic"] == name] for name in dict.fromkeys(counted["statistic"])]
+    made = [part.assign(value=_over_repeats(part, key)).drop_duplicates(key) for part in made]
     return pd.concat([part for part in (whole, *made) if not part.empty], ignore_index=True)
+
+
+def _over_repeats(rows: pd.DataFrame, key: list[str]) -> pd.Series:
+    """What stands for the repeats of each of `rows`, which are all of one statistic."""
+    of = {"p10": "min", "p90": "max", "count": "sum"}.get(rows["statistic"].iloc[0], "median")
+    return rows.groupby(key, dropna=False, sort=False)["value"].transform(of)
 
 
 def paper_frame(folder: Path, figure: str) -> pd.DataFrame:

@@ -49,7 +49,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def regime(rows: pd.DataFrame) -> str:
-    """How much each bar served: requests, tokens and their share of prompts, and how often it was measured."""
+    """What each bar stands for: requests, tokens, their share of prompts, windows of steps, and how often measured."""
     cells = rows[~rows["panel"].str.endswith("ratios")]
 
     def span(metric: str) -> str:
@@ -63,7 +63,8 @@ def regime(rows: pd.DataFrame) -> str:
         prompts = f"{100 * (1 - wide['new_tokens'] / wide['total_tokens']).median():.1f} % of them of prompts"
     runs = int(rows["repeats"].max()) if "repeats" in rows and len(rows) else 1
     often = f"{runs} runs per bar" if runs > 1 else "one run per bar"
-    return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, often) if part)
+    windows = f"windows of {steps} of it" if (steps := span("window_steps")) else ""
+    return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, windows, often) if part)
 
 
 def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
@@ -135,5 +136,6 @@ def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str)
     alone = [f"{INITIALS[system]}: {PAPER_NAMES[system]}" for system in known if system not in ours]
     handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **_PAPER))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
-    title = f"Figure 11: text generation, at most {limit} requests per batch"
+    of = "" if set(rows["figure"]) == {"11"} else f" ({', '.join(dict.fromkeys(rows['figure']))})"
+    title = f"Figure 11: text generation, at most {limit} requests per batch{of}"
     style.caption(figure, title, f"{described(rows)}; {about}", handles, 4, columnspacing=1.4)
