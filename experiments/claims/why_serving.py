@@ -155,12 +155,12 @@ def batches_run_down(rows: Rows) -> str:
     missing = 100 * (1 - mean / cell.batch)
     if requests >= LONG:
         return (
-            f"in a stream of {requests:.0f} requests steps hold {mean:.3g} on the mean, {missing:.0f} % below the limit"
+            f"steps hold {mean:.3g} requests on the mean of a stream of {requests:.0f}, {missing:.0f} % under the limit"
         )
     return (
-        f"the claim is about {LONG} requests or more; here {requests:.0f} ran {steps:.0f} steps, {steps * mean:.0f} rows "
-        f"of the {steps * cell.batch:.0f} that full batches of {cell.batch:g} would hold: filling up and running down "
-        f"are {missing:.0f} % of so short a stream"
+        f"the claim is about {LONG} requests or more; here {requests:.0f} ran {steps:.0f} steps, {steps * mean:.0f} "
+        f"rows of the {steps * cell.batch:.0f} that full batches of {cell.batch:g} would hold: filling up and running "
+        f"down are {missing:.0f} % of so short a stream"
     )
 
 
