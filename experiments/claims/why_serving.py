@@ -155,7 +155,7 @@ def batches_run_down(rows: Rows) -> str:
     missing = 100 * (1 - mean / cell.batch)
     if requests >= LONG:
         return (
-            f"steps hold {mean:.3g} requests on the mean of a stream of {requests:.0f}, {missing:.0f} % under the limit"
+            f"steps hold {mean:.3g} requests on the mean of a stream of {requests:.0f}, {missing:.0f} % short"
         )
     return (
         f"the claim is about {LONG} requests or more; here {requests:.0f} ran {steps:.0f} steps, {steps * mean:.0f} "

@@ -110,7 +110,8 @@ class HardwareConf:
     """The device that is measured and its ceilings (`conf/hardware/*.yaml`).
 
     `bandwidth_gb_s` and `tflop_s` are datasheet numbers, which Figure 7 draws beside the roof that it measures
-    (`punica.measure.roofline`); null where there are none. Under `hardware=auto`, null means: as in the file of the hardware that was found.
+    (`punica.measure.roofline`); null where there are none. Under `hardware=auto`, null means: as in the file of the
+    hardware that was found.
     """
 
     name: str = MISSING  # slug, as in outputs/<name>
