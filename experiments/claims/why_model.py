@@ -20,7 +20,7 @@ def _parts(short: pd.Series, long: pd.Series, lengths: tuple[float, float], at_l
     Two curves over the batch at two context lengths decide it: what batch 32 costs more at the longer one is the cache.
     """
     near, far = lengths
-    cache = (at(long, LAST) - at(short, LAST)) / (LAST * (far - near)) if far > near else 0.0
+    cache = max(0.0, at(long, LAST) - at(short, LAST)) / (LAST * (far - near)) if far > near else 0.0
     length, latency = (far, long) if at_long else (near, short)
     whole, alone = at(latency, LAST), at(latency, 1)
     tokens = (LAST - 1) * length * cache

@@ -34,7 +34,8 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
     """`frame` with one row for those that differ by `repeat` alone, and their number in a column `repeats`.
 
     As the claims do: the median of those that nothing disturbed, or of all where none was quiet, and then the point
-    stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered.
+    stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered; a
+    count is the median one, too.
     """
     frame = frame.assign(repeats=1)
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
@@ -53,7 +54,7 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _over_repeats(rows: pd.DataFrame, key: list[str]) -> pd.Series:
     """What stands for the repeats of each of `rows`, which are all of one statistic."""
-    of = {"p10": "min", "p90": "max", "count": "sum"}.get(rows["statistic"].iloc[0], "median")
+    of = {"p10": "min", "p90": "max"}.get(rows["statistic"].iloc[0], "median")
     return rows.groupby(key, dropna=False, sort=False)["value"].transform(of)
 
 

@@ -138,4 +138,4 @@ def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str)
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     of = "" if set(rows["figure"]) == {"11"} else f" ({', '.join(dict.fromkeys(rows['figure']))})"
     title = f"Figure 11: text generation, at most {limit} requests per batch{of}"
-    style.caption(figure, title, f"{described(rows)}; {about}", handles, 4, columnspacing=1.4)
+    style.caption(figure, title, f"{described(rows)}; {about}", handles, 3, columnspacing=1.4)

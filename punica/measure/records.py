@@ -186,8 +186,13 @@ class RowFile:
         self.rows: list[Row] = read_rows(self.path) if self.path.exists() else []
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Add `rows`, in place of any rows of the same points, and write the file atomically."""
+        """Add `rows`, in place of any rows of the same points, and write the file atomically.
+
+        They stand where the first of those stood, so that a file stays in the order of its grid, which figures keep.
+        """
         points = {row.point for row in rows}
-        kept = [row for row in self.rows if row.point not in points]
-        write_rows(self.path, [*kept, *rows])
-        self.rows = [*kept, *rows]
+        place = next((index for index, row in enumerate(self.rows) if row.point in points), len(self.rows))
+        kept = [row for row in self.rows[place:] if row.point not in points]
+        changed = [*self.rows[:place], *rows, *kept]
+        write_rows(self.path, changed)
+        self.rows = changed

@@ -54,7 +54,7 @@ def test_a_new_measurement_replaces_the_rows_of_its_point_only(tmp_path):
     file.replace([ROW, replace(ROW, statistic="p10"), other])
     newer = replace(ROW, config_hash="new", value=1.0)
     file.replace([newer])
-    assert read_rows(tmp_path / "rows.csv") == [other, newer]
+    assert read_rows(tmp_path / "rows.csv") == [newer, other]  # in the place of the old ones
     assert [row.config_hash for row in RowFile(tmp_path / "rows.csv").rows].count("new") == 1
 
 
