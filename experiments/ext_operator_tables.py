@@ -33,9 +33,11 @@ Cost of table=all: minutes on a GPU, where kernels are compiled on first use (in
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +86,20 @@ def rows_of(table: str, found: list[Line]) -> list[Row]:
     """The measurements as rows of the repository's kind."""
     about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve())}
     about |= {"figure": "operator tables", "hardware": environment.hardware_slug(), "device": environment.device_name()}
-    about |= {"unit": "us", "statistic": "median", "model": "", "seq_len": None}
+    about |= {"unit": "us", "statistic": "median", "model": "", "seq_len": None, "scale": "paper"}
     out = []
     for line in found:
         operator = {"batch_size": line.operator.tokens, "rank": line.operator.rank, "workload": line.workload}
-        cell = {"panel": f"{table}: {line.label}", **operator, **about}
+        cell = {"panel": f"{table}: {line.label}", **operator, **about, "config_hash": _digest(table, line, about)}
         out += [Row(value=us, **cell, **_measured(name)) for name, us in line.us.items()]
     return out
+
+
+def _digest(table: str, line: Line, about: Mapping[str, object]) -> str:
+    """Twelve hex digits over what decides a line's numbers: operator, protocol, device and torch."""
+    protocol = [CALLS_PER_SET, MOST_CALLS, REPLAYS]
+    content = [table, line.label, asdict(line.operator), protocol, about["device"], about["torch"]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def _measured(column: str) -> dict[str, str]:

@@ -66,7 +66,7 @@ class StoredRows:
                 "statement": verdict.statement,
                 "paper": verdict.paper_value,
                 self.hardware: "; ".join(part for part in (verdict.our_value, verdict.reason) if part),
-                "verdict": f"**{verdict.verdict}**",
+                "verdict": f"**{verdict.verdict}**" + (f": {verdict.why}" if verdict.why else ""),
             }
             for verdict in chosen
         ]

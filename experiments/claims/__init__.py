@@ -5,11 +5,23 @@
 >>> verdicts[0].verdict                          # doctest: +SKIP
 'reproduced'
 
-To add a claim's function, write it in the module of its figure with `@claim("C45")` and add its bounds to
-``paper_results/claim_bounds.csv``.
+To add a claim's function, write it in the module of its figure with `@claim("C45")`, add its bounds to
+``paper_results/claim_bounds.csv`` and, in one of the ``why_`` modules, with `@why("C45")`, why it differs.
 """
 
-from experiments.claims import fig01, fig07, fig08, fig09, fig10, fig11, scheduling, sec52  # they fill CLAIMS
-from experiments.claims.finding import CLAIMS, Finding, claim
+from experiments.claims import (  # they fill CLAIMS  # they fill WHYS
+    fig01,
+    fig07,
+    fig08,
+    fig09,
+    fig10,
+    fig11,
+    scheduling,
+    sec52,
+    why_model,
+    why_operator,
+    why_serving,
+)
+from experiments.claims.finding import CLAIMS, WHYS, Finding, claim, why
 from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
-from experiments.claims.rows import NotTestable
+from experiments.claims.rows import NotMeasured, NotTestable

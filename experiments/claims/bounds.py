@@ -1,22 +1,50 @@
-"""The bounds of the claims, read from ``paper_results/claim_bounds.csv``: the tests are data, not code."""
+"""The bounds of the claims, read from ``paper_results/claim_bounds.csv``: the tests are data, not code.
+
+A bound may count only on the paper's class of hardware (column ``where``): a ratio of systems on a data-centre GPU that
+runs the paper's models, an absolute time on an A100 that does. Elsewhere the relation it belongs to cannot hold.
+"""
 
 import csv
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from experiments.claims.paper import paper_file
+from experiments.claims.rows import MODELS
 
 FILE = "claim_bounds.csv"
 TESTS = ("relation", "shape")
 WHEN = ("always", "measured")
+WHERE = {"any": "", "data centre": " (on a data-centre GPU with the paper's models)", "A100": " (on an A100)"}
+"""Class of hardware on which a bound counts -> how the report says so."""
+ENDS = ("", "low", "high")
+
+_DATA_CENTRE = {
+    "v100", "a100", "a800", "a30", "a40", "l40", "l40s", "h20", "h100", "h200", "h800", "gh200", "b100", "b200", "b300",
+}  # fmt: skip
+_PAPER_MODELS = {name for names in MODELS.values() for name in names}
+
+Interval = tuple[float, float]
+
+
+class Outcome(Enum):
+    """What came of one test, or of one bound."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    NOISE = "within noise"  # a bound lies inside the interval of its quantity
+    ELSEWHERE = "counts elsewhere"  # only on another class of hardware
+    MISSING = "missing"  # a quantity that it needs was not measured
 
 
 @dataclass(frozen=True)
 class Bound:
-    """``low <= quantity <= high`` for one quantity of one claim; an infinite end is no bound."""
+    """``low <= quantity <= high`` for one quantity of one claim; an infinite end is no bound, a ``strict`` end is not
+    included.
+    """
 
     claim: str
     test: str
@@ -25,17 +53,37 @@ class Bound:
     high: float
     when: str
     reading: str
+    strict: str = ""
+    where: str = "any"
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` lies inside, both ends included."""
-        return self.low <= value <= self.high
+        """Whether ``value`` lies inside, both ends included but for a strict one."""
+        above = value > self.low if self.strict == "low" else value >= self.low
+        below = value < self.high if self.strict == "high" else value <= self.high
+        return above and below
+
+    def outcome(self, value: float, interval: Interval | None = None) -> Outcome:
+        """Holds or fails for all of ``interval`` (of ``value`` alone without one), else it is within noise."""
+        low, high = interval or (value, value)
+        if self.holds(low) and self.holds(high):
+            return Outcome.HOLDS
+        beside = high < self.low or low > self.high
+        return Outcome.FAILS if beside or not (interval and low < high) else Outcome.NOISE
+
+    def counts(self, hardware: str, models: Sequence[str]) -> bool:
+        """Whether it counts for ``models`` (none: an operator) on the machine called ``hardware``, e.g. ``h200``."""
+        kinds = set(hardware.lower().split("-"))
+        here = {"any": True, "data centre": bool(kinds & _DATA_CENTRE), "A100": "a100" in kinds}[self.where]
+        return here and (self.where == "any" or set(models) <= _PAPER_MODELS)
 
     def __str__(self) -> str:
         if self.low == self.high:
             return f"{self.quantity} = {self.low:.7g}"
-        low = f"{self.low:.7g} <= " if math.isfinite(self.low) else ""
-        high = f" <= {self.high:.7g}" if math.isfinite(self.high) else ""
-        return f"{self.quantity} >= {self.low:.7g}" if low and not high else f"{low}{self.quantity}{high}"
+        above, below = (" <" if self.strict == end else " <=" for end in ("low", "high"))
+        low = f"{self.low:.7g}{above} " if math.isfinite(self.low) else ""
+        high = f"{below} {self.high:.7g}" if math.isfinite(self.high) else ""
+        alone = f"{self.quantity}{above.replace('<', '>')} {self.low:.7g}"
+        return alone if low and not high else f"{low}{self.quantity}{high}"
 
 
 def read_bounds(folder: str | Path) -> dict[str, dict[str, list[Bound]]]:
@@ -50,9 +98,10 @@ def read_bounds(folder: str | Path) -> dict[str, dict[str, list[Bound]]]:
 
 
 def _bound(line: Mapping[str, str], where: str) -> Bound:
-    for name, allowed in (("test", TESTS), ("when", WHEN)):
+    for name, allowed in (("test", TESTS), ("when", WHEN), ("strict", ENDS), ("where", tuple(WHERE))):
         if line[name] not in allowed:
-            raise ValueError(f"{where}: {name} is {line[name]!r}; it must be one of {', '.join(allowed)}")
+            choices = ", ".join(entry or "empty" for entry in allowed)
+            raise ValueError(f"{where}: {name} is {line[name]!r}; it must be one of {choices}")
     try:
         low = float(line["low"] or "-inf")
         high = float(line["high"] or "inf")
@@ -60,25 +109,36 @@ def _bound(line: Mapping[str, str], where: str) -> Bound:
         raise ValueError(f"{where}: low={line['low']!r}, high={line['high']!r} must be numbers or empty") from None
     if low > high:
         raise ValueError(f"{where}: low={low} is above high={high}; swap them")
-    return Bound(line["claim"], line["test"], line["quantity"], low, high, line["when"], line["reading"])
+    named = {name: line[name] for name in ("claim", "test", "quantity", "when", "reading", "strict", "where")}
+    return Bound(low=low, high=high, **named)
 
 
-def holds_all(bounds: Sequence[Bound], quantities: Mapping[str, float]) -> bool | None:
-    """True when every bound holds, False when one fails, None when none fails but a needed quantity is absent.
+def outcome_of(
+    bounds: Sequence[Bound], quantities: Mapping[str, float], intervals: Mapping[str, Interval] | None = None,
+    hardware: str = "", models: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """The outcome of one test on a machine: of its bounds' outcomes the worst, a failure first, then noise.
 
-    A test without bounds is None: there is nothing that could hold.
+    ``intervals`` of quantities that are not in it are unknown: their values are taken as exact. A test without a bound
+    that can be applied is missing: there is nothing that could hold.
     """
-    known = [bound for bound in bounds if _known(quantities, bound.quantity)]
-    if not all(bound.holds(quantities[bound.quantity]) for bound in known):
-        return False
-    needed = {bound.quantity for bound in bounds if bound.when == "always"}
-    return True if known and needed <= {bound.quantity for bound in known} else None
-
-
-def _known(quantities: Mapping[str, float], name: str) -> bool:
-    return name in quantities and not math.isnan(quantities[name])
+    found, applied = set(), False
+    for bound in bounds:
+        value = quantities.get(bound.quantity, math.nan)
+        if not bound.counts(hardware, models):
+            found.add(Outcome.ELSEWHERE)
+        elif math.isnan(value):
+            found |= {Outcome.MISSING} if bound.when == "always" else set()
+        else:
+            applied = True
+            found.add(bound.outcome(value, (intervals or {}).get(bound.quantity)))
+    for worst in (Outcome.FAILS, Outcome.NOISE, Outcome.MISSING, Outcome.ELSEWHERE):
+        if worst in found:
+            return worst
+    return Outcome.HOLDS if applied else Outcome.MISSING
 
 
 def described(bounds: Sequence[Bound]) -> str:
     """All bounds of one test in a line, e.g. ``1.3 <= ratio <= 3, batching_gain >= 10``."""
-    return ", ".join(str(bound) + (" (where measured)" if bound.when == "measured" else "") for bound in bounds)
+    said = [str(b) + WHERE[b.where] + (" (where measured)" if b.when == "measured" else "") for b in bounds]
+    return ", ".join(said)

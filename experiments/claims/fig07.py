@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import SECONDS, NotTestable, Rows, at, curve, numbers, ratio, smallest_step
+from experiments.claims.finding import SIMULATED, Finding, claim
+from experiments.claims.rows import SECONDS, NotMeasured, Rows, at, curve, numbers, ratio, smallest_step
 from punica.measure.roofline import sgmv_flop, sgmv_intensity
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
@@ -14,7 +14,7 @@ def _flops(frame: pd.DataFrame, workload: str) -> pd.Series:
     """Achieved FLOP/s by batch size: the row itself, or from its latency."""
     try:
         return curve(frame, "achieved_flops", system="SGMV", workload=workload, rank=H_IN)
-    except NotTestable:
+    except NotMeasured:
         latency = curve(frame, "latency", system="SGMV", workload=workload, rank=H_IN)
         unit = SECONDS[frame.loc[frame["metric"] == "latency", "unit"].iloc[0]]
         flop = [sgmv_flop(int(size), H_IN, H_OUT) for size in latency.index]
@@ -28,7 +28,7 @@ def distinct_intensity_is_constant(rows: Rows) -> Finding:
     intensity = [sgmv_intensity(rows_, models(rows_), H_IN, H_OUT) for rows_ in range(1, 65)]
     text = f"{intensity[0]:.6f} FLOP/byte at batch 1, {intensity[-1]:.6f} at batch 64"
     spread = max(intensity) / min(intensity) - 1
-    return Finding({"smallest": min(intensity), "largest": max(intensity), "spread": spread}, text, "simulated")
+    return Finding({"smallest": min(intensity), "largest": max(intensity), "spread": spread}, text, SIMULATED)
 
 
 @claim("C06")

@@ -4,14 +4,14 @@ import pandas as pd
 
 from experiments.claims.fig08 import SHARED
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows, at, curve, numbers, pick, ratio, smallest_step
+from experiments.claims.rows import NotMeasured, Rows, at, curve, numbers, pick, ratio, smallest_step
 
 
 def _frame(rows: Rows) -> tuple[pd.DataFrame, list[int]]:
     frame = pick(rows.figure("9"), system="SGMV", metric="latency")
     ranks = sorted(int(rank) for rank in frame["rank"].dropna().unique())
     if not {8, 64} <= set(ranks):
-        raise NotTestable(f"ranks 8 and 64 are needed, measured: {', '.join(map(str, ranks))}")
+        raise NotMeasured(f"ranks 8 and 64 are needed, measured: {', '.join(map(str, ranks))}")
     return frame, ranks
 
 

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotTestable, Rows, curve, models_in, pick, ratio
+from experiments.claims.rows import NotMeasured, Rows, curve, models_in, pick, ratio
 from punica.workload.popularity import PAPER_WORKLOADS
 
 
@@ -37,7 +37,7 @@ def context_reduces_the_batching_effect(rows: Rows) -> Finding:
     """Growth at the long context minus growth at the short one: smallest over models and workloads."""
     frame, models, short, long = layers(rows)
     if short == long:
-        raise NotTestable(f"two context lengths are needed, measured: {short:g}")
+        raise NotMeasured(f"two context lengths are needed, measured: {short:g}")
     growth = [(_increase(frame, model, short), _increase(frame, model, long)) for model in models.values()]
     points = [far[workload] - near[workload] for near, far in growth for workload in PAPER_WORKLOADS]
     text = f"{min(points):.0f} to {max(points):.0f} points ({', '.join(models.values())}, len {short:g} to {long:g})"
@@ -55,7 +55,7 @@ def workloads_cost_the_same(rows: Rows) -> Finding:
             latency = curve(cells, "layer_latency", over="workload")
             missing = [name for name in PAPER_WORKLOADS if name not in latency.index]
             if missing:
-                raise NotTestable(f"no batch 32 of {', '.join(missing)} ({model}, len {length:g})")
+                raise NotMeasured(f"no batch 32 of {', '.join(missing)} ({model}, len {length:g})")
             distinct.append(float(latency["Distinct"] / latency["Identical"]))
             shared += [float(latency[name] / latency["Identical"]) for name in ("Uniform", "Skewed")]
     text = f"Distinct {', '.join(f'{v:.3f}' for v in distinct)}; Uniform, Skewed {min(shared):.2f}-{max(shared):.2f}"

@@ -4,7 +4,18 @@ import pandas as pd
 
 from experiments.claims.fig10 import layers
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import MODELS, NotTestable, Rows, at, curve, model_for, models_in, pick, smallest_step
+from experiments.claims.rows import (
+    MODELS,
+    NotMeasured,
+    NotTestable,
+    Rows,
+    at,
+    curve,
+    model_for,
+    models_in,
+    pick,
+    smallest_step,
+)
 from punica.workload.popularity import PAPER_WORKLOADS
 
 PUNICA, RELEASED_RULE = "punica", "punica_last_admitted"
@@ -30,13 +41,13 @@ class Serving:
         return bool(((self.frame["system"] == system) & (self.frame["metric"] == "throughput")).any())
 
     def throughput(self, system: str) -> pd.Series:
-        """By workload; NotTestable when the system was not measured."""
+        """By workload; NotMeasured when the system was not measured."""
         return curve(self.frame, "throughput", over="workload", system=system)
 
     def get(self, system: str, workload: str) -> float:
         values = self.throughput(system)
         if workload not in values.index:
-            raise NotTestable(f"{system} was not measured on {workload} ({self.model})")
+            raise NotMeasured(f"{system} was not measured on {workload} ({self.model})")
         return float(values[workload])
 
     def best_baseline(self, workload: str) -> float:
@@ -60,7 +71,7 @@ class Serving:
 
 
 def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
-    """One `Serving` per role that was measured; NotTestable when none was."""
+    """One `Serving` per role that was measured; NotMeasured when none was."""
     frame = rows.figure("11", "12") if "70B" in roles else rows.figure("11")
     return [Serving(rows, role) for role in models_in(frame, roles)]
 
@@ -86,13 +97,14 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
     cell = Serving(rows, "7B")
     scales = set(cell.frame["scale"])
     if scales != {"paper"} or cell.model not in MODELS["7B"]:
-        raise NotTestable(f"needs the 7B model on full-length requests (rows are {cell.model}, {', '.join(scales)})")
+        elsewhere = NotTestable if "cpu" in set(cell.frame["hardware"]) else NotMeasured
+        raise elsewhere(f"needs the 7B model on full-length requests (rows are {cell.model}, {', '.join(scales)})")
     step = cell.step_ms()
     if step is None:
-        raise NotTestable("figure 11 has no steps and total_tokens of punica, Identical")
+        raise NotMeasured("figure 11 has no steps and total_tokens of punica, Identical")
     frame, _, short, long = layers(rows)
     if (short, long) != (512, 2048):
-        raise NotTestable(f"figure 10 needs len 512 and 2048, measured: {short:g} and {long:g}")
+        raise NotMeasured(f"figure 10 needs len 512 and 2048, measured: {short:g} and {long:g}")
     cells = pick(frame, model=model_for(frame, "7B"), workload="Identical")
     bounds = [LAYERS_7B * at(curve(cells, "layer_latency", seq_len=length), 32) / 1e3 for length in (short, long)]
     place = (step - bounds[0]) / (bounds[1] - bounds[0])
@@ -119,21 +131,23 @@ def twelvefold(rows: Rows) -> Finding:
     cell = Serving(rows, "7B")
     speedup = cell.get(PUNICA, "Distinct") / cell.best_baseline("Distinct")
     compared = ", ".join(system for system in BASELINES if cell.has(system))
-    return Finding({"speedup": speedup}, f"{speedup:.2f} ({cell.model}, max batch {cell.batch:g}, against {compared})")
+    text = f"{speedup:.2f} ({cell.model}, max batch {cell.batch:g}, against {compared})"
+    return Finding({"speedup": speedup}, text, models=(cell.model,))
 
 
 @claim("C30")
 def speedup_by_workload(rows: Rows) -> Finding:
     """Punica over the best baseline on Distinct, Uniform, Skewed, for every model that was measured."""
     quantities: dict[str, float] = {}
-    texts, steps = [], []
-    for cell in serving(rows, ("7B", "13B", "70B")):
+    texts, steps, cells = [], [], serving(rows, ("7B", "13B", "70B"))
+    for cell in cells:
         speedup = [cell.get(PUNICA, workload) / cell.best_baseline(workload) for workload in MIXED]
         quantities |= {f"{cell.role} {w}": value for w, value in zip(MIXED, speedup, strict=True)}
         steps.append(smallest_step(speedup[::-1]))
         texts.append(f"{cell.model}: {', '.join(f'{value:.2f}' for value in speedup)}")
     smallest = min(quantities.values())
-    return Finding({**quantities, "smallest_step": min(steps), "smallest": smallest}, "; ".join(texts))
+    quantities |= {"smallest_step": min(steps), "smallest": smallest}
+    return Finding(quantities, "; ".join(texts), models=tuple(cell.model for cell in cells))
 
 
 @claim("C31")
@@ -190,7 +204,7 @@ def baseline_collapses_70b(rows: Rows) -> Finding:
     left = cell.collapse(CONTINUOUS)
     speedup = cell.get(PUNICA, "Distinct") / cell.get(CONTINUOUS, "Distinct")
     text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.model})"
-    return Finding({"distinct_over_identical": left, "speedup": speedup}, text)
+    return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.model,))
 
 
 @claim("C40")
@@ -210,4 +224,4 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
     if (step := cell.step_ms()) is not None:
         quantities["extra_ms"] = step * share
         text = f"{step * share:.2f} ms, {text}"
-    return Finding(quantities, text)
+    return Finding(quantities, text, models=(cell.model,))

@@ -1,25 +1,35 @@
 """Verdicts: our value of every claim against its bounds."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.bounds import Bound, described, holds_all, read_bounds
-from experiments.claims.finding import CLAIMS, Finding
+from experiments.claims.bounds import Bound, Interval, Outcome, described, outcome_of, read_bounds
+from experiments.claims.evidence import intervals, rests_on_disturbed
+from experiments.claims.finding import CLAIMS, SIMULATED, WHYS, Finding
 from experiments.claims.paper import Statement, read_claims
-from experiments.claims.rows import NotTestable, Rows
+from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
+from experiments.claims.unjudged import command, impossible, scripts_of
 from punica.measure.records import COLUMNS
 
-REPRODUCED, SHAPE, DIFFERS = "reproduced", "shape holds", "differs"
-NOT_TESTABLE = "not testable on this hardware"
-VERDICTS = (REPRODUCED, SHAPE, DIFFERS, NOT_TESTABLE)
+REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
+ARITHMETIC = "holds by arithmetic"
+NOT_MEASURED, NOT_TESTABLE = "not measured here", "not testable on this hardware"
+NOT_IMPLEMENTED = "not implemented"
+DECIDED = (REPRODUCED, SHAPE, DIFFERS)
+JUDGED = (*DECIDED, NOISE)
+"""Verdicts on measurements."""
+VERDICTS = (REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, NOT_MEASURED, NOT_TESTABLE, NOT_IMPLEMENTED)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim, judged. ``quantities`` are the numbers that the bounds apply to; ``reason`` is what was missing;
-    ``older_source`` are the claim's figures whose rows were measured by other code than is here now.
+    """One claim, judged. ``quantities`` are the numbers that the bounds apply to and ``interval`` those of them whose
+    interval is known; ``why`` says what makes our value differ; ``disturbed`` whether it rests on disturbed points;
+    ``reason`` is what was missing and ``command`` what would measure it; ``older_source`` are the claim's figures whose
+    rows were measured by other code than is here now.
     """
 
     id: str
@@ -31,8 +41,12 @@ class Verdict:
     relation_tested: str
     shape_tested: str
     verdict: str
+    why: str
     reason: str
+    command: str
     quantities: str
+    interval: str
+    disturbed: bool
     kind: str
     hardware: str
     older_source: str = ""
@@ -58,48 +72,88 @@ def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
 
 def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, rows: Rows, hardware: str) -> Verdict:
     """The verdict on one claim; ``bounds`` are its bounds by test (`read_bounds`), None when it has none yet."""
-    finding, reason = _finding(statement, rows)
-    relation = shape = None
-    if finding is not None and bounds is not None:
-        relation, shape = (holds_all(bounds[test], finding.quantities) for test in ("relation", "shape"))
-        if not relation and shape is None:
-            reason = _missing(bounds["shape"], finding)
-    quantities = finding.quantities if finding else {}
-    return Verdict(
-        id=statement.id,
-        statement=statement.statement,
-        figure=statement.figure,
-        paper_value=statement.expected_value,
-        our_value=finding.text if finding else "",
-        unit=statement.unit,
-        relation_tested=described(bounds["relation"]) if bounds else "",
-        shape_tested=described(bounds["shape"]) if bounds else "",
-        verdict=decide(relation, shape),
-        reason=reason,
-        quantities="; ".join(f"{name}={value:.6g}" for name, value in quantities.items()),
-        kind=finding.kind if finding else "",
-        hardware=hardware,
-        older_source=", ".join(rows.older(statement.figure.split(", "))),
-    )
-
-
-def decide(relation: bool | None, shape: bool | None) -> str:
-    """The verdict from its two tests; None means that a test could not be applied."""
-    if relation:
-        return REPRODUCED
-    if shape:
-        return SHAPE
-    return NOT_TESTABLE if shape is None else DIFFERS
-
-
-def _finding(statement: Statement, rows: Rows) -> tuple[Finding | None, str]:
-    function = CLAIMS.get(statement.id)
-    if function is None:
-        return None, f"no rows of {_place(statement.figure)} yet"
+    said: dict[str, str | bool] = {
+        "id": statement.id,
+        "statement": statement.statement,
+        "figure": statement.figure,
+        "paper_value": statement.expected_value,
+        "unit": statement.unit,
+        "relation_tested": described(bounds["relation"]) if bounds else "",
+        "shape_tested": described(bounds["shape"]) if bounds else "",
+        "hardware": hardware,
+        "older_source": ", ".join(rows.older(statement.figure.split(", "))),
+    }
     try:
-        return function(rows), ""
-    except NotTestable as reason:
-        return None, str(reason)
+        if bounds is None or statement.id not in CLAIMS:
+            raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
+        rows.asked.clear()
+        finding = CLAIMS[statement.id](rows)
+    except NoVerdict as reason:
+        return Verdict(**{**_EMPTY, **said, **_unjudged(statement, hardware, reason)})  # type: ignore[arg-type]
+    return Verdict(**{**_EMPTY, **said, **_judged(statement, bounds, finding, rows, hardware)})  # type: ignore[arg-type]
+
+
+_EMPTY: Mapping[str, str | bool] = dict.fromkeys(
+    ("our_value", "why", "reason", "command", "quantities", "interval", "kind"), ""
+) | {"disturbed": False}
+
+
+def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, str]:
+    if statement.id not in CLAIMS:
+        return {"verdict": NOT_IMPLEMENTED, "reason": str(reason)}
+    if not scripts_of(statement):
+        return {"verdict": NOT_IMPLEMENTED, "reason": f"no script measures {_place(statement.figure)}"}
+    why_not = str(reason) if isinstance(reason, NotTestable) else impossible(statement, hardware)
+    if why_not:
+        return {"verdict": NOT_TESTABLE, "reason": why_not}
+    return {"verdict": NOT_MEASURED, "reason": str(reason), "command": command(statement, hardware)}
+
+
+def _judged(
+    statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows, hardware: str
+) -> dict[str, str | bool]:
+    function, figures = CLAIMS[statement.id], set(rows.asked)
+    known: dict[str, Interval] = {}
+    disturbed = False
+    if finding.kind != SIMULATED:
+        known = intervals(function, rows, finding, figures)
+        disturbed = rests_on_disturbed(function, rows, finding, figures)
+    relation, shape = (
+        outcome_of(bounds[test], finding.quantities, known, hardware, finding.models) for test in ("relation", "shape")
+    )
+    verdict = decide(relation, shape)
+    if finding.kind == SIMULATED and verdict in (REPRODUCED, SHAPE):
+        verdict = ARITHMETIC
+    unmeasured = verdict == NOT_MEASURED
+    return {
+        "our_value": finding.text,
+        "verdict": verdict,
+        "why": _why(statement, rows) if verdict == DIFFERS else "",
+        "reason": _missing(bounds["shape"], finding) if unmeasured else "",
+        "command": command(statement, hardware) if unmeasured else "",
+        "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
+        "interval": "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
+        "disturbed": disturbed,
+        "kind": finding.kind,
+    }
+
+
+def _why(statement: Statement, rows: Rows) -> str:
+    try:
+        return WHYS[statement.id](rows) if statement.id in WHYS else "the arithmetic does not come out"
+    except NoVerdict as missing:
+        return f"these rows do not say ({missing})"
+
+
+def decide(relation: Outcome, shape: Outcome) -> str:
+    """The verdict from its two tests: both must hold to be reproduced, and a failed shape test always differs."""
+    if shape is Outcome.FAILS:
+        return DIFFERS
+    if shape is Outcome.MISSING:
+        return NOT_MEASURED
+    if Outcome.NOISE in (shape, relation):
+        return NOISE
+    return REPRODUCED if relation is Outcome.HOLDS else SHAPE
 
 
 def _place(figure: str) -> str:
@@ -117,5 +171,5 @@ def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:
 
 
 def counts(verdicts: list[Verdict]) -> dict[str, int]:
-    """How many claims got each verdict, in the order of `VERDICTS`."""
+    """How many claims got each verdict, in the order of `VERDICTS`; together they are all claims."""
     return {name: sum(verdict.verdict == name for verdict in verdicts) for name in VERDICTS}

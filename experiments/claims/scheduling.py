@@ -3,8 +3,8 @@
 from functools import lru_cache
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
-from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import MODELS, NotTestable, Rows
+from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
+from experiments.claims.rows import MODELS, NotMeasured, Rows
 from experiments.harness.schema import model_conf
 from punica.workload.lengths import released_lengths
 from punica.workload.popularity import popularity
@@ -24,7 +24,7 @@ def _measured(rows: Rows, system: str, workload: str, metric: str) -> float | No
     """A number that the engine itself reported for Figure 11, None when it did not."""
     try:
         frame = Serving(rows, "7B").frame
-    except NotTestable:
+    except NotMeasured:
         return None
     cell = frame[(frame["system"] == system) & (frame["workload"] == workload) & (frame["metric"] == metric)]
     return float(cell["value"].iloc[0]) if len(cell) else None
@@ -44,17 +44,20 @@ def baseline_batches_are_small(rows: Rows) -> Finding:
     )
     measured = _beside("mean batch of Skewed", _measured(rows, CONTINUOUS, "Skewed", "mean_batch_size"))
     quantities = {"uniform": uniform.share(1, 3), "skewed": skewed.share(1, 3)}
-    return Finding(quantities, text + measured, "simulated")
+    return Finding(quantities, text + measured, SIMULATED)
 
 
 @claim("C36")
 def punica_runs_full(rows: Rows) -> Finding:
-    """Mean batch and share of full steps under Punica's rule, 1024 requests."""
+    """Mean batch and share of full steps under Punica's rule, 1024 requests; and the mean batch that was measured."""
     steps = replay("continuous", "Distinct", 1024)
     full = steps.share(MAX_BATCH, MAX_BATCH)
     text = f"{steps.mean_batch:.1f}; {full:.3f} (1024 requests replayed)"
-    measured = _beside("mean batch", _measured(rows, PUNICA, "Distinct", "mean_batch_size"))
-    return Finding({"mean_batch": steps.mean_batch, "share_full": full}, text + measured, "simulated")
+    quantities = {"mean_batch": steps.mean_batch, "share_full": full}
+    measured = _measured(rows, PUNICA, "Distinct", "mean_batch_size")
+    if measured is not None:
+        quantities["measured_mean_batch"] = measured
+    return Finding(quantities, text + _beside("mean batch", measured), SIMULATED if measured is None else MEASURED)
 
 
 @claim("C37")
@@ -67,7 +70,7 @@ def static_batching_wastes_steps(rows: Rows) -> Finding:
     if gaps:
         quantities |= {"smallest_gap": min(gaps), "largest_gap": max(gaps)}
         text += f"; measured throughput gap {', '.join(f'{gap:.2f}' for gap in gaps)}"
-    return Finding(quantities, text, "simulated")
+    return Finding(quantities, text, MEASURED if gaps else SIMULATED)
 
 
 def _throughput_gaps(rows: Rows) -> list[float]:
@@ -75,7 +78,7 @@ def _throughput_gaps(rows: Rows) -> list[float]:
         cell = Serving(rows, "7B")
         fastest = cell.get(CONTINUOUS, "Identical")
         return [fastest / cell.get(system, "Identical") for system in (STATIC, "deepspeed") if cell.has(system)]
-    except NotTestable:
+    except NotMeasured:
         return []
 
 
@@ -84,4 +87,4 @@ def lora_is_small(rows: Rows) -> Finding:
     """LoRA parameters of all seven projections at rank 16 over backbone parameters, in percent."""
     models = {role: model_conf(names[0]) for role, names in MODELS.items()}
     percent = {role: 100 * one.lora_parameters(16) / one.backbone_parameters() for role, one in models.items()}
-    return Finding(percent, ", ".join(f"{value:.3f} ({name})" for name, value in percent.items()), "simulated")
+    return Finding(percent, ", ".join(f"{value:.3f} ({name})" for name, value in percent.items()), SIMULATED)

@@ -2,26 +2,29 @@
 
 `make report` reads the rows of one hardware, computes our value of every claim (`experiments.claims`), compares it
 with the bounds in `paper_results/claim_bounds.csv` and writes `claims.csv` and `claims.md` beside the rows it judged:
-`outputs/<hardware>/` for fresh rows of this machine, `results/<hardware>/` for recorded ones. The two are never mixed.
+`outputs/<hardware>/` for fresh rows of this machine, `results/<hardware>/` for recorded ones. The two are never mixed;
+a second table sets the verdicts of all recorded machines side by side.
 
     make report                                        # fresh rows if there are any, else recorded ones
     make report ARGS="source=recorded hardware=h200"
     make report ARGS="source=recorded hardware=h200 timer=host_clock"   # only rows of that timer: claims_host_clock.md
 
-It runs with whatever rows exist: a claim without rows is `not testable on this hardware`, with the reason. Rows that
-other code measured than is here now are judged too, and named: a line above the table, `older_source` in `claims.csv`.
+It runs with whatever rows exist: a claim without rows is `not measured here`, with the command that measures it. Rows
+that other code measured than is here now are judged too, and named: a line above the table, `older_source` in
+`claims.csv`. A dagger marks verdicts that rest on points which other work on the machine disturbed.
 """
 
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pandas as pd
 from omegaconf import DictConfig
 
 from experiments.claims import Verdict, as_frame, counts, judge
+from experiments.claims.fitness import certainty, disturbance
 from experiments.claims.rows import STAND_INS
+from experiments.claims.table import machine_table, total, verdict_table
 from experiments.commands.batch import batch_main, sides
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import Folders, folders
@@ -30,6 +33,24 @@ from experiments.plots.frames import distinct
 from punica.measure.records import COLUMNS, Row, ensure_writable, read_rows
 
 NAME = "claims"
+OWN_TIMER = "host_clock"
+"""The paper artifact's protocol: a machine whose operators were timed by another one as well is shown under both."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was judged, what is to be said of it, and where the table is."""
+
+    verdicts: list[Verdict]
+    notes: list[str]
+    table: Path
+
+    def summary(self, source: str) -> str:
+        """What `make report` and `make reproduce` print: counts per verdict, notes, then where the table is."""
+        found = counts(self.verdicts)
+        width = max(len(name) for name in found)
+        lines = [f"  {name:<{width}}  {number:2d}" for name, number in found.items()]
+        return "\n".join([f"{len(self.verdicts)} claims, {source} rows", *lines, *self.notes, f"Table: {self.table}"])
 
 
 def rows_files(folder: Path) -> list[Path]:
@@ -52,21 +73,55 @@ def is_older(row: Row, path: Path) -> bool:
     return script is not None and row.source_hash != fingerprint(script)
 
 
-def write_report(rows: Path, target: Path, figures: Path, paper: Path, timer: str = "auto") -> list[Verdict]:
-    """Judge the rows in folder ``rows``; write ``claims.csv`` and ``claims.md`` into ``target``; return the verdicts.
+def write_report(
+    rows: Path, target: Path, figures: Path, paper: Path, timer: str = "auto", recorded: Path | None = None
+) -> Report:
+    """Judge the rows in folder ``rows``; write ``claims.csv`` and ``claims.md`` into ``target``.
 
     ``figures`` is the folder whose pictures the table links to, ``paper`` is ``paper_results``. A ``timer`` by name
-    judges its rows alone (and those that no clock made) and adds its name to the files.
+    judges its rows alone (and those that no clock made) and adds its name to the files. ``recorded`` is the folder with
+    a folder of rows per machine, for the table of all of them.
     """
-    frame, name = read_folder(rows), file_name(timer)
-    if timer != "auto":
-        frame = frame[frame["timer"].fillna("").isin([timer, ""])]
+    frame, name = of_timer(read_folder(rows), timer), file_name(timer)
     verdicts = judge(frame, paper)
+    machines = verdicts_per_machine(recorded, paper) if recorded else {}
+    if recorded and rows.resolve().parent != recorded.resolve():
+        machines = {"this machine": verdicts, **machines}
     ensure_writable(target)
     as_frame(verdicts).to_csv(target / f"{name}.csv", index=False, lineterminator="\n")
-    text = markdown(verdicts, frame, figures, target)
-    (target / f"{name}.md").write_text(text, encoding="utf-8")
-    return verdicts
+    older = older_note(frame.loc[frame["older"], "figure"])
+    notes = [note for note in (disturbance(frame), certainty(verdicts), older) if note]
+    parts = [
+        "# The paper's claims on this hardware",
+        "",
+        f"{total(verdicts)}.",
+        "",
+        _machine(frame),
+        "",
+        *(f"* {note}" for note in notes),
+        "",
+    ]
+    parts += [*verdict_table(verdicts, figures, target), ""]
+    if len(machines) > 1:
+        parts += ["## Every machine that was measured", "", *machine_table(machines), ""]
+    (target / f"{name}.md").write_text("\n".join(parts), encoding="utf-8")
+    return Report(verdicts, notes, target / f"{name}.md")
+
+
+def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:
+    """The rows of ``timer`` alone, and those that no clock made; all rows for ``auto``."""
+    return frame if timer == "auto" else frame[frame["timer"].fillna("").isin([timer, ""])]
+
+
+def verdicts_per_machine(recorded: Path, paper: Path) -> dict[str, Sequence[Verdict]]:
+    """Folder name -> verdicts on the rows in it; operators timed by two clocks are judged under the paper's as well."""
+    found: dict[str, Sequence[Verdict]] = {}
+    for folder in sorted(path for path in recorded.glob("*") if path.is_dir() and rows_files(path)):
+        frame = read_folder(folder)
+        found[folder.name] = judge(frame, paper)
+        if len(distinct(frame[frame["figure"] == "8"], "timer")) > 1:
+            found[f"{folder.name}, {OWN_TIMER}"] = judge(of_timer(frame, OWN_TIMER), paper)
+    return found
 
 
 def file_name(timer: str) -> str:
@@ -74,41 +129,10 @@ def file_name(timer: str) -> str:
     return NAME if timer == "auto" else f"{NAME}_{timer}"
 
 
-def markdown(verdicts: Sequence[Verdict], rows: pd.DataFrame, figures: Path, target: Path) -> str:
-    """The table for people, with the machine above it; links are relative to ``target``."""
-    total = ", ".join(f"{number} {verdict}" for verdict, number in counts(list(verdicts)).items())
-    table = ["| claim | statement | paper | ours | tested | verdict | figure |", "| --- " * 7 + "|"]
-    table += [_line(verdict, figures, target) for verdict in verdicts]
-    older = older_note(rows.loc[rows["older"], "figure"])
-    about = [f"{total}.", "", _machine(rows), *([older] if older else []), ""]
-    return "\n".join(["# The paper's claims on this hardware", "", *about, *table, ""])
-
-
 def older_note(figures: Iterable[str]) -> str:
     """A line about the figures that were measured by other code than is here now; empty without any."""
     named = ", ".join(dict.fromkeys(figures))
     return f"Rows of older source, to be measured again (make reproduce): figure {named}." if named else ""
-
-
-def _line(verdict: Verdict, figures: Path, target: Path) -> str:
-    ours = verdict.our_value + (" *(simulated)*" if verdict.kind == "simulated" else "")
-    ours = "; ".join(part for part in (ours, verdict.reason) if part)
-    tests = [("paper", verdict.relation_tested), ("shape", verdict.shape_tested)]
-    tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
-    cells = [verdict.id, verdict.statement, verdict.paper_value, ours, tested, f"**{verdict.verdict}**"]
-    cells = [cell.replace("|", "\\|") for cell in cells]
-    return "| " + " | ".join([*cells, _links(verdict.figure, figures, target)]) + " |"
-
-
-def _links(figure: str, figures: Path, target: Path) -> str:
-    """Links to the pictures of a claim's figures, e.g. of ``8, README`` or ``text 5.2``; a dash when there is none."""
-    found = []
-    for name in figure.split(", "):
-        section = name.removeprefix("text ").replace(".", "")
-        prefix = f"fig{int(name):02d}_" if name.isdigit() else f"sec{section}_" if section != name else name.lower()
-        found += [(name, path) for path in sorted(figures.glob("*.png")) if path.name.startswith(prefix)]
-    links = [f"[{name}]({Path(os.path.relpath(path, target)).as_posix()})" for name, path in found]
-    return ", ".join(links) or "-"
 
 
 def _machine(rows: pd.DataFrame) -> str:
@@ -121,6 +145,7 @@ def _machine(rows: pd.DataFrame) -> str:
     dates = distinct(rows, "date")
     parts = [f"Measured on {values('device')} (hardware `{values('hardware')}`), scale {values('scale')}"]
     parts += [f"timer {values('timer')}, torch {values('torch')}, triton {values('triton')}, driver {values('driver')}"]
+    parts += [f"{name} {values(name)}" for name in ("transformers", "peft") if distinct(rows, name)]
     parts += [f"commit {values('commit')}, {dates[0]} to {dates[-1]}" if dates else f"commit {values('commit')}"]
     plays = [f"`{model}` plays the paper's {role}" for model, role in STAND_INS.items() if model in set(rows["model"])]
     return "; ".join([*parts, *plays]) + "."
@@ -147,21 +172,12 @@ def _where_rows_are(places: Folders) -> str:
     )
 
 
-def summary(verdicts: Sequence[Verdict], source: str, target: Path, name: str = NAME) -> str:
-    """What `make report` prints: counts per verdict, then where the table is."""
-    width = max(len(name) for name in counts(list(verdicts)))
-    lines = [f"  {name:<{width}}  {number:2d}" for name, number in counts(list(verdicts)).items()]
-    older = older_note(figure for verdict in verdicts for figure in verdict.older_source.split(", ") if figure)
-    notes = [*([older] if older else []), f"Table: {target / f'{name}.md'}"]
-    return "\n".join([f"{len(verdicts)} claims, {source} rows", *lines, *notes])
-
-
 def report(cfg: DictConfig) -> int:
     """Write and print the report that ``cfg`` asks for."""
     places = folders(cfg)
     source, rows, target, figures = choose(places, cfg.source)
-    verdicts = write_report(rows, target, figures, places.paper, cfg.timer.name)
-    print(summary(verdicts, source, target, file_name(cfg.timer.name)))
+    written = write_report(rows, target, figures, places.paper, cfg.timer.name, places.recorded_rows.parent)
+    print(written.summary(source))
     return 0
 
 

@@ -56,10 +56,11 @@ def _report(cfg: DictConfig, changed: bool) -> str:
     target = places.fresh_rows.parent
     table = target / "claims.md"
     if places.fresh_rows.is_dir() and (changed or not table.exists()):
-        from experiments.commands.report import summary, write_report
+        from experiments.commands.report import write_report
 
-        verdicts = write_report(places.fresh_rows, target, places.fresh_figures, places.paper)
-        print(summary(verdicts, "fresh", target), file=sys.stderr)
+        recorded = places.recorded_rows.parent
+        report = write_report(places.fresh_rows, target, places.fresh_figures, places.paper, recorded=recorded)
+        print(report.summary("fresh"), file=sys.stderr)
     return str(table) if table.exists() else ""
 
 

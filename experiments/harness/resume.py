@@ -71,7 +71,7 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     return outcome
 
 
-def _columns(cfg: Config) -> dict[str, str]:
+def _columns(cfg: Config) -> dict[str, Any]:
     """What all rows of a run have in common: where, how and when it was measured."""
     device = environment.device_name() if cfg.hardware.device == "cuda" else environment.cpu_name()
     chosen = {"hardware": cfg.hardware.name, "timer": cfg.timer.name, "scale": cfg.scale.name, "device": device}

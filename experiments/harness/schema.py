@@ -109,8 +109,9 @@ class ModelConf:
 class HardwareConf:
     """The device that is measured and its ceilings (`conf/hardware/*.yaml`).
 
-    `bandwidth_gb_s` and `tflop_s` are datasheet numbers; null where the roofline must measure them
-    (`punica.measure.roofline`). Under `hardware=auto`, null means: as in the file of the hardware that was found.
+    `bandwidth_gb_s` and `tflop_s` are datasheet numbers, which Figure 7 draws beside the roof that it measures
+    (`punica.measure.roofline`); null where there are none. Under `hardware=auto`, null means: as in the file of the
+    hardware that was found.
     """
 
     name: str = MISSING  # slug, as in outputs/<name>

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from experiments.claims.paper import paper_file
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import centre, described, series
+from experiments.plots.frames import centre, described, disturbed_at, series
 from experiments.plots.overlay import band
 
 PAPER_RANK = 16  # of D03; the text names none
@@ -90,6 +90,9 @@ def _look(name: str) -> dict[str, Any]:
 def _line(axis: Axes, mine: pd.DataFrame, name: str) -> None:
     xs, ys = series(centre(mine), "rank")
     axis.plot(xs, ys, zorder=2 if name == LINK else 3, **_look(name))
+    loud = disturbed_at(centre(mine), "rank")
+    hit = [(at, y) for at, y in zip(xs, ys, strict=True) if at in loud]
+    style.hollow(axis, [at for at, _ in hit], [y for _, y in hit], {**_look(name), "marker": LOOKS[name][1] or "o"})
     band(axis, mine, "rank", _look(name)["color"])
 
 
@@ -131,6 +134,8 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
     above.set_ylabel("time (ms)")
     above.set_title(f"beside a decode step, rank {rank}\n({batch} rows, len {length}; pale: alone)")
     below.axhline(0.0, color="0.3", linewidth=0.8)
+    below.set_yscale("symlog", linthresh=1.0)  # linear within 1 %, so that small delays are seen beside large ones
+    below.yaxis.set_major_formatter(style.PLAIN)
     below.set_ylabel("the step's delay\n(% of the step)")
     for axis, names in ((above, [*systems, "paper"]), (below, systems)):
         axis.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])

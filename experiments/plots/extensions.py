@@ -9,13 +9,15 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from experiments.plots import style
-from experiments.plots.frames import centre, described
+from experiments.plots.frames import centre, described, disturbed_at
 
 Lines = Mapping[str, pd.Series]
 """Legend -> values by batch size (or what else is drawn to the right), ascending."""
-BETWEEN_RUNS = ", between runs"
+Marks = Mapping[str, set[float]]
+"""Legend -> where other work disturbed it."""
 LOOKS = {
     "true rank": (0, "o"), "padded": (3, "s"), "mean of uniform ranks": (2, "D"), "padded / true rank": (3, "s"),
     "true rank / mean of uniform ranks": (0, "o"), "bytes, padded / true rank": (7, "^"),
@@ -24,6 +26,8 @@ LOOKS = {
     "FP8 w8a8": (3, "s"),
 }  # fmt: skip
 """Legend -> place in the palette, and marker, where `style.look` has no other."""
+DODGE = 1.08
+"""Factor on the batch size between lines that would lie on one another."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
 """How a bound or a scale beside the measured lines looks."""
 
@@ -34,7 +38,7 @@ def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for workload, (above, below) in zip(workloads, axes.T, strict=True):
         mine = rows[rows["workload"] == workload]
         latency, read = _wide(mine, "latency"), _wide(mine, "bytes_read")
-        _fill(above, latency)
+        _fill(above, latency, marks=_marks(mine))
         costs = _ratio(latency, "padded", "true rank")
         savings = _ratio(latency, "true rank", "mean of uniform ranks")
         _fill(below, {**costs, **savings, **_ratio(read, "padded", "true rank", "bytes, ")}, dashed="bytes")
@@ -44,24 +48,27 @@ def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Latency of each variant; below, relative to the faster atomics; last, the share of outputs whose bits change."""
-    workloads, figure, axes = _columns(rows, 3)
-    for workload, (above, middle, below) in zip(workloads, axes.T, strict=True):
+    """Latency of each variant; below, relative to the faster atomics; last, the shares of outputs whose bits change:
+    with the batch around a row, and between runs. A variant whose outputs never change is named, not drawn at 0.
+    """
+    workloads, figure, axes = _columns(rows, 4)
+    for workload, (above, middle, *shares) in zip(workloads, axes.T, strict=True):
         mine = rows[rows["workload"] == workload]
         latency = _wide(mine, "latency")
-        _fill(above, latency)
+        _fill(above, latency, marks=_marks(mine))
         atomics = [line for name, line in latency.items() if name.startswith("atomics")]
         if atomics:
             faster = pd.concat(atomics, axis=1).min(axis=1)
             prices = {n: (line / faster).dropna() for n, line in latency.items() if not n.startswith("atomics")}
             _fill(middle, prices, log=False)
         middle.axhline(1.0, color="0.3", linewidth=0.8)
-        alone = _wide(mine, "outputs_differing_from_row_alone")
-        runs = _wide(mine, "outputs_differing_between_runs")
-        changes = {**alone, **{f"{name}{BETWEEN_RUNS}": line for name, line in runs.items()}}
-        _fill(below, changes, dashed=BETWEEN_RUNS, log=False)
-    labels = "relative to the\nfaster atomics", "share of outputs that change\nwith the batch / between runs"
-    return _finish(figure, axes, "Price of determinism", rows, "latency (µs)", *labels)
+        for axis, asked in zip(shares, ("from_row_alone", "between_runs"), strict=True):
+            _changes(axis, _wide(mine, f"outputs_differing_{asked}"))
+    for below in axes[2:]:
+        below[0].set_ylim(0, max(0.001, below[0].get_ylim()[1]))  # one scale for all workloads
+    changing = "outputs that change\n"
+    labels = "latency (µs)", "relative to the\nfaster atomics", f"{changing}with the batch", f"{changing}between runs"
+    return _finish(figure, axes, "Price of determinism", rows, *labels)
 
 
 def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -70,7 +77,7 @@ def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for panel, (above, below) in zip(panels, axes.T, strict=True):
         mine = rows[rows["panel"] == panel]
         latency, floors = _by(mine, "latency", "seq_len", "system"), mine[mine["metric"] == "floor"]
-        _fill(above, latency)
+        _fill(above, latency, marks=_marks(mine, x="seq_len"))
         if not floors.empty:
             floor = floors.groupby("seq_len")["value"].first()
             above.plot(floor.index.astype(float), floor.astype(float), label="floor of the bytes", **GREY)
@@ -88,7 +95,7 @@ def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for panel, (above, below) in zip(panels, axes.T, strict=True):
         mine = rows[rows["panel"] == panel]
         added, base = (_by(mine, metric, "batch_size", "workload") for metric in ("added_latency", "base_latency"))
-        _fill(above, added)
+        _fill(above, added, marks=_marks(mine, "workload"))
         alone = pd.concat(base.values(), axis=1).mean(axis=1)
         above.plot(alone.index.astype(float), alone, label="the projection alone", **GREY)
         _fill(below, {name: line / base[name] for name, line in added.items()}, log=False)
@@ -109,13 +116,27 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             middle.set_title("a model: share of greedy\ntokens that change")
             continue
         latency = _by(mine, "latency", "batch_size", "system")
-        _fill(above, latency)
+        _fill(above, latency, marks=_marks(mine))
         if "SGMV" in latency:
             _fill(middle, {n: (line / latency["SGMV"]).dropna() for n, line in latency.items() if n != "SGMV"})
         middle.axhline(1.0, color="0.3", linewidth=0.8)
         _fill(below, {n: line for n, line in _by(mine, "error", "batch_size", "system").items() if n != "SGMV"})
     labels = "latency (µs)", "relative to SGMV", "relative error"
     return _finish(figure, axes, "Adapters in FP8", rows, *labels, x_label="batch size (model: rank)")
+
+
+def _changes(axis: Axes, lines: Lines) -> None:
+    """Lines that leave 0, beside one another where they agree; the names of the others."""
+    leaving = {name: line for name, line in lines.items() if (line > 0).any()}
+    for place, name in enumerate(leaving):
+        line = leaving[name]
+        leaving[name] = pd.Series(line.to_numpy(), line.index * DODGE ** (place - (len(leaving) - 1) / 2))
+    _fill(axis, leaving, log=False)
+    never = [name for name in lines if name not in leaving]
+    axis.yaxis.set_major_formatter(PercentFormatter(1))
+    if never:
+        text = "\n".join(["0 at every batch:", *never])
+        axis.text(0.03, 0.95, text, transform=axis.transAxes, va="top", fontsize=6.5, color="0.3")
 
 
 def _columns(rows: pd.DataFrame, depth: int, column: str = "workload") -> tuple[list[str], Figure, Any]:
@@ -146,21 +167,32 @@ def _wide(rows: pd.DataFrame, metric: str) -> dict[str, pd.Series]:
     return lines
 
 
+def _marks(rows: pd.DataFrame, line: str = "system", x: str = "batch_size") -> dict[str, set[float]]:
+    """Value of column `line` -> where on column `x` other work disturbed it."""
+    found = {str(name): disturbed_at(rows[rows[line] == name], x) for name in dict.fromkeys(rows[line])}
+    return {"mean of uniform ranks" if name == "uniform rank" else name: where for name, where in found.items()}
+
+
 def _by(rows: pd.DataFrame, metric: str, x: str, line: str) -> dict[str, pd.Series]:
     """Value of column `line` -> `metric` by column `x`."""
     rows = centre(rows[rows["metric"] == metric])
     return {str(name): rows[rows[line] == name].groupby(x)["value"].mean() for name in dict.fromkeys(rows[line])}
 
 
-def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True) -> None:
-    """Every line in its own colour and marker; those with `dashed` in their legend dashed and hollow."""
+def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True, marks: Marks | None = None) -> None:
+    """Every line in its own colour and marker; those with `dashed` in their legend dashed, and points in `marks`
+    hollow.
+    """
     for name, line in lines.items():
-        place, marker = LOOKS.get(name.removesuffix(BETWEEN_RUNS), (None, ""))
+        place, marker = LOOKS.get(name, (None, ""))
         colour, marker = style.look(name) if place is None else (style.PALETTE[place], marker)
         looks: dict[str, Any] = {"linestyle": "-"}
         if dashed and dashed in name:
-            looks = {"linestyle": "--", "markerfacecolor": "white"}
-        axis.plot(line.index.astype(float), line.astype(float), color=colour, marker=marker, label=name, **looks)
+            looks = {"linestyle": "--"}
+        looks |= {"color": colour, "marker": marker}
+        axis.plot(line.index.astype(float), line.astype(float), label=name, **looks)
+        loud = line[line.index.isin((marks or {}).get(name, ()))]
+        style.hollow(axis, loud.index.astype(float).tolist(), loud.astype(float).tolist(), looks)
     style.log_x(axis)
     if log:
         style.log_y(axis)

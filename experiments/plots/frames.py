@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.paper import FIGURE_FILES, read_figure
+from experiments.claims.rows import MODELS, STAND_INS
 from punica.measure.records import COLUMNS, TIMERS, Row, read_rows
 
 
@@ -21,12 +22,40 @@ def distinct(rows: pd.DataFrame, column: str) -> list[str]:
 
 
 def measured_frame(path: Path) -> pd.DataFrame:
-    """All measured rows of `path`; of several timers only the first of `TIMERS` that is there."""
+    """All measured rows of `path`, repeats made one; of several timers only the first of `TIMERS` that is there."""
     frame = frame_of(read_rows(path))
     for timer in TIMERS:
         if (frame["timer"] == timer).any():
-            return frame[frame["timer"].isin([timer, ""])].reset_index(drop=True)
-    return frame
+            return one_of_repeats(frame[frame["timer"].isin([timer, ""])].reset_index(drop=True))
+    return one_of_repeats(frame)
+
+
+def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
+    """`frame` with one row for those that differ by `repeat` alone, and their number in a column `repeats`.
+
+    As the claims do: the median of those that nothing disturbed, or of all where none was quiet, and then the point
+    stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered; a
+    count is the median one, too.
+    """
+    frame = frame.assign(repeats=1)
+    whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
+    if parts.empty:
+        return frame
+    key = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "scale", "metric"]
+    key += ["statistic", "kind"]
+    point = parts.groupby(key, dropna=False, sort=False)
+    parts = parts.assign(disturbed=parts["disturbed"].eq(True), repeats=point["value"].transform("size"))
+    loud = parts.groupby(key, dropna=False, sort=False)["disturbed"].transform("all")
+    counted = parts[loud | ~parts["disturbed"]]
+    made = [counted[counted["statistic"] == name] for name in dict.fromkeys(counted["statistic"])]
+    made = [part.assign(value=_over_repeats(part, key)).drop_duplicates(key) for part in made]
+    return pd.concat([part for part in (whole, *made) if not part.empty], ignore_index=True)
+
+
+def _over_repeats(rows: pd.DataFrame, key: list[str]) -> pd.Series:
+    """What stands for the repeats of each of `rows`, which are all of one statistic."""
+    of = {"p10": "min", "p90": "max"}.get(rows["statistic"].iloc[0], "median")
+    return rows.groupby(key, dropna=False, sort=False)["value"].transform(of)
 
 
 def paper_frame(folder: Path, figure: str) -> pd.DataFrame:
@@ -51,7 +80,26 @@ def interval(frame: pd.DataFrame, x: str) -> pd.DataFrame:
     return wide.reset_index() if {"p10", "p90"} <= set(wide.columns) else pd.DataFrame(columns=[x, "p10", "p90"])
 
 
+def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:
+    """Values of column `x` at which other work disturbed what is in `frame`."""
+    return set(frame.loc[frame["disturbed"].eq(True), x].astype(float)) if "disturbed" in frame else set()
+
+
 def described(rows: pd.DataFrame) -> str:
-    """What was measured on, for titles: `AMD EPYC, 2 cores` or the GPU, with the timer and the scale."""
+    """What was measured on, for titles: `AMD EPYC, 2 cores` or the GPU, the models, timer, scale and repeats."""
     devices, timers, scales = (", ".join(distinct(rows, name)) for name in ("device", "timer", "scale"))
-    return f"{devices}; {timers}; scale={scales}"
+    models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
+    repeats = int(rows["repeats"].max()) if "repeats" in rows and len(rows) else 1
+    runs = [f"median of {repeats} repeats"] if repeats > 1 else []
+    marks = ["hollow: disturbed"] if "disturbed" in rows and rows["disturbed"].eq(True).any() else []
+    return "; ".join([devices, *models, timers, f"scale={scales}", *runs, *marks])
+
+
+def role_of(model: str) -> str:
+    """The paper's model whose part `model` plays (7B), an empty string where it plays none."""
+    return next((role for role, names in MODELS.items() if model in names), STAND_INS.get(model, ""))
+
+
+def beside(model: str) -> str:
+    """Which of the paper's models a stand-in is drawn beside; empty for a model of the paper's size."""
+    return f" beside the paper's {STAND_INS[model]}" if model in STAND_INS else ""

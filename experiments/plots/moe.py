@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.plots import style
-from experiments.plots.frames import centre, described
+from experiments.plots.frames import centre, described, disturbed_at
 
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
 
@@ -42,9 +42,13 @@ def _lines(axis: Axes, rows: pd.DataFrame, metric: str, system: str, beside: str
     rows = centre(rows[rows["metric"] == metric])
     own, other = rows[rows["system"] == system], rows[rows["system"] == beside]
     for workload in dict.fromkeys(own["workload"]):
-        line = own[own["workload"] == workload].groupby("batch_size")["value"].mean()
+        points = own[own["workload"] == workload]
+        line = points.groupby("batch_size")["value"].mean()
         colour, marker = style.look(workload)
-        axis.plot(line.index.astype(float), line.astype(float), color=colour, marker=marker, label=workload)
+        looks = {"color": colour, "marker": marker}
+        axis.plot(line.index.astype(float), line.astype(float), label=workload, **looks)
+        loud = line[line.index.isin(disturbed_at(points, "batch_size"))]
+        style.hollow(axis, loud.index.astype(float).tolist(), loud.astype(float).tolist(), looks)
     if not other.empty:
         line = other.groupby("batch_size")["value"].mean()
         label = "grouping alone" if beside == "alignment" else "without LoRA"

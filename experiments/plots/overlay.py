@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 
 from experiments.harness.experiment import Overlay
 from experiments.plots import style
-from experiments.plots.frames import centre, described, interval, series
+from experiments.plots.frames import centre, described, distinct, disturbed_at, interval, role_of, series
 
 
 def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
@@ -30,18 +30,32 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
         mine = rows[rows[spec.panel] == name] if spec.panel else rows
         theirs = paper[paper[spec.panel] == name] if spec.panel else paper
         fill(axes[0, column], axes[1, column], mine, theirs, spec)
-        axes[0, column].set_title(name)
+        axes[0, column].set_title(named(name, mine))
     label(axes[0, 0], axes[1, 0], rows, spec)
-    finish(figure, spec.title, rows, paper, spec.line)
+    finish(figure, spec.title, rows, paper, spec.line, spec.part)
     return figure
+
+
+def named(panel: str, rows: pd.DataFrame) -> str:
+    """The title of a panel: where it is called by the paper's model, by the one that was measured, too.
+
+    >>> named("7B, len=512", pd.DataFrame({"model": ["llama-small"]}))
+    'llama-small, len=512\\n(paper: 7B)'
+    """
+    models = distinct(rows, "model")
+    role = role_of(models[0]) if len(models) == 1 else ""
+    return f"{panel.replace(role, models[0], 1)}\n(paper: {role})" if role and panel.startswith(role) else panel
 
 
 def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> None:
     """Draw every line of one panel: absolute values into `above`, relative ones into `below`."""
+    part = mine["system"] == spec.part if spec.part else pd.Series(False, index=mine.index)
     for name in dict.fromkeys(mine[spec.line]):
-        pair = mine[mine[spec.line] == name], theirs[theirs[spec.line] == name]
+        pair = mine[~part & (mine[spec.line] == name)], theirs[theirs[spec.line] == name]
         for axis in (above, below):
             _line(axis, *pair, spec.x, name, relative=axis is below)
+        if (alone := centre(mine[part & (mine[spec.line] == name)])).size:
+            above.plot(*series(alone, spec.x), color=style.look(name)[0], linestyle=":", linewidth=1.0, zorder=2)
     for axis in (above, below):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(style.PLAIN)
@@ -67,6 +81,9 @@ def _line(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, x: str, name: st
         axis.plot(xs, [y / divisor for y in ys], markevery=_marked(xs), **look)
         if frame is not theirs:
             band(axis, mine, x, style.look(name)[0], divisor)
+            loud = disturbed_at(frame, x)
+            hit = [(at, y / divisor) for at, y in zip(xs, ys, strict=True) if at in loud]
+            style.hollow(axis, [at for at, _ in hit], [y for _, y in hit], look)
 
 
 def band(axis: Axes, mine: pd.DataFrame, x: str, colour: Any, divisor: float = 1.0) -> None:
@@ -88,13 +105,17 @@ def _minor_label(axis: Axes, value: float, _: int) -> str:
     return f"{value:g}" if high / low < 100 and f"{value:e}"[0] in "25" else ""
 
 
-def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
-    """Title with the machine, and a legend that has a column per line: measured in colour above, the paper below."""
+def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str, part: str = "") -> None:
+    """Title with the machine, and a legend that has a column per line: measured in colour above, the paper below.
+
+    `part` is the system whose lines are dotted.
+    """
     handles: list[Line2D] = []
     for name in dict.fromkeys(rows[line]):
         handles.append(Line2D([], [], label=name, **style.measured_style(name)))
         known = (paper[line] == name).any()
         grey: dict[str, Any] = style.paper_style(name) if known else {"linestyle": ""}
         handles.append(Line2D([], [], label=style.PAPER_LABEL if known else "not in the paper", **grey))
-    measured = f"{described(rows)}; band p10-p90"
+    dotted = f"; dotted: {part} alone" if part and (rows["system"] == part).any() else ""
+    measured = f"{described(rows)}; band p10-p90{dotted}"
     style.caption(figure, title, measured, handles, len(handles) // 2, handlelength=2.6, columnspacing=1.4)

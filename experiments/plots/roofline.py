@@ -9,15 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.plots import style
-from experiments.plots.frames import centre
+from experiments.plots.frames import centre, disturbed_at
 from experiments.plots.overlay import Overlay, fill, finish, label
 
+ROOF = "roof"
+"""How the panels of roofs begin."""
+SHEET = "data sheet"
 MOSAIC = "RRA;RRB"  # roofline, absolute latency, relative latency
 
 
 def draw_roofline(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Left: the roofline, measured and paper. Right: latency over batch, absolute above and relative below."""
-    launches = rows[rows["panel"] != "roof"]
+    launches = rows[~rows["panel"].str.startswith(ROOF)]
     figure, axes = plt.subplot_mosaic(MOSAIC, figsize=(8.2, 4.8), layout="constrained")
     _roofline(axes["R"], rows, paper)
     spec = Overlay(title="", metric="latency", line="workload")
@@ -30,11 +33,16 @@ def draw_roofline(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def _roofline(axis: Axes, rows: pd.DataFrame, paper: pd.DataFrame) -> None:
-    for name in dict.fromkeys(rows.loc[rows["panel"] != "roof", "workload"]):
+    for name in dict.fromkeys(rows.loc[~rows["panel"].str.startswith(ROOF), "workload"]):
         _path(axis, paper[paper["workload"] == name], style.paper_style(name), every=9)
         _path(axis, centre(rows[rows["workload"] == name]), style.measured_style(name))
-    _roof(axis, rows[rows["panel"] == "roof"], "black", "measured device", "-")
-    _roof(axis, paper[paper["panel"] == "roof"], style.PAPER_GREY, style.PAPER_LABEL, "--")
+    own = rows[rows["panel"].str.startswith(ROOF)]
+    roofs = [(own[own["panel"] == panel], "black", _roof_name(own, panel)) for panel in dict.fromkeys(own["panel"])]
+    roofs.append((paper[paper["panel"] == ROOF], style.PAPER_GREY, style.PAPER_LABEL))
+    for frame, colour, name in roofs:
+        if lines := _lines(frame):
+            _roof(axis, *lines, colour, name)
+    axis.legend(loc="lower right", frameon=False, fontsize=7, title="roofs", title_fontsize=7)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("arithmetic intensity (FLOP/byte)")
@@ -48,15 +56,29 @@ def _path(axis: Axes, frame: pd.DataFrame, look: dict[str, Any], every: int = 1)
     if {"arithmetic_intensity", "achieved_flops"} <= set(wide.columns):
         wide = wide.dropna(subset=["arithmetic_intensity", "achieved_flops"])
         axis.plot(wide["arithmetic_intensity"], wide["achieved_flops"], markevery=every, **look)
+        loud = wide[wide.index.isin(disturbed_at(frame, "batch_size"))]
+        style.hollow(axis, loud["arithmetic_intensity"].tolist(), loud["achieved_flops"].tolist(), look)
 
 
-def _roof(axis: Axes, frame: pd.DataFrame, colour: str, name: str, dash: str) -> None:
+def _roof_name(roofs: pd.DataFrame, panel: str) -> str:
+    """This device's roof, and how it is known where it is known in two ways."""
+    device = ", ".join(dict.fromkeys(roofs["device"]))
+    kind = roofs.loc[roofs["panel"] == panel, "kind"].iloc[0]
+    if kind == "datasheet":
+        return f"{device}, {SHEET}"
+    return f"{device}, measured" if roofs["panel"].nunique() > 1 else device
+
+
+def _lines(frame: pd.DataFrame) -> tuple[float, float] | None:
+    """Bandwidth in byte/s and peak in FLOP/s of one roof; None where it is not known."""
     bandwidth = frame.loc[frame["metric"] == "memory_bandwidth_line", "value"]
     peak = frame.loc[frame["metric"].str.startswith("peak_"), "value"]
-    if bandwidth.empty or peak.empty:
-        return
-    slope, flat = float(bandwidth.iloc[0]) * 1e12, float(peak.iloc[0]) * 1e12
+    return None if bandwidth.empty or peak.empty else (float(bandwidth.iloc[0]) * 1e12, float(peak.iloc[0]) * 1e12)
+
+
+def _roof(axis: Axes, slope: float, flat: float, colour: str, name: str) -> None:
+    """One roof, named in the legend: labels at the lines would cross those of other machines."""
     xs = np.geomspace(0.3, 600, 200)
-    axis.plot(xs, np.minimum(slope * xs, flat), color=colour, linestyle=dash, linewidth=1.0, zorder=1)
+    dash = "--" if colour == style.PAPER_GREY else ":" if SHEET in name else "-"
     text = f"{name}: {slope / 1e9:,.0f} GB/s, {flat / 1e12:.3g} TFLOP/s"
-    style.note(axis, text, 600, flat, lift=4, ha="right", fontsize=7, color=colour)
+    axis.plot(xs, np.minimum(slope * xs, flat), color=colour, linestyle=dash, linewidth=1.0, zorder=1, label=text)

@@ -1,4 +1,6 @@
-"""Bars of serving systems, grouped by popularity, each beside the paper's bar; below, everything relative to Punica."""
+"""Bars of serving systems, grouped by popularity, each beside the paper's bar; below, everything relative to the best
+system on Identical, so that what a system loses by mixing adapters is seen.
+"""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -7,49 +9,72 @@ from matplotlib.patches import Patch
 
 from experiments.claims.paper import SYSTEMS
 from experiments.plots import style
-from experiments.plots.frames import centre, described
+from experiments.plots.frames import beside, centre, described
 
 PAPER_NAMES = {ours: theirs for theirs, ours in reversed(SYSTEMS.items())}
-"""Our system -> the paper's that it stands for. The paper's DeepSpeed has the policy of FasterTransformer and is not
-drawn."""
+"""Our system -> the paper's that it stands for. DeepSpeed (same policy as FasterTransformer) is the paper's alone."""
+INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for system, name in PAPER_NAMES.items()}
+"""What is written on a bar that the paper alone has."""
 REFERENCE = "punica"
+ONE_MODEL = "Identical"
 SHADES = {"punica_static": 0.6, "punica_last_admitted": 0.3}
 """Variants of Punica are lighter shades of its colour."""
 GROUP = 0.86  # of the distance between groups
 
 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Figure 11: one column of axes per panel (model): throughput above, throughput relative to Punica's below."""
+    """Figure 11: one column of axes per panel (model): throughput above, relative to the best on Identical below."""
+    about = regime(rows)
     rows, paper = centre(rows[rows["metric"] == "throughput"]), paper[paper["metric"] == "throughput"]
-    panels, systems = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["system"]))
-    figure, axes = style.grid(2, len(panels), 7.2 * len(panels), 5.0, sharex="col")
+    panels = list(dict.fromkeys(rows["panel"]))
+    figure, axes = style.grid(2, len(panels), 7.6 * len(panels), 5.2, sharex="col")
     for column, panel in enumerate(panels):
-        mine, theirs = rows[rows["panel"] == panel], paper[paper["panel"] == panel]
-        workloads = list(dict.fromkeys(mine["workload"]))
+        mine, theirs = rows[rows["panel"] == panel], under_our_names(paper[paper["panel"] == panel])
+        places = Places(mine, theirs)
         for axis, relative in zip(axes[:, column], (False, True), strict=True):
-            for frame, paper_bar in ((mine, False), (under_our_names(theirs), True)):
-                _bars(axis, relative_to_punica(frame) if relative else frame, systems, workloads, relative, paper_bar)
+            for frame, paper_bar in ((mine, False), (theirs, True)):
+                _bars(axis, relative_to_best(frame) if relative else frame, places, relative, paper_bar)
             axis.set_yscale("log")
-            axis.set_xticks(range(len(workloads)), workloads)
+            axis.set_xticks(range(len(places.workloads)), places.workloads)
             axis.grid(axis="x", visible=False)
             low, high = axis.get_ylim()
-            axis.set_ylim(low, high * (high / low) ** 0.12)  # room for the labels
-        axes[0, column].set_title(f"{panel}; measured on {', '.join(dict.fromkeys(mine['model']))}")
+            axis.set_ylim(low, high * (high / low) ** 0.15)  # room for the labels
+        models = ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(mine["model"]))
+        axes[0, column].set_title(models)
         axes[1, column].axhline(1.0, color="0.3", linewidth=0.8)
     axes[0, 0].set_ylabel("throughput (token/s)")
-    axes[1, 0].set_ylabel("relative to Punica\non the same workload")
-    _finish(figure, rows, systems)
+    axes[1, 0].set_ylabel(f"relative to the best\nsystem on {ONE_MODEL}")
+    _finish(figure, rows, paper, about)
     return figure
 
 
-def relative_to_punica(frame: pd.DataFrame) -> pd.DataFrame:
-    """Values divided by Punica's on the same workload, without the workloads that Punica did not serve."""
-    reference = frame[frame["system"] == REFERENCE].set_index("workload")["value"]
-    return frame.assign(value=frame["value"] / frame["workload"].map(reference)).dropna(subset=["value"])
+def regime(rows: pd.DataFrame) -> str:
+    """What each bar stands for: requests, tokens, their share of prompts, windows of steps, and how often measured."""
+    cells = rows[~rows["panel"].str.endswith("ratios")]
+
+    def span(metric: str) -> str:
+        values = sorted(set(cells.loc[cells["metric"] == metric, "value"]))
+        ends = " to ".join(f"{value:,.0f}" for value in dict.fromkeys(values[:1] + values[-1:]))
+        return f"{ends} {metric.split('_')[-1]}" if values else ""
+
+    wide = cells.pivot_table(index=["system", "workload"], columns="metric", values="value")
+    prompts = ""
+    if {"total_tokens", "new_tokens"} <= set(wide.columns):
+        prompts = f"{100 * (1 - wide['new_tokens'] / wide['total_tokens']).median():.1f} % of them of prompts"
+    runs = int(rows["repeats"].max()) if "repeats" in rows and len(rows) else 1
+    often = f"{runs} runs per bar" if runs > 1 else "one run per bar"
+    windows = f"windows of {steps} of it" if (steps := span("window_steps")) else ""
+    return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, windows, often) if part)
+
+
+def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
+    """Values divided by the largest on Identical, of the same machine; nothing where Identical was not served."""
+    best = frame.loc[frame["workload"] == ONE_MODEL, "value"].max()
+    return frame.assign(value=frame["value"] / best).dropna(subset=["value"])
 
 
 def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
-    """The paper's rows of the systems that one of ours stands for, under its name."""
+    """The paper's rows under the names of the systems that stand for theirs."""
     return paper.assign(system=paper["system"].map(SYSTEMS)).dropna(subset=["system"])
 
 
@@ -61,37 +86,56 @@ def _colour(system: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _place(systems: list[str], system: str, group: int) -> tuple[float, float]:
-    """Left edge and width of the two bars (measured, paper) of `system` in a group; others get one."""
-    widths = [2.0 if name in PAPER_NAMES else 1.0 for name in systems]
-    unit, index = GROUP / sum(widths), systems.index(system)
-    return group - GROUP / 2 + unit * sum(widths[:index]), unit
+class Places:
+    """Where bars stand in a group: measured and paper side by side; systems of the paper alone come last."""
+
+    def __init__(self, mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
+        self.workloads = list(dict.fromkeys(mine["workload"]))
+        measured, known = (list(dict.fromkeys(frame["system"])) for frame in (mine, theirs))
+        slots = [(name, paper) for name in measured for paper in (False, True) if not paper or name in known]
+        self.slots = [*slots, *((name, True) for name in known if name not in measured)]
+        self.width = GROUP / len(self.slots)
+
+    def left(self, system: str, workload: str, paper: bool) -> float | None:
+        """Left edge of a bar; None where it has no place."""
+        if workload not in self.workloads or (system, paper) not in self.slots:
+            return None
+        return self.workloads.index(workload) - GROUP / 2 + self.width * self.slots.index((system, paper))
+
+    def alone(self, system: str) -> bool:
+        """Whether only the paper has it."""
+        return (system, False) not in self.slots
 
 
-def _bars(
-    axis: Axes, cells: pd.DataFrame, systems: list[str], workloads: list[str], relative: bool, paper: bool
-) -> None:
-    """One bar with its value per row of `cells`; the `paper`'s to the right of those that were measured."""
-    for system, workload, value in zip(cells["system"], cells["workload"], cells["value"].astype(float), strict=True):
-        if system not in systems or workload not in workloads:
+def _bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper: bool) -> None:
+    """One bar with its value per row of `cells`, and its interval where it has one; a disturbed one hollow."""
+    for cell in cells.itertuples():
+        left, value, width = places.left(cell.system, cell.workload, paper), float(cell.value), places.width
+        if left is None:
             continue
-        left, width = _place(systems, system, workloads.index(workload))
-        left += width if paper else 0.0
-        look = {**_PAPER, "zorder": 2} if paper else {"color": _colour(system), "zorder": 3}
+        look = {**_PAPER, "zorder": 2} if paper else {"color": _colour(cell.system), "zorder": 3}
+        if getattr(cell, "disturbed", None) is True:
+            look = {"facecolor": "white", "edgecolor": _colour(cell.system), "linewidth": 1.2, "zorder": 3}
         axis.bar(left, value, 0.9 * width, align="edge", **look)
-        text, colour = f"{value:.{2 if relative else 0}f}", style.PAPER_GREY if paper else "0.2"
+        low, high = getattr(cell, "ci_low", None), getattr(cell, "ci_high", None)
+        if not relative and pd.notna(low) and pd.notna(high):
+            axis.vlines(left + 0.45 * width, low, high, color="0.2", linewidth=0.9, zorder=4)
+        name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
+        text, colour = f"{value:.{2 if relative else 0}f}{name}", style.PAPER_GREY if paper else "0.2"
         style.note(axis, text, left + 0.45 * width, value, va="bottom", rotation=90, fontsize=5.5, color=colour)
 
 
 _PAPER = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}
 
 
-def _finish(figure: Figure, rows: pd.DataFrame, systems: list[str]) -> None:
-    handles = [
-        Patch(color=_colour(name), label=f"{name} ({PAPER_NAMES[name]})" if name in PAPER_NAMES else name)
-        for name in systems
-    ]
-    handles.append(Patch(label=style.PAPER_LABEL, **_PAPER))
+def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str) -> None:
+    ours = list(dict.fromkeys(rows["system"]))
+    known = [system for system in PAPER_NAMES if (paper["system"] == PAPER_NAMES[system]).any()]
+    names = {system: f"{system} ({PAPER_NAMES[system]})" if system in known else system for system in ours}
+    handles = [Patch(color=_colour(system), label=names[system]) for system in ours]
+    alone = [f"{INITIALS[system]}: {PAPER_NAMES[system]}" for system in known if system not in ours]
+    handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **_PAPER))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
-    title = f"Figure 11: text generation, at most {limit} requests per batch"
-    style.caption(figure, title, described(rows), handles, 4, columnspacing=1.4)
+    of = "" if set(rows["figure"]) == {"11"} else f" ({', '.join(dict.fromkeys(rows['figure']))})"
+    title = f"Figure 11: text generation, at most {limit} requests per batch{of}"
+    style.caption(figure, title, f"{described(rows)}; {about}", handles, 3, columnspacing=1.4)

@@ -1,5 +1,6 @@
 """One look for every figure: the same colour and marker is the same system, or popularity, everywhere."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ PAPER_GREY = "0.55"
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of ten
 PAPER_LABEL = "paper, A100"
 PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
+
+LETTERS_PER_INCH = 15.5  # of a title, so that it stays within the figure
 
 PALETTE = sns.color_palette("colorblind")
 # the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
@@ -77,7 +80,8 @@ def grid(depth: int, columns: int, width: float, height: float, sharex: bool | s
 
 def caption(figure: Figure, title: str, measured: str, handles: Sequence[Artist], ncols: int, **spacing: float) -> None:
     """The title with what was `measured` below it, and one legend under all axes."""
-    figure.suptitle(f"{title}\nmeasured: {measured}", fontsize=8.5)
+    lines = textwrap.wrap(f"measured: {measured}", int(LETTERS_PER_INCH * figure.get_figwidth()))
+    figure.suptitle("\n".join([title, *lines]), fontsize=8.5)
     figure.legend(handles=list(handles), loc="outside lower center", ncols=ncols, frameon=False, **spacing)
 
 
@@ -107,6 +111,14 @@ def measured_style(name: str) -> dict[str, Any]:
     """Solid line in the colour of `name`."""
     colour, marker = look(name)
     return {"color": colour, "marker": marker, "linestyle": "-", "zorder": 3}
+
+
+def hollow(axis: Axes, xs: Sequence[float], ys: Sequence[float], looks: dict[str, Any]) -> None:
+    """White-filled markers at points that other work on the machine disturbed, over a line with `looks`."""
+    if not len(xs):
+        return
+    looks = {**looks, "linestyle": "", "markerfacecolor": "white", "markeredgewidth": 1.0, "zorder": 4}
+    axis.plot(xs, ys, **{name: value for name, value in looks.items() if name not in ("label", "markevery")})
 
 
 def paper_style(name: str) -> dict[str, Any]:

@@ -279,15 +279,18 @@ def test_determinism_draws_its_rows():
             for workload in ("Distinct", "Identical")
             for system in VARIANTS
             for batch in (1, 64)
-            for metric, value in (("latency", batch + 1.0), ("outputs_differing_between_runs", 0.1),
-                                  ("outputs_differing_from_row_alone", 0.2))
+            for metric, value in (("latency", batch + 1.0), ("outputs_differing_from_row_alone", 0.2),
+                                  ("outputs_differing_between_runs", 0.1 if system.startswith("atomics") else 0.0))
         ]
     )  # fmt: skip
     figure = draw_determinism(rows, pd.DataFrame())
     try:
-        above, price, changes = (figure.axes[2 * line] for line in range(3))
+        above, price, changes, runs = (figure.axes[2 * line] for line in range(4))
         assert len(above.lines) == 5
         assert [list(line.get_ydata()) for line in price.lines[:3]] == [[1.0, 1.0]] * 3
-        assert len(changes.lines) == 10
+        assert len(changes.lines) == 5
+        assert len(runs.lines) == sum(system.startswith("atomics") for system in VARIANTS)
+        never = runs.texts[0].get_text().splitlines()
+        assert never == ["0 at every batch:", *(name for name in VARIANTS if not name.startswith("atomics"))]
     finally:
         plt.close(figure)

@@ -120,6 +120,11 @@ def test_rows_and_text_of_a_measured_table():
         ("host_latency", "host_clock", "wrapper"),
     }  # fmt: skip
     assert all(row.statistic in STATISTICS and row.unit == "us" for row in rows)
+    assert {row.scale for row in rows} == {"paper"}
+    digests = {row.panel: row.config_hash for row in rows}
+    assert len(set(digests.values())) == len(digests) == 3
+    assert {row.panel: row.config_hash for row in tables.rows_of("A", found)} == digests
+    assert tables.rows_of("ranks", found)[0].config_hash not in digests.values()
 
 
 def test_a_column_that_failed_leaves_its_cell_empty_and_counts_nowhere():

@@ -1,12 +1,16 @@
 """`make report`: the verdict table beside the rows it judged, and clear errors when there is nothing to judge."""
 
 import csv
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments.claims import judge
+from experiments.claims.table import total
 from experiments.commands.batch import SOURCES
 from experiments.commands.report import choose, read_folder, write_report
 from experiments.harness.schema import REPOSITORY, ConfigError
@@ -41,7 +45,7 @@ def test_table_is_written_beside_the_rows(places):
     (places.fresh_figures / "fig01_batching.png").touch()
     source, rows, target, figures = choose(places, "auto")
     assert source == "fresh"
-    verdicts = write_report(rows, target, figures, PAPER)
+    verdicts = write_report(rows, target, figures, PAPER).verdicts
     with (places.fresh_rows.parent / "claims.csv").open(newline="") as stream:
         table = list(csv.DictReader(stream))
     assert len(table) == len(verdicts) == 52
@@ -55,6 +59,68 @@ def test_table_is_written_beside_the_rows(places):
     assert "A CPU, 2 cores" in text
     assert "`llama-small` plays the paper's 7B" in text
     assert text.count("\n| C") == 52
+    assert "Every machine" not in text
+
+
+def test_the_counts_are_all_claims_and_say_what_is_not_known(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    report = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    top = report.table.read_text().splitlines()[2]
+    assert sum(int(number) for number in re.findall(r"(?:^|, )(\d+) ", top)) == 52
+    assert top.endswith("(52 claims).")
+    assert any("2 of 2 decided, 2 with the interval unknown" in note for note in report.notes)
+
+
+def test_every_recorded_machine_has_its_column(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    slow = [replace(row, hardware="h200", value=row.value * row.batch_size) for row in decode_rows("paper")]
+    write_rows(places.recorded_rows.parent / "h200" / "fig01_batching.csv", slow)
+    recorded = places.recorded_rows.parent
+    write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER, recorded=recorded)
+    text = (places.fresh_rows.parent / "claims.md").read_text()
+    assert "| claim | statement | this machine | h200 |" in text
+    last = [line for line in text.splitlines() if line.startswith("| C01")][-1]
+    assert last.endswith("| reproduced | differs |")
+
+
+def test_disturbed_points_are_counted_and_mark_their_verdicts(places):
+    rows = [replace(row, disturbed=row.batch_size == 32) for row in decode_rows()]
+    write_rows(places.fresh_rows / "fig01_batching.csv", rows)
+    report = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    assert "Disturbed points: 1 of 2 (50.0 %); figure 1: 1." in report.notes
+    assert "Disturbed points: 1 of 2" in report.summary("fresh")
+    first = next(line for line in report.table.read_text().splitlines() if line.startswith("| C01"))
+    assert "**reproduced\u2020**" in first
+
+
+def test_a_machine_that_decides_too_little_is_called_unfit(places):
+    rows = [
+        replace(row, repeat=repeat, value=row.value * (factor if row.batch_size == 32 else 1.0))
+        for row in decode_rows()
+        for repeat, factor in enumerate((1.0, 1.2, 1.4))
+    ]
+    write_rows(places.fresh_rows / "fig01_batching.csv", rows)
+    report = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    assert report.verdicts[0].verdict == "within noise"
+    assert any("0 of 2 decided. Below 80 %: this machine, as it was, is unfit" in note for note in report.notes)
+
+
+RECORDED = sorted(path.name for path in (REPOSITORY / "results").iterdir() if (path / "claims.csv").exists())
+
+
+@pytest.mark.parametrize("hardware", RECORDED)
+def test_recorded_verdicts_are_those_of_the_recorded_rows(hardware):
+    """Whoever records rows, or changes a rule, judges again: make report ARGS="source=recorded hardware=..."."""
+    folder = REPOSITORY / "results" / hardware
+    found = judge(read_folder(folder), PAPER)
+    with (folder / "claims.csv").open(newline="") as stream:
+        recorded = list(csv.DictReader(stream))
+    assert [(line["id"], line["verdict"], line["why"]) for line in recorded] == [
+        (v.id, v.verdict, v.why) for v in found
+    ]
+    assert all(verdict.why for verdict in found if verdict.verdict == "differs")
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert f"[{total(found)}](results/{hardware}/claims.md)" in readme
 
 
 def test_recorded_rows_are_judged_in_place_and_never_mixed_with_fresh_ones(places):
@@ -80,7 +146,7 @@ def test_links_of_recorded_tables_leave_the_folder(places):
 
 def test_smoke_rows_make_a_table_without_verdicts_on_them(places):
     write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows("smoke"))
-    verdicts = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    verdicts = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER).verdicts
     assert "scale=smoke" in verdicts[0].reason
 
 
@@ -126,8 +192,11 @@ def test_command_line(tmp_path):
     done = command_line(tmp_path, "source=fresh")
     assert done.returncode == 0, done.stderr
     assert "52 claims, fresh rows" in done.stdout
-    assert ["reproduced", "7"] in [line.split() for line in done.stdout.splitlines()]  # C01 and six without rows
-    path.write_text(path.read_text()[:-30])
+    counted = [line.split() for line in done.stdout.splitlines()]
+    assert ["reproduced", "1"] in counted
+    assert ["holds", "by", "arithmetic", "6"] in counted
+    assert "Disturbed points: not known" in done.stdout
+    path.write_text(path.read_text()[:-10])
     damaged = command_line(tmp_path)
     assert damaged.returncode == 2
     assert "fig01_batching.csv, line 3" in damaged.stderr

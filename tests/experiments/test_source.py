@@ -137,7 +137,7 @@ def test_files_without_the_column_are_read_as_older_and_not_rewritten(tmp_path):
 
 def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_path):
     rows, paper = old_file(tmp_path), REPOSITORY / "paper_results"
-    old = write_report(rows.parent, tmp_path / "old", tmp_path, paper)
+    old = write_report(rows.parent, tmp_path / "old", tmp_path, paper).verdicts
     assert (
         "Rows of older source, to be measured again (make reproduce): figure 8."
         in (tmp_path / "old/claims.md").read_text()
@@ -146,7 +146,7 @@ def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_p
     assert {verdict.older_source for verdict in old if verdict.figure == "7"} == {""}
     current = fingerprint(script_of(rows))
     write_rows(rows, [replace(row, source_hash=current) for row in read_rows(rows)])
-    new = write_report(rows.parent, tmp_path / "new", tmp_path, paper)
+    new = write_report(rows.parent, tmp_path / "new", tmp_path, paper).verdicts
     assert "older source" not in (tmp_path / "new/claims.md").read_text()
     assert [verdict.verdict for verdict in new] == [verdict.verdict for verdict in old]
 

@@ -1,12 +1,13 @@
 """Rows and verdicts for tests of the claims."""
 
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 
 from experiments.claims.bounds import read_bounds
 from experiments.claims.judge import judge_claim
-from experiments.claims.paper import read_claims
+from experiments.claims.paper import FIGURE_FILES, as_rows, read_claims, read_figure
 from experiments.claims.rows import Rows
 from punica.measure.records import COLUMNS, Row
 
@@ -17,7 +18,48 @@ BOUNDS = read_bounds(PAPER)
 
 def verdict_of(rows, id):
     """The verdict on one claim, as `judge` gives it for all."""
-    return judge_claim(STATEMENTS[id], BOUNDS[id], Rows(rows), "cpu")
+    return judge_claim(STATEMENTS[id], BOUNDS[id], Rows(rows), rows["hardware"].iloc[0])
+
+
+@cache
+def paper_rows():
+    """The paper's own numbers as rows of an A100: what any rule must call reproduced. Do not write into it."""
+    frames = [as_rows(read_figure(PAPER, figure)) for figure in FIGURE_FILES if figure != "13"]
+    return pd.concat([*frames, section_52()], ignore_index=True)
+
+
+def repeated(rows, *factors):
+    """Each of ``rows`` as repeats that are spread in time, its value times each of ``factors``."""
+    parts = [rows.assign(value=rows["value"] * factor, repeat=i) for i, factor in enumerate(factors)]
+    return pd.concat(parts, ignore_index=True)
+
+
+def laptop(figure, **columns):
+    """One row of a laptop's small model."""
+    fixed = {"panel": "", "system": "", "workload": "", "rank": None, "seq_len": None, "unit": "ms"}
+    fixed |= {"statistic": "median", "timer": "host_clock", "scale": "laptop"}
+    fixed |= {"hardware": "cpu", "model": "llama-small", "figure": figure}
+    return Row(**{**fixed, **columns})
+
+
+def decode(batch_sizes, scale="laptop", timer="host_clock", seq_len=64, growth=1.2, **more):
+    """Figure 1, decode: ``growth`` from batch 1 to 32."""
+    fixed = {"panel": "decode", "system": "backbone", "metric": "step_latency", "seq_len": seq_len}
+    fixed |= {"scale": scale, "timer": timer, **more}
+    return [
+        laptop("1", batch_size=size, value=10 * (1 + (growth - 1) * (size - 1) / 31), **fixed) for size in batch_sizes
+    ]
+
+
+def serving(**throughput):
+    """Figure 11 rows: system -> token/s on Distinct, Uniform, Skewed, Identical."""
+    names = ("Distinct", "Uniform", "Skewed", "Identical")
+    fixed = {"batch_size": 32, "rank": 16, "metric": "throughput", "unit": "token/s", "statistic": "value"}
+    return [
+        laptop("11", system=system, workload=name, value=value, **fixed)
+        for system, values in throughput.items()
+        for name, value in zip(names, values, strict=True)
+    ]
 
 
 def frame(rows):

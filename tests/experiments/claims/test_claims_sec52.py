@@ -5,7 +5,7 @@ from claim_rows import frame, loading, verdict_of
 
 from experiments.claims import VERDICTS
 
-REPRODUCED, SHAPE, DIFFERS, NOT_TESTABLE = VERDICTS
+REPRODUCED, SHAPE, _, DIFFERS, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
 
 
 def h200_loading(load=1.6, link=1.5, step=20.0, stall=0.1, size=79_953_920, **more):
@@ -89,5 +89,5 @@ def test_a_cpu_has_nothing_to_hide_a_load_behind():
 def test_loading_needs_its_panels(panel, id):
     rows = h200_loading()
     verdict = verdict_of(rows[rows["panel"] != panel], id)
-    assert verdict.verdict == NOT_TESTABLE
+    assert verdict.verdict == NOT_MEASURED
     assert f"panel={panel}" in verdict.reason

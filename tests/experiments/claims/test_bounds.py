@@ -1,0 +1,115 @@
+"""Bounds: strict ends, classes of hardware, intervals; how two tests make a verdict; what a bad line says."""
+
+import pytest
+
+from experiments.claims import VERDICTS, decide
+from experiments.claims.bounds import Bound, Outcome, described, outcome_of, read_bounds
+
+REPRODUCED, SHAPE, NOISE, DIFFERS, _, NOT_MEASURED, *_ = VERDICTS
+
+HOLDS, FAILS, WITHIN, ELSEWHERE, MISSING = Outcome
+
+
+@pytest.mark.parametrize(
+    ("relation", "shape", "verdict"),
+    [
+        (HOLDS, HOLDS, REPRODUCED), (HOLDS, FAILS, DIFFERS), (HOLDS, MISSING, NOT_MEASURED), (FAILS, HOLDS, SHAPE),
+        (MISSING, HOLDS, SHAPE), (ELSEWHERE, HOLDS, SHAPE), (FAILS, FAILS, DIFFERS), (MISSING, FAILS, DIFFERS),
+        (FAILS, MISSING, NOT_MEASURED), (WITHIN, HOLDS, NOISE), (HOLDS, WITHIN, NOISE), (FAILS, WITHIN, NOISE),
+        (WITHIN, FAILS, DIFFERS), (ELSEWHERE, WITHIN, NOISE),
+    ],
+)  # fmt: skip
+def test_verdict_from_two_tests(relation, shape, verdict):
+    assert decide(relation, shape) == verdict
+
+
+def bound(quantity="q", low=1.0, high=2.0, when="always", **more):
+    return Bound("C01", "shape", quantity, low, high, when, "as stated", **more)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "quantities", "outcome"),
+    [
+        ([bound()], {"q": 1.0}, HOLDS),
+        ([bound()], {"q": 2.0}, HOLDS),
+        ([bound()], {"q": 2.001}, FAILS),
+        ([bound(strict="low")], {"q": 1.0}, FAILS),
+        ([bound(strict="low")], {"q": 1.001}, HOLDS),
+        ([bound(strict="high")], {"q": 2.0}, FAILS),
+        ([bound()], {}, MISSING),
+        ([bound()], {"q": float("nan")}, MISSING),
+        ([bound(), bound("other")], {"q": 1.5}, MISSING),
+        ([bound(), bound("other")], {"q": 5.0}, FAILS),
+        ([bound(), bound("other", when="measured")], {"q": 1.5}, HOLDS),
+        ([bound("other", when="measured")], {}, MISSING),
+        ([bound(), bound("other", where="A100")], {"q": 1.5, "other": 1.5}, ELSEWHERE),
+        ([bound(), bound("other", where="A100")], {"q": 3.0, "other": 1.5}, FAILS),
+        ([], {"q": 1.5}, MISSING),
+    ],
+    ids=["low end", "high end", "outside", "strict low", "above strict", "strict high", "absent", "nan", "one absent",
+         "one fails", "optional", "only one", "another class", "fails in any class", "none"],
+)  # fmt: skip
+def test_one_test_of_exact_values(bounds, quantities, outcome):
+    assert outcome_of(bounds, quantities, hardware="h200") is outcome
+
+
+@pytest.mark.parametrize(
+    ("interval", "outcome"),
+    [
+        ((1.1, 1.9), HOLDS), ((1.0, 2.0), HOLDS), ((0.9, 1.6), WITHIN), ((1.4, 2.1), WITHIN), ((0.5, 3.0), WITHIN),
+    ],
+)  # fmt: skip
+def test_a_bound_inside_the_interval_is_within_noise(interval, outcome):
+    assert outcome_of([bound()], {"q": 1.5}, {"q": interval}) is outcome
+
+
+def test_an_interval_beside_the_bounds_fails():
+    assert outcome_of([bound()], {"q": 3.0}, {"q": (2.5, 4.0)}) is FAILS
+    assert outcome_of([bound()], {"q": 3.0}, {"q": (1.9, 4.0)}) is WITHIN
+    assert outcome_of([bound(), bound("p")], {"q": 3.0, "p": 0.5}, {"q": (1.9, 4.0)}) is FAILS  # p fails for certain
+
+
+@pytest.mark.parametrize(
+    ("where", "hardware", "models", "counts"),
+    [
+        ("any", "cpu", ("llama-small",), True),
+        ("data centre", "h200", ("llama2-7b",), True),
+        ("data centre", "h200", ("llama2-7b", "llama-small"), False),
+        ("data centre", "a100-40g", ("7B", "13B"), True),
+        ("data centre", "tesla-v100-sxm2-16gb", (), True),
+        ("data centre", "rtx-4090", ("llama2-7b",), False),
+        ("data centre", "cpu", ("llama2-7b",), False),
+        ("A100", "a100-80g", ("llama2-7b",), True),
+        ("A100", "h200", ("llama2-7b",), False),
+        ("A100", "a100-80g", ("llama-tiny",), False),
+    ],
+)
+def test_bounds_count_on_their_class_of_hardware(where, hardware, models, counts):
+    assert bound(where=where).counts(hardware, models) is counts
+
+
+def test_bounds_read_like_a_sentence():
+    infinite = float("inf")
+    texts = [bound(low=-infinite), bound(high=infinite), bound(), bound(high=1.0), bound("p", when="measured")]
+    texts += [bound(high=infinite, strict="low"), bound(strict="high", where="A100")]
+    assert described(texts) == (
+        "q <= 2, q >= 1, 1 <= q <= 2, q = 1, 1 <= p <= 2 (where measured), q > 1, 1 <= q < 2 (on an A100)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("C01,shape,ratio,low,2,,always,any,x", "line 2: low='low', high='2' must be numbers"),
+        ("C01,shape,ratio,3,2,,always,any,x", "line 2: low=3.0 is above high=2.0"),
+        ("C01,form,ratio,1,2,,always,any,x", "line 2: test is 'form'; it must be one of relation, shape"),
+        ("C01,shape,ratio,1,2,,often,any,x", "line 2: when is 'often'"),
+        ("C01,shape,ratio,1,2,both,always,any,x", "line 2: strict is 'both'; it must be one of empty, low, high"),
+        ("C01,shape,ratio,1,2,,always,here,x", "line 2: where is 'here'; it must be one of any, data centre, A100"),
+    ],
+    ids=["number", "order", "test", "when", "strict", "where"],
+)
+def test_bad_bounds_name_the_line(tmp_path, line, words):
+    (tmp_path / "claim_bounds.csv").write_text(f"claim,test,quantity,low,high,strict,when,where,reading\n{line}\n")
+    with pytest.raises(ValueError, match=words):
+        read_bounds(tmp_path)

@@ -1,0 +1,114 @@
+"""Intervals come from repeats and from rows that carry one; a bound inside is within noise; disturbed points mark."""
+
+import math
+
+import pandas as pd
+import pytest
+from claim_rows import decode, frame, repeated, serving, verdict_of
+
+from experiments.claims import VERDICTS
+
+REPRODUCED, SHAPE, NOISE, DIFFERS, *_ = VERDICTS
+SPEED = {
+    "punica": (900, 920, 930, 1000), "continuous_batching": (100, 102, 113, 1100),
+    "static_batching": (95, 97, 104, 640), "hf_peft": (40, 41, 44, 200),
+}  # fmt: skip
+
+
+def growths(*values):
+    """Figure 1 with one repeat per growth from batch 1 to 32."""
+    parts = [frame(decode([1, 2, 32], growth=value)).assign(repeat=i) for i, value in enumerate(values)]
+    return pd.concat(parts, ignore_index=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ((1.30, 1.40, 1.48), REPRODUCED),
+        ((1.30, 1.40, 1.51), NOISE),  # the shape test's 1.5 lies inside
+        ((1.49, 1.60, 1.70), NOISE),
+        ((1.60, 1.70, 1.80), DIFFERS),
+    ],
+)
+def test_the_bound_and_the_span_of_the_repeats_decide(values, verdict):
+    judged = verdict_of(growths(*values), "C01")
+    assert judged.verdict == verdict
+    assert judged.quantities == f"ratio={values[1]:.6g}"  # the median
+    assert judged.interval == f"ratio={values[0]:.4g} to {values[2]:.4g}"
+    assert bool(judged.why) == (verdict == DIFFERS)
+
+
+def test_without_repeats_the_interval_is_unknown():
+    assert verdict_of(frame(decode([1, 2, 32])), "C01").interval == ""
+    assert verdict_of(growths(1.2), "C01").interval == ""  # one repeat spans nothing
+
+
+def test_repeats_that_move_together_do_not_move_a_ratio():
+    """A slow minute slows batch 1 and batch 32 alike."""
+    rows = repeated(frame(decode([1, 2, 32], growth=1.45)), 1.0, 1.3, 0.9)
+    assert verdict_of(rows, "C01").interval == ""
+    assert verdict_of(rows, "C01").verdict == REPRODUCED
+
+
+def with_interval(rows, system, workload, low, high):
+    cell = (rows["system"] == system) & (rows["workload"] == workload)
+    return rows.assign(ci_low=rows["ci_low"].where(~cell, low), ci_high=rows["ci_high"].where(~cell, high))
+
+
+def test_intervals_of_rows_add_in_quadrature():
+    rows = with_interval(frame(serving(**SPEED)), "punica", "Distinct", 870, 930)
+    rows = with_interval(rows, "continuous_batching", "Distinct", 97, 104)
+    low = 9 - math.hypot(9 - 870 / 100, 9 - 900 / 104)
+    high = 9 + math.hypot(930 / 100 - 9, 900 / 97 - 9)
+    judged = verdict_of(rows, "C29")
+    assert judged.interval == f"speedup={low:.4g} to {high:.4g}"
+    assert judged.verdict == SHAPE  # all of it is above 8
+    wide = with_interval(rows, "punica", "Distinct", 780, 1020)
+    assert verdict_of(wide, "C29").verdict == NOISE
+
+
+def test_an_interval_of_another_metric_is_no_interval_of_this_one():
+    rows = frame(serving(**SPEED))
+    other = rows.assign(metric="new_token_throughput", ci_low=1.0, ci_high=2000.0)
+    assert verdict_of(pd.concat([rows, other], ignore_index=True), "C29").interval == ""
+
+
+def test_an_aggregate_with_its_interval_stands_for_its_repeats():
+    rows = frame(serving(**SPEED))
+    whole = with_interval(rows, "punica", "Distinct", 890, 910)
+    judged = verdict_of(pd.concat([whole, repeated(rows, 0.5, 1.0, 2.0)], ignore_index=True), "C29")
+    assert judged.quantities == "speedup=9"
+    low, high = (float(end) for end in judged.interval.removeprefix("speedup=").split(" to "))
+    assert low < 8.9
+    assert high > 9.1  # and the repeats of the baselines, which have no interval of their own
+
+
+def marked(rows, **where):
+    hit = pd.concat([rows[name] == value for name, value in where.items()], axis=1).all(axis=1)
+    return rows.assign(disturbed=hit)
+
+
+def test_a_verdict_on_disturbed_points_is_marked():
+    rows = frame(decode([1, 2, 32]))
+    assert not verdict_of(rows, "C01").disturbed
+    assert verdict_of(marked(rows, batch_size=32), "C01").disturbed
+    assert verdict_of(rows.assign(disturbed=True), "C01").disturbed  # also when all are
+    assert not verdict_of(marked(rows, batch_size=2), "C01").disturbed  # the ratio does not see batch 2
+
+
+def test_quiet_repeats_count_and_disturbed_ones_widen():
+    rows = growths(1.30, 1.40, 2.0)
+    judged = verdict_of(marked(rows, repeat=2), "C01")
+    assert judged.quantities == "ratio=1.35"
+    assert judged.interval == "ratio=1.3 to 2"
+    assert judged.verdict == NOISE
+    assert not judged.disturbed
+    assert verdict_of(rows.assign(disturbed=True), "C01").disturbed
+
+
+def test_points_are_told_apart_by_repeats_not_mixed():
+    """Repeats of two lengths stay two curves."""
+    rows = pd.concat([growths(1.2, 1.3, 1.25), frame(decode([1, 2, 32], seq_len=2048, growth=2.0))])
+    judged = verdict_of(rows.reset_index(drop=True), "C02")
+    assert judged.quantities.startswith("ratio=2;")
+    assert verdict_of(rows.reset_index(drop=True), "C03").interval == "smallest_step=1.538 to 1.667"

@@ -1,0 +1,144 @@
+"""The mutation table: for each claim a change of rows that turns its verdict; arithmetic alone cannot be turned."""
+
+import pandas as pd
+import pytest
+from claim_rows import frame, serving, verdict_of
+
+from experiments.claims import CLAIMS, VERDICTS
+
+REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, *_ = VERDICTS
+
+# claim, rows to change (a query), factor -> verdict
+CHANGES = [
+    ("C01", "figure == '1' and panel == 'decode' and seq_len == 128 and batch_size == 32", 1.5, DIFFERS),
+    ("C02", "figure == '1' and panel == 'decode' and seq_len == 2048 and batch_size == 32", 0.65, SHAPE),
+    ("C02", "figure == '1' and panel == 'decode' and seq_len == 2048 and batch_size == 32", 1.5, DIFFERS),
+    ("C03", "figure == '1' and panel == 'decode' and seq_len == 1536 and batch_size == 32", 0.96, SHAPE),
+    ("C03", "figure == '1' and panel == 'decode' and seq_len == 1536 and batch_size == 32", 0.8, DIFFERS),
+    ("C04", "figure == '1' and panel == 'prefill' and batch_size > 16", 0.5, DIFFERS),
+    ("C06", "figure == '7' and workload == 'Distinct' and batch_size == 64 and unit == 'FLOP/s'", 0.6, SHAPE),
+    ("C06", "figure == '7' and workload == 'Distinct' and batch_size == 64 and unit == 'FLOP/s'", 0.4, DIFFERS),
+    ("C07", "figure == '7' and workload == 'Identical' and batch_size == 30", 0.5, DIFFERS),
+    ("C07", "figure == '7' and workload == 'Identical' and batch_size == 64", 0.5, DIFFERS),
+    ("C08", "figure == '7' and workload == 'Skewed' and batch_size == 64", 0.92, SHAPE),
+    ("C08", "figure == '7' and workload == 'Distinct' and batch_size == 64", 2.0, DIFFERS),
+    ("C09", "figure == '8' and workload == 'Distinct' and batch_size == 64 and system == 'SGMV'", 0.5, SHAPE),
+    ("C09", "figure == '8' and workload == 'Distinct' and batch_size == 64 and system == 'SGMV'", 1.5, DIFFERS),
+    ("C10", "figure == '8' and workload == 'Skewed' and batch_size == 64 and system == 'SGMV'", 1.25, DIFFERS),
+    ("C11", "figure == '8' and workload == 'Identical' and batch_size == 64 and system == 'SGMV'", 1.105, SHAPE),
+    ("C11", "figure == '8' and workload == 'Identical' and batch_size == 64 and system == 'SGMV'", 1.3, DIFFERS),
+    ("C12", "figure == '8' and workload == 'Identical' and system == 'SGMV' and batch_size == 5", 1.5, DIFFERS),
+    ("C13", "figure == '8' and system == 'Loop'", 0.68, SHAPE),
+    ("C13", "figure == '8' and system == 'Loop'", 0.5, DIFFERS),
+    ("C14", "figure in ('8', 'README backbone-vs-sgmv') and system == 'Loop'", 0.1, SHAPE),
+    ("C14", "figure == '8' and system == 'Loop' and workload == 'Identical' and batch_size == 64", 1.3, DIFFERS),
+    ("C15", "figure == '8' and system == 'BMM' and batch_size == 40 and workload == 'Skewed'", 1.2, DIFFERS),
+    ("C16", "figure == '8' and system == 'Gather-BMM' and batch_size == 20 and workload == 'Skewed'", 0.8, DIFFERS),
+    ("C16", "figure == '8' and system == 'Gather-BMM' and batch_size == 32 and workload == 'Skewed'", 0.8, DIFFERS),
+    ("C17", "figure == '8' and system == 'BMM' and workload == 'Identical'", 0.8, DIFFERS),
+    ("C19", "figure == '9' and batch_size == 1 and rank == 64 and workload == 'Distinct'", 1.5, DIFFERS),
+    ("C20", "figure == '9' and batch_size == 64 and rank == 64 and workload == 'Distinct'", 0.8, SHAPE),
+    ("C20", "figure == '9' and batch_size == 64 and rank == 64 and workload == 'Distinct'", 2.0, DIFFERS),
+    ("C21", "figure == '9' and batch_size == 64 and rank == 32 and workload == 'Uniform'", 1.3, DIFFERS),
+    ("C22", "figure == '10' and batch_size == 32 and seq_len == 512 and workload == 'Distinct'", 1.16, SHAPE),
+    ("C22", "figure == '10' and batch_size == 32 and seq_len == 512 and workload == 'Distinct'", 1.3, DIFFERS),
+    ("C23", "figure == '10' and batch_size == 32 and seq_len == 2048 and workload == 'Uniform'", 0.7, DIFFERS),
+    ("C24", "figure == '10' and batch_size == 32 and seq_len == 512 and workload == 'Distinct'", 1.05, SHAPE),
+    ("C24", "figure == '10' and batch_size == 32 and seq_len == 512 and workload == 'Skewed'", 1.2, DIFFERS),
+    ("C25", "figure == '10' and batch_size == 32 and workload == 'Identical'", 2.0, DIFFERS),
+    ("C26", "figure == '11' and system == 'punica' and workload == 'Distinct' and model == '7B'", 0.98, SHAPE),
+    ("C26", "figure == '11' and system == 'punica' and workload == 'Distinct' and model == '7B'", 0.8, DIFFERS),
+    ("C27", "figure == '11' and system == 'punica' and workload == 'Skewed' and model == '13B'", 0.97, SHAPE),
+    ("C27", "figure == '11' and system == 'punica' and workload == 'Skewed' and model == '13B'", 0.8, DIFFERS),
+    ("C28", "figure == '11' and system == 'punica' and workload == 'Distinct' and model == '13B'", 0.88, SHAPE),
+    ("C28", "figure == '11' and system == 'punica' and workload == 'Distinct' and model == '13B'", 0.7, DIFFERS),
+    ("C29", "figure == '11' and system == 'punica'", 0.8, SHAPE),
+    ("C29", "figure == '11' and system == 'punica'", 0.5, DIFFERS),
+    ("C30", "figure == '11' and system == 'punica'", 0.65, SHAPE),
+    ("C30", "figure == '11' and system == 'punica'", 0.3, DIFFERS),
+    ("C31", "figure == '11' and system == 'punica' and model == '7B'", 0.9, SHAPE),
+    ("C31", "figure == '11' and system == 'punica' and model == '7B'", 1.5, DIFFERS),
+    ("C32", "figure == '11' and system == 'punica' and model == '7B'", 1.2, SHAPE),
+    ("C32", "figure == '11' and system == 'hf_peft'", 20.0, DIFFERS),
+    ("C33", "figure == '11' and system == 'continuous_batching' and workload == 'Distinct'", 1.5, SHAPE),
+    ("C33", "figure == '11' and system == 'continuous_batching' and workload == 'Distinct'", 3.0, DIFFERS),
+    ("C34", "figure == '11' and system == 'continuous_batching' and workload == 'Uniform'", 1.06, SHAPE),
+    ("C34", "figure == '11' and system == 'continuous_batching' and workload == 'Uniform'", 1.2, DIFFERS),
+    ("C36", "figure == '11' and metric == 'mean_batch_size'", 0.9, DIFFERS),
+    ("C37", "figure == '11' and system == 'static_batching' and workload == 'Identical'", 1.5, DIFFERS),
+    ("C38", "figure == '12' and system == 'punica' and workload == 'Distinct'", 0.96, SHAPE),
+    ("C38", "figure == '12' and system == 'punica' and workload == 'Distinct'", 0.8, DIFFERS),
+    ("C39", "figure == '12' and system == 'punica'", 0.8, SHAPE),
+    ("C39", "figure == '12' and system == 'punica'", 0.5, DIFFERS),
+    ("C40", "figure == '12' and system == 'punica' and workload == 'Identical'", 0.8, DIFFERS),
+    ("C41", "figure == '11' and metric == 'implied_time_per_step'", 2.0, SHAPE),
+    ("C41", "figure == '11' and system == 'punica' and metric == 'throughput'", 0.5, DIFFERS),
+    ("C42", "figure == 'text 5.2' and panel == 'layer'", 1.2, SHAPE),
+    ("C42", "figure == 'text 5.2' and panel == 'model' and system == 'punica' and unit == 'ms'", 2.0, SHAPE),
+    ("C42", "figure == 'text 5.2' and panel == 'model' and system == 'punica' and unit == 'ms'", 3.0, DIFFERS),
+    ("C43", "figure == 'text 5.2' and panel == 'overlap' and metric == 'load_time'", 4.0, SHAPE),
+    ("C43", "figure == 'text 5.2' and panel == 'overlap' and metric == 'load_time'", 8.0, DIFFERS),
+    ("C51", "figure == 'README backbone-vs-sgmv' and workload == 'none' and batch_size == 64", 1.1, SHAPE),
+    ("C51", "figure == 'README backbone-vs-sgmv' and workload == 'none' and batch_size == 64", 1.3, DIFFERS),
+    ("C52", "figure == 'README backbone-vs-sgmv' and system == 'SGMV'", 1.5, SHAPE),
+    ("C52", "figure == 'README backbone-vs-sgmv' and system == 'SGMV'", 2.0, DIFFERS),
+]
+
+
+ARITHMETIC_ALONE = {"C05", "C18", "C35", "C44"}
+
+
+def with_mean_batch(rows):
+    """``rows`` and the mean batch of a full stream, which the paper has as a replay only."""
+    served = rows[(rows["figure"] == "11") & (rows["model"] == "7B") & (rows["system"] == "punica")]
+    return pd.concat([rows, served.assign(metric="mean_batch_size", value=31.1)], ignore_index=True)
+
+
+@pytest.mark.parametrize(("id", "query", "factor", "verdict"), CHANGES, ids=[f"{c[0]}-x{c[2]}" for c in CHANGES])
+def test_changed_rows_change_the_verdict(paper_rows, id, query, factor, verdict):
+    changed = with_mean_batch(paper_rows)
+    if id != "C25":
+        changed = changed[changed["figure"].isin({*changed.query(query)["figure"], "7"})]
+    assert verdict_of(changed, id).verdict == REPRODUCED
+    hit = changed.query(query).index
+    assert len(hit) > 0
+    changed.loc[hit, "value"] *= factor
+    judged = verdict_of(changed, id)
+    assert judged.verdict == verdict
+    assert bool(judged.why) == (verdict == DIFFERS)
+    assert not judged.why.startswith("these rows do not say")
+
+
+def test_every_claim_but_arithmetic_can_be_turned_to_differ():
+    assert {id for id, *_, verdict in CHANGES if verdict == DIFFERS} == set(CLAIMS) - ARITHMETIC_ALONE
+
+
+@pytest.mark.parametrize("id", sorted(ARITHMETIC_ALONE))
+def test_no_rows_turn_arithmetic(paper_rows, id):
+    assert verdict_of(paper_rows.assign(value=paper_rows["value"] * 3), id).verdict == ARITHMETIC
+
+
+TIE = {
+    "punica": (1000, 1000, 1000, 1000), "continuous_batching": (76, 78, 87, 1000),
+    "static_batching": (70, 75, 80, 640), "hf_peft": (20, 20, 20, 80),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("id", "verdict"), [("C31", SHAPE), ("C32", SHAPE)])
+def test_a_tie_is_not_more(id, verdict):
+    """ "Slightly faster" and "in this order" are not met by the same number; 1.0 is allowed by the shape tests."""
+    assert verdict_of(frame(serving(**TIE)), id).verdict == verdict
+    faster = {**TIE, "continuous_batching": (76, 78, 87, 1010)}
+    assert verdict_of(frame(serving(**faster)), id).verdict == REPRODUCED
+    slowest = {**TIE, "static_batching": (70, 75, 80, 80)}
+    assert verdict_of(frame(serving(**slowest)), "C32").verdict == DIFFERS
+
+
+def test_an_equal_growth_at_both_lengths_is_not_a_reduced_effect(paper_rows):
+    """C23 at exactly 0 percentage points."""
+    changed = paper_rows[paper_rows["figure"].isin(["10"])].copy()
+    short = changed[changed["seq_len"] == 512]
+    same = pd.concat([short, short.assign(seq_len=2048, panel="")], ignore_index=True)
+    assert verdict_of(same, "C23").verdict == DIFFERS
+    longer = same["value"].where((same["seq_len"] == 512) | (same["batch_size"] == 1), same["value"] * 1.01)
+    assert verdict_of(same.assign(value=longer), "C23").verdict == REPRODUCED

@@ -1,0 +1,162 @@
+"""What figures show beside their lines: names of models, repeats, disturbed points, both roofs, DeepSpeed's bar."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from fakes import composed
+
+from experiments.claims.paper import read_figure
+from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
+from experiments.fig07_sgmv_roofline import SHEET
+from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
+from experiments.harness.schema import REPOSITORY
+from experiments.harness.settings import settle
+from experiments.plots.frames import described, frame_of, one_of_repeats
+from experiments.plots.overlay import named, panels
+from experiments.plots.roofline import draw_roofline
+from experiments.plots.serving_bars import draw_serving, relative_to_best
+from punica.measure.records import Row
+
+PAPER = REPOSITORY / "paper_results"
+
+
+def row(value, **columns):
+    fixed = {"figure": "9", "panel": "r=16", "system": "SGMV", "workload": "Distinct", "model": "", "hardware": "cpu"}
+    fixed |= {"batch_size": 1, "seq_len": None, "rank": 16, "metric": "latency", "unit": "us", "statistic": "median"}
+    return Row(**{**fixed, "timer": "host_clock", "scale": "laptop", "device": "a CPU", **columns, "value": value})
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    ("panel", "model", "title"),
+    [
+        ("7B, len=512", "llama-small", "llama-small, len=512\n(paper: 7B)"),
+        ("7B, len=512", "llama2-7b", "llama2-7b, len=512\n(paper: 7B)"),
+        ("decode", "llama-small", "decode"),
+        ("Distinct", "", "Distinct"),
+    ],
+)
+def test_a_panel_carries_the_name_of_the_model_that_was_measured(panel, model, title):
+    assert named(panel, pd.DataFrame({"model": [model]})) == title
+
+
+def test_a_stand_in_is_said_to_be_one():
+    assert "llama-small beside the paper's 7B" in described(frame_of([row(1.0, model="llama-small")]))
+    assert "beside" not in described(frame_of([row(1.0, model="llama2-7b")]))
+
+
+def test_repeats_become_one_point_of_the_quiet_ones():
+    values = ((10.0, False), (12.0, False), (50.0, True))
+    rows = [row(value, repeat=i, disturbed=loud) for i, (value, loud) in enumerate(values)]
+    rows += [row(value - 1, repeat=i, disturbed=loud, statistic="p10") for i, (value, loud) in enumerate(values)]
+    rows += [row(20, repeat=i, disturbed=False, statistic="count", unit="samples") for i in range(3)]
+    rows.append(row(7.0, batch_size=2))
+    made = one_of_repeats(frame_of(rows)).set_index(["batch_size", "statistic"])
+    assert made["value"].to_dict() == {(1, "median"): 11, (1, "p10"): 9, (1, "count"): 20, (2, "median"): 7}
+    assert made["repeats"].to_dict() == {(1, "median"): 3, (1, "p10"): 3, (1, "count"): 3, (2, "median"): 1}
+    assert not made["disturbed"].eq(True).any()
+    loud = one_of_repeats(frame_of([row(value, repeat=i, disturbed=True) for i, value in enumerate((1.0, 2.0, 6.0))]))
+    assert loud["value"].tolist() == [2.0]
+    assert loud["disturbed"].tolist() == [True]
+    assert described(loud).endswith("median of 3 repeats; hollow: disturbed")
+
+
+def curves(*disturbed):
+    """Figure 9 at one rank: SGMV and its expand, at batch sizes 1, 4 and 16; ``disturbed`` of SGMV."""
+    rows = [row(10.0 * n, batch_size=n, disturbed=n in disturbed) for n in (1, 4, 16)]
+    return frame_of([*rows, *(row(5.0 * n, batch_size=n, system="SGMV expand") for n in (1, 4, 16))])
+
+
+def test_disturbed_points_are_hollow_and_expand_is_dotted():
+    def lines(*disturbed):
+        figure = panels(curves(*disturbed), read_figure(PAPER, "9").query("panel == 'none'"), FIG09.overlay)
+        above, below = figure.axes
+        return above.lines, below.lines
+
+    above, below = lines()
+    assert [line.get_linestyle() for line in above] == ["-", ":"]
+    assert list(above[1].get_ydata()) == [5, 20, 80]
+    assert [list(line.get_ydata()) for line in below] == [[1, 4, 16]]
+    above, below = lines(4)
+    for line in (above[1], below[1]):
+        assert (list(line.get_xdata()), line.get_markerfacecolor()) == ([4], "white")
+    assert list(below[1].get_ydata()) == [4]
+
+
+def test_both_roofs_are_measured_or_of_the_data_sheet(tmp_path):
+    on_gpu = settle(composed(tmp_path, "scale=paper", "hardware=h200", name=FIG07.name), FIG07)
+    roofs = [point for point in FIG07.points(on_gpu) if point.panel.startswith("roof")]
+    assert [point.panel for point in roofs] == ["roof", SHEET]
+    sheet = FIG07.measure(on_gpu, roofs[1])
+    assert [(one.value, one.unit, one.kind) for one in sheet] == [
+        (4.8, "TB/s", "datasheet"), (989, "TFLOP/s", "datasheet"),
+    ]  # fmt: skip
+    on_cpu = settle(composed(tmp_path, "scale=smoke", "hardware=cpu", name=FIG07.name), FIG07)
+    assert [point.panel for point in FIG07.points(on_cpu) if point.panel.startswith("roof")] == ["roof"]
+
+
+def test_roofs_are_named_by_how_they_are_known():
+    fixed = {"figure": "7", "workload": "", "system": "", "rank": None, "batch_size": None, "device": "NVIDIA H200"}
+    rows = []
+    for panel, kind, bandwidth, peak in (("roof", "measured", 4.2, 700.0), (SHEET, "datasheet", 4.8, 989.0)):
+        fixed |= {"panel": panel, "kind": kind, "statistic": "value"}
+        rows.append(row(bandwidth, **{**fixed, "metric": "memory_bandwidth_line", "unit": "TB/s"}))
+        rows.append(row(peak, **{**fixed, "metric": "peak_fp16_line", "unit": "TFLOP/s"}))
+    points = (("latency", "us", 3.0), ("achieved_flops", "FLOP/s", 1e11), ("arithmetic_intensity", "FLOP/byte", 0.9))
+    for name, unit, value in points:
+        rows.append(row(value, figure="7", panel="", metric=name, unit=unit, statistic="median"))
+    figure = draw_roofline(frame_of(rows), read_figure(PAPER, "7"))
+    legend = next(axis.get_legend() for axis in figure.axes if axis.get_legend())
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "NVIDIA H200, measured: 4,200 GB/s, 700 TFLOP/s", "NVIDIA H200, data sheet: 4,800 GB/s, 989 TFLOP/s",
+        "paper, A100: 1,935 GB/s, 312 TFLOP/s",
+    ]  # fmt: skip
+
+
+SPEED = {"punica": (900, 1000), "continuous_batching": (100, 1250)}
+
+
+def served():
+    fixed = {"figure": "11", "panel": "7B Model", "model": "llama-small", "batch_size": 32, "statistic": "value"}
+    rows = []
+    for system, values in SPEED.items():
+        for workload, value in zip(("Distinct", "Identical"), values, strict=True):
+            cell = {**fixed, "system": system, "workload": workload}
+            rows.append(row(value, **{**cell, "metric": "throughput", "unit": "token/s"}))
+            for metric, number in (("requests", 256), ("total_tokens", 8000), ("new_tokens", 7800)):
+                rows.append(row(number, **{**cell, "metric": metric, "unit": metric, "statistic": "count"}))
+    return frame_of(rows)
+
+
+def test_bars_are_relative_to_the_best_system_on_identical():
+    rows = served().query("metric == 'throughput'")
+    relative = relative_to_best(rows).set_index(["system", "workload"])["value"]
+    assert relative.to_dict() == {
+        ("punica", "Distinct"): 0.72, ("punica", "Identical"): 0.8,
+        ("continuous_batching", "Distinct"): 0.08, ("continuous_batching", "Identical"): 1.0,
+    }  # fmt: skip
+
+
+def test_serving_bars_have_the_papers_deepspeed_and_say_their_regime():
+    figure = draw_serving(served(), read_figure(PAPER, "11").query("panel == '7B Model'"))
+    written = [text.get_text() for text in figure.axes[0].texts]
+    assert {"68 DS", "635 DS"} <= set(written)
+    assert "DS: DeepSpeed" in figure.legends[0].get_texts()[-1].get_text()
+    title = figure.get_suptitle().replace("\n", " ")
+    assert "256 requests, 8,000 tokens, 2.5 % of them of prompts, one run per bar" in title
+
+
+def test_a_disturbed_bar_is_hollow_and_an_interval_is_drawn():
+    rows = served()
+    hit = (rows["system"] == "punica") & (rows["workload"] == "Distinct") & (rows["metric"] == "throughput")
+    rows = rows.assign(disturbed=hit, ci_low=rows["value"].where(hit) * 0.9, ci_high=rows["value"].where(hit) * 1.1)
+    above = draw_serving(rows, read_figure(PAPER, "11").query("panel == 'none'")).axes[0]
+    faces = [patch.get_facecolor()[:3] for patch in above.patches]
+    assert faces.count((1.0, 1.0, 1.0)) == 1
+    segments = [segment[:, 1] for line in above.collections for segment in line.get_segments()]
+    assert segments == [pytest.approx([810, 990])]
