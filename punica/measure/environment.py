@@ -127,8 +127,24 @@ def commit() -> str:
     return f"{revision}-dirty" if _output("git", "status", "--porcelain") else revision
 
 
-def stamp() -> dict[str, str]:
-    """The provenance columns of a row: commit, date (UTC), python, torch, triton and GPU driver."""
+@lru_cache(maxsize=1)
+def numa_nodes() -> int | None:
+    """How many NUMA nodes the kernel shows; None where it does not say."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
+
+
+@lru_cache(maxsize=1)
+def l3_mib() -> float | None:
+    """MiB of last-level cache that the first core reaches, as the kernel reports it; None where it does not say."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii").strip()
+        return int(text.removesuffix("K")) / 1024
+    except (OSError, ValueError):
+        return None
+
+
+def stamp() -> dict[str, str | int | float | None]:
+    """The provenance columns of a row: commit, date (UTC), versions, GPU driver, NUMA nodes and last-level cache."""
     gpus = gpu_query("driver_version")
     return {
         "commit": commit(),
@@ -137,6 +153,10 @@ def stamp() -> dict[str, str]:
         "torch": installed("torch"),
         "triton": installed("triton"),
         "driver": gpus[0]["driver_version"] if gpus else "",
+        "transformers": installed("transformers"),
+        "peft": installed("peft"),
+        "numa_nodes": numa_nodes(),
+        "l3_mib": l3_mib(),
     }
 
 

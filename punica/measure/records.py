@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from io import StringIO
 from pathlib import Path
 
-KINDS = ("measured", "simulated", "paper")
+KINDS = ("measured", "simulated", "paper", "datasheet")
 STATISTICS = ("median", "p10", "p90", "count", "value")
 TIMERS = ("cuda_graph", "events", "host_clock")
 """The clocks of `punica.measure.timing`, first the one to prefer where a point has rows of several: `cuda_graph` tells
@@ -61,6 +61,17 @@ class Row:
     torch: str = ""
     triton: str = ""
     driver: str = ""
+    transformers: str = ""
+    peft: str = ""
+    numa_nodes: int | None = None
+    l3_mib: float | None = None
+    repeat: int | None = None  # which of the repeats that are spread in time, 0 first
+    ci_low: float | None = None  # 95 % interval of `value`, in its unit, where the row already is an aggregate
+    ci_high: float | None = None
+    disturbed: bool | None = None  # other work on the machine spoilt the interval of this measurement
+    other_cpu: float | None = None  # share of CPU time of other processes, and of steal, over that interval
+    calib_gemm_us: float | None = None  # a short product and a copy, mean of before and after
+    calib_copy_us: float | None = None
 
     @property
     def point(self) -> tuple[object, ...]:
@@ -72,8 +83,11 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-_INTEGERS = ("batch_size", "seq_len", "rank")
-_BEFORE_SOURCE = tuple(name for name in COLUMNS if name != "source_hash")  # of files that are older than that column
+_INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat")
+_NUMBERS = ("value", "l3_mib", "ci_low", "ci_high", "other_cpu", "calib_gemm_us", "calib_copy_us")
+_FLAGS = {"": None, "True": True, "False": False}
+_LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
+"""Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -94,8 +108,8 @@ def read_rows(path: str | Path) -> list[Row]:
 def _parse(path: Path, reader: Iterable[list[str]]) -> list[Row]:
     lines = iter(reader)
     header = tuple(next(lines, []))
-    if header not in (COLUMNS, _BEFORE_SOURCE):
-        missing = [name for name in COLUMNS if name not in header]
+    if header != tuple(name for name in COLUMNS if name in header or name not in _LATER):
+        missing = [name for name in COLUMNS if name not in header and name not in _LATER]
         reason = f"misses the columns {', '.join(missing)}" if missing else f"has the columns {', '.join(header)}"
         raise RowsError(f"{path}, line 1: the header {reason}; {_remedy(path)}")
     return [_row(path, number, header, cells) for number, cells in enumerate(lines, start=2)]
@@ -105,12 +119,15 @@ def _row(path: Path, number: int, header: tuple[str, ...], cells: list[str]) -> 
     if len(cells) != len(header):
         raise RowsError(f"{path}, line {number}: {len(cells)} cells instead of {len(header)}; {_remedy(path)}")
     values: dict[str, object] = dict(zip(header, cells, strict=True))
-    for name in (*_INTEGERS, "value"):
-        cell = str(values[name])
+    for name in (*_INTEGERS, *_NUMBERS):
+        cell, kind = str(values.get(name, "")), int if name in _INTEGERS else float
         try:
-            values[name] = float(cell) if name == "value" else (int(cell) if cell else None)
+            values[name] = kind(cell) if cell or name == "value" else None
         except ValueError:
             raise RowsError(f"{path}, line {number}: {name} is {cell!r}, not a number; {_remedy(path)}") from None
+    if (flag := str(values.get("disturbed", ""))) not in _FLAGS:
+        raise RowsError(f"{path}, line {number}: disturbed is {flag!r}, not True, False or empty; {_remedy(path)}")
+    values["disturbed"] = _FLAGS[flag]
     for name, allowed in (("kind", KINDS), ("statistic", STATISTICS)):
         if values[name] not in allowed:
             reason = f"{name} is {values[name]!r}, not one of {', '.join(allowed)}"

@@ -71,4 +71,5 @@ def test_the_report_is_a_command_and_names_what_an_issue_needs():
 
 
 def test_a_stamp_has_the_provenance_columns():
-    assert set(environment.stamp()) == {"commit", "date", "python", "torch", "triton", "driver"}
+    versions = {"python", "torch", "triton", "driver", "transformers", "peft"}
+    assert set(environment.stamp()) == {"commit", "date", "numa_nodes", "l3_mib"} | versions
