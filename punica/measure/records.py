@@ -72,6 +72,7 @@ class Row:
     other_cpu: float | None = None  # share of CPU time of other processes, and of steal, over that interval
     calib_gemm_us: float | None = None  # a short product and a copy, mean of before and after
     calib_copy_us: float | None = None
+    sm_clock_mhz: float | None = None  # of the GPU's multiprocessors, at the end of that interval
 
     @property
     def point(self) -> tuple[object, ...]:
@@ -84,7 +85,7 @@ class Row:
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat")
-_NUMBERS = ("value", "l3_mib", "ci_low", "ci_high", "other_cpu", "calib_gemm_us", "calib_copy_us")
+_NUMBERS = ("value", "l3_mib", "ci_low", "ci_high", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz")
 _FLAGS = {"": None, "True": True, "False": False}
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
 """Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""
@@ -178,7 +179,8 @@ def ensure_writable(folder: str | Path) -> None:
 class RowFile:
     """The rows of one figure, held in memory and mirrored to disk after every finished point.
 
-    `replace(rows)` drops older rows of the same points first, so that a file never holds two answers to one question.
+    `replace(rows)` drops older rows of the same points and repeats first, so that a file never holds two answers to
+    one question.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -186,8 +188,16 @@ class RowFile:
         self.rows: list[Row] = read_rows(self.path) if self.path.exists() else []
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Add `rows`, in place of any rows of the same points, and write the file atomically."""
-        points = {row.point for row in rows}
-        kept = [row for row in self.rows if row.point not in points]
+        """Add `rows` and write the file atomically. Of the same points, older rows of the same repeat go, and all that
+        were measured with other settings or by other code: repeats of one point are comparable.
+        """
+        new = {(row.point, row.repeat) for row in rows}
+        origin = {row.point: (row.config_hash, row.source_hash) for row in rows}
+
+        def stays(row: Row) -> bool:
+            same_origin = origin.get(row.point) in (None, (row.config_hash, row.source_hash))
+            return same_origin and (row.point, row.repeat) not in new
+
+        kept = [row for row in self.rows if stays(row)]
         write_rows(self.path, [*kept, *rows])
         self.rows = [*kept, *rows]
