@@ -167,6 +167,8 @@ class ScaleConf:
     repeats: int = MISSING  # timed calls per system and point, at most
     min_repeats: int = MISSING  # ... and at least, whatever they cost
     seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
+    passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
+    minutes: dict[str, float] = field(default_factory=dict)  # a figure's share of `make reproduce`; none: no limit
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
     hidden_size: int = MISSING  # operator figures: h1 of the projection
     intermediate_size: int = MISSING  # operator figures: h2 of the projection

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
 
 
-ALWAYS_READ = ("hardware", "scale.name", "paths")
+ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.minutes", "paths")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,11 @@ import pytest
 from punica.measure import disturbance
 from punica.measure.disturbance import Calibration, CpuTimes, Watch, cpu_times, other_seconds
 
-STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 100 10 30 999 50 2 3 5 0 0\ncpu1 200 0 0 999 0 0 0 0 40 0\ncpu7 5000 0 0 0 0 0 0 0\n"
+STAT = """cpu  9 9 9 9 9 9 9 9 0 0
+cpu0 100 10 30 999 50 2 3 5 0 0
+cpu1 200 0 0 999 0 0 0 0 40 0
+cpu7 5000 0 0 0 0 0 0 0 0 0
+"""
 
 
 class FakeCalibrator:
