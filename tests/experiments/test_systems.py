@@ -7,8 +7,9 @@ import torch
 
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType, ModelConf
-from experiments.systems import SYSTEMS, Job, Limits, World, check_tokens, paper_stream, prefix_of_steps
-from experiments.systems.check import reference_tokens
+from experiments.systems import SYSTEMS, Job, Limits, World, check, check_tokens, paper_stream, prefix_of_steps
+from experiments.systems.check import reference_logits, reference_tokens
+from experiments.systems.hf_backend import SameProduct
 from experiments.systems.stream import shortened, steps_taken
 from punica.engine import ADMISSION_RULES
 from punica.workload import PAPER_WORKLOADS, released_lengths
@@ -94,6 +95,71 @@ def test_the_check_refuses_adapters_that_change_nothing(jobs):
     world = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9)
     with pytest.raises(CheckFailed, match="change no token"):
         check_tokens(SYSTEMS.get("punica")(world), jobs[:3])
+
+
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=HALF, ids=str)
+def half_world(request) -> World:
+    model = replace(TINY, dtype=DType(str(request.param).removeprefix("torch.")))
+    return World(model, "cpu", Limits(max_batch_size=4, max_len=48), rank=8)
+
+
+@pytest.mark.parametrize("name", SYSTEMS.names())
+def test_half_precision_is_compared_at_every_position_of_whole_sequences(name, half_world, jobs):
+    system = SYSTEMS.get(name)(half_world)
+    found = check_tokens(system, jobs)
+    assert 0.9 <= found.tokens <= 1.0
+    assert 0 <= found.logit_error < 0.06
+    assert found.logit_error > 0 or name.startswith("hf_")  # the reference itself, batched
+
+
+def test_forced_tokens_are_taken_instead_of_chosen_ones(world, jobs):
+    forced = [[(position + 3) % 256 for position in range(job.new_tokens)] for job in jobs]
+    for name in ("punica", "punica_static", "hf_peft", "hf_peft_mixed"):
+        system = SYSTEMS.get(name)(world)
+        found = system.forced(jobs, forced)
+        for job, tokens, logits in zip(jobs, forced, found, strict=True):
+            assert logits.shape == (job.new_tokens, 256)
+            torch.testing.assert_close(logits, reference_logits(world, job, tokens, True), atol=1e-3, rtol=1e-3)
+
+
+def test_a_half_precision_error_late_in_one_sequence_is_caught(half_world, jobs, monkeypatch):
+    system = SYSTEMS.get("punica")(half_world)
+    right = system.forced
+
+    def late_error(jobs, tokens):
+        logits = right(jobs, tokens)
+        logits[2][-1] += 0.3 * torch.randn_like(logits[2][-1]) * logits[2][-1].norm() / 16
+        return logits
+
+    monkeypatch.setattr(system, "forced", late_error)
+    with pytest.raises(CheckFailed, match=r"differ from Hugging Face's by .*request 2 \(adapter 2"):
+        check_tokens(system, jobs)
+
+
+def test_half_precision_that_often_chooses_other_tokens_is_caught(half_world, jobs, monkeypatch):
+    system = SYSTEMS.get("punica")(half_world)
+    right = system.forced
+
+    def close_calls(jobs, tokens):  # within the error that logits may have, the two best change places
+        found = right(jobs, tokens)
+        for logits in found:
+            best = logits.topk(2, dim=-1).indices
+            logits[torch.arange(len(logits)), best[:, 1]] = logits.max(dim=-1).values + 1e-3
+        return found
+
+    monkeypatch.setattr(system, "forced", close_calls)
+    monkeypatch.setitem(check.TOLERANCE, half_world.dtype, 1.0)
+    monkeypatch.setattr(check, "difference", lambda a, b: 0.5 if a.dim() == 1 else 2.0)
+    with pytest.raises(CheckFailed, match=r"chooses Hugging Face's token at 0\.0"):
+        check_tokens(system, jobs)
+
+
+def test_transformers_and_peft_multiply_as_our_engine_does(world):
+    kinds = {type(module) for module in world.peft.model.modules() if isinstance(module, torch.nn.Linear)}
+    assert kinds == {SameProduct}
 
 
 def test_weights_exist_once(world):
