@@ -67,7 +67,10 @@ class Passes:
         return self.outcome
 
     def _pass(self, points: list[Point], budget: Budget, progress: tqdm) -> None:
-        for group in self.experiment.together(points):
+        groups = list(self.experiment.together(points))
+        if points[0].repeat % 2:  # forth and back, so that a drift of the machine cancels
+            groups.reverse()
+        for group in groups:
             progress.set_postfix_str(group[0].label(), refresh=True)
             if group[0].label() not in self._failed and (found := self._visit(group, budget, progress)):
                 readings, disturbance = found

@@ -180,7 +180,8 @@ class ScaleConf:
     moe_divisor: int = MISSING  # ext_moe: widths of the models are theirs over this
     requests: int = MISSING  # figure 11
     max_len: int = low(3)  # figure 11: longest prompt + output
-    max_steps: int | None = MISSING  # figure 11: model invocations per system, see systems.stream; null: no limit
+    window_pieces: int = MISSING  # figure 11: runs of consecutive steps that one repeat times, see systems.windows
+    window_steps: int = MISSING  # figure 11: steps of such a run
 
 
 @dataclass

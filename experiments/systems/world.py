@@ -18,8 +18,7 @@ class World(Weights):
 
     @cached_property
     def kv_cache(self) -> KVCache:
-        """Of all engines, which take turns; it holds noise at first, so that a window of a stream can begin anywhere.
-        """
+        """Of all engines, which take turns; noise at first, so that a window of a stream can begin anywhere."""
         config = self.limits.engine_config(lora=False)
         cache = KVCache(self.backbone(), config.total_blocks, config.block_size)
         for rows in (*cache.keys, *cache.values):
