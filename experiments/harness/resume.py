@@ -99,11 +99,15 @@ def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
 
 
 def _prepare(cfg: Config) -> None:
-    """Give torch its threads and seed, and prove that the device is there."""
+    """Give torch its threads, seed and, on a CPU, the faster of its matrix products; prove that the device is there."""
     import torch
+
+    from punica.parallel.matmul import use_faster_products
 
     torch.set_num_threads(cfg.hardware.threads or environment.usable_cores())
     torch.manual_seed(0)
+    if cfg.hardware.device == "cpu":
+        use_faster_products()
     if cfg.hardware.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"hardware={cfg.hardware.name} needs a GPU and torch sees none: choose hardware=cpu")
 

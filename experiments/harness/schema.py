@@ -118,7 +118,7 @@ class HardwareConf:
     dtype: DType = MISSING  # what the operator figures compute in
     bandwidth_gb_s: float | None = None
     tflop_s: float | None = None
-    flush_mib: int | None = low(0, 256)  # size of the buffer that host_clock and events zero to empty the caches
+    flush_mib: int | None = low(0, 256)  # zeroed by host_clock and events to empty the caches; null: decided
     threads: int | None = None  # CPU threads of torch; null: OMP_NUM_THREADS, else every usable core
 
 

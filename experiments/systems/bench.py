@@ -102,7 +102,7 @@ def check_steps(steps: Sequence[Step], window: Window) -> None:
     if (len(steps), found) != (window.steps, planned):
         raise CheckFailed(
             f"{len(steps)} steps with {found} tokens ran where the replay has {window.steps} steps with {planned}: the "
-            "system does not follow its admission rule"
+            "system does not follow its admission rule (with too few KV blocks it cannot: engine.num_blocks=null)"
         )
 
 

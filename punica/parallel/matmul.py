@@ -49,11 +49,13 @@ def _through(onednn: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Ten
     return onednn(x, weight, bias, "none", [], "")
 
 
+@functools.cache
 def use_faster_products(hidden: int = 2048, inner: int = 5504, attempts: int = 7) -> dict[str, str]:
     """Time MKL's and oneDNN's product for one row and for four against ``[inner, hidden]`` float32 weights, and use the
     faster from now on, for every caller of `linear` in this process; which it is, by ``"one"`` and ``"several"``.
 
-    For benchmarks, where all that are compared shall have the best product of the machine. Takes a quarter of a second.
+    For benchmarks, where all that are compared shall have the best product of the machine. Takes a quarter of a second,
+    once per process.
     """
     onednn = _onednn_linear()
     if onednn is None:

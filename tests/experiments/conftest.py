@@ -4,6 +4,7 @@ import pytest
 
 from experiments.harness import passes
 from punica.measure.disturbance import Disturbance
+from punica.parallel import matmul
 
 QUIET = Disturbance(disturbed=False, other_cpu=0.001, calib_gemm_us=100.0, calib_copy_us=1000.0)
 
@@ -25,4 +26,5 @@ def machine(monkeypatch) -> type[ScriptedWatch]:
     """The watch over measurements; a test may fill its `script`."""
     monkeypatch.setattr(ScriptedWatch, "script", [], raising=False)
     monkeypatch.setattr(passes, "Watch", ScriptedWatch)
+    monkeypatch.setattr(matmul, "use_faster_products", lambda: {})  # which is for the whole process
     return ScriptedWatch

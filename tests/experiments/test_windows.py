@@ -34,7 +34,7 @@ def bench(world) -> StreamBench:
 
 
 def cost(features):
-    """A step's time as a CPU has it: weights once, then by rows, by tokens of context, by adapters, by prompt tokens."""
+    """A step's time as a CPU has it: weights once, then by rows, context, adapters and tokens of prompts."""
     tokens, rows, context, adapters = features.T
     return 30.0 + 0.4 * rows + 2e-3 * context + 0.2 * adapters + 0.3 * (tokens - rows).clip(0)
 
@@ -106,10 +106,8 @@ def test_an_engine_lays_a_window_out_as_the_stream_does(name, world, monkeypatch
 
 def test_slots_hold_what_running_requests_use_then_what_was_used_last(world):
     system = SYSTEMS.get("punica")(world)
-    jobs = [
-        replace(job, adapter_id=number)
-        for job, number in zip(paper_stream("Distinct", 7, 96, 256), [1, 2, 3, 2, 4, 5, 6])
-    ]
+    drawn, adapters = paper_stream("Distinct", 7, 96, 256), [1, 2, 3, 2, 4, 5, 6]
+    jobs = [replace(job, adapter_id=number) for job, number in zip(drawn, adapters, strict=True)]
     assert system._in_slots([4, 2], jobs[:5]) == [4, 2, 3, 1]
     assert system._in_slots([], jobs[:0]) == []
 
@@ -162,7 +160,7 @@ def test_readings_of_a_window_are_the_streams_at_its_speed(bench):
 def test_noise_fills_the_caches_of_engines_and_of_hugging_face(world):
     for cached in (world.kv_cache.keys[0], world.peft._room(0, 2, 96)[0]):
         assert torch.isfinite(cached).all()
-    assert world.kv_cache.keys[1].shape == (4 * 96, 2, 16)
+    assert world.kv_cache.keys[1].shape == ((4 * (96 // 16 + 1) + 1) * 16, 2, 16)
 
 
 def test_a_whole_stream_stands_beside_what_its_windows_predict(bench, monkeypatch):

@@ -37,6 +37,7 @@ def test_falls_back_where_torch_lacks_the_operator(monkeypatch: pytest.MonkeyPat
 def default_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a measurement chooses ends with the test."""
     monkeypatch.setattr(matmul, "_onednn_for", matmul._Choice())
+    monkeypatch.setattr(matmul, "use_faster_products", matmul.use_faster_products.__wrapped__)
 
 
 @pytest.mark.usefixtures("default_products")
