@@ -4,6 +4,7 @@ Systems are built once and take turns; each has to serve a few requests with the
 workload. The stream, its replay under each admission rule and the draws of windows are made once as well.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,7 +119,7 @@ def window_readings(steps: Sequence[Step], window: Window, drawn: Drawn) -> list
     return [
         Reading("throughput", stream["tokens"] / seconds, "token/s"),
         Reading("new_token_throughput", new / timeline.steps / seconds, "token/s"),
-        *sampled("step_latency", [1e3 * step.seconds for step in steps], "ms"),
+        *_step_latency(steps),
         Reading("mean_batch_size", sum(step.live for step in steps) / len(steps), "requests"),
         Reading("tokens_per_step", sum(step.tokens for step in steps) / len(steps), "tokens"),
         Reading("stream_tokens_per_step", stream["tokens"], "tokens", **simulated),
@@ -132,6 +133,16 @@ def window_readings(steps: Sequence[Step], window: Window, drawn: Drawn) -> list
         Reading("new_tokens", new, "tokens", "count", **simulated),
         Reading("steps", timeline.steps, "steps", "count", **simulated),
     ]
+
+
+def _step_latency(steps: Sequence[Step]) -> list[Reading]:
+    """The mean, which throughput follows from, under the metric's name; quantiles over the steps beside it."""
+    name, milliseconds = "step_latency", [1e3 * step.seconds for step in steps]
+    spread = [reading for reading in sampled(name, milliseconds, "ms") if reading.statistic != "median"]
+    found = [Reading(name, sum(milliseconds) / len(steps), "ms"), *spread]
+    found.append(Reading(f"median_{name}", statistics.median(milliseconds), "ms"))
+    inside = [1e3 * step.model_seconds for step in steps if step.model_seconds is not None]
+    return [*found, Reading(f"model_{name}", sum(inside) / len(inside), "ms")] if inside else found
 
 
 def _agreement_readings(agreement: Agreement) -> list[Reading]:

@@ -65,7 +65,7 @@ class EngineSystem(ServingSystem):
                 started = time.perf_counter()
                 done = self.engine.step().statistics
                 seconds, live = time.perf_counter() - started, done.batch_size - done.num_idle
-                steps.append(Step(seconds, live + done.num_prefill_tokens, live))
+                steps.append(Step(seconds, live + done.num_prefill_tokens, live, done.model_s))
         finally:
             self._clear()
         return steps[warm:]

@@ -53,11 +53,14 @@ class Served:
 
 
 class Step(NamedTuple):
-    """One model invocation inside of a stream: its seconds, tokens of prompts and new ones, requests that got one."""
+    """One model invocation inside of a stream: its seconds, tokens of prompts and new ones, requests that got one; and
+    how many of the seconds the model itself took, where the system can tell.
+    """
 
     seconds: float
     tokens: int
     live: int
+    model_seconds: float | None = None
 
 
 class ServingSystem(ABC):

@@ -151,7 +151,10 @@ def test_readings_of_a_window_are_the_streams_at_its_speed(bench):
     assert found["stream_tokens_per_step", "value"] == pytest.approx(stream)
     assert found["throughput", "value"] == pytest.approx(stream / seconds)
     assert found["new_token_throughput", "value"] < found["throughput", "value"]
-    assert found["step_latency", "p10"] <= found["step_latency", "median"] <= found["step_latency", "p90"]
+    assert found["step_latency", "value"] == pytest.approx(1e3 * seconds)
+    assert found["step_latency", "p10"] <= found["median_step_latency", "value"] <= found["step_latency", "p90"]
+    assert found["step_latency", "count"] == 12
+    assert 0 < found["model_step_latency", "value"] < found["step_latency", "value"]
     assert found["tokens_per_step", "value"] == pytest.approx(stream, rel=0.2)
     assert 0 < found["mean_batch_size", "value"] <= 4
     assert found["token_agreement", "value"] == 1.0
