@@ -127,7 +127,7 @@ def test_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "52 claims, fresh rows" in done.stdout
     assert ["reproduced", "7"] in [line.split() for line in done.stdout.splitlines()]  # C01 and six without rows
-    path.write_text(path.read_text()[:-30])
+    path.write_text(path.read_text()[:-10])
     damaged = command_line(tmp_path)
     assert damaged.returncode == 2
     assert "fig01_batching.csv, line 3" in damaged.stderr

@@ -177,22 +177,27 @@ def many_draws(bench):
     return StreamBench(bench.world, replace(bench.stream, draws=6), 3, 4)
 
 
+@pytest.fixture
+def processor_time(monkeypatch):
+    """The clock counts what one thread of this process computes, whatever else runs beside the tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("processor_time")
 @pytest.mark.parametrize("name", ["punica", "continuous_batching", "hf_peft_mixed"])
 def test_windows_predict_a_whole_stream_on_a_clock(name):
-    """Real times of a model large enough that they follow its steps. Work beside the test moves the ratio, so the best
-    of three has to lie within 3 %.
-    """
+    """Of a model large enough that its times follow its steps; the best of three, since caches are shared."""
     model = replace(TINY, hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
     world = World(model, "cpu", Limits(max_batch_size=8, max_len=256), rank=16)
     stream = StreamConf("released", 24, 256, draws=6, pieces=6, steps=8)
     off = []
-    for _ in range(3):
-        started = time.perf_counter()
-        bench = StreamBench(world, stream, 2, 3)
-        found = {reading.metric: reading.value for reading in whole_stream(bench, name, "Distinct")}
-        off.append(abs(found["prediction_over_stream"] - 1))
-        print(name, found, time.perf_counter() - started)
-        if off[-1] <= 0.03:
-            break
-    assert min(off) <= 0.03
+    while len(off) < 3 and min(off, default=1) > 0.03:
+        found = whole_stream(StreamBench(world, stream, 2, 3), name, "Distinct")
+        ratio = next(reading.value for reading in found if reading.metric == "prediction_over_stream")
+        off.append(abs(ratio - 1))
+    assert min(off) <= 0.03, off
