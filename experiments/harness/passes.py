@@ -1,8 +1,8 @@
 """Measures a grid pass after pass, so that repeats of a point are spread in time; disturbed ones again while time is.
 
 Rows are on disk after every group of points. What a pass measured beside other work is marked, and measured again
-after the last pass, when that work may be over: at most `TRIES` times, within the figure's share of time. A row gives
-way only to a quieter one.
+after the last pass, when that work may be over: at most `scale.tries` times, within the figure's share of time. A row
+gives way only to a quieter one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from experiments.harness.schema import Config
 from punica.measure.disturbance import Disturbance, Watch
 from punica.measure.records import Row, RowFile
 
-TRIES = 2
 MakeRow = Callable[..., Row]
 """`make_row(point, **columns of the reading and of its disturbance)`."""
 Group = list[Point]
@@ -108,7 +107,7 @@ class Passes:
 
     def _again(self, budget: Budget, progress: tqdm) -> None:
         """Measure marked groups again, the most disturbed first, while there is time for as much as they took."""
-        for _ in range(TRIES):
+        for _ in range(self.cfg.scale.tries):
             waiting, self._marked = sorted(self._marked, key=lambda pair: -(pair[1].other_cpu or 0.0)), []
             for group, before in waiting:
                 found = None

@@ -168,6 +168,7 @@ class ScaleConf:
     min_repeats: int = MISSING  # ... and at least, whatever they cost
     seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
     passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
+    tries: int = low(0)  # further ones of a disturbed point, once the passes are done
     minutes: dict[str, float] = field(default_factory=dict)  # a figure's share of `make reproduce`; none: no limit
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
     hidden_size: int = MISSING  # operator figures: h1 of the projection

@@ -85,7 +85,7 @@ def test_ratios_split_the_gain_over_mixed_batches():
     }
 
 
-CELL = ("workload=skewed", "engine.max_batch_size=4", "scale.passes=2")
+CELL = ("workload=skewed", "engine.max_batch_size=4", "scale.passes=2", "scale.tries=2")
 
 
 def test_one_cell_is_measured_in_repeats_with_their_ratios_and_not_twice(tmp_path):

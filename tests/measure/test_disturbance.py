@@ -101,17 +101,15 @@ def test_the_calibrator_takes_time_and_keeps_its_best():
 
 @pytest.mark.skipif(cpu_times() is None, reason="needs /proc/stat")
 def test_another_process_is_seen_and_our_own_work_is_not():
-    busy = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+    busy = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
     other = subprocess.Popen([sys.executable, "-c", busy])
     try:
         time.sleep(0.2)
-        before = cpu_times()
-        end = time.monotonic() + 0.8
-        while time.monotonic() < end:
-            pass
-        after = cpu_times()
-        assert after.own - before.own > 0.2
-        assert 0.2 < other_seconds(before, after) <= 0.9 * len(disturbance.os.sched_getaffinity(0))
+        before = after = cpu_times()
+        while after.own - before.own < 0.4:  # of a core that others may want, too
+            after = cpu_times()
+        cores = len(disturbance.os.sched_getaffinity(0))
+        assert 0.1 < other_seconds(before, after) < (after.wall - before.wall) * cores - 0.3
     finally:
         other.kill()
         other.wait()
