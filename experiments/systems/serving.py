@@ -46,11 +46,6 @@ class Served:
         """Prompt and new tokens per second: what the paper plots (D13)."""
         return (self.prompt_tokens + self.new_tokens) / self.seconds
 
-    @property
-    def mean_batch_size(self) -> float:
-        """Requests that got a token per model invocation."""
-        return self.new_tokens / self.steps
-
 
 class Step(NamedTuple):
     """One model invocation inside of a stream: its seconds, tokens of prompts and new ones, requests that got one; and
