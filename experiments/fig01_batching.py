@@ -8,8 +8,8 @@ context, straight prefill lines.
 Timed: one batched invocation of the backbone without LoRA and without the output head's sampling: `prefill`
 computes `batch` prompts of the full length, `decode` one token of `batch` requests with that many cached tokens.
 The timer is the host's clock, a step at a time; a prefill that takes longer than `scale.seconds_per_point` is timed
-once. Before anything is timed, decoding through the paged cache is checked against computing the whole sequence at
-once.
+once per pass. Before anything is timed, decoding through the paged cache is checked against computing the whole
+sequence at once.
 
 Cost at scale=laptop: about 2 minutes on two cores, 3 GB.
 """

@@ -9,6 +9,7 @@ A figure that fails does not stop the others, and the exit code says so at the e
 
 import sys
 import time
+from collections.abc import Iterable
 
 from omegaconf import DictConfig
 
@@ -27,6 +28,8 @@ def reproduce(cfg: DictConfig) -> int:
     def one(experiment: Experiment) -> Outcome:
         outcome = run(composed(experiment), experiment)
         state = f"{outcome.measured} measured, {outcome.skipped} up to date, {len(outcome.failed)} failed"
+        if outcome.disturbed:
+            state += f", {outcome.disturbed} marked as disturbed"
         print(f"{experiment.name}: {state}, {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
         return outcome
 
@@ -37,17 +40,32 @@ def reproduce(cfg: DictConfig) -> int:
         report = _report(cfg, bool(changed))
     except RowsError as error:  # a damaged file of any figure: the figures above are done, the verdicts are not
         report, failures["report"] = "", str(error)
+    _say_how_quiet(outcomes.values())
     finish(
         command="reproduce",
         measured=changed,
         up_to_date=[name for name in outcomes if name not in changed],
         failed=failures,
         figures=[path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")],
+        disturbed={name: outcome.disturbed for name, outcome in outcomes.items() if outcome.disturbed},
         rows_files=[outcome.rows_file for outcome in outcomes.values()],
         report=report,
         seconds=round(time.perf_counter() - started, 2),
     )
     return 1 if failures else 0
+
+
+def _say_how_quiet(outcomes: Iterable[Outcome]) -> None:
+    """The summary line of marks: points times repeats that other work disturbed, and passes that time was too short
+    for.
+    """
+    outcomes = list(outcomes)
+    measured, disturbed = (sum(getattr(one, name) for one in outcomes) for name in ("measured", "disturbed"))
+    short = [one.experiment for one in outcomes if one.passes_left_out]
+    if measured:
+        line = f"{disturbed} of {measured} measurements were disturbed by other work and stay marked"
+        line += f"; too slow here for all passes: {', '.join(short)}" if short else ""
+        print(line, file=sys.stderr, flush=True)
 
 
 def _report(cfg: DictConfig, changed: bool) -> str:

@@ -1,6 +1,6 @@
 """Runs an experiment: configuration, resume, progress, rows, figure.
 
-**To add an experiment** write two files and one test.
+**To add an experiment** write two files, one test and one line.
 
 1. `experiments/figNN_name.py`: a docstring (the claim, the expected shape, the cost), a `FigureConf` dataclass with
    the figure's own fields, an `Experiment` subclass and two closing statements::
@@ -39,12 +39,18 @@
 
 3. A test in `tests/experiments/`: its points, and that `measure` refuses a wrong result.
 
+4. Its minutes in `conf/scale/laptop.yaml`, if a CPU can run it.
+
 Nothing else: `experiments.harness.catalogue` finds the script by its name (`fig*`, `readme*`, `sec*`, `ext_*`), and
 `make reproduce` runs it in its `order`.
 
 `cfg` is a typed `Config` in which `auto` is decided: `cfg.system.names`, `cfg.workload.names`, `cfg.hardware.device`
 ("cpu" or "cuda"), `cfg.timer.name`. The harness sets torch's threads and seed before the first measurement. Everything
 that decides a point's number must be a column of its `Point` or in its `settings`: that is what makes rows stale.
+A grid is measured in `scale.passes` passes, forth and back; rows say which (`repeat`), and what else the machine did
+meanwhile. A figure that `make reproduce` runs on a CPU has its minutes in `conf/scale/laptop.yaml`; samples
+(`cfg.scale.seconds_per_point`) and then passes give way to keep them. A point that is computed from rows of others
+(`is_derived`) is taken last.
 To time several systems interleaved, set `differing` (the columns in which they differ) and override `measure_together`.
 """
 

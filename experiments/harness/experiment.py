@@ -85,6 +85,10 @@ class Experiment(ABC):
         """Names that `system=` may choose."""
         return cfg.figure.systems
 
+    def is_derived(self, point: Point) -> bool:
+        """Whether `point` is computed from the rows of other points of its repeat: it is taken when those are final."""
+        return False
+
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
         """Split `points` into groups that `measure_together` gets at once."""
         return by_cell(points, *self.differing) if self.differing else [[point] for point in points]

@@ -24,14 +24,16 @@ class Point:
     seq_len: int | None = None
     rank: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    repeat: int = 0  # which of the passes over the grid; set by the harness
 
     def columns(self) -> dict[str, Any]:
         """The row columns that this point decides."""
         return {name: value for name, value in vars(self).items() if name != "settings"}
 
     def key(self) -> str:
-        """Canonical text of everything that this point decides."""
-        return json.dumps({**self.columns(), "settings": dict(self.settings)}, sort_keys=True)
+        """Canonical text of everything that this point decides; the same for all its repeats."""
+        columns = {name: value for name, value in self.columns().items() if name != "repeat"}
+        return json.dumps({**columns, "settings": dict(self.settings)}, sort_keys=True)
 
     def label(self) -> str:
         """Short text for the progress bar."""
@@ -43,13 +45,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """One number that `measure` found for a point; the harness makes it a row."""
+    """One number that `measure` found for a point; the harness makes it a row.
+
+    `disturbed` is for points that are derived from other rows; where something was timed, the harness knows it.
+    """
 
     metric: str
     value: float
     unit: str
     statistic: str = "value"
     kind: str = "measured"
+    disturbed: bool | None = None
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:

@@ -1,18 +1,16 @@
 """Measures what is missing or stale of an experiment, row by row on disk, and draws it if its rows changed."""
 
 import json
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
-from experiments.harness.experiment import CheckFailed, Experiment, config_hash
-from experiments.harness.points import Point, Reading
+from experiments.harness.experiment import Experiment, config_hash
+from experiments.harness.passes import Passes
+from experiments.harness.points import Point
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import Folders, folders, is_read, keys_read, settle
 from experiments.harness.source import source_of
@@ -22,13 +20,15 @@ from punica.measure.records import Row, RowFile, ensure_writable
 
 @dataclass
 class Outcome:
-    """What a run did; its JSON is the last line on stdout."""
+    """What a run did, in points times repeats; its JSON is the last line on stdout."""
 
     experiment: str
     points: int = 0
     measured: int = 0
     skipped: int = 0
     failed: list[str] = field(default_factory=list)
+    disturbed: int = 0
+    passes_left_out: int = 0
     rows_file: str = ""
     figures: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -47,24 +47,30 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
     machine = {"device": environment.device_name(), "torch": environment.installed("torch")}
     digest = partial(config_hash, experiment, settled, machine=machine)
-    points = list(experiment.points(settled))
+    grid = list(experiment.points(settled))
+    points = [replace(point, repeat=repeat) for repeat in range(settled.scale.passes) for point in grid]
     source = source_of(experiment)
-    done = set() if settled.force else {row.config_hash for row in rows.rows if row.source_hash == source}
-    pending = [point for point in points if digest(point) not in done]
+    done = set() if settled.force else {(row.config_hash, row.repeat) for row in rows.rows if row.source_hash == source}
+    pending = [point for point in points if (digest(point), point.repeat) not in done]
     outcome = Outcome(experiment.name, len(points), skipped=len(points) - len(pending), rows_file=str(rows.path))
     if pending:
         ensure_writable(places.fresh_rows)
         _prepare(settled)
         rows.path.with_suffix(".json").write_text(_configuration(cfg, experiment), encoding="utf-8")
+        columns = {"figure": experiment.figure, "source_hash": source, **_columns(settled)}
+
+        def make_row(point: Point, **found: Any) -> Row:
+            return Row(config_hash=digest(point), **columns, **point.columns(), **found)
+
+        timed = [point for point in pending if not experiment.is_derived(point)]
+        changed = {point.repeat for point in pending}
+        derived = [point for point in points if experiment.is_derived(point) and point.repeat in changed]
         try:
-            columns = {"figure": experiment.figure, "source_hash": source, **_columns(settled)}
-
-            def to_row(point: Point, reading: Reading) -> Row:
-                return Row(config_hash=digest(point), **columns, **point.columns(), **asdict(reading))
-
-            _measure(experiment, settled, pending, to_row, rows, outcome)
+            found = Passes(experiment, settled, make_row, rows).run(timed, derived)
         finally:
             experiment.release()
+        outcome.measured, outcome.failed = found.points, found.failed
+        outcome.disturbed, outcome.passes_left_out = found.disturbed, found.passes_left_out
     if settled.draw and rows.rows:
         outcome.figures = _draw(experiment, rows, places)
     outcome.seconds = round(time.perf_counter() - started, 2)
@@ -93,39 +99,17 @@ def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
 
 
 def _prepare(cfg: Config) -> None:
-    """Give torch its threads and seed, and prove that the device is there."""
+    """Give torch its threads, seed and, on a CPU, the faster of its matrix products; prove that the device is there."""
     import torch
+
+    from punica.parallel.matmul import use_faster_products
 
     torch.set_num_threads(cfg.hardware.threads or environment.usable_cores())
     torch.manual_seed(0)
+    if cfg.hardware.device == "cpu":
+        use_faster_products()
     if cfg.hardware.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"hardware={cfg.hardware.name} needs a GPU and torch sees none: choose hardware=cpu")
-
-
-def _measure(
-    experiment: Experiment,
-    cfg: Config,
-    pending: list[Point],
-    to_row: Callable[[Point, Reading], Row],
-    rows: RowFile,
-    outcome: Outcome,
-) -> None:
-    """Measure `pending` group by group; every finished group is on disk before the next one starts."""
-    with tqdm(total=len(pending), desc=experiment.name, unit="point", dynamic_ncols=True) as progress:
-        for group in experiment.together(pending):
-            progress.set_postfix_str(group[0].label(), refresh=True)
-            try:
-                readings = experiment.measure_together(cfg, group)
-            except CheckFailed as error:
-                outcome.failed.append(f"{group[0].label()}: {error}")
-                progress.write(f"{experiment.name}: no row for {group[0].label()}: {error}", file=sys.stderr)
-            else:
-                found = zip(group, readings, strict=True)
-                rows.replace([to_row(point, one) for point, many in found for one in many])
-                outcome.measured += len(group)
-                values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
-                progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
-            progress.update(len(group))
 
 
 def _draw(experiment: Experiment, rows: RowFile, places: Folders) -> list[str]:

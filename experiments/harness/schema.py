@@ -119,7 +119,7 @@ class HardwareConf:
     dtype: DType = MISSING  # what the operator figures compute in
     bandwidth_gb_s: float | None = None
     tflop_s: float | None = None
-    flush_mib: int | None = low(0, 256)  # size of the buffer that host_clock and events zero to empty the caches
+    flush_mib: int | None = low(0, 256)  # zeroed by host_clock and events to empty the caches; null: decided
     threads: int | None = None  # CPU threads of torch; null: OMP_NUM_THREADS, else every usable core
 
 
@@ -168,6 +168,9 @@ class ScaleConf:
     repeats: int = MISSING  # timed calls per system and point, at most
     min_repeats: int = MISSING  # ... and at least, whatever they cost
     seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
+    passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
+    tries: int = low(0)  # further ones of a disturbed point, once the passes are done
+    minutes: dict[str, float] = field(default_factory=dict)  # a figure's share of `make reproduce`; none: no limit
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
     hidden_size: int = MISSING  # operator figures: h1 of the projection
     intermediate_size: int = MISSING  # operator figures: h2 of the projection
@@ -179,7 +182,8 @@ class ScaleConf:
     moe_divisor: int = MISSING  # ext_moe: widths of the models are theirs over this
     requests: int = MISSING  # figure 11
     max_len: int = low(3)  # figure 11: longest prompt + output
-    max_steps: int | None = MISSING  # figure 11: model invocations per system, see systems.stream; null: no limit
+    window_pieces: int = MISSING  # figure 11: runs of consecutive steps that one repeat times, see systems.windows
+    window_steps: int = MISSING  # figure 11: steps of such a run
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
 
 
-ALWAYS_READ = ("hardware", "scale.name", "paths")
+ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.tries", "scale.minutes", "paths")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def settle(cfg: DictConfig, experiment: Experiment) -> Config:
 
 
 def settle_hardware(hardware: DictConfig) -> DictConfig:
-    """`hardware` with nulls filled in from `conf/hardware/<name>.yaml`, and the number of CPU threads decided."""
+    """`hardware` with nulls filled in from `conf/hardware/<name>.yaml`, the number of CPU threads and, on a CPU, how
+    much empties the caches decided.
+    """
     known = CONF / "hardware" / f"{hardware.name}.yaml"
     usual = dict(OmegaConf.load(known)) if known.exists() else {"flush_mib": HardwareConf.flush_mib}  # type: ignore[arg-type]
     for key in ("bandwidth_gb_s", "tflop_s", "flush_mib"):
@@ -79,10 +82,17 @@ def settle_hardware(hardware: DictConfig) -> DictConfig:
             hardware[key] = usual.get(key)
     if hardware.device not in ("cpu", "cuda"):
         raise ConfigError(f"hardware.device={hardware.device!r} must be cpu or cuda: choose hardware=auto")
+    if hardware.flush_mib is None:
+        hardware.flush_mib = _beyond_the_caches()
     if hardware.threads is None:
         set_by_user = os.environ.get("OMP_NUM_THREADS", "")
         hardware.threads = int(set_by_user) if set_by_user.isdigit() else environment.usable_cores()
     return hardware
+
+
+def _beyond_the_caches() -> int:
+    """MiB that no cache of this CPU holds: an eighth more than its last level, or 64 where that is less or unknown."""
+    return max(64, math.ceil(1.125 * (environment.l3_mib() or 0)))
 
 
 def _timer(name: str, device: str) -> str:

@@ -13,15 +13,19 @@ name                    library         batches                                 
 ======================  ==============  ====================================================  ======
 
 The two policy baselines run on our engine with our kernels, and without LoRA, as in the paper: they isolate what the
-batching policy costs. The Hugging Face systems are the real libraries.
+batching policy costs. The Hugging Face systems are the real libraries, with the linear product of our layers.
+
+A stream has tens of thousands of steps, so systems are timed on *windows* of it (`windows`): the engine, or the static
+batch, is put into the state that it has there, with noise for keys and values, and goes on from there.
 
 **To add a system**: a `ServingSystem` with `@SYSTEMS.register("name")` in a module imported here, its name in
 `conf/figure/fig11_textgen.yaml`, and a test.
 """
 
 from experiments.systems import engine_systems, hf_systems
+from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import check_tokens
 from experiments.systems.serving import SYSTEMS, Served, ServingSystem
-from experiments.systems.stream import Job, paper_stream, prefix_of_steps
+from experiments.systems.stream import Job, paper_stream
 from experiments.systems.weights import Limits
 from experiments.systems.world import World

@@ -1,19 +1,27 @@
 """Systems on our engine: Punica, its variants, and the two policy baselines without LoRA.
 
-Timed: `add_request` of the whole stream and every step until all are served, which includes copying adapters into
-their slots when a request is admitted. Not timed: building the engine and registering adapters in host memory.
+Timed: steps, which includes copying adapters into their slots when a request is admitted; of a whole stream also
+`add_request`. Not timed: building the engine, registering adapters in host memory, and putting the engine into the
+state in which a window of the stream begins.
 """
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
-from experiments.systems.serving import SYSTEMS, Served, ServingSystem
+import torch
+
+from experiments.systems.serving import SYSTEMS, WARM_STEPS, Served, ServingSystem, Step
 from experiments.systems.stream import Job
 from experiments.systems.world import World
 from punica.adapters import LoRAModel, LoRARequest
 from punica.engine import Engine, Request
+from punica.engine.runner import ModelRunner
+from punica.scheduling import RequestStatus, StepLayout
+from punica.workload import Stretch, Timeline
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors
 
@@ -28,11 +36,13 @@ class EngineSystem(ServingSystem):
         config = world.limits.engine_config(self.lora, self.index_rule)
         lora_config = config.lora_config(world.rank, max_cpu_loras=MOST_ADAPTERS) if self.lora else None
         self.engine = Engine(world.backbone(), lora_config, config, self.admission)
+        self.engine.runner.attention.cache = world.kv_cache  # one for all systems: they take turns
         self._merged: dict[int, LoRAModel] = {}
+        self._names = itertools.count()
 
     def serve(self, jobs: Sequence[Job]) -> Served:
-        requests = [self._request(index, job) for index, job in enumerate(jobs)]
-        self._register(jobs)
+        requests = [self._request(job) for job in jobs]
+        self._register({job.adapter_id for job in jobs})
         totals: Counter[str] = Counter()
         start = time.perf_counter()
         for request in requests:
@@ -46,20 +56,118 @@ class EngineSystem(ServingSystem):
         tokens = [request.output_token_ids for request in requests]
         return Served(jobs, tokens, totals["steps"], totals["rows"], totals["idle"], seconds, phases)
 
-    def _request(self, index: int, job: Job) -> Request:
-        adapter = LoRARequest(f"adapter-{job.adapter_id}", job.adapter_id, "registered in memory")
-        return Request(f"request-{index}", job.prompt, job.new_tokens, adapter)
+    def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
+        warm = min(WARM_STEPS, start)
+        self._set_up(jobs, timeline.at(start - warm), count + warm)
+        steps = []
+        try:
+            for _ in range(count + warm):
+                started = time.perf_counter()
+                done = self.engine.step().statistics
+                seconds, live = time.perf_counter() - started, done.batch_size - done.num_idle
+                steps.append(Step(seconds, live + done.num_prefill_tokens, live, done.model_s))
+        finally:
+            self._clear()
+        return steps[warm:]
 
-    def _register(self, jobs: Sequence[Job]) -> None:
-        """Every adapter of the stream in host memory and none in a slot, so that each stream starts cold."""
+    def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        self._register({job.adapter_id for job in jobs})
+        wanted = {request: list(own) for request, own in zip(map(self._request, jobs), tokens, strict=True)}
+        found: dict[Request, list[torch.Tensor]] = {request: [] for request in wanted}
+        for request in wanted:
+            self.engine.add_request(request)
+        with recorded(self.engine.runner) as seen:
+            while self.engine.has_unfinished():
+                self.engine.step()
+                requests, logits = seen.pop()
+                for request, row in zip(requests, logits, strict=True):
+                    if len(found[request]) < len(wanted[request]):  # later rows are those of idle requests
+                        found[request].append(row)
+                        request.output_token_ids[-1] = wanted[request][len(found[request]) - 1]
+        return [torch.stack(rows) for rows in found.values()]
+
+    def _request(self, job: Job) -> Request:
+        adapter = LoRARequest(f"adapter-{job.adapter_id}", job.adapter_id, "registered in memory")
+        return Request(f"request-{next(self._names)}", job.prompt, job.new_tokens, adapter)
+
+    def _register(self, adapter_ids: Collection[int]) -> None:
+        """These adapters in host memory and none in a slot."""
         manager = self.engine.manager
         if manager is None:
             return
         manager.remove_all_adapters()
-        for adapter_id in sorted({job.adapter_id for job in jobs}):
+        for adapter_id in sorted(adapter_ids):
             original = self._merged.get(self.world.adapter_set(adapter_id))
             manager.add_adapter(self.world.adapter(adapter_id) if original is None else original.clone(adapter_id))
             self._merged.setdefault(self.world.adapter_set(adapter_id), manager.list_adapters()[adapter_id])
+
+    def _set_up(self, jobs: Sequence[Job], state: Stretch, steps: int) -> None:
+        """The engine as it is before the one step of `state`: batch, blocks, slots, and as much of the queue as can
+        join in `steps` steps.
+        """
+        running = state.members[: len(state.members) - state.joined]
+        first = state.waiting - state.joined
+        queue = jobs[first : first + steps + self.world.limits.max_batch_size]
+        in_slots = self._in_slots([jobs[request].adapter_id for request, _ in running], jobs[:first])
+        self._register({*in_slots, *(job.adapter_id for job in queue)})
+        if self.engine.manager is not None:
+            for adapter_id in reversed(in_slots):  # the least recently used first
+                self.engine.manager.activate_adapter(adapter_id)
+        for request, generated in running:
+            self._put(jobs[request], generated)
+        for job in queue:
+            self.engine.add_request(self._request(job))
+
+    def _in_slots(self, running: Sequence[int], earlier: Sequence[Job]) -> list[int]:
+        """Adapters in the slots, the most recently used first: of the running requests, then of those before."""
+        used = dict.fromkeys([*running, *(job.adapter_id for job in reversed(earlier))])
+        return list(used)[: self.world.limits.max_batch_size]
+
+    def _put(self, job: Job, generated: int) -> None:
+        """A request in the batch that has `generated` tokens, all its new ones if it is an idle member."""
+        request, engine = self._request(job), self.engine
+        is_idle = generated == job.new_tokens
+        if not is_idle:
+            engine.add_request(request)
+            engine.scheduler.waiting.remove(request)
+        vocabulary = self.world.vocab_size
+        request.output_token_ids += [(7 * place + 1) % vocabulary for place in range(generated)]
+        request.status = RequestStatus.FINISHED if is_idle else RequestStatus.RUNNING
+        whole = engine.scheduler.rule.inseparable
+        engine.blocks.reserve(request.request_id, request.final_kv_length if whole else request.num_tokens)
+        engine.scheduler.running.append(request)
+
+    def _clear(self) -> None:
+        """Nobody waits or runs any more."""
+        scheduler = self.engine.scheduler
+        unfinished = [r for r in (*scheduler.running, *scheduler.waiting) if r.status is not RequestStatus.FINISHED]
+        for request in unfinished:
+            self.engine.abort_request(request.request_id)
+        for request in list(scheduler.running):
+            scheduler.drop(request)
+
+
+@contextmanager
+def recorded(runner: ModelRunner) -> Iterator[list[tuple[tuple[Request, ...], torch.Tensor]]]:
+    """Inside, every step adds its requests, in the order of the rows, and their logits in float32 on the host."""
+    run, compute = runner.run, runner.model.compute_logits
+    layouts: list[StepLayout] = []
+    seen: list[tuple[tuple[Request, ...], torch.Tensor]] = []
+
+    def run_and_note(layout: StepLayout, meanwhile: Callable[[], None]) -> tuple[list[int], float, float]:
+        layouts.append(layout)
+        return run(layout, meanwhile)
+
+    def compute_and_keep(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        seen.append((layouts.pop().requests, logits.float().cpu()))
+        return logits
+
+    runner.run, runner.model.compute_logits = run_and_note, compute_and_keep  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del runner.run, runner.model.compute_logits  # type: ignore[method-assign]
 
 
 @SYSTEMS.register("punica")

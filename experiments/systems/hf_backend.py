@@ -1,16 +1,15 @@
 """Hugging Face Transformers and PEFT, as a server of static batches would use them.
 
-The model is `transformers.LlamaForCausalLM` with SDPA attention, adapters are PEFT's own `lora.Linear`, the cache is
-`DynamicCache`. The decoding loop is written out instead of `generate()`: it calls the same forward with the same cache,
-skips stopping criteria, logits processors and per-step input preparation, and computes logits of the last position
-only, so it is the faster of the two. Batches are padded on the left to their longest prompt, and a mask is passed only
-when there is padding, because SDPA without a mask is faster. Everything runs in `inference_mode`, in the dtype and with
-the threads of the other systems.
+The model is `transformers.LlamaForCausalLM` with SDPA attention, adapters are PEFT's own `lora.Linear`; loop and cache
+are those of `hf_decoding`. Where the libraries leave a choice, it is the one that the other systems have, so that what
+is compared is batching and the adapters' operator: dtype, threads, `inference_mode`, the matrix product of all linear
+layers, a cache that is not copied.
 
 One PEFT adapter per place in the batch is created at the start; `load` overwrites its weights between batches. That and
 all model building is never timed: the paper does not charge baselines for switching models.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM, DynamicCache
+from torch import nn
+from transformers import AutoModelForCausalLM
 
+from experiments.systems.hf_decoding import Decoding
 from experiments.systems.weights import Weights
-
-PADDING = 0  # any token id: padded positions are masked
+from punica.parallel.matmul import linear
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class PeftBackend:
             for name in self.names[1:]:
                 self.model.add_adapter(name, config)
         self.model.to(weights.device, weights.dtype).eval()
+        same_product(self.model)
         self._held: dict[str, int] = {}
+        self._noise: dict[tuple[int, str], torch.Tensor] = {}
 
     def load(self, name: str, adapter_id: int) -> None:
         """Give the PEFT adapter `name` the weights of `adapter_id`."""
@@ -83,40 +85,67 @@ class PeftBackend:
             self.load(name, adapter_id)
         return [place[adapter_id] for adapter_id in adapter_ids]
 
-    @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None) -> Generated:
-        """Greedy continuation of all `prompts` by `new_tokens`.
-
-        `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all.
-        """
-        start = time.perf_counter()
+    def decoding(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0
+    ) -> Decoding:
+        """A batch ready to decode. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all."""
         named = {} if rows is None else {"adapter_names": rows}
-        width = max(len(prompt) for prompt in prompts)
-        padded = [[PADDING] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        ids = torch.tensor(padded, device=self.weights.device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
-        column = torch.arange(width + new_tokens, device=ids.device)
-        mask = (column >= (width - lengths)[:, None]).long()
-        has_padding = bool((lengths < width).any())
-        positions = (column - (width - lengths)[:, None]).clamp_(min=0)
-        cache = DynamicCache(config=self.model.config)
-        columns: list[torch.Tensor] = []
-        prefill_s = 0.0
-        for step in range(new_tokens):
-            seen = width + step
-            output = self.model(
-                input_ids=ids,
-                attention_mask=mask[:, :seen] if has_padding else None,
-                position_ids=positions[:, seen - ids.shape[1] : seen],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **named,
-            )
-            ids = output.logits[:, -1].argmax(dim=-1, keepdim=True)
-            columns.append(ids)
-            if step == 0:
-                ids.tolist()  # waits for the device
-                prefill_s = time.perf_counter() - start
-        tokens = torch.cat(columns, dim=1).tolist()
+        return Decoding(self.model, prompts, new_tokens, self._room, self.weights.device, named, done)
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None) -> Generated:
+        """Greedy continuation of all `prompts` by `new_tokens`."""
+        start = time.perf_counter()
+        decoding = self.decoding(prompts, new_tokens, rows)
+        columns = [decoding.step()]
+        prefill_s = time.perf_counter() - start
+        columns += [decoding.step() for _ in range(new_tokens - 1)]
+        tokens = [list(row) for row in zip(*columns, strict=True)]
         return Generated(tokens, prefill_s, time.perf_counter() - start - prefill_s)
+
+    def forced(
+        self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], rows: list[str] | None = None
+    ) -> torch.Tensor:
+        """Logits `[batch, positions, vocabulary]` (float32, on the host) when the rows go on with `tokens`, all of one
+        length, whatever the model would choose.
+        """
+        forced = torch.tensor(tokens, device=self.weights.device)
+        decoding, found = self.decoding(prompts, forced.shape[1], rows), []
+        for column in forced.unbind(1):
+            found.append(decoding.logits().float().cpu())
+            decoding.take(column)
+        return torch.stack(found, dim=1)
+
+    def _room(self, layer: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values for a batch, in memory that all batches use and that held noise at first."""
+        config, weights = self.model.config, self.weights
+        shape = (batch, config.num_key_value_heads, length, config.hidden_size // config.num_attention_heads)
+        size = math.prod(shape)
+        for kind in ("keys", "values"):
+            if (layer, kind) not in self._noise or self._noise[layer, kind].numel() < size:
+                self._noise.pop((layer, kind), None)
+                self._noise[layer, kind] = noise(size, weights.dtype, weights.device)
+        keys, values = (self._noise[layer, kind][:size].view(shape) for kind in ("keys", "values"))
+        return keys, values
+
+
+class SameProduct(nn.Linear):
+    """Transformers' and PEFT's linear layer on the product that our engine's layers use (`punica.parallel.matmul`),
+    so that a comparison of systems is none of matrix products.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [..., in]` to `[..., out]`."""
+        return linear(x, self.weight, self.bias)
+
+
+def same_product(model: nn.Module) -> None:
+    """Make every plain linear layer of `model` a `SameProduct`, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = SameProduct
+
+
+def noise(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """`size` numbers like those of keys and values: one random block, again and again."""
+    block = torch.randn(1 << 14).to(dtype).to(device)
+    return block.repeat(-(-size // block.numel()))[:size]

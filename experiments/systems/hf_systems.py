@@ -5,13 +5,17 @@ compute for nothing. Timed: from the token ids of a batch to its last token, sum
 the adapters of the next batch in place (`PeftBackend.load`).
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import ClassVar
 
-from experiments.systems.serving import SYSTEMS, Served, ServingSystem
+import torch
+
+from experiments.systems.serving import SYSTEMS, WARM_STEPS, Served, ServingSystem, Step
 from experiments.systems.stream import Job
+from punica.workload import Timeline
 
 
 class HfSystem(ServingSystem):
@@ -34,6 +38,46 @@ class HfSystem(ServingSystem):
         phases = {name: float(totals[name]) for name in ("prefill", "decode")}
         idle = totals["rows"] - totals["live"]
         return Served(jobs, tokens, totals["steps"], totals["rows"], idle, sum(phases.values()), phases)
+
+    def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
+        warm = min(WARM_STEPS, start)
+        state = timeline.at(start - warm)
+        done = max(generated for _, generated in state.members)
+        steps: list[Step] = []
+        for batch in self._batches(jobs[state.members[0][0] :]):
+            steps += self._steps(batch, done, count + warm - len(steps))
+            done = 0
+            if len(steps) == count + warm:
+                break
+        return steps[warm:]
+
+    def _steps(self, batch: Sequence[Job], done: int, count: int) -> list[Step]:
+        """Up to `count` steps of a batch whose rows have generated `done` tokens, timed one by one."""
+        backend = self.world.peft
+        rows = backend.places([job.adapter_id for job in batch])
+        last = min(max(job.new_tokens for job in batch), done + count)
+        started = time.perf_counter()
+        decoding = backend.decoding([job.prompt for job in batch], last, rows if self.mixed else None, done)
+        steps = []
+        for index in range(done, last):
+            decoding.step()
+            ended = time.perf_counter()
+            live = sum(index < job.new_tokens for job in batch)
+            prompts = 0 if index else sum(len(job.prompt) for job in batch)
+            steps.append(Step(ended - started, prompts + live, live))
+            started = ended
+        return steps
+
+    def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for batch in self._batches(jobs):
+            rows = self.world.peft.places([job.adapter_id for job in batch])
+            mine = [list(row) for row in tokens[len(found) : len(found) + len(batch)]]
+            longest = max(map(len, mine))
+            padded = [row + [0] * (longest - len(row)) for row in mine]
+            logits = self.world.peft.forced([job.prompt for job in batch], padded, rows if self.mixed else None)
+            found += [row[: len(own)] for row, own in zip(logits, mine, strict=True)]
+        return found
 
     def _batches(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Consecutive jobs, of one adapter unless batches are mixed, up to the limit."""

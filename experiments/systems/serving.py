@@ -3,11 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+import torch
 
 from experiments.systems.stream import Job
 from experiments.systems.world import World
 from punica.registry import Registry
+from punica.workload import Timeline
+
+WARM_STEPS = 1
+"""Steps that run untimed before those of `run_steps`, which leave caches and slots as in the middle of a stream."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,16 @@ class Served:
         """Prompt and new tokens per second: what the paper plots (D13)."""
         return (self.prompt_tokens + self.new_tokens) / self.seconds
 
-    @property
-    def mean_batch_size(self) -> float:
-        """Requests that got a token per model invocation."""
-        return self.new_tokens / self.steps
+
+class Step(NamedTuple):
+    """One model invocation inside of a stream: its seconds, tokens of prompts and new ones, requests that got one; and
+    how many of the seconds the model itself took, where the system can tell.
+    """
+
+    seconds: float
+    tokens: int
+    live: int
+    model_seconds: float | None = None
 
 
 class ServingSystem(ABC):
@@ -63,6 +75,20 @@ class ServingSystem(ABC):
     @abstractmethod
     def serve(self, jobs: Sequence[Job]) -> Served:
         """Serve `jobs`, all waiting from the start, to the end. May be called again."""
+
+    @abstractmethod
+    def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
+        """`count` consecutive steps of serving `jobs`, from step `start` of `timeline` on, the replay of this system's
+        admission rule on them.
+
+        Keys and values of what lies before are noise. `WARM_STEPS` steps before run untimed, as far as there are any.
+        """
+
+    @abstractmethod
+    def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Logits of every job, `[its tokens, vocabulary]` in float32 on the host, when it goes on with `tokens`,
+        whatever the system would choose (teacher forcing).
+        """
 
 
 SYSTEMS: Registry[type[ServingSystem]] = Registry("serving system")

@@ -36,10 +36,16 @@ class Limits:
             max_batch_size=self.max_batch_size,
             block_size=self.block_size,
             max_model_len=self.max_len,
-            num_blocks=self.num_blocks,
+            num_blocks=self.num_blocks or self._enough_blocks(),
             adapter_index_rule=index_rule,
             ignore_adapters=not lora,
         )
+
+    def _enough_blocks(self) -> int:
+        """So many that nobody waits for blocks: of all requests at full length, and one each to grow into, as the
+        scheduler wants it.
+        """
+        return self.max_batch_size * (-(-self.max_len // self.block_size) + 1) + 1
 
 
 class Weights:

@@ -72,6 +72,7 @@ class Row:
     other_cpu: float | None = None  # share of CPU time of other processes, and of steal, over that interval
     calib_gemm_us: float | None = None  # a short product and a copy, mean of before and after
     calib_copy_us: float | None = None
+    sm_clock_mhz: float | None = None  # of the GPU's multiprocessors, at the end of that interval
 
     @property
     def point(self) -> tuple[object, ...]:
@@ -84,7 +85,7 @@ class Row:
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat")
-_NUMBERS = ("value", "l3_mib", "ci_low", "ci_high", "other_cpu", "calib_gemm_us", "calib_copy_us")
+_NUMBERS = ("value", "l3_mib", "ci_low", "ci_high", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz")
 _FLAGS = {"": None, "True": True, "False": False}
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
 """Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""
@@ -178,7 +179,8 @@ def ensure_writable(folder: str | Path) -> None:
 class RowFile:
     """The rows of one figure, held in memory and mirrored to disk after every finished point.
 
-    `replace(rows)` drops older rows of the same points first, so that a file never holds two answers to one question.
+    `replace(rows)` drops older rows of the same points and repeats first, so that a file never holds two answers to
+    one question.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -186,13 +188,19 @@ class RowFile:
         self.rows: list[Row] = read_rows(self.path) if self.path.exists() else []
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Add `rows`, in place of any rows of the same points, and write the file atomically.
+        """Add `rows` and write the file atomically. Of the same points, older rows of the same repeat go, and all that
+        were measured with other settings or by other code: repeats of one point are comparable.
 
-        They stand where the first of those stood, so that a file stays in the order of its grid, which figures keep.
+        They stand where the first that went stood, so that a file stays in the order of its grid, which figures keep.
         """
-        points = {row.point for row in rows}
-        place = next((index for index, row in enumerate(self.rows) if row.point in points), len(self.rows))
-        kept = [row for row in self.rows[place:] if row.point not in points]
-        changed = [*self.rows[:place], *rows, *kept]
+        new = {(row.point, row.repeat) for row in rows}
+        origin = {row.point: (row.config_hash, row.source_hash) for row in rows}
+
+        def stays(row: Row) -> bool:
+            same_origin = origin.get(row.point) in (None, (row.config_hash, row.source_hash))
+            return same_origin and (row.point, row.repeat) not in new
+
+        place = next((index for index, row in enumerate(self.rows) if not stays(row)), len(self.rows))
+        changed = [*self.rows[:place], *rows, *filter(stays, self.rows[place:])]
         write_rows(self.path, changed)
         self.rows = changed

@@ -4,11 +4,16 @@ torch sends float32 products on a CPU to MKL, which on other makers' processors 
 weight at a fraction of their speed: on an AMD EPYC with two cores the linear layers of ``llama-small`` take 17 ms for
 one row and 81 ms for four, where oneDNN (also in torch, used by ``torch.compile``) takes 19 and 33 ms, and less than
 half of MKL's time up to 512 rows. What batching gains would drown in that, so rows of a batch go to oneDNN and a
-single row stays where torch sends it. The operator is not public API: where torch lacks it, or its answer differs,
-``F.linear`` does all the work.
+single row stays where torch sends it. On an Intel Xeon the single row is the slower one there (18 ms, where two rows
+through oneDNN take 13): `use_faster_products` measures both and keeps the faster. It is not the default because bits
+would then depend on a clock. The operator is not public API: where torch lacks it, or its answer differs, ``F.linear``
+does all the work.
 """
 
 import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +21,67 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+@dataclass
+class _Choice:
+    """Whether oneDNN multiplies one row, and several."""
+
+    one: bool = False
+    several: bool = True
+
+
+_onednn_for = _Choice()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., in]``, ``weight [out, in]``, ``bias [out]`` or None to ``[..., out]``; any device, any dtype."""
-    if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() == 2 and x.shape[0] > 1:
-        onednn = _onednn_linear()
-        if onednn is not None:
-            return onednn(x, weight, bias, "none", [], "")
+    if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() > 1 and x.numel():
+        rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
+        if _onednn_for.several if rows > 1 else _onednn_for.one:
+            onednn = _onednn_linear()
+            if onednn is not None:
+                if x.dim() == 2:
+                    return _through(onednn, x, weight, bias)
+                return _through(onednn, x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
+
+
+def _through(onednn: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return onednn(x, weight, bias, "none", [], "")
+
+
+@functools.cache
+def use_faster_products(hidden: int = 2048, inner: int = 5504, attempts: int = 7) -> dict[str, str]:
+    """Time MKL's and oneDNN's product for one row and for four against ``[inner, hidden]`` float32 weights, and use the
+    faster from now on, for every caller of `linear` in this process; which it is, by ``"one"`` and ``"several"``.
+
+    For benchmarks, where all that are compared shall have the best product of the machine. Takes a quarter of a second,
+    once per process.
+    """
+    onednn = _onednn_linear()
+    if onednn is None:
+        return {"one": "torch", "several": "torch"}
+    weights = [torch.ones(inner, hidden, device="cpu") for _ in range(2)]
+    for kind, rows in (("one", 1), ("several", 4)):
+        x = torch.ones(rows, hidden, device="cpu")
+        products: list[Callable[[Tensor], Tensor]] = [
+            functools.partial(F.linear, x),
+            functools.partial(_through, onednn, x),
+        ]
+        plain, other = _best_of(products, weights, attempts)
+        setattr(_onednn_for, kind, other < plain)
+    return {kind: "oneDNN" if getattr(_onednn_for, kind) else "torch" for kind in ("one", "several")}
+
+
+def _best_of(products: list[Callable[[Tensor], Tensor]], weights: list[Tensor], attempts: int) -> list[float]:
+    """The least seconds that each takes for all weights, the products in turns."""
+    best = [float("inf")] * len(products)
+    for _ in range(attempts):
+        for index, product in enumerate(products):
+            started = time.perf_counter()
+            for weight in weights:
+                product(weight)
+            best[index] = min(best[index], time.perf_counter() - started)
+    return best
 
 
 @functools.cache

@@ -4,6 +4,7 @@
     lengths.py          how much: tokens of prompts and outputs
     arrivals.py         when
     replay.py           how many steps that takes under each scheduling rule of the paper
+    timeline.py         who is in the batch at every one of these steps
 
 >>> from punica.workload import popularity, released_lengths
 >>> popularity("Skewed").group_sizes(8)
@@ -20,6 +21,7 @@ from punica.workload.arrivals import (
     profile_arrivals,
     released_rate,
 )
-from punica.workload.lengths import RequestLengths, released_lengths, scaled_lengths, stated_lengths
+from punica.workload.lengths import RequestLengths, released_lengths, rescaled, scaled_lengths, stated_lengths
 from punica.workload.popularity import PAPER_WORKLOADS, RELEASED_SEED, WORKLOADS, Popularity, popularity, zipf
 from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
+from punica.workload.timeline import FEATURES, POLICIES, Stretch, Timeline

@@ -69,8 +69,16 @@ def scaled_lengths(num_requests: int, maxlen: int, seed: int = RELEASED_SEED) ->
     Prompt tokens stay a few percent of all tokens (at least 1 per prompt, 2 per output), so decode steps dominate as
     they do in the paper. ``maxlen = 2048`` gives the released lengths themselves.
     """
+    return rescaled(released_lengths(num_requests, seed=seed), maxlen)
+
+
+def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
+    """``lengths`` of at most 2048 tokens multiplied by maxlen / 2048 and rounded up, at least 1 per prompt and, below
+    2048, 2 per output.
+    """
     _check_maxlen(maxlen)
-    lengths = released_lengths(num_requests, seed=seed)
+    if maxlen == RELEASED_MAXLEN:
+        return lengths
     prompt = -(-lengths.prompt * maxlen // RELEASED_MAXLEN)
     output = np.maximum(-(-lengths.output * maxlen // RELEASED_MAXLEN), 2)
     return RequestLengths(np.minimum(prompt, maxlen - 2), np.minimum(output, maxlen - prompt))

@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.harness import settings
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import CONF, ConfigError, choice
@@ -143,6 +144,21 @@ def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatc
     monkeypatch.setattr(schema.environment, "hardware_slug", lambda: "rtx-4090")
     cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
     assert (cfg.hardware.name, cfg.hardware.bandwidth_gb_s, cfg.hardware.flush_mib) == ("rtx-4090", None, 256)
+
+
+@pytest.mark.parametrize(("l3", "flush"), [(260.0, 293), (480.0, 540), (16.0, 64), (None, 64)])
+def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path, monkeypatch, l3, flush):
+    monkeypatch.setattr(settings.environment, "l3_mib", lambda: l3)
+    cfg = settle(composed(tmp_path, "scale=laptop"), ALL["fig08_lora_operator"])
+    assert cfg.hardware.flush_mib == flush
+    cfg = settle(composed(tmp_path, "scale=laptop", "hardware.flush_mib=7"), ALL["fig08_lora_operator"])
+    assert cfg.hardware.flush_mib == 7
+
+
+def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes(tmp_path):
+    minutes = settle(composed(tmp_path, "scale=laptop"), ALL["fig08_lora_operator"]).scale.minutes
+    assert set(minutes) == set(ALL) - set(GPU_ONLY)
+    assert sum(minutes.values()) < 19  # the rest is set-up, drawing and judging
 
 
 def test_smoke_rows_lie_apart(tmp_path):

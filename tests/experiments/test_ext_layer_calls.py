@@ -23,7 +23,7 @@ def settled(tmp_path, *overrides, experiment=STEP):
 
 def test_the_extensions_come_last_in_the_order_of_their_stories():
     names = [experiment.name for experiment in sorted(experiments(), key=lambda one: one.order)]
-    assert names[-4:] == ["ext_paper_step", "ext_added_latency", "ext_fp8", "ext_moe"]
+    assert names[-5:] == ["ext_paper_step", "ext_added_latency", "ext_fp8", "ext_moe", "ext_stated_lengths"]
 
 
 # what a layer calls

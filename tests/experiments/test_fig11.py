@@ -3,17 +3,21 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from conftest import QUIET
 from fakes import composed
 from omegaconf import OmegaConf
 
+from experiments.ext_stated_lengths import StatedLengths
 from experiments.fig11_textgen import BASELINES, EXPERIMENT, Fig11, ratios
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle
 from punica.measure.records import read_rows
+from punica.workload import released_lengths, rescaled
 
 NAME = "fig11_textgen"
 
@@ -48,7 +52,9 @@ def test_without_all_systems_there_are_no_ratios(tmp_path):
         ("scale.max_len=5000", r"scale.max_len=5000 must lie in \[4, 4096\]"),
         ("engine.num_blocks=1", "engine.num_blocks=1 cannot hold one request.*num_blocks=2 or more"),
         ("system.names=[vllm]", "'vllm'.*continuous_batching"),
-        ("scale.max_steps=0", "scale.max_steps=0 must be at least 1"),
+        ("scale.window_steps=0", "figure.steps=0 must be at least 1"),
+        ("scale.passes=0", "scale.passes=0 must be at least 1"),
+        ("figure.lengths=sharegpt", "figure.lengths='sharegpt' must be one of released, stated"),
         ("figure.check_requests=0", "figure.check_requests=0 must be at least 1"),
         ("engine.max_batch_size=0", "engine.max_batch_size=0 must be at least 1"),
     ],
@@ -79,22 +85,44 @@ def test_ratios_split_the_gain_over_mixed_batches():
     }
 
 
-def test_one_cell_is_measured_with_its_ratios_and_not_twice(tmp_path):
-    config = composed(tmp_path, "workload=skewed", "engine.max_batch_size=4", name=NAME)
+CELL = ("workload=skewed", "engine.max_batch_size=4", "scale.passes=2", "scale.tries=2")
+
+
+def test_one_cell_is_measured_in_repeats_with_their_ratios_and_not_twice(tmp_path):
+    config = composed(tmp_path, *CELL, name=NAME)
     outcome = run(config, Fig11())
-    assert (outcome.measured, outcome.failed) == (8, [])
+    assert (outcome.measured, outcome.failed) == (16, [])
     rows = rows_of(tmp_path)
-    value = {(row.system, row.metric): row.value for row in rows}
-    assert value["punica", "total_tokens"] == value["hf_peft_mixed", "total_tokens"]
-    throughput = value["punica", "total_tokens"] / value["punica", "wall_time"]
-    assert value["punica", "throughput"] == pytest.approx(throughput)
-    assert value["punica", "operator_gain"] == pytest.approx(
-        value["punica_static", "throughput"] / value["hf_peft_mixed", "throughput"]
-    )
-    assert value["continuous_batching", "mean_batch_size"] < value["punica", "mean_batch_size"] <= 4
-    assert value["continuous_batching", "idle_share"] == 0 < value["hf_peft_mixed", "idle_share"]
+    value = {(row.repeat, row.system, row.metric): row.value for row in rows}
+    for repeat in (0, 1):
+        cell = {key[1:]: found for key, found in value.items() if key[0] == repeat}
+        assert cell["punica", "total_tokens"] == cell["hf_peft_mixed", "total_tokens"]
+        seconds = cell["punica", "wall_time"] / cell["punica", "window_steps"]
+        tokens = cell["punica", "total_tokens"] / cell["punica", "steps"]
+        assert cell["punica", "throughput"] == pytest.approx(tokens / seconds)
+        assert cell["punica", "operator_gain"] == pytest.approx(
+            cell["punica_static", "throughput"] / cell["hf_peft_mixed", "throughput"]
+        )
+        assert 0 < cell["punica", "mean_batch_size"] <= 4
+        assert cell["continuous_batching", "idle_share"] == 0 < cell["hf_peft_mixed", "idle_share"]
+        assert {cell[name, "token_agreement"] for name in BASELINES} == {1.0}
+    assert value[0, "punica", "throughput"] != value[1, "punica", "throughput"]
     assert run(config, Fig11()).measured == 0
     assert rows_of(tmp_path) == rows
+
+
+def test_ratios_are_marked_where_one_of_their_systems_was_disturbed(tmp_path, machine):
+    busy = replace(QUIET, disturbed=True, other_cpu=0.3)
+    machine.script = [
+        QUIET,
+        busy,
+        *[QUIET] * 12,
+        *[busy] * 2,
+    ]  # the second system, also when tried again
+    outcome = run(composed(tmp_path, *CELL, name=NAME), Fig11())
+    assert outcome.disturbed == 1
+    marked = {(row.system, row.repeat, row.panel) for row in rows_of(tmp_path) if row.disturbed}
+    assert marked == {("continuous_batching", 0, "7B Model"), ("punica", 0, "7B Model ratios")}
 
 
 def test_ratios_are_refused_when_a_system_failed_its_check(tmp_path, monkeypatch):
@@ -109,6 +137,29 @@ def test_ratios_are_refused_when_a_system_failed_its_check(tmp_path, monkeypatch
     assert "wrong token" in outcome.failed[0]
     assert "no throughput of hf_peft" in outcome.failed[1]
     assert not [row for row in rows_of(tmp_path) if row.system == "hf_peft" or "ratios" in row.panel]
+
+
+def test_a_whole_stream_is_an_option_with_rows_of_its_own(tmp_path):
+    options = ("workload=distinct", "system=punica", "figure.whole_stream=true", "engine.max_batch_size=4")
+    run(composed(tmp_path, *options, name=NAME), Fig11())
+    rows = rows_of(tmp_path)
+    assert {row.panel for row in rows} == {"7B Model, whole stream"}
+    value = {row.metric: row.value for row in rows}
+    ratio = value["predicted_throughput"] / value["stream_throughput"]
+    assert value["prediction_over_stream"] == pytest.approx(ratio)
+    assert "throughput" not in value
+
+
+def test_stated_lengths_are_a_figure_of_their_own(tmp_path):
+    name = "ext_stated_lengths"
+    outcome = run(composed(tmp_path, "workload=distinct", "engine.max_batch_size=4", name=name), StatedLengths())
+    assert (outcome.measured, outcome.failed) == (7, [])
+    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{name}.csv")
+    assert {row.figure for row in rows} == {"ext stated lengths"}
+    value = {(row.system, row.metric): row.value for row in rows}
+    released = released_lengths(12)
+    assert value["punica", "new_tokens"] < rescaled(released, 32).new_tokens
+    assert value["punica", "operator_gain"] > 0
 
 
 def command(tmp_path, *overrides):

@@ -7,9 +7,10 @@ import torch
 
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType, ModelConf
-from experiments.systems import SYSTEMS, Job, Limits, World, check_tokens, paper_stream, prefix_of_steps
-from experiments.systems.check import reference_tokens
-from experiments.systems.stream import shortened, steps_taken
+from experiments.systems import SYSTEMS, Job, Limits, World, check, check_tokens, paper_stream
+from experiments.systems.check import reference_logits, reference_tokens
+from experiments.systems.hf_backend import SameProduct
+from experiments.systems.stream import shortened, timeline_of
 from punica.engine import ADMISSION_RULES
 from punica.workload import PAPER_WORKLOADS, released_lengths
 
@@ -69,7 +70,7 @@ def test_a_system_serves_again_as_it_served_before(world, jobs):
 )
 def test_batches_are_those_of_the_policy(name, steps, idle, world, jobs):
     served = SYSTEMS.get(name)(world).serve(jobs)
-    assert steps_taken(jobs, SYSTEMS.get(name).admission, 4) == steps
+    assert timeline_of(jobs, SYSTEMS.get(name).admission, 4).steps == steps
     assert (served.steps, served.idle_rows) == (steps, idle)
 
 
@@ -96,6 +97,71 @@ def test_the_check_refuses_adapters_that_change_nothing(jobs):
         check_tokens(SYSTEMS.get("punica")(world), jobs[:3])
 
 
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=HALF, ids=str)
+def half_world(request) -> World:
+    model = replace(TINY, dtype=DType(str(request.param).removeprefix("torch.")))
+    return World(model, "cpu", Limits(max_batch_size=4, max_len=48), rank=8)
+
+
+@pytest.mark.parametrize("name", SYSTEMS.names())
+def test_half_precision_is_compared_at_every_position_of_whole_sequences(name, half_world, jobs):
+    system = SYSTEMS.get(name)(half_world)
+    found = check_tokens(system, jobs)
+    assert 0.9 <= found.tokens <= 1.0
+    assert 0 <= found.logit_error < 0.06
+    assert found.logit_error > 0 or name.startswith("hf_")  # the reference itself, batched
+
+
+def test_forced_tokens_are_taken_instead_of_chosen_ones(world, jobs):
+    forced = [[(position + 3) % 256 for position in range(job.new_tokens)] for job in jobs]
+    for name in ("punica", "punica_static", "hf_peft", "hf_peft_mixed"):
+        system = SYSTEMS.get(name)(world)
+        found = system.forced(jobs, forced)
+        for job, tokens, logits in zip(jobs, forced, found, strict=True):
+            assert logits.shape == (job.new_tokens, 256)
+            torch.testing.assert_close(logits, reference_logits(world, job, tokens, True), atol=1e-3, rtol=1e-3)
+
+
+def test_a_half_precision_error_late_in_one_sequence_is_caught(half_world, jobs, monkeypatch):
+    system = SYSTEMS.get("punica")(half_world)
+    right = system.forced
+
+    def late_error(jobs, tokens):
+        logits = right(jobs, tokens)
+        logits[2][-1] += 0.3 * torch.randn_like(logits[2][-1]) * logits[2][-1].norm() / 16
+        return logits
+
+    monkeypatch.setattr(system, "forced", late_error)
+    with pytest.raises(CheckFailed, match=r"differ from Hugging Face's by .*request 2 \(adapter 2"):
+        check_tokens(system, jobs)
+
+
+def test_half_precision_that_often_chooses_other_tokens_is_caught(half_world, jobs, monkeypatch):
+    system = SYSTEMS.get("punica")(half_world)
+    right = system.forced
+
+    def close_calls(jobs, tokens):  # within the error that logits may have, the two best change places
+        found = right(jobs, tokens)
+        for logits in found:
+            best = logits.topk(2, dim=-1).indices
+            logits[torch.arange(len(logits)), best[:, 1]] = logits.max(dim=-1).values + 1e-3
+        return found
+
+    monkeypatch.setattr(system, "forced", close_calls)
+    monkeypatch.setitem(check.TOLERANCE, half_world.dtype, 1.0)
+    monkeypatch.setattr(check, "difference", lambda a, b: 0.5 if a.dim() == 1 else 2.0)
+    with pytest.raises(CheckFailed, match=r"chooses Hugging Face's token at 0\.0"):
+        check_tokens(system, jobs)
+
+
+def test_transformers_and_peft_multiply_as_our_engine_does(world):
+    kinds = {type(module) for module in world.peft.model.modules() if isinstance(module, torch.nn.Linear)}
+    assert kinds == {SameProduct}
+
+
 def test_weights_exist_once(world):
     shared = {tensor.untyped_storage().data_ptr() for tensor in world.exported().values()}
     engine = SYSTEMS.get("continuous_batching")(world).engine
@@ -116,27 +182,18 @@ def test_the_stream_is_the_released_one(workload):
     )
 
 
-@pytest.mark.parametrize("admission", ["fcfs", "single_adapter", "static", "static_mixed"])
-@pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
-def test_the_prefix_is_the_longest_within_the_steps(workload, admission):
-    jobs = paper_stream(workload, 60, 64, 256)
-    prefix = prefix_of_steps(jobs, admission, 8, 50)
-    assert prefix == jobs[: len(prefix)]
-    assert steps_taken(prefix, admission, 8) <= 50 < steps_taken(jobs[: len(prefix) + 1], admission, 8)
-    assert prefix_of_steps(jobs, admission, 8, 1) == jobs[:1]
-    assert prefix_of_steps(jobs, admission, 8, None) == prefix_of_steps(jobs, admission, 8, 10**6) == jobs
+def test_the_stated_stream_has_101_tokens_per_request():
+    stated = paper_stream("Skewed", 40, 2048, 32000, "stated")
+    assert sum(job.new_tokens for job in stated) == 40 * 101
+    released = paper_stream("Skewed", 40, 2048, 32000)
+    assert [(job.prompt, job.adapter_id) for job in stated] == [(job.prompt, job.adapter_id) for job in released]
 
 
 def test_every_system_follows_an_admission_rule_that_can_be_replayed():
     for name in SYSTEMS.names():
         rule = SYSTEMS.get(name).admission
         assert rule in ADMISSION_RULES.names()
-        assert steps_taken(shortened(paper_stream("Skewed", 5, 32, 256), 5, 3), rule, 4) > 0
-
-
-def test_a_rule_without_replay_is_refused():
-    with pytest.raises(ValueError, match="no replay for the admission rule 'lifo'"):
-        steps_taken(paper_stream("Skewed", 5, 32, 256), "lifo", 4)
+        assert timeline_of(shortened(paper_stream("Skewed", 5, 32, 256), 5, 3), rule, 4).steps >= 3
 
 
 def test_unknown_systems_are_refused_by_name():

@@ -19,7 +19,7 @@ def test_columns_are_the_contract():
     expected = (
         "figure,panel,system,workload,model,hardware,batch_size,seq_len,rank,metric,value,unit,kind,statistic,timer,"
         "scale,config_hash,source_hash,commit,date,device,python,torch,triton,driver,transformers,peft,numa_nodes,l3_mib,"
-        "repeat,ci_low,ci_high,disturbed,other_cpu,calib_gemm_us,calib_copy_us"
+        "repeat,ci_low,ci_high,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz"
     )
     assert ",".join(COLUMNS) == expected
 
@@ -58,6 +58,16 @@ def test_a_new_measurement_replaces_the_rows_of_its_point_only(tmp_path):
     assert [row.config_hash for row in RowFile(tmp_path / "rows.csv").rows].count("new") == 1
 
 
+def test_repeats_of_a_point_stand_beside_each_other_until_its_settings_change(tmp_path):
+    file = RowFile(tmp_path / "rows.csv")
+    for repeat in range(3):
+        file.replace([replace(ROW, repeat=repeat)])
+    file.replace([replace(ROW, repeat=1, value=5.0)])
+    assert [(row.repeat, row.value) for row in file.rows] == [(0, 1234.5), (1, 5.0), (2, 1234.5)]
+    file.replace([replace(ROW, repeat=0, config_hash="new")])
+    assert [(row.repeat, row.config_hash) for row in read_rows(tmp_path / "rows.csv")] == [(0, "new")]
+
+
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
@@ -67,7 +77,7 @@ def _lines(path: Path) -> list[str]:
     [
         (lambda lines: [lines[0].replace("rank,", ""), *lines[1:]], ["line 1", "misses the columns rank"]),
         (lambda lines: [], ["line 1", "misses the columns"]),
-        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 36"]),
+        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 37"]),
         (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
         (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
         (
@@ -75,7 +85,7 @@ def _lines(path: Path) -> list[str]:
             ["line 2", "kind is 'guessed'", "simulated"],
         ),
         (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
-        (lambda lines: [lines[0], lines[1].removesuffix(",,,,") + ",maybe,,,"], ["line 2", "disturbed is 'maybe'"]),
+        (lambda lines: [lines[0], lines[1].removesuffix(",,,,,") + ",maybe,,,,"], ["line 2", "disturbed is 'maybe'"]),
         (
             lambda lines: [lines[0].replace("ci_low,ci_high", "ci_high,ci_low"), *lines[1:]],
             ["line 1", "has the columns"],

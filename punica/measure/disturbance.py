@@ -1,0 +1,172 @@
+"""What else the machine did while something was measured, and whether that spoils the number.
+
+Three witnesses, because each is blind to something:
+
+* **other work**: CPU time of all processes on our cores, and steal, minus our own (``/proc/stat``, ``getrusage``);
+* **calibration**: one product and one copy before and after. It sees what the kernel cannot account for, such as
+  another guest of the same host that fills the memory bus or lowers the clock;
+* **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``, where there is a GPU.
+
+A `Watch` brackets one measurement. Nothing is thrown away here: a number keeps its `Disturbance`, and whoever measures
+decides whether to try again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from punica.measure.environment import gpu_query
+
+OTHER_CPU_LIMIT = 0.05
+"""Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
+CALIBRATION_LIMIT = 1.5
+"""How many times the quickest calibration of this process one may take."""
+SHORTEST_OTHER_S = 0.04
+"""Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
+THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+"""NVML's reasons to slow down that a cool GPU with enough power does not have: hardware, software thermal, hardware
+thermal, power brake. The power cap (0x4) is left out: dense products reach it on a healthy GPU."""
+
+_ATTEMPTS = 3
+_COPY_MIB = 32
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """The columns of a row that say how quiet its interval was; ``None``: not known on this machine."""
+
+    disturbed: bool
+    other_cpu: float | None
+    calib_gemm_us: float | None
+    calib_copy_us: float | None
+    sm_clock_mhz: float | None = None
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds: a clock, the busy time of our cores (steal included), and the part of it that is ours."""
+
+    wall: float
+    busy: float
+    own: float
+
+
+def cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
+    """Now, or ``None`` where there is no ``/proc/stat``."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    busy = sum(_busy_ticks(line.split()[1:]) for line in lines if line.split()[0] in mine)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return CpuTimes(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), own)
+
+
+def _busy_ticks(fields: list[str]) -> int:
+    """user + nice + system + irq + softirq + steal; time of our own guests is part of user."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+    return user + nice + system + irq + softirq + steal
+
+
+def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
+    """CPU seconds that others spent on our cores in between, at least 0."""
+    return max(0.0, (after.busy - before.busy) - (after.own - before.own))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Microseconds of one product and one copy, the best of a few."""
+
+    gemm_us: float
+    copy_us: float
+
+
+class Calibrator:
+    """The product and the copy on one device, and the quickest that either ever was in this process."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        cuda = device.startswith("cuda")
+        size, dtype = (2048, torch.float16) if cuda else (512, torch.float32)
+        left = torch.ones(size, size, device=device, dtype=dtype)
+        product, source = torch.empty_like(left), torch.ones(_COPY_MIB << 18, device=device, dtype=torch.int32)
+        target = torch.empty_like(source)
+        self._wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+        self._gemm = lambda: torch.mm(left, left, out=product)
+        self._copy = lambda: target.copy_(source)
+        self.best = Calibration(math.inf, math.inf)
+        self.run()  # first calls pay for what later ones find
+
+    def run(self) -> Calibration:
+        """Calibrate now (some 20 ms on two cores)."""
+        found = Calibration(self._microseconds(self._gemm), self._microseconds(self._copy))
+        self.best = Calibration(min(self.best.gemm_us, found.gemm_us), min(self.best.copy_us, found.copy_us))
+        return found
+
+    def _microseconds(self, call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(_ATTEMPTS):
+            self._wait()
+            started = time.perf_counter()
+            call()
+            self._wait()
+            times.append(time.perf_counter() - started)
+        return 1e6 * min(times)
+
+
+@cache
+def calibrator(device: str) -> Calibrator:
+    """The one of this process, so that all figures of a run have one idea of what is quick."""
+    return Calibrator(device)
+
+
+class Watch:
+    """Brackets a measurement on ``device``: built before it, ``stop()`` after it."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._calibrator = calibrator(device)
+        self._calibration = self._calibrator.run()
+        self._times = cpu_times()
+
+    def stop(self) -> Disturbance:
+        """What happened since. The calibration lies outside of the interval whose CPU time is counted."""
+        before, after = self._times, cpu_times()
+        gpu = _gpu_state() if self._device.startswith("cuda") else None
+        calibration = self._calibrator.run()
+        gemm = (self._calibration.gemm_us + calibration.gemm_us) / 2
+        copy = (self._calibration.copy_us + calibration.copy_us) / 2
+        best = self._calibrator.best
+        slow = max(gemm / best.gemm_us, copy / best.copy_us) > CALIBRATION_LIMIT
+        share, crowded = _crowded(before, after)
+        throttled = gpu is not None and bool(gpu[1] & THROTTLED)
+        return Disturbance(slow or crowded or throttled, share, gemm, copy, gpu[0] if gpu else None)
+
+
+def _crowded(before: CpuTimes | None, after: CpuTimes | None) -> tuple[float | None, bool]:
+    """The share of others in the CPU time of our cores, and whether it is too much."""
+    if before is None or after is None:
+        return None, False
+    others = other_seconds(before, after)
+    share = others / max(1e-9, (after.wall - before.wall) * len(os.sched_getaffinity(0)))
+    return share, share > OTHER_CPU_LIMIT and others > SHORTEST_OTHER_S
+
+
+def _gpu_state() -> tuple[float, int] | None:
+    """Clock of the first visible GPU in MHz, and NVML's bits of reasons to throttle; None when it does not say."""
+    gpus = gpu_query("clocks.sm", "clocks_throttle_reasons.active")
+    try:
+        clock, reasons = (gpus[0][name] for name in ("clocks.sm", "clocks_throttle_reasons.active"))
+        return float(clock.split()[0]), int(reasons, 16)
+    except (IndexError, KeyError, ValueError):
+        return None

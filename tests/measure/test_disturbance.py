@@ -1,0 +1,115 @@
+"""The witnesses of a disturbed measurement: other work, a slow calibration, a throttled GPU; and quiet ones."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from punica.measure import disturbance
+from punica.measure.disturbance import Calibration, CpuTimes, Watch, cpu_times, other_seconds
+
+STAT = """cpu  9 9 9 9 9 9 9 9 0 0
+cpu0 100 10 30 999 50 2 3 5 0 0
+cpu1 200 0 0 999 0 0 0 0 40 0
+cpu7 5000 0 0 0 0 0 0 0 0 0
+"""
+
+
+class FakeCalibrator:
+    """Calibrations from a list; the best is the first."""
+
+    def __init__(self, *microseconds):
+        self.left, self.best = list(microseconds), Calibration(100.0, 1000.0)
+
+    def run(self):
+        gemm, copy = self.left.pop(0)
+        return Calibration(gemm, copy)
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """A machine on which nothing else happens and calibrations take what they always take."""
+    times = iter([CpuTimes(0.0, 50.0, 20.0), CpuTimes(10.0, 70.0, 40.0)])
+    monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
+    monkeypatch.setattr(disturbance.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator((100.0, 1000.0), (120.0, 1100.0)))
+
+
+def test_busy_time_is_that_of_our_cores_without_idle_and_guests(tmp_path, monkeypatch):
+    (tmp_path / "stat").write_text(STAT)
+    monkeypatch.setattr(disturbance.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(disturbance.os, "sysconf", lambda _: 100)
+    assert cpu_times(tmp_path / "stat").busy == pytest.approx((100 + 10 + 30 + 2 + 3 + 5 + 200) / 100)
+
+
+def test_a_machine_without_proc_does_not_know(tmp_path, quiet, monkeypatch):
+    assert cpu_times(tmp_path / "none") is None
+    monkeypatch.setattr(disturbance, "cpu_times", lambda: None)
+    found = Watch("cpu").stop()
+    assert (found.other_cpu, found.disturbed) == (None, False)
+
+
+def test_a_quiet_interval_is_not_disturbed(quiet):
+    found = Watch("cpu").stop()
+    assert found == disturbance.Disturbance(False, 0.0, 110.0, 1050.0)
+
+
+@pytest.mark.parametrize(("busy", "share", "disturbed"), [(70.8, 0.04, False), (71.2, 0.06, True), (69.0, 0.0, False)])
+def test_other_work_disturbs_from_its_limit_on(quiet, monkeypatch, busy, share, disturbed):
+    times = iter([CpuTimes(0.0, 50.0, 20.0), CpuTimes(10.0, busy, 40.0)])
+    monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
+    found = Watch("cpu").stop()
+    assert found.other_cpu == pytest.approx(share)
+    assert found.disturbed is disturbed
+
+
+def test_a_tick_in_a_short_interval_is_rounding(quiet, monkeypatch):
+    times = iter([CpuTimes(0.0, 50.0, 20.0), CpuTimes(0.1, 50.23, 20.2)])
+    monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
+    found = Watch("cpu").stop()
+    assert found.other_cpu == pytest.approx(0.15)
+    assert not found.disturbed
+
+
+@pytest.mark.parametrize("after", [(230.0, 1000.0), (100.0, 2100.0)], ids=["product", "copy"])
+def test_a_slow_calibration_disturbs(quiet, monkeypatch, after):
+    monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator((100.0, 1000.0), after))
+    assert Watch("cpu").stop().disturbed
+
+
+@pytest.mark.parametrize(("reasons", "disturbed"), [("0x0000000000000004", False), ("0x0000000000000040", True)])
+def test_a_gpu_says_its_clock_and_whether_it_throttles(quiet, monkeypatch, reasons, disturbed):
+    answer = [{"clocks.sm": "1980 MHz", "clocks_throttle_reasons.active": reasons}]
+    monkeypatch.setattr(disturbance, "gpu_query", lambda *_: answer)
+    found = Watch("cuda").stop()
+    assert (found.sm_clock_mhz, found.disturbed) == (1980.0, disturbed)
+
+
+def test_a_gpu_that_says_nothing_is_not_known(quiet, monkeypatch):
+    monkeypatch.setattr(disturbance, "gpu_query", lambda *_: [{"clocks.sm": "[N/A]"}])
+    assert Watch("cuda").stop().sm_clock_mhz is None
+
+
+def test_the_calibrator_takes_time_and_keeps_its_best():
+    calibrator = disturbance.calibrator("cpu")
+    found = calibrator.run()
+    assert 0 < calibrator.best.gemm_us <= found.gemm_us
+    assert 0 < calibrator.best.copy_us <= found.copy_us
+    assert disturbance.calibrator("cpu") is calibrator
+
+
+@pytest.mark.skipif(cpu_times() is None, reason="needs /proc/stat")
+def test_another_process_is_seen_and_our_own_work_is_not():
+    busy = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    other = subprocess.Popen([sys.executable, "-c", busy])
+    try:
+        time.sleep(0.2)
+        before = after = cpu_times()
+        while after.own - before.own < 0.4:  # of a core that others may want, too
+            after = cpu_times()
+        cores = len(disturbance.os.sched_getaffinity(0))
+        assert 0.1 < other_seconds(before, after) < (after.wall - before.wall) * cores - 0.3
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,117 @@
+"""The timeline: batches of each policy by hand, step counts of the replay, features by brute force."""
+
+import numpy as np
+import pytest
+
+from punica.workload import (
+    POLICIES,
+    RequestLengths,
+    Timeline,
+    popularity,
+    released_lengths,
+    replay_continuous,
+    replay_static,
+    rescaled,
+    stated_lengths,
+)
+
+PROMPTS, OUTPUTS, ADAPTERS = [3, 2, 5, 1], [4, 2, 1, 3], [1, 1, 2, 2]
+
+
+def timeline(policy, max_batch=2, prompts=PROMPTS, outputs=OUTPUTS, adapters=ADAPTERS):
+    return Timeline(RequestLengths(np.array(prompts), np.array(outputs)), adapters, policy, max_batch)
+
+
+@pytest.mark.parametrize(
+    ("policy", "batches"),
+    [
+        ("fcfs", ["0", "01", "01", "02", "3", "3", "3"]),
+        ("single_adapter", ["0", "01", "01", "0", "2", "3", "3", "3"]),
+        ("static", ["01", "01", "01", "01", "23", "23", "23"]),
+        ("static_mixed", ["01", "01", "01", "01", "23", "23", "23"]),
+    ],
+)
+def test_batches_step_by_step(policy, batches):
+    line = timeline(policy)
+    assert line.steps == len(batches)
+    assert ["".join(str(request) for request, _ in line.at(step).members) for step in range(line.steps)] == batches
+
+
+def test_a_static_batch_of_one_adapter_ends_where_the_next_begins():
+    line = timeline("static", max_batch=4)
+    assert [len(line.at(step).members) for step in range(line.steps)] == [2] * 4 + [2] * 3
+
+
+def test_a_step_says_who_joins_how_far_all_are_and_who_waits():
+    line = timeline("fcfs")
+    assert (line.at(0).members, line.at(0).joined, line.at(0).waiting) == (((0, 0),), 1, 1)
+    assert (line.at(1).members, line.at(1).joined, line.at(1).waiting) == (((0, 1), (1, 0)), 1, 2)
+    assert (line.at(2).members, line.at(2).joined, line.at(2).waiting) == (((0, 2), (1, 1)), 0, 2)
+    idle = timeline("static_mixed").at(3)
+    assert (idle.members, idle.joined) == (((0, 3), (1, 2)), 0)
+
+
+def test_features_are_tokens_rows_context_and_adapters():
+    # steps of fcfs: 0 prefilled; 1 joins; both decode; 2 joins 0; 3 prefilled; 3 decodes twice
+    assert timeline("fcfs").features().tolist() == [
+        [3 + 1, 1, 3, 1],
+        [2 + 2, 2, (3 + 1) + 2, 1],
+        [2, 2, (3 + 2) + (2 + 1), 1],
+        [5 + 2, 2, (3 + 3) + 5, 2],
+        [1 + 1, 1, 1, 1],
+        [1, 1, 2, 1],
+        [1, 1, 3, 1],
+    ]
+    # a static batch: request 1 is done after two steps and keeps the two tokens that it attended to last
+    assert timeline("static_mixed").features()[:4].tolist() == [
+        [5 + 2, 2, 3 + 2, 1],
+        [2, 2, 4 + 3, 1],
+        [1, 2, 5 + 3, 1],
+        [1, 2, 6 + 3, 1],
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
+def test_all_tokens_are_in_it_and_step_counts_are_those_of_the_replay(policy, workload):
+    lengths = rescaled(released_lengths(150), 256)
+    adapters = popularity(workload).requests(150).tolist()
+    line = Timeline(lengths, adapters, policy, 8)
+    features = line.features()
+    assert features.shape == (line.steps, 4)
+    assert features[:, 0].sum() == lengths.total_tokens
+    assert features[:, 1].max() <= 8
+    if policy == "fcfs":
+        assert line.steps == replay_continuous(lengths.output.tolist(), adapters, 8).steps
+    if policy.startswith("static"):
+        keys = adapters if policy == "static" else [0] * 150
+        assert line.steps == replay_static(lengths.output.tolist(), keys, 8).steps
+
+
+def test_the_released_stream_has_the_context_that_the_paper_serves():
+    line = Timeline(released_lengths(1000), popularity("Distinct").requests(1000).tolist(), "fcfs", 32)
+    assert line.means["context"] / line.means["rows"] == pytest.approx(680, rel=0.01)
+    assert line.means["rows"] == pytest.approx(31, rel=0.01)
+
+
+def test_stated_lengths_are_rescaled_like_released_ones():
+    lengths = rescaled(stated_lengths(50), 64)
+    assert (lengths.prompt + lengths.output).max() <= 64
+    assert lengths.prompt.min() >= 1
+    assert lengths.output.min() >= 2
+    assert rescaled(stated_lengths(50), 2048).new_tokens == 50 * 101
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"policy": "lifo"}, "'lifo'.*single_adapter"), ({"adapters": [1]}, "one entry for each of 4 requests, got 1")],
+)
+def test_bad_input_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        timeline(**{"policy": "fcfs", **change})
+
+
+@pytest.mark.parametrize("step", [-1, 7])
+def test_a_step_outside_of_the_stream_is_refused(step):
+    with pytest.raises(ValueError, match=rf"step must be in \[0, 7\), got {step}"):
+        timeline("fcfs").at(step)
