@@ -15,4 +15,4 @@ The way of a request; what it may join, and when, is decided in :mod:`punica.sch
 from punica.engine.config import EngineConfig
 from punica.engine.engine import Engine
 from punica.engine.output import StepOutput, StepStatistics
-from punica.scheduling import ADMISSION_RULES, Request
+from punica.scheduling import ADMISSION_RULES, Request, RequestState, RequestStatus

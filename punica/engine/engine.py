@@ -9,10 +9,12 @@ Continuous batching: requests join and leave between steps, whatever their adapt
 
 import itertools
 import time
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from punica.adapters import LoRAModelManager, LoRARequest
+from punica.checks import clip
 from punica.config import LoRAConfig
 from punica.engine.attention import PagedAttention
 from punica.engine.config import EngineConfig
@@ -25,6 +27,7 @@ from punica.scheduling import (
     ADMISSION_RULES,
     BlockManager,
     Request,
+    RequestState,
     RequestStatus,
     Scheduler,
     StepLayout,
@@ -72,17 +75,20 @@ class Engine:
         self.runner = ModelRunner(model, PagedAttention(cache), self.manager, max_tokens)
         max_adapters = None if self.manager is None else self.manager.lora_slots
         self.scheduler = Scheduler(rule, self.blocks, config.max_batch_size, max_tokens, max_adapters)
-        self._requests: dict[str, Request] = {}  # waiting and running
+        if self._residency is not None:
+            self.scheduler.on_leave = self._residency.release
+        self._requests: dict[str, RequestState] = {}  # waiting and running
         self._counter = itertools.count()
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request.
+    def add_request(self, request: Request) -> RequestState:
+        """Queue a request; returns what the engine knows about it from now on: its status and its output so far.
 
-        All checks are made here and change nothing when they fail, so that a queued request can always run.
+        All checks are made here and change nothing when they fail, so that a queued request can always run. If its
+        adapter breaks all the same before it is loaded (its files are damaged meanwhile), the request ends as FAILED.
 
         Raises:
             TypeError: not a Request; its adapter is no LoRARequest.
-            ValueError: its id is in use or it was served before; a token outside the vocabulary; longer than
+            ValueError: its id is in use; a token or ``eos_token_id`` outside the vocabulary; longer than
                 ``max_model_len`` or than the whole KV cache; an adapter for an engine without LoRA; an adapter that is
                 not legal here.
             FileNotFoundError: its adapter is neither registered nor in a folder.
@@ -93,17 +99,20 @@ class Engine:
         self._check_new(request)
         self._check_length(request)
         self._check_adapter(request)
-        self._requests[request.request_id] = request
-        self.scheduler.add(request)
+        state = self._requests[request.request_id] = RequestState(request)
+        if self._residency is not None:
+            self._residency.add(state)
+        self.scheduler.add(state)
+        return state
 
     def has_unfinished(self) -> bool:
         """True while a request waits or runs."""
         return bool(self._requests)
 
-    def abort_request(self, request_id: str) -> Request:
+    def abort_request(self, request_id: str) -> RequestState:
         """Take an unfinished request out, with the output it has so far. ValueError for an unknown id."""
-        if request_id not in self._requests:
-            raise ValueError(f"no unfinished request {request_id!r}; unfinished: {sorted(self._requests)[:20]}")
+        if not isinstance(request_id, str) or request_id not in self._requests:
+            raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._requests))}")
         request = self._requests.pop(request_id)
         self.scheduler.take_out(request)
         return request
@@ -111,24 +120,25 @@ class Engine:
     def step(self) -> StepOutput:
         """One model invocation over everything that can run; with nothing to run, an empty output.
 
-        If an adapter turns out to be unloadable, the requests that were to join with it are taken out (running ones
-        too, if somebody removed it from the manager) and the error is raised. After any error (out of memory, an
-        interrupt) no other request has lost anything: those that were to join wait again at the head of the queue, and
-        the next ``step`` goes on.
+        A request whose adapter turns out to be unloadable ends as FAILED, with the error, and costs nobody else
+        anything. So does the head of the queue when pinned adapters leave it no slot and nothing runs that could give
+        its own up: no later step would change that. While others run it waits for them.
 
-        Pinned adapters keep their slots. When they leave none for the head of the queue, it waits for the running
-        requests; when nothing runs either, no later step would change that, so it is a RuntimeError: unpin an adapter
-        or abort the request, which stays queued, and go on.
+        After any other error (out of memory, an interrupt) no request has lost anything: those that were to join wait
+        again at the head of the queue, and the next ``step`` goes on.
         """
         start = time.perf_counter()
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
         plan = self.scheduler.schedule(pinned)
-        if plan.is_empty:
-            self._check_not_shut_out(pinned)
-            idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
-            return StepOutput({}, (), idle)
+        failed = self._fail_shut_out(pinned) if plan.is_empty else []
         try:
-            slots = None if self._residency is None else self._activate(self._residency, plan)
+            if self._residency is not None:
+                failed += self._activate(self._residency, plan)
+                plan = self._without(plan, failed)
+            if plan.is_empty:
+                idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
+                return StepOutput({}, (), idle, tuple(failed))
+            slots = None if self._residency is None else self._residency.slots()
             layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule)
             scheduled = time.perf_counter()
             tokens, metadata_s, model_s = self.runner.run(layout, lambda: self._prefetch(pinned))
@@ -147,7 +157,7 @@ class Engine:
             metadata_s=metadata_s,
             model_s=model_s,
         )
-        return self._deliver(layout, tokens, statistics)
+        return self._deliver(layout, tokens, statistics, failed)
 
     def generate(
         self,
@@ -158,9 +168,9 @@ class Engine:
         """Continue every prompt with its adapter; the new tokens, in the order of the prompts.
 
         ``adapters``: one per prompt (``None`` for the backbone), or ``None`` for the backbone everywhere.
-        ``max_new_tokens``: one number, or one per prompt. Other requests of the engine go on meanwhile. Raises what
-        :meth:`add_request` and :meth:`step` raise, and ValueError when the lengths differ; none of these requests is
-        left behind then.
+        ``max_new_tokens``: one number, or one per prompt. Other requests of the engine go on meanwhile. A request that
+        fails has the tokens that came before, and a warning says why. Raises what :meth:`add_request` and :meth:`step`
+        raise, and ValueError when the lengths differ; none of these requests is left behind then.
         """
         prompts = _per_prompt("prompts", prompts)
         adapters = [None] * len(prompts) if adapters is None else _per_prompt("adapters", adapters)
@@ -175,37 +185,57 @@ class Engine:
             Request(f"generate-{next(self._counter)}", prompt, length, adapter)
             for prompt, adapter, length in zip(prompts, adapters, lengths, strict=True)
         ]
+        states: list[RequestState] = []
         try:
             for request in requests:
-                self.add_request(request)
-            while any(request.request_id in self._requests for request in requests):
+                states.append(self.add_request(request))
+            while any(state.request_id in self._requests for state in states):
                 self.step()
         finally:
-            for request in requests:
-                if request.request_id in self._requests:
-                    self.abort_request(request.request_id)
-        return [request.output_token_ids for request in requests]
+            for state in states:
+                if state.request_id in self._requests:
+                    self.abort_request(state.request_id)
+        for state in states:
+            if state.error is not None:
+                warnings.warn(f"request {state.request_id!r} failed: {state.error}", stacklevel=2)
+        return [state.output_token_ids for state in states]
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
-        """Make the adapters of the step active; the slot of every active adapter.
+    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> list[RequestState]:
+        """Make the adapters of the step active; the requests that failed because theirs cannot be.
 
-        Those of running requests come first, so that none of them makes room for one that joins. Requests whose adapter
-        cannot be loaded leave.
+        Those of running requests come first, so that none of them makes room for one that joins.
         """
-        running = (*plan.decodes, *plan.idle)
-        for request in (*residency.running_first(running), *plan.prefills):
-            joins = request in plan.prefills
+        failed: list[RequestState] = []
+        for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
+            if request not in self.scheduler.running:
+                continue  # it went with the last unfinished member of its batch
             try:
-                residency.activate(request, resumed=not joins or request.preemptions > 0)
-            except Exception:
-                for other in plan.prefills if joins else (*plan.idle, *plan.decodes, *plan.prefills):
-                    if _same_adapter(other.adapter, request.adapter):
-                        self._requests.pop(other.request_id, None)  # idle members have left it
-                        self.scheduler.take_out(other)
-                raise
-        return residency.slots()
+                residency.activate(request)
+            except Exception as error:
+                failed += self._fail(request, f"{type(error).__name__}: {error}")
+        return failed
+
+    def _fail(self, request: RequestState, error: str) -> list[RequestState]:
+        """Take a request out for good, as failed unless it is a finished member of the batch; those that failed."""
+        unfinished = self._requests.pop(request.request_id, None)
+        self.scheduler.take_out(request)
+        if unfinished is None:
+            return []
+        request.fail(error)
+        return [request]
+
+    def _without(self, plan: StepPlan, failed: Collection[RequestState]) -> StepPlan:
+        """What is left of a plan when these, and finished members of their batch perhaps, have left."""
+        if not failed:
+            return plan
+        running = set(self.scheduler.running)
+        prefills, decodes, idle = (
+            tuple(request for request in part if request in running)
+            for part in (plan.prefills, plan.decodes, plan.idle)
+        )
+        return StepPlan(prefills, decodes, idle, plan.preempted)
 
     def _prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue if there is a slot to spare.
@@ -217,18 +247,21 @@ class Engine:
         if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
             self._residency.prefetch(waiting[0])
 
-    def _check_not_shut_out(self, pinned: Collection[int]) -> None:
-        """With nothing running, RuntimeError if pins keep the head of the queue out."""
+    def _fail_shut_out(self, pinned: Collection[int]) -> list[RequestState]:
+        """With nothing running, fail the head of the queue if pins keep it out."""
         scheduler = self.scheduler
         if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
-            return
+            return []
         head = scheduler.waiting[0]
-        raise RuntimeError(
-            f"request {head.request_id!r} waits for a slot for adapter {head.adapter_id}, but all {len(pinned)} slots "
-            f"are pinned for adapters {sorted(pinned)} and nothing runs; call manager.unpin_adapter or abort_request"
+        return self._fail(
+            head,
+            f"RuntimeError: no slot for adapter {head.adapter_id}: all {len(pinned)} slots were pinned, for adapters "
+            f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
 
-    def _deliver(self, layout: StepLayout, tokens: list[int], statistics: StepStatistics) -> StepOutput:
+    def _deliver(
+        self, layout: StepLayout, tokens: list[int], statistics: StepStatistics, failed: list[RequestState]
+    ) -> StepOutput:
         pairs = zip(layout.requests, tokens, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
         for request, token in served.items():
@@ -237,35 +270,38 @@ class Engine:
         for request in finished:
             del self._requests[request.request_id]
         self.scheduler.retire_finished()
-        return StepOutput({request.request_id: token for request, token in served.items()}, finished, statistics)
+        return StepOutput(
+            {request.request_id: token for request, token in served.items()}, finished, statistics, tuple(failed)
+        )
 
     def _check_new(self, request: Request) -> None:
         name = request.request_id
         if name in self._requests or self.blocks.block_table(name):
-            raise ValueError(f"request_id {name!r} is in use by an unfinished request; choose another id")
-        if request.output_token_ids or request.status is not RequestStatus.WAITING:
-            raise ValueError(
-                f"request {name!r} was served before ({request.status.value}); make a new Request for every generation"
-            )
+            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
         highest = max(request.prompt_token_ids)
         if highest >= self.vocab_size:
             raise ValueError(
-                f"prompt of request {name!r} contains token {highest}, the vocabulary has {self.vocab_size} ids; "
-                "check the tokenizer"
+                f"prompt of request {clip(name)} contains token {clip(highest)}, the vocabulary has {self.vocab_size} "
+                "ids; check the tokenizer"
+            )
+        if request.eos_token_id is not None and request.eos_token_id >= self.vocab_size:
+            raise ValueError(
+                f"eos_token_id of request {clip(name)} is {clip(request.eos_token_id)}, the vocabulary has "
+                f"{self.vocab_size} ids: it would never end; check the tokenizer"
             )
 
     def _check_length(self, request: Request) -> None:
         name, prompt, new = request.request_id, len(request.prompt_token_ids), request.max_new_tokens
         if prompt + new > self.config.max_model_len:
             raise ValueError(
-                f"request {name!r} has {prompt} prompt tokens and {new} new ones, max_model_len is "
+                f"request {clip(name)} has {prompt} prompt tokens and {new} new ones, max_model_len is "
                 f"{self.config.max_model_len}; shorten it or raise EngineConfig.max_model_len"
             )
         needed = self.blocks.blocks_for(request.final_kv_length)
         if needed > self.blocks.num_blocks:
             raise ValueError(
-                f"request {name!r} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the whole "
-                f"cache has {self.blocks.num_blocks} (of {self.blocks.block_size} tokens); shorten it or raise "
+                f"request {clip(name)} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the "
+                f"whole cache has {self.blocks.num_blocks} (of {self.blocks.block_size} tokens); shorten it or raise "
                 "EngineConfig.num_blocks"
             )
 
@@ -274,15 +310,10 @@ class Engine:
             return
         if self._residency is None:
             raise ValueError(
-                f"request {request.request_id!r} names an adapter, but this engine has no LoRA layers; pass "
+                f"request {clip(request.request_id)} names an adapter, but this engine has no LoRA layers; pass "
                 "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
         self._residency.check(request.adapter)
-
-
-def _same_adapter(one: object, other: object) -> bool:
-    """Whether two requests load the same folder under the same name."""
-    return isinstance(one, LoRARequest) and isinstance(other, LoRARequest) and one.source == other.source
 
 
 def _per_prompt(name: str, values: Any) -> list[Any]:
@@ -291,7 +322,7 @@ def _per_prompt(name: str, values: Any) -> list[Any]:
         return list(values)
     except TypeError:
         raise TypeError(
-            f"{name} must be a list with one entry per prompt, got {type(values).__name__} {values!r}"
+            f"{name} must be a list with one entry per prompt, got {type(values).__name__} {clip(values)}"
         ) from None
 
 
@@ -303,7 +334,9 @@ def _check_types(model: object, lora_config: object, engine_config: object) -> N
     ):
         if not isinstance(value, wanted) and not (optional and value is None):
             suffix = " or None" if optional else ""
-            raise TypeError(f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {value!r}")
+            raise TypeError(
+                f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {clip(value)}"
+            )
 
 
 def _check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from punica.scheduling import Request
+from punica.scheduling import RequestState
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,11 @@ class StepStatistics:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens of one step, ``{request_id: token}``, the requests that finished with it, and its statistics."""
+    """Tokens of one step, ``{request_id: token}``, the requests that finished with it, its statistics, and the requests
+    that failed: their ``error`` says why.
+    """
 
     tokens: dict[str, int]
-    finished: tuple[Request, ...]
+    finished: tuple[RequestState, ...]
     statistics: StepStatistics
+    failed: tuple[RequestState, ...] = ()

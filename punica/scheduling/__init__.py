@@ -13,5 +13,5 @@ cluster and a test.
 from punica.scheduling.admission import ADMISSION_RULES, AdmissionRule
 from punica.scheduling.block_manager import BlockManager
 from punica.scheduling.layout import ADAPTER_INDEX_RULES, Span, StepLayout, lay_out
-from punica.scheduling.request import Request, RequestStatus
+from punica.scheduling.request import Request, RequestState, RequestStatus
 from punica.scheduling.scheduler import Scheduler, StepPlan
