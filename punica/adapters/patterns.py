@@ -28,6 +28,7 @@ MOST_CHARACTERS = 4096  # of one expression
 MOST_STEPS = 250_000  # of all expressions of an adapter together
 _MOST_NESTED = 40
 _BITS_PER_STEP = 4096
+_FLAGS = int(re.IGNORECASE | re.ASCII | re.DOTALL)  # that matter to one character
 _CATEGORIES = {
     op.CATEGORY_DIGIT: r"\d",
     op.CATEGORY_NOT_DIGIT: r"\D",
@@ -199,7 +200,7 @@ class ModuleNames:
 
     def _where(self, code: Any, value: Any, flags: int) -> int:
         """The positions before a character that this part of an expression takes."""
-        flags &= re.IGNORECASE | re.ASCII | re.DOTALL
+        flags &= _FLAGS
         source = _one_character(code, value)
         if (source, flags) not in self._tested:
             if not self._characters:

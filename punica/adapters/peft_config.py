@@ -166,9 +166,9 @@ class PEFTHelper(UnsupportedFeatures):
 
         ValueError: that takes too long, see :mod:`punica.adapters.patterns`.
         """
-        if not self._rank_rules and not self._alpha_rules:
-            return
         names = [name for name in dict.fromkeys(modules) if name not in self._matched]
+        if not names or not (self._rank_rules or self._alpha_rules):
+            return
         together = ModuleNames(names, Steps())
         ranks = _first_matches("rank_pattern", self._rank_rules, together, len(names))
         alphas = _first_matches("alpha_pattern", self._alpha_rules, together, len(names))

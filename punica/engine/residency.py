@@ -154,8 +154,8 @@ class AdapterResidency:
             registered = sorted(self.manager.list_adapters())
             raise FileNotFoundError(
                 f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
-                f"{clip(registered)}) and cannot be loaded: {error.__cause__}; pass the path of its PEFT folder, or "
-                "register it with manager.add_adapter"
+                f"{clip(registered)}): {error}; pass the path of its PEFT folder, or register it with "
+                "manager.add_adapter"
             ) from error
 
     def _make_active(self, request: RequestState, adapter: LoRARequest) -> None:
