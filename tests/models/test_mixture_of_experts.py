@@ -202,5 +202,4 @@ class TestRefusals:
             MixtureOfExpertsForCausalLM(tmp_path)
         config = MixtureOfExpertsForCausalLM.resolve_config(CONFIGS["mixtral"])
         config.sliding_window = 8
-        with pytest.raises(ValueError, match="sliding_window is 8"):
-            MixtureOfExpertsForCausalLM(config)
+        assert MixtureOfExpertsForCausalLM(config).max_context == 8  # beyond it the window would hide tokens
