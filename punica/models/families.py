@@ -81,7 +81,7 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
 def model_type_of(folder: str | Path) -> str:
     """The ``model_type`` that ``config.json`` in ``folder`` names; errors as :func:`resolve_config`."""
     path = Path(folder).expanduser() / CONFIG_FILE
-    kind = _json_of(path, "a transformers config").get("model_type")
+    kind = read_json(path, "a transformers config").get("model_type")
     if not isinstance(kind, str) or kind not in {**DENSE, **EXPERTS}:
         known = ", ".join({**DENSE, **EXPERTS})
         raise ValueError(f"{str(path)!r} is of model_type {str(kind)[:80]!r}; served are {known}")
@@ -100,7 +100,7 @@ def how_to_load(model: PreTrainedModel) -> str:
 
 
 def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
-    values = _json_of(path, f"a {names}")
+    values = read_json(path, f"a {names}")
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in classes:
         raise ValueError(
@@ -115,7 +115,11 @@ def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
         raise ValueError(f"{str(path)!r} is no config of a {kind}: {str(error)[:300]}") from error
 
 
-def _json_of(path: Path, wanted: str) -> dict[str, Any]:
+def read_json(path: Path, wanted: str) -> dict[str, Any]:
+    """The object in a file of a model folder, of at most 1 MB; ``wanted`` says in the error what is missing.
+
+    Raises FileNotFoundError, ValueError (too large, not JSON, no object).
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} does not exist; pass {wanted} or a folder with such a {CONFIG_FILE}")
     if path.stat().st_size > MOST_CONFIG_BYTES:
