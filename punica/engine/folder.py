@@ -1,6 +1,6 @@
 """What a checkpoint folder says about generation: when it ends, and how tokens are chosen by default."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ class GenerationDefaults:
     """``eos_token_ids``: tokens that end generation (Llama 3 has several). ``params``: the folder's own sampling."""
 
     eos_token_ids: tuple[int, ...] = ()
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 def read_generation_defaults(folder: str | Path, model_config: Any) -> GenerationDefaults:
     """From ``generation_config.json``; what it does not say about the end comes from the model's config.
 
-    Without ``do_sample`` the folder's default is greedy, as transformers decodes it. ValueError, TypeError: damaged file,
+    Without ``do_sample`` the default is greedy, as transformers decodes it. ValueError, TypeError: a damaged file,
     values out of range, an end token outside of the vocabulary.
     """
     path = Path(folder).expanduser() / GENERATION_FILE
