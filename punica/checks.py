@@ -23,6 +23,8 @@ def clip(value: object) -> str:
 
 def as_int(name: str, value: object) -> int:
     """``value`` as an int: integers of Python, numpy and torch are integers, booleans are not; TypeError otherwise."""
+    if type(value) is int:
+        return value
     if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
         try:
             return operator.index(value)  # type: ignore[arg-type]  # what has no index is a TypeError

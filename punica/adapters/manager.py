@@ -167,6 +167,27 @@ class LoRAModelManager:
         self._held.enter([self._writer.stage(packed)], {})
         return True
 
+    def rename_adapter(self, adapter_id: int, new_id: int) -> LoRAModel:
+        """Keep a registered adapter, with its slot and pin, under another id: the old one is free for its successor.
+
+        Steps in flight notice nothing. Returns the adapter as it is registered now.
+
+        Raises:
+            ValueError: `adapter_id` is not registered, or `new_id` is.
+        """
+        if new_id in self._held:
+            raise ValueError(f"cannot rename adapter {adapter_id} to {new_id}, which is registered; remove that first")
+        return self._held.rename(adapter_id, new_id)
+
+    def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
+        """Register what :meth:`get_adapter` once gave and was evicted or removed since, with its request if it had one.
+
+        Raises:
+            RuntimeError: all that could make room are pinned. Nothing has changed.
+        """
+        self._held.check_place(adapter.id)
+        self._held.enter([adapter], {} if request is None else {adapter.id: request})
+
     def remove_adapter(self, adapter_id: int) -> bool:
         """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
         return self._held.pop(adapter_id) is not None

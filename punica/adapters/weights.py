@@ -6,6 +6,7 @@ is multiplied into B once, so that the operators of the serving path need no per
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -270,6 +271,12 @@ class LoRAModel:
     def clone(self, lora_model_id: int) -> LoRAModel:
         """The same adapter under another id; tensors are shared."""
         return LoRAModel(lora_model_id, self.rank, self.loras, self.is_3d_lora_weight)
+
+    def renamed(self, lora_model_id: int) -> LoRAModel:
+        """What this is, staged or not, under another id, which may be one of the engine's own (negative)."""
+        twin = copy.copy(self)
+        twin.id = lora_model_id
+        return twin
 
     def get_lora(self, module_name: str) -> ModuleWeights | None:
         """The weights of a module, `None` if the adapter does not touch it."""

@@ -15,6 +15,9 @@ from punica.engine.results import GenerationChunk, GenerationResult
 from punica.engine.text import GrowingText, TextCodec
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
 
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+Params = SamplingParams | int | Sequence[SamplingParams | int | None] | None
+
 
 class Generation(ABC):
     """What users call; the engine below it takes requests and makes steps.
@@ -46,9 +49,8 @@ class Generation(ABC):
         """The result of a request that has ended."""
 
     def generate(
-        self, prompts: Any, adapters: LoRARequest | None | Sequence[LoRARequest | None] = None,
-        params: SamplingParams | int | None | Sequence[SamplingParams | int | None] = None, *, progress: bool = False,
-    ) -> list[GenerationResult]:  # fmt: skip
+        self, prompts: Any, adapters: Adapters = None, params: Params = None, *, progress: bool = False
+    ) -> list[GenerationResult]:
         """Continue every prompt with its adapter; the results, in the order of the prompts.
 
         Args:
@@ -72,7 +74,7 @@ class Generation(ABC):
                 while ended < len(states):  # in their order, so that a step costs no look at each of them
                     if states[ended].has_ended:
                         ended += 1
-                        tokens += len(states[ended - 1].output_token_ids)
+                        tokens += states[ended - 1].num_generated
                         bar.set_postfix(tokens=tokens, refresh=False)
                         bar.update()
                     else:
@@ -81,10 +83,7 @@ class Generation(ABC):
                 self._abort(states)
         return [self.result_of(state) for state in states]
 
-    def stream(
-        self, prompts: Any, adapters: LoRARequest | None | Sequence[LoRARequest | None] = None,
-        params: SamplingParams | int | None | Sequence[SamplingParams | int | None] = None,
-    ) -> Iterator[GenerationChunk]:  # fmt: skip
+    def stream(self, prompts: Any, adapters: Adapters = None, params: Params = None) -> Iterator[GenerationChunk]:
         """As :meth:`generate`, but what comes as it comes: after every step a chunk for each prompt that has something
         new. Steps are made while you iterate; whoever stops early aborts the rest.
         """
@@ -114,8 +113,8 @@ class Generation(ABC):
         params = _per_prompt("params", params, count, SamplingParams, int)
         if not count == len(adapters) == len(params):
             raise ValueError(
-                f"one adapter and one params per prompt, or one for all: got {count} prompts, {len(adapters)} adapters, "
-                f"{len(params)} params"
+                f"one adapter and one params per prompt, or one for all: got {count} prompts, {len(adapters)} "
+                f"adapters, {len(params)} params"
             )
         return [
             Request(
@@ -151,19 +150,19 @@ class _Tail:
     @property
     def has_news(self) -> bool:
         """There are new tokens, or it has ended."""
-        return len(self.state.output_token_ids) > self._tokens or self.state.has_ended
+        return self.state.num_generated > self._tokens or self.state.has_ended
 
     def chunk(self, result: GenerationResult | None) -> GenerationChunk:
         """What is new; the last one has the result."""
         self.is_complete = result is not None
-        tokens = self.state.output_token_ids[self._tokens :]
-        self._tokens += len(tokens)
+        start, self._tokens = self._tokens, self.state.num_generated
         text = None
         if self._text is not None:
-            for token in tokens:
+            for token in self.state.text_token_ids[start:]:
                 self._text.append(token)
             whole = self._text.settled if result is None else self._text.finish()
             text, self._characters = whole[self._characters :], len(whole)
+        tokens = self.state.output_token_ids[start:]
         return GenerationChunk(self._index, tokens, text, result)
 
 

@@ -58,9 +58,7 @@ def load_pretrained(
     return Pretrained(model, lora_config, config, codec, defaults)
 
 
-def fit_lora_config(
-    adapters: Sequence[LoRARequest], max_batch_size: int, fields: dict[str, Any]
-) -> LoRAConfig | None:
+def fit_lora_config(adapters: Sequence[LoRARequest], max_batch_size: int, fields: dict[str, Any]) -> LoRAConfig | None:
     """Slots for these adapters: as wide as the widest, as many as they are and as can be in one batch, and host memory
     for all of them; ``fields`` that are given (and not ``None``) stand as they are. ``None`` when nobody asks for LoRA.
 

@@ -77,6 +77,11 @@ def uniform(seed: int, position: int) -> float:
     return (int(np.random.Philox(key=seed, counter=position).random_raw()) >> 11) * 2.0**-53
 
 
+def derived_seed(seed: int, number: int) -> int:
+    """The seed of the ``number``-th request of an engine with ``seed``, for a request that names none."""
+    return int(np.random.Philox(key=seed, counter=number).random_raw())
+
+
 def draw(
     scores: Tensor, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float],
     uniforms: Sequence[float],

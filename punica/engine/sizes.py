@@ -6,6 +6,8 @@ from typing import Any
 import psutil
 import torch
 
+from punica.adapters import LoRAModelManager
+from punica.engine.config import EngineConfig
 from punica.models import LlamaForCausalLM
 from punica.parallel import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 
@@ -50,6 +52,28 @@ def slot_bytes(model: LlamaForCausalLM, rank: int, itemsize: int) -> int:
     if model.config.tie_word_embeddings:
         shapes.append((model.config.vocab_size, model.config.hidden_size))
     return sum(rank * itemsize * sum(shape) for shape in shapes)
+
+
+def memory_of(model: LlamaForCausalLM, manager: LoRAModelManager | None, config: EngineConfig) -> EngineMemory:
+    """What an engine of these parts holds."""
+    slots, per_slot = 0, 0
+    if manager is not None:
+        stacks = {
+            id(one): one.nbytes
+            for layer in manager.modules.values()
+            for name in ("lora_a_stacked", "lora_b_stacked")
+            for one in getattr(layer, name)
+        }
+        slots = sum(stacks.values())
+        per_slot = slots // manager.lora_slots
+    tokens = config.total_blocks * config.block_size
+    return EngineMemory(
+        weights=sum(parameter.nbytes for parameter in model.parameters()),
+        adapter_slots=slots,
+        slot_bytes=per_slot,
+        kv_cache=tokens * token_bytes(model),
+        token_bytes=token_bytes(model),
+    )
 
 
 def fit_blocks(model: LlamaForCausalLM, wanted: int, block_size: int, reserved: int, memory_fraction: float) -> int:
