@@ -58,13 +58,12 @@ def memory_of(model: LlamaForCausalLM, manager: LoRAModelManager | None, config:
     """What an engine of these parts holds."""
     slots, per_slot = 0, 0
     if manager is not None:
-        stacks = {
-            id(one): one.nbytes
-            for layer in manager.modules.values()
+        stacks = [
+            getattr(layer, name)
+            for layer in {id(layer): layer for layer in manager.modules.values()}.values()
             for name in ("lora_a_stacked", "lora_b_stacked")
-            for one in getattr(layer, name)
-        }
-        slots = sum(stacks.values())
+        ]
+        slots = sum(one.nbytes for stack in stacks for one in (stack if isinstance(stack, tuple) else (stack,)))
         per_slot = slots // manager.lora_slots
     tokens = config.total_blocks * config.block_size
     return EngineMemory(
