@@ -5,6 +5,7 @@ The way of a request; what it may join, and when, is decided in :mod:`punica.sch
     pretrained.py       an engine for a checkpoint folder: what the folder says (folder.py), what fits (sizes.py)
     generation.py       prompts in, results out: ``generate`` and ``stream``; text.py between text and token ids
     engine.py           ``add_request`` checks and queues it; every ``step`` schedules, runs, delivers and retires
+    arrival.py          what is refused, before anything changes
     config.py           how large batch and cache are
     residency.py        its adapter: checked on arrival, loaded and made active when it is admitted, or one step ahead
     runner.py           the step's rows through the model, one token for each request

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.checks import clip
 from punica.config import LoRAConfig
+from punica.engine.arrival import check_fits, check_length, check_tokens, check_types
 from punica.engine.attention import PagedAttention
 from punica.engine.config import EngineConfig
 from punica.engine.folder import GenerationDefaults
@@ -33,7 +33,6 @@ from punica.engine.sampler import derived_seed
 from punica.engine.sizes import EngineMemory, memory_of
 from punica.engine.text import GrowingText, TextCodec
 from punica.models import LlamaForCausalLM
-from punica.models.families import how_to_load
 from punica.scheduling import (
     ADMISSION_RULES,
     BlockManager,
@@ -83,9 +82,9 @@ class Engine(Generation):
     ) -> None:
         super().__init__()
         rule = ADMISSION_RULES.get(admission)()
-        _check_types(model, lora_config, engine_config)
+        check_types(model, lora_config, engine_config)
         self.config = config = engine_config or EngineConfig()
-        _check_fits(config, lora_config, model)
+        check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
         self.manager: LoRAModelManager | None = None
@@ -164,8 +163,11 @@ class Engine(Generation):
         """
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        self._check_new(request)
-        self._check_length(request)
+        name = request.request_id
+        if name in self._requests or self.blocks.block_table(name):
+            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
+        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
+        check_length(request, self.config, self.blocks)
         self._check_adapter(request)
         state = self._requests[request.request_id] = self._state_of(request)
         if self._residency is not None:
@@ -323,44 +325,6 @@ class Engine(Generation):
         new_tokens = {request.request_id: token for request, token in served.items()}
         return StepOutput(new_tokens, results, statistics, failures)
 
-    def _check_new(self, request: Request) -> None:
-        name = request.request_id
-        if name in self._requests or self.blocks.block_table(name):
-            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
-        highest = max(request.prompt_token_ids)
-        if highest >= self.vocab_size:
-            raise ValueError(
-                f"prompt of request {clip(name)} contains token {clip(highest)}, the vocabulary has {self.vocab_size} "
-                "ids; check the tokenizer"
-            )
-        params = as_sampling_params(request.params)
-        last = max(params.stop_token_ids, default=0)
-        if last >= self.vocab_size:
-            raise ValueError(
-                f"stop_token_ids of request {clip(name)} contain {clip(last)}, the vocabulary has {self.vocab_size} "
-                "ids: it would never come; check the tokenizer"
-            )
-        if params.stop and self.codec is None:
-            raise ValueError(
-                f"request {clip(name)} has stop strings, but this engine has no tokenizer; pass stop_token_ids, or "
-                "Engine(tokenizer=...)"
-            )
-
-    def _check_length(self, request: Request) -> None:
-        name, prompt, new = request.request_id, len(request.prompt_token_ids), request.max_new_tokens
-        if prompt + new > self.config.max_model_len:
-            raise ValueError(
-                f"request {clip(name)} has {prompt} prompt tokens and {new} new ones, max_model_len is "
-                f"{self.config.max_model_len}; shorten it or raise EngineConfig.max_model_len"
-            )
-        needed = self.blocks.blocks_for(request.final_kv_length)
-        if needed > self.blocks.num_blocks:
-            raise ValueError(
-                f"request {clip(name)} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the "
-                f"whole cache has {self.blocks.num_blocks} (of {self.blocks.block_size} tokens); shorten it or raise "
-                "EngineConfig.num_blocks"
-            )
-
     def _check_adapter(self, request: Request) -> None:
         if request.adapter is None or self.config.ignore_adapters:
             return
@@ -370,29 +334,3 @@ class Engine(Generation):
                 "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
         self._residency.check(request.adapter)
-
-
-def _check_types(model: object, lora_config: object, engine_config: object) -> None:
-    if isinstance(model, PreTrainedModel):
-        raise TypeError(f"model is not of this library: {how_to_load(model)}")
-    for name, value, wanted, optional in (
-        ("model", model, LlamaForCausalLM, False),
-        ("lora_config", lora_config, LoRAConfig, True),
-        ("engine_config", engine_config, EngineConfig, True),
-    ):
-        if not isinstance(value, wanted) and not (optional and value is None):
-            suffix = " or None" if optional else ""
-            raise TypeError(
-                f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {clip(value)}"
-            )
-
-
-def _check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
-    limit, positions = model.max_context, model.config.max_position_embeddings
-    if config.max_model_len > limit:
-        what = f"{limit} positions (max_position_embeddings)" if limit == positions else (
-            f"a sliding window of {limit} tokens, beyond which it would have to forget"
-        )  # fmt: skip
-        raise ValueError(f"max_model_len is {config.max_model_len}, the model has {what}; lower max_model_len")
-    if config.ignore_adapters and lora_config is not None:
-        raise ValueError("ignore_adapters=True is for an engine without LoRA; leave it out, or pass lora_config=None")

@@ -56,19 +56,11 @@ def slot_bytes(model: LlamaForCausalLM, rank: int, itemsize: int) -> int:
 
 def memory_of(model: LlamaForCausalLM, manager: LoRAModelManager | None, config: EngineConfig) -> EngineMemory:
     """What an engine of these parts holds."""
-    slots, per_slot = 0, 0
-    if manager is not None:
-        stacks = [
-            getattr(layer, name)
-            for layer in {id(layer): layer for layer in manager.modules.values()}.values()
-            for name in ("lora_a_stacked", "lora_b_stacked")
-        ]
-        slots = sum(one.nbytes for stack in stacks for one in (stack if isinstance(stack, tuple) else (stack,)))
-        per_slot = slots // manager.lora_slots
+    slots, per_slot = (0, 0) if manager is None else (manager.lora_slots, manager.slot_bytes)
     tokens = config.total_blocks * config.block_size
     return EngineMemory(
         weights=sum(parameter.nbytes for parameter in model.parameters()),
-        adapter_slots=slots,
+        adapter_slots=slots * per_slot,
         slot_bytes=per_slot,
         kv_cache=tokens * token_bytes(model),
         token_bytes=token_bytes(model),

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.engine import Engine, SamplingParams, sizes
+from punica.engine import Engine, Request, SamplingParams, sizes
+from punica.parallel import spawn_tensor_parallel
 from tests.engine.helpers import tokens_of
 from tests.engine.text_world import BEGIN, END, VOCAB, save_tokenizer
 
@@ -112,14 +113,8 @@ def test_more_adapters_than_places_and_room_for_later_ones(folder, adapters) -> 
     assert later.manager.lora_config.max_loras == 2
     assert later.generate([[5]], adapters[1], 3)[0].finish_reason == "length"
     with pytest.raises(ValueError, match="rank 12 exceeds max_lora_rank 4"):
-        Engine.from_pretrained(folder, adapters[0]).add_request(request_for(adapters[1]))
+        Engine.from_pretrained(folder, adapters[0]).add_request(Request("a", [5], 3, adapters[1]))
     assert Engine.from_pretrained(folder).manager is None
-
-
-def request_for(adapter: LoRARequest):
-    from punica.engine import Request
-
-    return Request("a", [5], 3, adapter)
 
 
 def test_defaults_come_from_the_generation_config(folder, tmp_path) -> None:
@@ -169,6 +164,19 @@ def test_a_window_limits_the_length(tmp_path) -> None:
     assert Engine.from_pretrained(tmp_path).config.max_model_len == 24
     with pytest.raises(ValueError, match="max_model_len is 25, the model has a sliding window of 24 tokens"):
         Engine.from_pretrained(tmp_path, max_model_len=25)
+
+
+def on_rank(rank: int, folder: str, adapters: list[LoRARequest]) -> tuple[list[str | None], int]:
+    engine = Engine.from_pretrained(folder, adapters, device="cpu")
+    sampled = SamplingParams(10, temperature=1.0, seed=5, stop="e")
+    results = engine.generate(["hello"] * 3, [*adapters, None], [10, sampled, sampled])
+    return [result.text for result in results], engine.config.total_blocks
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_sizes_and_texts(folder, adapters) -> None:
+    alone = on_rank(0, str(folder), adapters)
+    assert spawn_tensor_parallel(on_rank, 2, str(folder), adapters, backend="gloo") == [alone] * 2
 
 
 def test_a_folder_that_is_none(tmp_path) -> None:
