@@ -1,5 +1,6 @@
 """Which adapter a request asks for, and the rule that one id stands for one source."""
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ class LoRARequest:
 
     Args:
         lora_name: non-empty label; equality and hash use it alone.
-        lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library).
-        lora_path: PEFT folder; `~` and relative paths are resolved here, and looked up when the adapter is loaded.
+        lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library); `None`: one derived
+            from name and folder, so that the same adapter has the same id in every request and on every rank.
+        lora_path: PEFT folder, a str or a `pathlib.Path` (kept as str); `~` and relative paths are resolved here, and
+            looked up when the adapter is loaded.
         base_model_name: informational.
         load_inplace: read the folder again even if the id is registered.
         is_3d_lora_weight: the adapter has its experts in one pair of matrices per layer; refused when it has not.
@@ -28,7 +31,7 @@ class LoRARequest:
     """
 
     lora_name: str
-    lora_int_id: int
+    lora_int_id: int = None  # type: ignore[assignment]  # an int as soon as it is built
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
@@ -36,17 +39,20 @@ class LoRARequest:
     absolute_path: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         for key in ("lora_name", "lora_path"):
             value = getattr(self, key)
             if not isinstance(value, str):
                 raise TypeError(f"LoRARequest {key} must be a str, got {clip(value)} ({type(value).__name__})")
             if not value:
                 raise ValueError(f"LoRARequest {key} must not be empty (lora_name={clip(self.lora_name)})")
-        check_adapter_id("LoRARequest lora_int_id", self.lora_int_id)
         for key in ("load_inplace", "is_3d_lora_weight"):
             if not isinstance(getattr(self, key), bool):
                 raise TypeError(f"LoRARequest {key} must be a bool, got {clip(getattr(self, key))}")
         object.__setattr__(self, "absolute_path", os.path.abspath(os.path.expanduser(self.lora_path)))
+        given = _derived_id(*self.source) if self.lora_int_id is None else self.lora_int_id
+        object.__setattr__(self, "lora_int_id", check_adapter_id("LoRARequest lora_int_id", given))
 
     @property
     def adapter_id(self) -> int:
@@ -75,9 +81,15 @@ class LoRARequest:
         return hash(self.lora_name)
 
 
-def check_adapter_id(name: str, value: object) -> None:
-    """Adapter ids are integers >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
-    check_count(name, value, meaning="0 means 'no adapter'")
+def check_adapter_id(name: str, value: object) -> int:
+    """`value` as an adapter id: an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
+    return check_count(name, value, meaning="0 means 'no adapter'")
+
+
+def _derived_id(name: str, path: str) -> int:
+    """An id >= 1 of 62 bits; among n adapters two share one with a probability of n**2 / 2**63."""
+    digest = hashlib.sha256(f"{name}\0{path}".encode(errors="surrogatepass")).digest()
+    return 1 + (int.from_bytes(digest[:8], "big") >> 2)
 
 
 def resolve_adapter_path(path: str | Path) -> Path:

@@ -2,26 +2,36 @@
 
 Sections 5 and 6 of the paper.
 
-    step:  schedule -> activate adapters -> lay out rows -> metadata, model, argmax -> deliver, retire the finished
+    step:  schedule -> activate adapters -> lay out rows -> metadata, model, sampling -> deliver, retire the finished
 
 Continuous batching: requests join and leave between steps, whatever their adapters are.
 """
 
 import itertools
 import time
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.checks import clip
 from punica.config import LoRAConfig
+from punica.engine.arrival import check_fits, check_length, check_tokens, check_types
 from punica.engine.attention import PagedAttention
 from punica.engine.config import EngineConfig
+from punica.engine.folder import GenerationDefaults
+from punica.engine.generation import Generation
 from punica.engine.kv_cache import KVCache
 from punica.engine.output import StepOutput, StepStatistics
+from punica.engine.pretrained import as_requests, load_pretrained
 from punica.engine.residency import AdapterResidency
-from punica.engine.runner import ModelRunner
+from punica.engine.results import GenerationResult, result_of
+from punica.engine.runner import ModelRunner, StepTokens
+from punica.engine.sampler import derived_seed
+from punica.engine.sizes import EngineMemory, memory_of
+from punica.engine.text import GrowingText, TextCodec
 from punica.models import LlamaForCausalLM
 from punica.scheduling import (
     ADMISSION_RULES,
@@ -32,12 +42,20 @@ from punica.scheduling import (
     Scheduler,
     StepLayout,
     StepPlan,
+    as_sampling_params,
     lay_out,
 )
 
 
-class Engine:
+class Engine(Generation):
     """One model on one device (or one tensor-parallel rank of it; all ranks take the same steps).
+
+    :meth:`from_pretrained` builds one from a checkpoint folder, :meth:`generate` and :meth:`stream` are what most users
+    call; :meth:`add_request`, :meth:`step` and :meth:`abort_request` are what those are made of.
+
+    Requests are served first come, first served, and nobody overtakes. So none starves: with L the longest
+    ``max_new_tokens``, one that has n unfinished requests before it when it arrives joins within (n + 1) L steps,
+    however many adapters, slots and pins there are (a preempted request keeps its place and its tokens).
 
     Args:
         model: a backbone with its weights. With LoRA its layers are replaced in place, so it belongs to this engine.
@@ -45,8 +63,11 @@ class Engine:
             backbone alone, with no LoRA layer at all.
         engine_config: sizes.
         admission: name of an admission rule: ``"fcfs"`` (Punica), ``"single_adapter"``, ``"static"``.
+        tokenizer: a transformers tokenizer, for text in and text out.
+        defaults: end tokens of the model, and how tokens are chosen where ``generate`` is not told; without it there
+            are no end tokens, and decoding is greedy.
 
-    Decoding is greedy. Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
+    Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
     ``max_model_len`` beyond the model's positions.
     """
 
@@ -56,11 +77,14 @@ class Engine:
         lora_config: LoRAConfig | None = None,
         engine_config: EngineConfig | None = None,
         admission: str = "fcfs",
+        tokenizer: Any = None,
+        defaults: GenerationDefaults | None = None,
     ) -> None:
+        super().__init__()
         rule = ADMISSION_RULES.get(admission)()
-        _check_types(model, lora_config, engine_config)
+        check_types(model, lora_config, engine_config)
         self.config = config = engine_config or EngineConfig()
-        _check_fits(config, lora_config, model)
+        check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
         self.manager: LoRAModelManager | None = None
@@ -78,7 +102,50 @@ class Engine:
         if self._residency is not None:
             self.scheduler.on_leave = self._residency.release
         self._requests: dict[str, RequestState] = {}  # waiting and running
-        self._counter = itertools.count()
+        self._arrivals = itertools.count()
+        self.codec = None if tokenizer is None else TextCodec(tokenizer)
+        self.defaults = defaults or GenerationDefaults()
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, adapters: LoRARequest | Iterable[LoRARequest] = (), *,
+        dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
+        max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
+        num_blocks: int | None = None, seed: int = 0, admission: str = "fcfs", **lora: Any,
+    ) -> "Engine":  # fmt: skip
+        """An engine for the checkpoint in ``folder`` (nothing is downloaded), with these adapters loaded.
+
+        The folder is one that transformers writes: ``config.json`` and safetensors (one file or several with an index)
+        of a Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE; ``generation_config.json`` (end tokens, default
+        sampling) and the tokenizer (text in, text out, chats) where it has them.
+
+        Args:
+            adapters: those that will be served, for which room is made; others may come later as far as they fit.
+            dtype: of weights and cache; ``None``: the checkpoint's.
+            device: ``None``: the current GPU, or the CPU where there is none.
+            max_model_len: most tokens of a request; ``None``: what the model means (its positions, its sliding window),
+                8192 and what the cache holds, whichever is least.
+            memory_fraction: how much of the memory that is free once the weights are loaded slots and cache may take.
+            max_batch_size, block_size, num_blocks, seed: as in :class:`EngineConfig`; ``num_blocks=None``: enough for
+                all requests of a full batch at full length, or what fits.
+            lora: fields of a :class:`LoRAConfig`. Unless given, ``max_lora_rank`` is that of the widest adapter and
+                ``max_loras`` the number of adapters, at most ``max_batch_size``. Without adapters and without any of
+                these the engine has no LoRA layers.
+
+        What it costs is in :attr:`memory`: a slot takes ``max_lora_rank`` times the sum of all inputs and outputs of
+        the adapted layers, whatever the rank of what it holds.
+
+        Raises FileNotFoundError, ValueError, TypeError (folder, adapters, arguments), RuntimeError (memory).
+        """
+        requests = as_requests(adapters)
+        sizes = {"max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks, "seed": seed}
+        parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
+        tokenizer = None if parts.codec is None else parts.codec.tokenizer
+        engine = cls(parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults)
+        if engine.manager is not None:
+            for request in requests:
+                engine.manager.add_adapter(request)
+        return engine
 
     def add_request(self, request: Request) -> RequestState:
         """Queue a request; returns what the engine knows about it from now on: its status and its output so far.
@@ -88,18 +155,21 @@ class Engine:
 
         Raises:
             TypeError: not a Request; its adapter is no LoRARequest.
-            ValueError: its id is in use; a token or ``eos_token_id`` outside the vocabulary; longer than
-                ``max_model_len`` or than the whole KV cache; an adapter for an engine without LoRA; an adapter that is
-                not legal here.
+            ValueError: its id is in use; a token or stop token outside the vocabulary; stop strings without a
+                tokenizer; longer than ``max_model_len`` or than the whole KV cache; an adapter for an engine without
+                LoRA; an adapter that is not legal here.
             FileNotFoundError: its adapter is neither registered nor in a folder.
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        self._check_new(request)
-        self._check_length(request)
+        name = request.request_id
+        if name in self._requests or self.blocks.block_table(name):
+            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
+        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
+        check_length(request, self.config, self.blocks)
         self._check_adapter(request)
-        state = self._requests[request.request_id] = RequestState(request)
+        state = self._requests[request.request_id] = self._state_of(request)
         if self._residency is not None:
             self._residency.add(state)
         self.scheduler.add(state)
@@ -109,13 +179,14 @@ class Engine:
         """True while a request waits or runs."""
         return bool(self._requests)
 
-    def abort_request(self, request_id: str) -> RequestState:
-        """Take an unfinished request out, with the output it has so far. ValueError for an unknown id."""
+    def abort_request(self, request_id: str) -> GenerationResult:
+        """Take an unfinished request out; its result, with the output it has so far. ValueError for an unknown id."""
         if not isinstance(request_id, str) or request_id not in self._requests:
             raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._requests))}")
         request = self._requests.pop(request_id)
         self.scheduler.take_out(request)
-        return request
+        request.abort()
+        return self.result_of(request)
 
     def step(self) -> StepOutput:
         """One model invocation over everything that can run; with nothing to run, an empty output.
@@ -137,11 +208,11 @@ class Engine:
                 plan = self._without(plan, failed)
             if plan.is_empty:
                 idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
-                return StepOutput({}, (), idle, tuple(failed))
+                return StepOutput({}, (), idle, tuple(map(self.result_of, failed)))
             slots = None if self._residency is None else self._residency.slots()
             layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule)
             scheduled = time.perf_counter()
-            tokens, metadata_s, model_s = self.runner.run(layout, lambda: self._prefetch(pinned))
+            tokens = self.runner.run(layout, lambda: self._prefetch(pinned))
         except BaseException:
             for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
                 if request.request_id in self._requests:
@@ -154,51 +225,19 @@ class Engine:
             num_segments=layout.num_segments,
             num_preempted=len(plan.preempted),
             schedule_s=scheduled - start,
-            metadata_s=metadata_s,
-            model_s=model_s,
+            metadata_s=tokens.metadata_s,
+            model_s=tokens.model_s,
         )
         return self._deliver(layout, tokens, statistics, failed)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        adapters: Sequence[LoRARequest | None] | None = None,
-        max_new_tokens: int | Sequence[int] = 16,
-    ) -> list[list[int]]:
-        """Continue every prompt with its adapter; the new tokens, in the order of the prompts.
+    def result_of(self, state: RequestState) -> GenerationResult:
+        """The result of a request that has ended. RuntimeError for one that has not."""
+        return result_of(state, self.codec)
 
-        ``adapters``: one per prompt (``None`` for the backbone), or ``None`` for the backbone everywhere.
-        ``max_new_tokens``: one number, or one per prompt. Other requests of the engine go on meanwhile. A request that
-        fails has the tokens that came before, and a warning says why. Raises what :meth:`add_request` and :meth:`step`
-        raise, and ValueError when the lengths differ; none of these requests is left behind then.
-        """
-        prompts = _per_prompt("prompts", prompts)
-        adapters = [None] * len(prompts) if adapters is None else _per_prompt("adapters", adapters)
-        one_length = isinstance(max_new_tokens, int)
-        lengths = [max_new_tokens] * len(prompts) if one_length else _per_prompt("max_new_tokens", max_new_tokens)
-        if not len(prompts) == len(adapters) == len(lengths):
-            raise ValueError(
-                f"one adapter and one max_new_tokens per prompt: got {len(prompts)} prompts, {len(adapters)} "
-                f"adapters, {len(lengths)} max_new_tokens"
-            )
-        requests = [
-            Request(f"generate-{next(self._counter)}", prompt, length, adapter)
-            for prompt, adapter, length in zip(prompts, adapters, lengths, strict=True)
-        ]
-        states: list[RequestState] = []
-        try:
-            for request in requests:
-                states.append(self.add_request(request))
-            while any(state.request_id in self._requests for state in states):
-                self.step()
-        finally:
-            for state in states:
-                if state.request_id in self._requests:
-                    self.abort_request(state.request_id)
-        for state in states:
-            if state.error is not None:
-                warnings.warn(f"request {state.request_id!r} failed: {state.error}", stacklevel=2)
-        return [state.output_token_ids for state in states]
+    @property
+    def memory(self) -> EngineMemory:
+        """Bytes that this engine holds on its device."""
+        return memory_of(self.runner.model, self.manager, self.config)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -259,51 +298,32 @@ class Engine:
             f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
 
+    def _state_of(self, request: Request) -> RequestState:
+        """What the engine will note about a request that it takes."""
+        params, number = as_sampling_params(request.params), next(self._arrivals)
+        seed = params.seed
+        if seed is None:
+            seed = 0 if params.is_greedy else derived_seed(self.config.seed, number)
+        text = GrowingText(self.codec, params.stop) if self.codec is not None and params.stop else None
+        return RequestState(request, seed, self.defaults.eos_token_ids, text)
+
     def _deliver(
-        self, layout: StepLayout, tokens: list[int], statistics: StepStatistics, failed: list[RequestState]
+        self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
     ) -> StepOutput:
-        pairs = zip(layout.requests, tokens, strict=True)
+        pairs = zip(layout.requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
+        for row, logprobs in tokens.logprobs.items():
+            if layout.requests[row] in served:
+                layout.requests[row].logprobs.append(logprobs)
         for request, token in served.items():
             request.append(token)
-        finished = tuple(request for request in served if request.status is RequestStatus.FINISHED)
+        finished = [request for request in served if request.status is RequestStatus.FINISHED]
         for request in finished:
             del self._requests[request.request_id]
         self.scheduler.retire_finished()
-        return StepOutput(
-            {request.request_id: token for request, token in served.items()}, finished, statistics, tuple(failed)
-        )
-
-    def _check_new(self, request: Request) -> None:
-        name = request.request_id
-        if name in self._requests or self.blocks.block_table(name):
-            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
-        highest = max(request.prompt_token_ids)
-        if highest >= self.vocab_size:
-            raise ValueError(
-                f"prompt of request {clip(name)} contains token {clip(highest)}, the vocabulary has {self.vocab_size} "
-                "ids; check the tokenizer"
-            )
-        if request.eos_token_id is not None and request.eos_token_id >= self.vocab_size:
-            raise ValueError(
-                f"eos_token_id of request {clip(name)} is {clip(request.eos_token_id)}, the vocabulary has "
-                f"{self.vocab_size} ids: it would never end; check the tokenizer"
-            )
-
-    def _check_length(self, request: Request) -> None:
-        name, prompt, new = request.request_id, len(request.prompt_token_ids), request.max_new_tokens
-        if prompt + new > self.config.max_model_len:
-            raise ValueError(
-                f"request {clip(name)} has {prompt} prompt tokens and {new} new ones, max_model_len is "
-                f"{self.config.max_model_len}; shorten it or raise EngineConfig.max_model_len"
-            )
-        needed = self.blocks.blocks_for(request.final_kv_length)
-        if needed > self.blocks.num_blocks:
-            raise ValueError(
-                f"request {clip(name)} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the "
-                f"whole cache has {self.blocks.num_blocks} (of {self.blocks.block_size} tokens); shorten it or raise "
-                "EngineConfig.num_blocks"
-            )
+        results, failures = (tuple(map(self.result_of, ended)) for ended in (finished, failed))
+        new_tokens = {request.request_id: token for request, token in served.items()}
+        return StepOutput(new_tokens, results, statistics, failures)
 
     def _check_adapter(self, request: Request) -> None:
         if request.adapter is None or self.config.ignore_adapters:
@@ -314,37 +334,3 @@ class Engine:
                 "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
         self._residency.check(request.adapter)
-
-
-def _per_prompt(name: str, values: Any) -> list[Any]:
-    """``values`` as a list; TypeError when there is nothing to iterate over."""
-    try:
-        return list(values)
-    except TypeError:
-        raise TypeError(
-            f"{name} must be a list with one entry per prompt, got {type(values).__name__} {clip(values)}"
-        ) from None
-
-
-def _check_types(model: object, lora_config: object, engine_config: object) -> None:
-    for name, value, wanted, optional in (
-        ("model", model, LlamaForCausalLM, False),
-        ("lora_config", lora_config, LoRAConfig, True),
-        ("engine_config", engine_config, EngineConfig, True),
-    ):
-        if not isinstance(value, wanted) and not (optional and value is None):
-            suffix = " or None" if optional else ""
-            raise TypeError(
-                f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {clip(value)}"
-            )
-
-
-def _check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
-    limit = model.config.max_position_embeddings
-    if config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, the model has {limit} positions (max_position_embeddings); "
-            "lower max_model_len"
-        )
-    if config.ignore_adapters and lora_config is not None:
-        raise ValueError("ignore_adapters=True is for an engine without LoRA; leave it out, or pass lora_config=None")

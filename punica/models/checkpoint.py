@@ -112,9 +112,9 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     else:
         try:
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(
-                f'{str(index)!r} is not a safetensors index (JSON with "weight_map"): {error!r}'
+                f'{str(index)!r} is not a safetensors index (JSON with "weight_map"): {str(error)[:200]}'
             ) from error
     for path in files:
         if not path.is_file():

@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from punica.adapters import LoRARequest, random_adapter
-from punica.engine import Engine, EngineConfig, Request, RequestStatus
+from punica.engine import Engine, EngineConfig, Request, RequestStatus, SamplingParams
 from punica.models import LlamaForCausalLM
+from tests.engine.helpers import tokens_of
 
 
 def state(engine: Engine) -> tuple:
@@ -67,7 +68,7 @@ def test_slots_default_to_the_batch_and_activation_is_on_demand(backbone) -> Non
 def test_adapters_registered_in_memory_need_no_folder(backbone) -> None:
     engine = backbone.engine()
     engine.manager.add_adapter(random_adapter(77, backbone.config, 8, seed=2))
-    served = engine.generate([[3, 1, 4]], [LoRARequest("in-memory", 77, "no folder")], 12)
+    served = tokens_of(engine.generate([[3, 1, 4]], [LoRARequest("in-memory", 77, "no folder")], 12))
     assert served == [backbone.generate_merged((3, 1, 4), 2, 12)]  # the weights of adapter 2
 
 
@@ -75,7 +76,7 @@ def test_end_of_sequence_token(backbone) -> None:
     expected = backbone.generate_merged((5, 6), 1, 12)
     stop = expected[4]
     engine = backbone.engine()
-    request = engine.add_request(Request("a", [5, 6], 12, backbone.adapters[1], eos_token_id=stop))
+    request = engine.add_request(Request("a", [5, 6], SamplingParams(12, stop_token_ids=[stop]), backbone.adapters[1]))
     while engine.has_unfinished():
         engine.step()
     assert request.output_token_ids == expected[: expected.index(stop) + 1]
@@ -84,7 +85,7 @@ def test_end_of_sequence_token(backbone) -> None:
 def test_generate_beside_other_requests_and_after_an_error(backbone) -> None:
     engine = backbone.engine()
     engine.add_request(Request("other", [1, 2], 20, backbone.adapters[4]))
-    assert engine.generate([[5, 6]], None, 3) == [backbone.generate_merged((5, 6), 0, 3)]
+    assert tokens_of(engine.generate([[5, 6]], None, 3)) == [backbone.generate_merged((5, 6), 0, 3)]
     with pytest.raises(ValueError, match="max_model_len"):
         engine.generate([[1], [2] * 100], None, 3)
     assert [request.request_id for request in engine.scheduler.running] == ["other"]
@@ -96,8 +97,9 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
     for name in "ab":
         engine.add_request(Request(name, [1, 2], 9))
     engine.step()
-    assert engine.abort_request("b").output_token_ids == []
-    assert len(engine.abort_request("a").output_token_ids) == 1
+    assert engine.abort_request("b").token_ids == []
+    aborted = engine.abort_request("a")
+    assert (len(aborted.token_ids), aborted.finish_reason) == (1, "aborted")
     assert not engine.has_unfinished()
     assert engine.blocks.num_free == engine.blocks.num_blocks
     with pytest.raises(ValueError, match="no unfinished request 'a'"):
@@ -111,7 +113,8 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
         (lambda b: Request("new", [1] * 40, 9), ValueError, "needs 6 KV blocks, the whole cache has 5"),
         (lambda b: Request("new", [1, 256], 5), ValueError, "token 256, the vocabulary has 256"),
         (lambda b: Request("known", [1], 5), ValueError, "request_id 'known' is in use"),
-        (lambda b: Request("new", [1], 5, eos_token_id=256), ValueError, "eos_token_id of request 'new' is 256"),
+        (lambda b: Request("new", [1], SamplingParams(stop_token_ids=[256])), ValueError, "'new' contain 256, the voc"),
+        (lambda b: Request("new", [1], SamplingParams(stop="x")), ValueError, r"'new' has stop strings.*no tokenizer"),
         (
             lambda b: Request("new", [1], 5, LoRARequest("ghost", 42, "no_such_folder")),
             FileNotFoundError,
@@ -125,7 +128,18 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
         (lambda b: Request("new", [1], 5, "adapter-1"), TypeError, "adapter must be a LoRARequest or None, got str"),
         (lambda b: "new", TypeError, "request must be a Request, got str"),
     ],
-    ids=["long", "pool", "token", "duplicate", "eos", "unknown adapter", "same id", "adapter type", "request type"],
+    ids=[
+        "long",
+        "pool",
+        "token",
+        "duplicate",
+        "stop token",
+        "stop string",
+        "unknown adapter",
+        "same id",
+        "adapter type",
+        "request type",
+    ],
 )
 def test_bad_requests_are_refused_before_any_change(backbone, request_of, error, message) -> None:
     engine = backbone.engine(block_size=8, num_blocks=5)
@@ -147,12 +161,12 @@ def test_bad_requests_are_refused_before_any_change(backbone, request_of, error,
         (("a", "text", 5), TypeError, "tokenize the text first"),
         (("a", [1, 2.5], 5), TypeError, "prompt_token_ids of request 'a'"),
         (("a", [1, -2], 5), ValueError, "contains -2"),
-        (("a", [1, True], 5), TypeError, "True is a bool, not a token id"),
+        (("a", [1, True], 5), TypeError, "a token id must be an int, got bool True"),
         (("a", b"text", 5), TypeError, "must be a sequence of ints, got bytes"),
         (("a", {1: 2}, 5), TypeError, "must be a sequence of ints, got dict"),
         (("a", {1, 2}, 5), TypeError, "must be a sequence of ints, got set"),
-        (("a", [1], 0), ValueError, "max_new_tokens of request 'a' is 0"),
-        (("a", [1], 1.5), TypeError, "max_new_tokens of request 'a' must be an int"),
+        (("a", [1], 0), ValueError, "max_new_tokens is 0"),
+        (("a", [1], 1.5), TypeError, "params must be a SamplingParams or a number"),
     ],
     ids=[
         "empty id",
@@ -220,7 +234,7 @@ def test_adapter_that_breaks_after_arrival_takes_only_its_request_out(backbone, 
     later = engine.add_request(Request("later", [3], 6, backbone.adapters[4]))
     (folder / "adapter_model.safetensors").write_bytes(b"damaged")
     engine.step()
-    assert engine.step().failed == (broken,)
+    assert [result.request_id for result in engine.step().failed] == [broken.request_id]
     assert broken.status is RequestStatus.FAILED
     assert "ValueError: cannot load adapter 'broken'" in broken.error
     while engine.has_unfinished():
@@ -234,7 +248,7 @@ def test_adapter_without_lora_layers_is_refused(backbone) -> None:
     engine = Engine(backbone.model(), None, EngineConfig(max_model_len=64))
     with pytest.raises(ValueError, match=r"no LoRA layers.*ignore_adapters"):
         engine.add_request(Request("a", [1], 5, backbone.adapters[1]))
-    assert engine.generate([[1]], None, 5) == [backbone.generate_merged((1,), 0, 5)]
+    assert tokens_of(engine.generate([[1]], None, 5)) == [backbone.generate_merged((1,), 0, 5)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from punica.adapters import LoRARequest, random_adapter
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestStatus
 from punica.models import LlamaForCausalLM
+from tests.engine.helpers import tokens_of
 
 RULES = ("fcfs", "single_adapter", "static", "static_mixed")
 
@@ -93,8 +94,8 @@ def test_an_unloadable_adapter_takes_no_other_request_along(backbone, tmp_path, 
     failed = []
     while engine.has_unfinished():
         failed += engine.step().failed
-    assert failed == requests[1::2]
-    assert all(request.status is RequestStatus.FAILED and "'copy 9'" in request.error for request in failed)
+    assert [result.request_id for result in failed] == [request.request_id for request in requests[1::2]]
+    assert all(request.status is RequestStatus.FAILED and "'copy 9'" in request.error for request in requests[1::2])
     assert [request.error for request in requests[::2]] == [None] * 3
     served = [request.output_token_ids for request in requests]
     assert served[::2] == [backbone.generate_merged((i + 1,), adapters[i].adapter_id, 4) for i in (0, 2, 4)]
@@ -105,14 +106,14 @@ def test_a_damaged_reload_is_not_served_with_the_old_weights(backbone, tmp_path)
     adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
     engine = backbone.engine()
     expected = backbone.generate_merged((1, 2), 2, 4)
-    assert engine.generate([[1, 2]], [adapter], 4) == [expected]
+    assert tokens_of(engine.generate([[1, 2]], [adapter], 4)) == [expected]
     damage(adapter)
     reload = LoRARequest(adapter.lora_name, 9, adapter.lora_path, load_inplace=True)
     failed = engine.add_request(Request("reload", [1, 2], 4, reload))
-    assert engine.step().failed == (failed,)
+    assert [result.request_id for result in engine.step().failed] == [failed.request_id]
     assert re.search("'copy 9'.*contains NaN or inf", failed.error)
     assert not engine.has_unfinished()
-    assert engine.generate([[1, 2]], [adapter], 4) == [expected]  # what was registered still is
+    assert tokens_of(engine.generate([[1, 2]], [adapter], 4)) == [expected]  # what was registered still is
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -223,10 +224,11 @@ def test_the_id_of_an_adapter_that_failed_is_free_for_another_folder(backbone, t
     broken = copied_adapter(backbone, tmp_path / "broken", 9)
     damage(broken)
     engine = backbone.engine()
-    with pytest.warns(UserWarning, match="contains NaN or inf"):
-        assert engine.generate([[1, 2]], [broken], 4) == [[]]
+    (failed,) = engine.generate([[1, 2]], [broken], 4)
+    assert (failed.token_ids, failed.finish_reason) == ([], "failed")
+    assert "contains NaN or inf" in failed.error
     repaired = LoRARequest("repaired", 9, backbone.adapters[2].lora_path)
-    assert engine.generate([[1, 2]], [repaired], 4) == [backbone.generate_merged((1, 2), 2, 4)]
+    assert tokens_of(engine.generate([[1, 2]], [repaired], 4)) == [backbone.generate_merged((1, 2), 2, 4)]
 
 
 def test_the_id_of_a_registered_adapter_is_not_free(backbone, tmp_path) -> None:
@@ -235,11 +237,10 @@ def test_the_id_of_a_registered_adapter_is_not_free(backbone, tmp_path) -> None:
     engine.generate([[1, 2]], [adapter], 1)
     damage(other)
     replacement = LoRARequest(other.lora_name, 9, other.lora_path, load_inplace=True)
-    with pytest.warns(UserWarning, match="contains NaN or inf"):
-        engine.generate([[1, 2]], [replacement], 1)
+    assert engine.generate([[1, 2]], [replacement], 1)[0].finish_reason == "failed"
     with pytest.raises(ValueError, match=r"adapter id 9 stands for .*use another id"):
         engine.generate([[1, 2]], [other], 1)
-    assert engine.generate([[1, 2]], [adapter], 4) == [backbone.generate_merged((1, 2), 2, 4)]
+    assert tokens_of(engine.generate([[1, 2]], [adapter], 4)) == [backbone.generate_merged((1, 2), 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -267,13 +268,8 @@ def test_an_illegal_adapter_is_refused_on_arrival_by_name_and_path(backbone, tmp
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [
-        ((None,), "prompts"),
-        (([[1]], LoRARequest("one", 1, "folder")), "adapters"),
-        (([[1]], None, None), "max_new_tokens"),
-        (([[1]], None, 2.5), "max_new_tokens"),
-    ],
-    ids=["no prompts", "one adapter", "no length", "float length"],
+    [((None,), "prompts"), ((b"text",), "prompts"), (([[1]], 3), "adapters"), (([[1]], None, 2.5), "params")],
+    ids=["no prompts", "bytes", "an id", "float length"],
 )
 def test_generate_wants_one_entry_per_prompt(backbone, arguments, name) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a list with one entry per prompt, got "):

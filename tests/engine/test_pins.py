@@ -6,6 +6,7 @@ import pytest
 
 from punica.engine import Engine, Request
 from punica.scheduling import RequestStatus
+from tests.engine.helpers import tokens_of
 
 RULES = ("fcfs", "single_adapter", "static", "static_mixed")
 
@@ -66,10 +67,10 @@ def test_a_request_that_could_wait_for_ever_is_refused_on_arrival(backbone) -> N
     with pytest.raises(RuntimeError, match="all 2 slots are pinned"):
         engine.generate([[1], [2]], [backbone.adapters[1], backbone.adapters[3]], 4)
     assert not engine.has_unfinished()
-    served = engine.generate([[1], [2], [3]], [backbone.adapters[1], None, backbone.adapters[2]], 4)
+    served = tokens_of(engine.generate([[1], [2], [3]], [backbone.adapters[1], None, backbone.adapters[2]], 4))
     assert served == [backbone.generate_merged(p, a, 4) for p, a in (((1,), 1), ((2,), 0), ((3,), 2))]
     engine.manager.unpin_adapter(1)
-    assert engine.generate([[1]], [backbone.adapters[3]], 4) == [backbone.generate_merged((1,), 3, 4)]
+    assert tokens_of(engine.generate([[1]], [backbone.adapters[3]], 4)) == [backbone.generate_merged((1,), 3, 4)]
 
 
 @pytest.mark.parametrize("way_out", ["fails", "unpin", "abort"])
@@ -87,7 +88,7 @@ def test_pins_that_shut_a_queued_request_out_fail_it_and_nobody_else(backbone, w
     elif way_out == "abort":
         engine.abort_request("s")
     else:
-        assert engine.step().failed == (stuck,)
+        assert [result.request_id for result in engine.step().failed] == [stuck.request_id]
         assert re.search(r"no slot for adapter 3: all 2 slots were pinned.*\[1, 2\].*unpin_adapter", stuck.error)
     finish(engine)
     assert running.output_token_ids == backbone.generate_merged((4, 1), 1, 3)
@@ -105,7 +106,7 @@ def test_a_running_request_shut_out_by_new_pins_ends(backbone, unpinned) -> None
     if unpinned:
         engine.manager.unpin_adapter(2)
     else:
-        assert engine.step().failed == (request,)
+        assert [result.request_id for result in engine.step().failed] == [request.request_id]
         assert "no slot for adapter 1" in request.error
     finish(engine)
     assert request.output_token_ids == backbone.generate_merged((5, 6), 1, 6 if unpinned else 2)

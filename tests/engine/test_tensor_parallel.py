@@ -14,6 +14,7 @@ from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request
 from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
+from tests.engine.helpers import tokens_of
 
 SLOTS = 3
 
@@ -32,7 +33,7 @@ def generate(
     model.load_weights(folder)
     config = EngineConfig(max_batch_size=8, max_model_len=64)
     lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=sharded)
-    return Engine(model, lora, config).generate(prompts, adapters, new), model.num_kv_heads
+    return tokens_of(Engine(model, lora, config).generate(prompts, adapters, new)), model.num_kv_heads
 
 
 def check(backbone, wishes: list, tp_size: int, device: str, sharded: bool) -> None:

@@ -208,7 +208,7 @@ def test_missing_or_damaged_files(tmp_path) -> None:
 
 
 def test_configs_that_are_not_a_llama(tmp_path) -> None:
-    with pytest.raises(TypeError, match="LlamaConfig or a folder, got dict"):
+    with pytest.raises(TypeError, match="Qwen3Config or a folder, got dict"):
         LlamaForCausalLM({"hidden_size": 64})
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         LlamaForCausalLM(tmp_path)

@@ -3,7 +3,16 @@
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.scheduling import ADMISSION_RULES, BlockManager, Request, RequestState, RequestStatus, Scheduler, StepPlan
+from punica.scheduling import (
+    ADMISSION_RULES,
+    BlockManager,
+    Request,
+    RequestState,
+    RequestStatus,
+    SamplingParams,
+    Scheduler,
+    StepPlan,
+)
 
 
 def make(name: str, prompt: int = 4, new: int = 4, adapter_id: int = 0) -> RequestState:
@@ -158,7 +167,7 @@ def test_head_of_the_queue_waits_for_a_slot_and_nobody_overtakes() -> None:
 
 
 def test_end_of_sequence_token_ends_a_request() -> None:
-    request = RequestState(Request("a", [1], 10, eos_token_id=5))
+    request = RequestState(Request("a", [1], SamplingParams(10, stop_token_ids=[5])))
     for token in (3, 5):
         request.append(token)
     assert request.status is RequestStatus.FINISHED
