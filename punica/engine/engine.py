@@ -161,6 +161,30 @@ class Engine(Generation):
             FileNotFoundError: its adapter is neither registered nor in a folder.
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
+        self._check(request)
+        self._check_folder(request)
+        return self._queue(request)
+
+    def add_or_fail(self, request: Request) -> RequestState:
+        """As :meth:`add_request`, but an adapter's folder that is refused fails the request, which has ended then."""
+        self._check(request)
+        try:
+            self._check_folder(request)
+        except (OSError, TypeError, ValueError) as error:
+            state = self._state_of(request)
+            state.fail(f"{type(error).__name__}: {error}")
+            return state
+        return self._queue(request)
+
+    def _queue(self, request: Request) -> RequestState:
+        state = self._requests[request.request_id] = self._state_of(request)
+        if self._residency is not None:
+            self._residency.add(state)
+        self.scheduler.add(state)
+        return state
+
+    def _check(self, request: Request) -> None:
+        """All that is refused on arrival, except for what is in the adapter's folder."""
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         name = request.request_id
@@ -169,11 +193,10 @@ class Engine(Generation):
         check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
         check_length(request, self.config, self.blocks)
         self._check_adapter(request)
-        state = self._requests[request.request_id] = self._state_of(request)
-        if self._residency is not None:
-            self._residency.add(state)
-        self.scheduler.add(state)
-        return state
+
+    def _check_folder(self, request: Request) -> None:
+        if self._residency is not None and request.adapter is not None:
+            self._residency.check_folder(request.adapter)
 
     def has_unfinished(self) -> bool:
         """True while a request waits or runs."""
