@@ -11,13 +11,13 @@ def clip(value: object) -> str:
     """``repr(value)`` for a message, cut where it is long; of what cannot be shown (too deeply nested, an integer of
     too many digits) the type.
     """
+    length = ""
     if isinstance(value, (str, bytes, list, tuple)) and len(value) > _MOST_SHOWN:
-        shown, length = repr(value[:_MOST_SHOWN]), f" (first of {len(value)})"
-    else:
-        try:
-            shown, length = repr(value), ""
-        except (ValueError, RecursionError):
-            return f"a {type(value).__name__} too large to show"
+        value, length = value[:_MOST_SHOWN], f" (first of {len(value)})"
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too large to show"
     return shown if len(shown) <= _MOST_SHOWN and not length else f"{shown[:_MOST_SHOWN]}...{length}"
 
 

@@ -25,6 +25,7 @@ from punica.adapters.request import LoRARequest, check_same_source, distinct_req
 from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, make_slot_writer
+from punica.checks import as_int
 from punica.config import LoRAConfig
 from punica.layers.utils import base_weight
 from punica.metadata import LoRAMapping, RowGroups
@@ -132,15 +133,15 @@ class LoRAModelManager:
 
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
         """A registered adapter or `None`; looking does not count as use."""
-        return self._held.peek(adapter_id)
+        return self._held.peek(_checked(adapter_id))
 
     def adapter_bytes(self, adapter_id: int) -> int:
         """Host memory of a registered adapter, in bytes. ValueError if it is not registered."""
-        return self._writer.host_bytes(self._held.require(adapter_id))
+        return self._writer.host_bytes(self._held.require(_checked(adapter_id)))
 
     def request_of(self, adapter_id: int) -> LoRARequest | None:
         """The request a registered adapter was loaded for; `None` if it is not registered or came as a `LoRAModel`."""
-        return self._held.requests.get(adapter_id)
+        return self._held.requests.get(_checked(adapter_id))
 
     # --- registered adapters -----------------------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ class LoRAModelManager:
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
-        return self._held.pop(adapter_id) is not None
+        return self._held.pop(_checked(adapter_id)) is not None
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
@@ -238,11 +239,11 @@ class LoRAModelManager:
         Raises:
             ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
         """
-        return self._held.activate(adapter_id)
+        return self._held.activate(_checked(adapter_id))
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Free the adapter's slot and drop a pin; it stays registered. `False` if it is not active."""
-        return self._held.deactivate(adapter_id)
+        return self._held.deactivate(_checked(adapter_id))
 
     def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
         """:meth:`activate_adapter` ahead of the step that uses it, with the same evictions and errors, so leave slots
@@ -261,12 +262,12 @@ class LoRAModelManager:
         Raises:
             ValueError: the id is not registered. RuntimeError: all slots are pinned already. Nothing has changed.
         """
-        self._held.pin(adapter_id)
+        self._held.pin(_checked(adapter_id))
         return True
 
     def unpin_adapter(self, adapter_id: int) -> bool:
         """Let an adapter make room for others again. `False` if it was not pinned."""
-        return self._held.unpin(adapter_id)
+        return self._held.unpin(_checked(adapter_id))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -412,3 +413,8 @@ def _ids_of(mapping: LoRAMapping) -> set[int]:
     if not isinstance(mapping, LoRAMapping):
         raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
     return {*mapping.index_mapping, *mapping.prompt_mapping}
+
+
+def _checked(adapter_id: object) -> int:
+    """TypeError for what is no id: booleans stand for no adapter, and not everything can be looked up."""
+    return as_int("adapter_id", adapter_id)
