@@ -49,10 +49,12 @@ PATTERNS = {
     "lookbehind": r"(?<=self_attn\.)q_proj",
     "nobody": "no_such_module",
 }
-ENDLESS = {pattern[:500] for name, pattern in PATTERNS.items() if pattern.endswith("!") or name == "lookahead"}
+_ENDLESS = {pattern for name, pattern in PATTERNS.items() if pattern.endswith("!") or name in ("lookahead", "megabyte")}
+ENDLESS = _ENDLESS | {pattern[:500] for pattern in _ENDLESS}
 VALUES: dict[str, Any] = {
     "null": None, "true": True, "false": False, "zero": 0, "minus one": -1, "huge": 10**30, "fraction": 2.5,
-    "text": "many", "empty text": "", "list": [1], "empty list": [], "nested list": [[[[1]]]], "object": {"a": {"b": 1}},
+    "text": "many", "empty text": "", "list": [1], "empty list": [], "nested list": [[[[1]]]],
+    "object": {"a": {"b": 1}},
     "empty object": {}, "long text": "x" * 300_000, "many": list(range(20_000)), "NaN": float("nan"),
     "infinity": float("inf"),
 }  # fmt: skip
@@ -161,12 +163,14 @@ TENSORS: dict[str, Callable[[Tensors], Tensors]] = {
                      torch.float8_e4m3fn, torch.float8_e5m2) for part in ("lora_A", "lora_B")},
     **{f"{what} {part}": _on_first(change, part) for part in ("lora_A", "lora_B") for what, change in {
         "transposed": lambda t: t.T, "flat": torch.flatten, "3-D": lambda t: t[None], "no rows": lambda t: t[:0],
-        "no columns": lambda t: t[:, :0], "a row less": lambda t: t[:-1], "a column more": lambda t: torch.cat([t, t], 1),
+        "no columns": lambda t: t[:, :0], "a row less": lambda t: t[:-1],
+        "columns twice": lambda t: torch.cat([t, t], 1),
         "scalar": lambda t: t.sum(),
     }.items()},
     "no B": lambda tensors: {name: t for name, t in tensors.items() if "lora_B" not in name},
     "no A": lambda tensors: {name: t for name, t in tensors.items() if "lora_A" not in name},
-    "one B missing": lambda tensors: {n: t for n, t in tensors.items() if n != max(k for k in tensors if "lora_B" in k)},
+    "one B missing": lambda tensors: {
+        n: t for n, t in tensors.items() if n != max(k for k in tensors if "lora_B" in k)},
     "A and B exchanged": lambda tensors: {
         n.replace("lora_A", "?").replace("lora_B", "lora_A").replace("?", "lora_B"): t for n, t in tensors.items()},
     "other layer": _renamed("layers.0", "layers.99"),
@@ -186,7 +190,6 @@ TENSORS: dict[str, Callable[[Tensors], Tensors]] = {
     "path name": _with("../../../etc/passwd.lora_A.weight", 4, 64),
     "newline": _with("model\n.lora_A.weight", 4, 64),
     "no tensors": lambda tensors: {},
-    "no prefix": _renamed("base_model.model.", ""),
     "double prefix": _renamed("base_model.model.", "base_model.model.base_model.model."),
 }  # fmt: skip
 

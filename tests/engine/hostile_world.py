@@ -79,6 +79,7 @@ class Arena:
         self.engine = Engine(model, sizes.lora_config(8, max_loras=3), sizes)
         self.expected = self.engine.generate([PROMPT], self.good, 6)[0].token_ids
         self.tally = Tally()
+        self._seconds = 0.0
 
     def state(self) -> tuple:
         manager = self.engine.manager
@@ -95,31 +96,31 @@ class Arena:
         shutil.copytree(self.valid, folder)
         path = change(folder) or folder
         self.tally.readable += _is_readable(folder)
-        start = time.perf_counter()
-        outcome = self._outcome(LoRARequest("tenant", 2, str(path)), folder)
-        seconds = time.perf_counter() - start
-        self.tally.slowest = max(self.tally.slowest, seconds)
-        self.tally.note("hang" if seconds > PATIENCE else outcome, name)
+        outcome = self._outcome(path, folder)
+        self.tally.slowest = max(self.tally.slowest, self._seconds)
+        self.tally.note("hang" if self._seconds > PATIENCE else outcome, name)
         self.engine.manager.remove_adapter(2)
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         else:
             folder.unlink(missing_ok=True)
 
-    def _outcome(self, adapter: LoRARequest, folder: Path) -> str:
+    def _outcome(self, path: str | Path, folder: Path) -> str:
         beside = self.engine.add_request(Request("good", PROMPT, 6, self.good))
         self.engine.step()
-        before, asked = self.state(), None
+        before, asked, start = self.state(), None, time.perf_counter()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
                 params = SamplingParams(max_new_tokens=1, logprobs=20)
+                adapter = LoRARequest("tenant", 2, str(path))
                 asked = self.engine.add_request(Request("tenant", PROMPT, params, adapter))
             except Exception as error:
                 outcome = "refused" if _is_clear(type(error).__name__, str(error)) else f"raw {error!r:.300}"
             unchanged = asked is not None or self.state() == before
             while self.engine.has_unfinished():
                 self.engine.step()
+        self._seconds = time.perf_counter() - start
         if outcome_is_raw := (asked is None and outcome.startswith("raw")):
             print(outcome)
         if beside.output_token_ids != self.expected:
@@ -135,7 +136,7 @@ class Arena:
         return self._judged(folder, result.logprobs[0], any("target_modules are" in str(w.message) for w in said))
 
     def _judged(self, folder: Path, ours: dict[int, float], warned: bool) -> str:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(None):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 _spare_the_judge(folder)
@@ -156,7 +157,7 @@ def _spare_the_judge(folder: Path) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         if isinstance(config.get(key), dict):
             config[key] = {name: value for name, value in config[key].items() if name not in ENDLESS}
-    if config.get("target_modules") in ENDLESS:
+    if isinstance(config.get("target_modules"), str) and config["target_modules"] in ENDLESS:
         config["target_modules"] = list(TARGETS)
     (folder / CONFIG).write_text(json.dumps(config))
 
@@ -166,6 +167,8 @@ def _is_clear(kind: str, text: str) -> bool:
 
 
 def _is_readable(folder: Path) -> bool:
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():  # a pipe would keep us waiting
+        return False
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as handle:
             return isinstance(json.loads((folder / CONFIG).read_text()), dict) and bool(handle.keys())
@@ -200,7 +203,8 @@ def _config_change(folder: Path, draw: random.Random) -> None:
         {"target_modules": draw.sample(TARGETS, draw.randint(1, 4))}, {"target_modules": "all-linear"},
         {"target_modules": pattern[:500]}, {"bias": draw.choice(["none", "all"])}, {"inference_mode": True},
         {"peft_type": draw.choice(["LORA", "lora", "IA3"])}, {"lora_dropout": draw.random()},
-        {f"unknown {draw.random()}": draw.random()}, {"revision": None}, {"init_lora_weights": draw.choice([True, False])},
+        {f"unknown {draw.random()}": draw.random()}, {"revision": None},
+        {"init_lora_weights": draw.choice([True, False])},
     ]  # fmt: skip
     edit_config(folder, **draw.choice(changes))
 
