@@ -10,7 +10,7 @@ a failed call leaves registered adapters, slots and buffers exactly as they were
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -19,15 +19,16 @@ from torch import nn
 
 from punica.adapters import wrap
 from punica.adapters.hold import HeldAdapters
+from punica.adapters.load import AdapterLoader
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.read import read_config
-from punica.adapters.request import LoRARequest, check_same_source, distinct_requests, loading
+from punica.adapters.request import LoRARequest, check_same_source, distinct_requests
 from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, make_slot_writer
 from punica.config import LoRAConfig
 from punica.layers.utils import base_weight
 from punica.metadata import LoRAMapping, RowGroups
+from punica.parallel import all_ranks_agree
 from punica.wrapper import get_punica_wrapper
 
 
@@ -78,10 +79,11 @@ class LoRAModelManager:
         self.modules = {layer.names[0]: layer.layer for layer in wrapped}
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
-        self._fp8 = cast(torch.dtype | None, self.lora_config.fp8)
-        self._expected_modules = wrap.expected_lora_modules(layers)
-        self._moe_ep_spec = wrap.moe_ep_spec_of(layers)
-        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules, self._fp8)
+        fp8 = cast(torch.dtype | None, self.lora_config.fp8)
+        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules, fp8)
+        self._loader = AdapterLoader(
+            self._packer, wrap.expected_lora_modules(layers), self.lora_config, vocab_size, wrap.moe_ep_spec_of(layers)
+        )
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
         self._writer = make_slot_writer(self.modules)
         self._held = HeldAdapters(self.capacity, self.lora_slots, self._writer)
@@ -139,6 +141,21 @@ class LoRAModelManager:
         return self._held.requests.get(adapter_id)
 
     # --- registered adapters -----------------------------------------------------------------------------------------
+
+    def check_adapter(self, request: LoRARequest) -> None:
+        """Refuse a request's folder if :meth:`add_adapter` would, as far as can be told without reading the numbers.
+
+        Serving asks when a request arrives, so that what a hostile folder costs is not paid between the steps of
+        others. With tensor parallelism all ranks ask together, and all refuse if one does. Warns where the folder's
+        `target_modules` and its tensors disagree.
+
+        Raises:
+            TypeError: not a request. FileNotFoundError, ValueError, TypeError: the folder. Nothing has changed.
+        """
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
+        with all_ranks_agree():
+            self._loader.check(request)
 
     def add_adapter(self, adapter: LoRAModel | LoRARequest) -> bool:
         """Register an adapter; when `max_cpu_loras` are registered, the least recently used unpinned one is removed.
@@ -355,43 +372,23 @@ class LoRAModelManager:
     def _make_active(self, wanted: Mapping[int, LoRARequest], reload: Collection[int]) -> None:
         """Make all of `wanted` registered and active; those in `reload` are loaded again.
 
-        Everything is loaded and checked, and slots for all found, before anything changes.
+        Everything is loaded and checked on all tensor-parallel ranks, and slots for all found, before anything changes.
         """
         for adapter_id, request in wanted.items():
             if adapter_id not in reload:
                 check_same_source(self.request_of(adapter_id), request)
         missing = [i for i in wanted if i in reload or i not in self._held]
-        packed = [self._load(wanted[adapter_id]) for adapter_id in missing]
-        self._held.check_slots(wanted)
+        staged: list[LoRAModel] = []
+        with all_ranks_agree() if missing else nullcontext():
+            packed = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
+            self._held.check_slots(wanted)
+            staged = [self._writer.stage(lora, mapped=True) for lora in packed]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
-        staged = [self._writer.stage(lora, mapped=True) for lora in packed]
         self._held.enter(staged, wanted)
         for adapter_id in wanted:
             self.activate_adapter(adapter_id)
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
-
-    def _load(self, request: LoRARequest) -> LoRAModel:
-        """The request's adapter, read, checked and packed; nothing changes, its tensors may still be mapped.
-
-        Raises:
-            FileNotFoundError, ValueError, TypeError: as raised inside, with the adapter's name and path in front.
-        """
-        config = read_config(request, self.lora_config)
-        with loading(request):
-            lora = LoRAModel.from_local_checkpoint(
-                request.absolute_path,
-                self._expected_modules,
-                config,
-                lora_model_id=request.lora_int_id,
-                # what becomes FP8 is rounded once, from what the file has
-                dtype=cast(torch.dtype, self.lora_config.lora_dtype) if self._fp8 is None else None,
-                model_vocab_size=self.vocab_size,
-                moe_ep_spec=self._moe_ep_spec,
-            )
-            if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
-                raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
-            return self._packer.pack(lora)
 
     def _is_current(self, step: tuple) -> bool:
         """Whether the wrapper still holds this step, announced in the same words."""

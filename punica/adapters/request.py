@@ -96,12 +96,17 @@ def resolve_adapter_path(path: str | Path) -> Path:
     """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: there is no such folder, or no such path is possible.
     """
-    resolved = Path(path).expanduser().resolve()
-    if not resolved.is_dir():
+    try:
+        resolved = Path(path).expanduser().resolve()
+        is_folder = resolved.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, no home folder, a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileNotFoundError(f"adapter folder {clip(str(path))} cannot be looked up: {reason}") from error
+    if not is_folder:
         raise FileNotFoundError(
-            f"adapter folder {str(resolved)!r} (from {str(path)!r}) does not exist or is not a folder"
+            f"adapter folder {clip(str(resolved))} (from {clip(str(path))}) does not exist or is not a folder"
         )
     return resolved
 
@@ -115,7 +120,8 @@ def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
     """
     if known is not None and known.source != request.source:
         raise ValueError(
-            f"adapter id {request.lora_int_id} stands for {known.source}, now requested as {request.source}; use "
+            f"adapter id {request.lora_int_id} stands for {clip(known.source)}, now requested as "
+            f"{clip(request.source)}; use "
             "another id, or load_inplace=True in a later step to replace it"
         )
 
@@ -143,10 +149,12 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
 def loading(request: LoRARequest) -> Iterator[None]:
     """Inside, the errors of a load get the adapter's name and path in front.
 
-    They stay what they are: FileNotFoundError, TypeError or ValueError.
+    They stay what they are: FileNotFoundError, TypeError or ValueError; another OSError (no permission, a disk that
+    fails) becomes a ValueError.
     """
     try:
         yield
-    except (FileNotFoundError, TypeError, ValueError) as error:
-        kind = next(kind for kind in (FileNotFoundError, TypeError, ValueError) if isinstance(error, kind))
-        raise kind(f"cannot load adapter {request.lora_name!r} from {request.lora_path!r}: {error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        kind = next((kind for kind in (FileNotFoundError, TypeError) if isinstance(error, kind)), ValueError)
+        name, path = clip(request.lora_name), clip(str(request.lora_path))
+        raise kind(f"cannot load adapter {name} from {path}: {error}") from error

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from punica.adapters.check import check_finite, check_pair, check_tensors, join_scales
-from punica.adapters.read import NameMapper, PEFTHelper, is_stacked_name, lora_names, read_tensors
+from punica.adapters.peft_config import PEFTHelper
+from punica.adapters.read import NameMapper, is_stacked_name, lora_names, read_tensors
 from punica.adapters.request import check_adapter_id
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.base import LoRAInput
@@ -319,6 +320,7 @@ class LoRAModel:
         tensors = join_scales(tensors)
         names = lora_names(tensors, weights_mapper, skip_prefixes)
         sides = check_tensors(names, tensors, model_vocab_size)
+        peft_helper.resolve(name.configured for name in names.values())
         placed: dict[str, torch.Tensor | Fp8Matrix] = {}
         for key, (module, is_a, _) in names.items():
             placed[key] = _placed(tensors[key], device, dtype)

@@ -161,19 +161,22 @@ class Engine(Generation):
             FileNotFoundError: its adapter is neither registered nor in a folder.
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
-        if not isinstance(request, Request):
-            raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        name = request.request_id
-        if name in self._requests or self.blocks.block_table(name):
-            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
-        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
-        check_length(request, self.config, self.blocks)
+        self._check(request)
         self._check_adapter(request)
-        state = self._requests[request.request_id] = self._state_of(request)
-        if self._residency is not None:
-            self._residency.add(state)
-        self.scheduler.add(state)
-        return state
+        return self._queue(request)
+
+    def add_or_fail(self, request: Request) -> RequestState:
+        """As :meth:`add_request`, but what is wrong with the adapter fails the request, which is not queued then."""
+        self._check(request)
+        try:
+            self._check_adapter(request)
+        except Exception as error:
+            if not isinstance(request.adapter, LoRARequest):
+                raise
+            state = self._state_of(request)
+            state.fail(f"{type(error).__name__}: {error}")
+            return state
+        return self._queue(request)
 
     def has_unfinished(self) -> bool:
         """True while a request waits or runs."""
@@ -325,12 +328,28 @@ class Engine(Generation):
         new_tokens = {request.request_id: token for request, token in served.items()}
         return StepOutput(new_tokens, results, statistics, failures)
 
-    def _check_adapter(self, request: Request) -> None:
-        if request.adapter is None or self.config.ignore_adapters:
-            return
-        if self._residency is None:
+    def _check(self, request: Request) -> None:
+        """All that can be wrong with a request but for the content of its adapter."""
+        if not isinstance(request, Request):
+            raise TypeError(f"request must be a Request, got {type(request).__name__}")
+        name = request.request_id
+        if name in self._requests or self.blocks.block_table(name):
+            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
+        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
+        check_length(request, self.config, self.blocks)
+        if self._residency is None and request.adapter is not None and not self.config.ignore_adapters:
             raise ValueError(
-                f"request {clip(request.request_id)} names an adapter, but this engine has no LoRA layers; pass "
-                "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
+                f"request {clip(name)} names an adapter, but this engine has no LoRA layers; pass lora_config to "
+                "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
-        self._residency.check(request.adapter)
+
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter is not None and self._residency is not None:
+            self._residency.check(request.adapter)
+
+    def _queue(self, request: Request) -> RequestState:
+        state = self._requests[request.request_id] = self._state_of(request)
+        if self._residency is not None:
+            self._residency.add(state)
+        self.scheduler.add(state)
+        return state

@@ -33,8 +33,8 @@ class Generation(ABC):
         self._names = itertools.count()
 
     @abstractmethod
-    def add_request(self, request: Request) -> RequestState:
-        """Queue a request."""
+    def add_or_fail(self, request: Request) -> RequestState:
+        """Queue a request, or give it back failed if its adapter is refused."""
 
     @abstractmethod
     def step(self) -> StepOutput:
@@ -60,16 +60,17 @@ class Generation(ABC):
                 ``None`` the engine's defaults (the folder's, for :meth:`Engine.from_pretrained`).
             progress: show a bar on standard error, with finished prompts and generated tokens.
 
-        Other requests of the engine go on meanwhile. A request that fails has a result that says so; the others of the
-        call end as they would without it. Raises what :meth:`add_request` and :meth:`step` raise, and ValueError when
-        the lengths differ; none of these requests is left behind then.
+        Other requests of the engine go on meanwhile. A request that fails, also because its adapter is refused, has a
+        result that says so; the others of the call end as they would without it. Raises what :meth:`step` raises, what
+        :meth:`Engine.add_request` raises about anything but the adapter, and ValueError when the lengths differ; none
+        of these requests is left behind then.
         """
         requests = self._requests_of(prompts, adapters, params)
         states: list[RequestState] = []
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
                 for request in requests:
-                    states.append(self.add_request(request))
+                    states.append(self.add_or_fail(request))
                 tokens, ended = 0, 0
                 while ended < len(states):  # in their order, so that a step costs no look at each of them
                     if states[ended].has_ended:
@@ -90,7 +91,7 @@ class Generation(ABC):
         states: list[RequestState] = []
         try:
             for request in self._requests_of(prompts, adapters, params):
-                states.append(self.add_request(request))
+                states.append(self.add_or_fail(request))
             tails = [_Tail(index, state, self.codec) for index, state in enumerate(states)]
             while tails:
                 self.step()

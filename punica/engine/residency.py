@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
-from punica.adapters.read import read_config
 from punica.adapters.request import check_same_source
 from punica.checks import clip
 from punica.scheduling import RequestState
@@ -53,7 +52,8 @@ class AdapterResidency:
     # --- arrival and departure ---------------------------------------------------------------------------------------
 
     def check(self, adapter: object) -> None:
-        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads its config, not its tensors.
+        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the
+        numbers.
 
         TypeError: not a LoRARequest. FileNotFoundError, ValueError: the folder or its config; or its id stands for
         another adapter. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
@@ -149,13 +149,13 @@ class AdapterResidency:
 
     def _check_folder(self, adapter: LoRARequest) -> None:
         try:
-            read_config(adapter, self.manager.lora_config)
+            self.manager.check_adapter(adapter)
         except FileNotFoundError as error:
             registered = sorted(self.manager.list_adapters())
             raise FileNotFoundError(
                 f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
-                f"{clip(registered)}) and cannot be loaded: {error.__cause__}; pass the path of its PEFT folder, or "
-                "register it with manager.add_adapter"
+                f"{clip(registered)}): {error}; pass the path of its PEFT folder, or register it with "
+                "manager.add_adapter"
             ) from error
 
     def _make_active(self, request: RequestState, adapter: LoRARequest) -> None:

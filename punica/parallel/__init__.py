@@ -4,6 +4,7 @@ These are minimal: enough of a parallel Transformer to test and use the library 
 vLLM's layers, so that code written against those can be carried over.
 
     group.py            who shares a layer with whom, and the collectives; launch.py starts the processes
+    agreement.py        what fails on one rank fails on all
     embedding.py        token ids to rows of the table; the head is its mirror image
     linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
     matmul.py           their dense product
@@ -11,6 +12,7 @@ vLLM's layers, so that code written against those can be carried over.
     logits.py           hidden states and the head to logits
 """
 
+from punica.parallel.agreement import all_ranks_agree
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShardIndices
 from punica.parallel.group import (
     SingleProcessGroup,

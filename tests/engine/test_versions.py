@@ -93,8 +93,8 @@ def test_versions_run_side_by_side_and_the_old_one_gives_its_slot_back(backbone,
 
 def test_one_load_serves_all_that_had_arrived_and_the_next_arrival_loads_again(backbone, tenant, monkeypatch) -> None:
     engine = backbone.engine()
-    loads, real = [], engine.manager._load
-    monkeypatch.setattr(engine.manager, "_load", lambda request: loads.append(tenant.version) or real(request))
+    loads, real = [], engine.manager._loader.load
+    monkeypatch.setattr(engine.manager._loader, "load", lambda request: loads.append(tenant.version) or real(request))
     adapter = tenant.asks(load_inplace=True)  # the same object throughout, as a training loop may keep it
     for version in (1, 2):
         tenant.write(version)
@@ -142,11 +142,11 @@ def test_a_new_version_that_fails_leaves_the_one_before(backbone, tenant, monkey
     for _ in range(3):
         engine.step()
     tenant.write(2)
+    wanted = engine.add_request(Request("wanted", [1, 7], 5, tenant.asks(load_inplace=True)))
     if what == "load":
         (tenant.folder / "adapter_model.safetensors").write_bytes(b"damaged")
     else:
         monkeypatch.setattr(engine.manager._writer, "write", lambda slot, lora: 1 / 0)
-    wanted = engine.add_request(Request("wanted", [1, 7], 5, tenant.asks(load_inplace=True)))
     later = engine.add_request(Request("later", [4, 7], 5, tenant.asks()))
     assert [result.request_id for result in engine.step().failed] == [wanted.request_id]
     monkeypatch.undo()
