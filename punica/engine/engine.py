@@ -178,6 +178,10 @@ class Engine(Generation):
             return state
         return self._queue(request)
 
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request of this name has not left yet."""
+        return request_id in self._requests or bool(self.blocks.block_table(request_id))
+
     def has_unfinished(self) -> bool:
         """True while a request waits or runs."""
         return bool(self._requests)
@@ -333,7 +337,7 @@ class Engine(Generation):
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         name = request.request_id
-        if name in self._requests or self.blocks.block_table(name):
+        if self.is_in_use(name):
             raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
         check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
         check_length(request, self.config, self.blocks)

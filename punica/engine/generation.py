@@ -37,6 +37,10 @@ class Generation(ABC):
         """Queue a request, or give it back failed if its adapter is refused."""
 
     @abstractmethod
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request of this name has not left yet."""
+
+    @abstractmethod
     def step(self) -> StepOutput:
         """One model invocation."""
 
@@ -119,13 +123,18 @@ class Generation(ABC):
             )
         return [
             Request(
-                f"generate-{next(self._names)}",
+                self._free_name(),
                 self._token_ids(prompt),
                 self.defaults.params if one is None else as_sampling_params(one),
                 adapter,
             )
             for prompt, adapter, one in zip(prompts, adapters, params, strict=True)
         ]
+
+    def _free_name(self) -> str:
+        """Not one that somebody has given to a request of his own."""
+        names = (f"generate-{number}" for number in self._names)
+        return next(name for name in names if not self.is_in_use(name))
 
     def _token_ids(self, prompt: Any) -> Any:
         """Of a text or a chat; whatever else it is, the request checks it."""

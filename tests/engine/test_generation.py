@@ -214,9 +214,7 @@ def test_wrong_numbers_of_entries(backbone) -> None:
         backbone.engine().generate([[1], [2]], None, [1, 2, 3])
 
 
-def test_a_transformers_model_by_mistake(backbone) -> None:
-    model = transformers.LlamaForCausalLM.from_pretrained(backbone.folder)
-    with pytest.raises(
-        TypeError, match=r"LlamaForCausalLM is the class of transformers, punica\.models\.LlamaFor.*from_pre"
-    ):
-        Engine(model)
+def test_names_that_others_have_taken(backbone) -> None:
+    engine = backbone.engine()
+    engine.add_request(Request("generate-0", [1], 2))
+    assert tokens_of(engine.generate([PROMPT], None, 3)) == [backbone.generate_merged(PROMPT, 0, 3)]

@@ -181,4 +181,19 @@ def test_ranks_agree_on_sizes_and_texts(folder, adapters) -> None:
 
 def test_a_folder_that_is_none(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        Engine.from_pretrained(tmp_path / "nowhere")
+        Engine.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"'meta-llama/Llama-3\.2-1B' does not exist .*snapshot_download"):
+        Engine.from_pretrained("meta-llama/Llama-3.2-1B")
+    with pytest.raises(TypeError, match="folder must be the path of a checkpoint, got NoneType"):
+        Engine.from_pretrained(None)
+
+
+def test_models_of_other_libraries_by_mistake(reference, adapters, folder) -> None:
+    peft = pytest.importorskip("peft")
+    base = transformers.Qwen3ForCausalLM.from_pretrained(folder)
+    for model in (reference, peft.PeftModel.from_pretrained(base, adapters[0].lora_path)):
+        for call in (Engine, Engine.from_pretrained):
+            with pytest.raises(
+                TypeError, match=r"LlamaForCausalLM is meant: Engine\.from_pretrained\(folder, adapters\)"
+            ):
+                call(model)
