@@ -162,17 +162,15 @@ class Engine(Generation):
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
         self._check(request)
-        self._check_adapter(request)
+        self._check_folder(request)
         return self._queue(request)
 
     def add_or_fail(self, request: Request) -> RequestState:
-        """As :meth:`add_request`, but what is wrong with the adapter fails the request, which is not queued then."""
+        """As :meth:`add_request`, but an adapter's folder that is refused fails the request, which has ended then."""
         self._check(request)
         try:
-            self._check_adapter(request)
-        except Exception as error:
-            if not isinstance(request.adapter, LoRARequest):
-                raise
+            self._check_folder(request)
+        except (OSError, TypeError, ValueError) as error:
             state = self._state_of(request)
             state.fail(f"{type(error).__name__}: {error}")
             return state
@@ -333,7 +331,7 @@ class Engine(Generation):
         return StepOutput(new_tokens, results, statistics, failures)
 
     def _check(self, request: Request) -> None:
-        """All that can be wrong with a request but for the content of its adapter."""
+        """All that is refused on arrival, except for what is in the adapter's folder."""
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         name = request.request_id
@@ -341,15 +339,18 @@ class Engine(Generation):
             raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
         check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
         check_length(request, self.config, self.blocks)
-        if self._residency is None and request.adapter is not None and not self.config.ignore_adapters:
+        if request.adapter is None or self.config.ignore_adapters:
+            return
+        if self._residency is None:
             raise ValueError(
                 f"request {clip(name)} names an adapter, but this engine has no LoRA layers; pass lora_config to "
                 "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
+        self._residency.check(request.adapter)
 
-    def _check_adapter(self, request: Request) -> None:
-        if request.adapter is not None and self._residency is not None:
-            self._residency.check(request.adapter)
+    def _check_folder(self, request: Request) -> None:
+        if self._residency is not None and request.adapter is not None:
+            self._residency.check_folder(request.adapter)
 
     def _queue(self, request: Request) -> RequestState:
         state = self._requests[request.request_id] = self._state_of(request)

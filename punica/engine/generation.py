@@ -34,7 +34,7 @@ class Generation(ABC):
 
     @abstractmethod
     def add_or_fail(self, request: Request) -> RequestState:
-        """Queue a request, or give it back failed if its adapter is refused."""
+        """Queue a request; one whose adapter's folder is refused has failed."""
 
     @abstractmethod
     def is_in_use(self, request_id: str) -> bool:
@@ -64,10 +64,10 @@ class Generation(ABC):
                 ``None`` the engine's defaults (the folder's, for :meth:`Engine.from_pretrained`).
             progress: show a bar on standard error, with finished prompts and generated tokens.
 
-        Other requests of the engine go on meanwhile. A request that fails, also because its adapter is refused, has a
-        result that says so; the others of the call end as they would without it. Raises what :meth:`step` raises, what
-        :meth:`Engine.add_request` raises about anything but the adapter, and ValueError when the lengths differ; none
-        of these requests is left behind then.
+        Other requests of the engine go on meanwhile. A request that fails has a result that says so; the others of the
+        call end as they would without it. That includes one whose adapter's folder is refused on arrival. Raises what
+        else :meth:`add_request` and :meth:`step` raise, and ValueError when the lengths differ; none of these requests
+        is left behind then.
         """
         requests = self._requests_of(prompts, adapters, params)
         states: list[RequestState] = []

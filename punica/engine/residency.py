@@ -52,24 +52,40 @@ class AdapterResidency:
     # --- arrival and departure ---------------------------------------------------------------------------------------
 
     def check(self, adapter: object) -> None:
-        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the
-        numbers.
+        """Refuse an adapter by its name, id and slot; :meth:`check_folder` looks into its folder.
 
-        TypeError: not a LoRARequest. FileNotFoundError, ValueError: the folder or its config; or its id stands for
-        another adapter. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
+        TypeError: not a LoRARequest. ValueError: its id stands for another adapter. RuntimeError: every slot is pinned
+        for another adapter, so it could wait for ever.
         """
         if not isinstance(adapter, LoRARequest):
             raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {clip(adapter)}")
         if not adapter.load_inplace:
             check_same_source(self._known(adapter.lora_int_id), adapter)
-        if adapter.load_inplace or not self._is_held(adapter.lora_int_id):
-            self._check_folder(adapter)
         pinned = self.manager.pinned_adapters
         if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
             raise RuntimeError(
                 f"no slot for adapter {adapter.lora_name!r} (id {adapter.lora_int_id}): all {len(pinned)} slots are "
                 f"pinned, for adapters {sorted(pinned)}; call manager.unpin_adapter first, or raise max_loras"
             )
+
+    def check_folder(self, adapter: object) -> None:
+        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers.
+
+        FileNotFoundError, ValueError, TypeError: what the folder is or holds.
+        """
+        if not isinstance(adapter, LoRARequest):
+            return  # an engine that ignores adapters
+        if not adapter.load_inplace and self._is_held(adapter.lora_int_id):
+            return
+        try:
+            self.manager.check_adapter(adapter)
+        except FileNotFoundError as error:
+            registered = sorted(self.manager.list_adapters())
+            raise FileNotFoundError(
+                f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
+                f"{clip(registered)}): {error}; pass the path of its PEFT folder, or register it with "
+                "manager.add_adapter"
+            ) from error
 
     def add(self, request: RequestState) -> None:
         """A request whose adapter was checked is queued: until it leaves, the adapter's id stands for that folder."""
@@ -146,17 +162,6 @@ class AdapterResidency:
 
     def _is_held(self, adapter_id: int) -> bool:
         return adapter_id in self._versions or self.manager.get_adapter(adapter_id) is not None
-
-    def _check_folder(self, adapter: LoRARequest) -> None:
-        try:
-            self.manager.check_adapter(adapter)
-        except FileNotFoundError as error:
-            registered = sorted(self.manager.list_adapters())
-            raise FileNotFoundError(
-                f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
-                f"{clip(registered)}): {error}; pass the path of its PEFT folder, or register it with "
-                "manager.add_adapter"
-            ) from error
 
     def _make_active(self, request: RequestState, adapter: LoRARequest) -> None:
         if not request.has_weights and request.weights_id < 0:

@@ -239,7 +239,7 @@ def test_the_id_of_a_registered_adapter_is_not_free(backbone, tmp_path) -> None:
     replacement = LoRARequest(other.lora_name, 9, other.lora_path, load_inplace=True)
     assert engine.generate([[1, 2]], [replacement], 1)[0].finish_reason == "failed"
     with pytest.raises(ValueError, match=r"adapter id 9 stands for .*use another id"):
-        engine.add_request(Request("a", [1, 2], 1, other))
+        engine.generate([[1, 2]], [other], 1)
     assert tokens_of(engine.generate([[1, 2]], [adapter], 4)) == [backbone.generate_merged((1, 2), 2, 4)]
 
 
