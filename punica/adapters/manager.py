@@ -54,7 +54,8 @@ class LoRAModelManager:
         punica_wrapper: shared by all layers.
 
     Raises:
-        ValueError: the model has no layer to wrap, or a targeted layer has no LoRA class. RuntimeError: it is wrapped
+        ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory
+            than is free. RuntimeError: it is wrapped
             already.
     """
 
@@ -72,6 +73,7 @@ class LoRAModelManager:
         self.vocab_size = vocab_size
         self.lora_config = replace(lora_config)
         self.lora_config.verify_with_model_config(base_weight(layers[0].layer))
+        wrap.check_memory(model, layers, self.lora_config)
         self.punica_wrapper = get_punica_wrapper(
             max_num_batched_tokens, max_num_seqs, device, max_loras=self.lora_slots, lora_config=self.lora_config
         )

@@ -65,7 +65,9 @@ def check_types(model: object, lora_config: object, engine_config: object) -> No
 
 
 def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
-    """ValueError for more positions than the model has, or for adapters to be both served and ignored."""
+    """ValueError for more positions than the model has, for adapters to be both served and ignored, or for a model
+    without weights.
+    """
     limit, positions = model.max_context, model.config.max_position_embeddings
     if config.max_model_len > limit:
         what = f"{limit} positions (max_position_embeddings)" if limit == positions else (
@@ -74,3 +76,8 @@ def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: Llam
         raise ValueError(f"max_model_len is {config.max_model_len}, the model has {what}; lower max_model_len")
     if config.ignore_adapters and lora_config is not None:
         raise ValueError("ignore_adapters=True is for an engine without LoRA; leave it out, or pass lora_config=None")
+    if not model.has_weights:
+        raise ValueError(
+            "the model's weights were never loaded, it would compute with whatever lies in memory; call "
+            "model.load_weights(folder) or model.init_random_weights() first"
+        )

@@ -87,6 +87,7 @@ class Engine(Generation):
         check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
+        cache = KVCache(model, config.total_blocks, config.block_size)  # first: it may not fit, and changes nothing
         self.manager: LoRAModelManager | None = None
         self._residency: AdapterResidency | None = None
         if lora_config is not None:
@@ -95,7 +96,6 @@ class Engine(Generation):
             )
             self._residency = AdapterResidency(self.manager)
         self.blocks = BlockManager(config.total_blocks, config.block_size)
-        cache = KVCache(model, config.total_blocks, config.block_size)
         self.runner = ModelRunner(model, PagedAttention(cache), self.manager, max_tokens)
         max_adapters = None if self.manager is None else self.manager.lora_slots
         self.scheduler = Scheduler(rule, self.blocks, config.max_batch_size, max_tokens, max_adapters)

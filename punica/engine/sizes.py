@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from punica.adapters import LoRAModelManager
 from punica.engine.config import EngineConfig
 from punica.models import LlamaForCausalLM
-from punica.parallel import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from punica.parallel import free_bytes, tensor_model_parallel_all_gather
 
 DEFAULT_MODEL_LEN = 8192
 """Most tokens of a request when nobody says: longer ones are legal, but every step's buffers are made for them."""
@@ -26,16 +25,6 @@ class EngineMemory:
     slot_bytes: int
     kv_cache: int
     token_bytes: int
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device: on CUDA also what torch has reserved and does not use; on a CPU,
-    what the operating system can give without swapping, shared out over the ranks of this group.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available // get_tensor_model_parallel_world_size()
 
 
 def token_bytes(model: LlamaForCausalLM) -> int:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from punica.models.checkpoint import CheckpointEntry, fill_random, load_safetensors
+from punica.models.checkpoint import CheckpointEntry, fill_random, find_tensors, load_tensors
 from punica.models.families import DENSE, resolve_config
 from punica.models.rotary import RotaryEmbedding, rotate
 from punica.parallel import (
@@ -143,7 +143,8 @@ class LlamaForCausalLM(nn.Module):
         dtype: of the weights; ``None`` takes the config's, or float32 when it has none.
         device: where the weights live.
 
-    The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`. ``config`` (a copy)
+    The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`, and ``has_weights`` is
+    False, with which no engine takes the model; set it after filling the parameters in another way. ``config`` (a copy)
     carries ``dtype``. A KV cache has to hold ``num_layers`` layers of ``num_kv_heads`` heads (of this rank) of
     ``head_size`` elements. Attention here sees the whole context, which is what the model means up to ``max_context``
     tokens: its positions, or its sliding window where that is shorter. Raises as
@@ -171,6 +172,7 @@ class LlamaForCausalLM(nn.Module):
                 self.lm_head.weight = self.model.embed_tokens.weight
             self.logits_processor = LogitsProcessor(vocab)
         self.requires_grad_(False)
+        self.has_weights = False
         for name, module in self.named_modules():
             if isinstance(module, LinearBase):
                 module.prefix = name
@@ -192,14 +194,26 @@ class LlamaForCausalLM(nn.Module):
         The same for any number of ranks.
         """
         fill_random(self.checkpoint_entries(), seed, self.config.initializer_range)
+        self.has_weights = True
 
     def load_weights(self, folder: str | Path) -> None:
         """Read a Hugging Face folder: ``model.safetensors``, or several files with an index.
 
-        Raises as :func:`~punica.models.checkpoint.load_safetensors`.
+        Raises as :func:`~punica.models.checkpoint.find_tensors` (nothing has changed) and
+        :func:`~punica.models.checkpoint.load_tensors` (the model has no weights then).
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        load_safetensors(self.checkpoint_entries(), folder, ignore_suffixes=("rotary_emb.inv_freq", *tied))
+        entries = self.checkpoint_entries()
+        found = find_tensors(entries, folder, ignore_suffixes=("rotary_emb.inv_freq", *tied))
+        self.has_weights = False
+        load_tensors(entries, found)
+        self.has_weights = True
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module's; afterwards the model counts as one that has its weights."""
+        outcome = super().load_state_dict(*args, **kwargs)
+        self.has_weights = True
+        return outcome
 
     def checkpoint_entries(self) -> list[CheckpointEntry]:
         """Every tensor of a Hugging Face checkpoint of this model, and the parameter it belongs to."""

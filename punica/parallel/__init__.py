@@ -9,6 +9,7 @@ vLLM's layers, so that code written against those can be carried over.
     linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
     matmul.py           their dense product
     moe.py              experts: who holds which, and their products
+    memory.py           what a rank can still allocate
     logits.py           hidden states and the head to logits
 """
 
@@ -39,4 +40,5 @@ from punica.parallel.linear import (
     UnquantizedLinearMethod,
 )
 from punica.parallel.logits import LogitsProcessor
+from punica.parallel.memory import check_free, free_bytes
 from punica.parallel.moe import FusedMoE, MoEConfig, MoEParallelConfig, place_experts, route

@@ -7,6 +7,7 @@ import pytest
 
 from punica.adapters import LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request, RequestStatus, SamplingParams
+from punica.layers import BaseLayerWithLoRA
 from punica.models import LlamaForCausalLM
 from tests.engine.helpers import tokens_of
 
@@ -285,3 +286,32 @@ def test_engine_and_model_must_fit(backbone) -> None:
         Engine(LlamaForCausalLM(backbone.folder), config.lora_config(), config)
     with pytest.raises(ValueError, match="unknown admission rule 'lifo'"):
         Engine(LlamaForCausalLM(backbone.folder), None, EngineConfig(max_model_len=64), "lifo")
+
+
+def test_a_model_whose_weights_were_never_loaded_is_not_served(backbone) -> None:
+    model = LlamaForCausalLM(backbone.folder)
+    with pytest.raises(ValueError, match=r"weights were never loaded.*load_weights\(folder\)"):
+        Engine(model, None, EngineConfig(max_model_len=64))
+    model.load_state_dict(backbone.model().state_dict())
+    (result,) = Engine(model, None, EngineConfig(max_model_len=64)).generate([[5, 6]], None, 3)
+    assert result.token_ids == backbone.generate_merged((5, 6), 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lora", "message"),
+    [
+        ({"num_blocks": 10**12}, {}, "KV cache of 1000000000000 blocks of 16 tokens would take .* lower .*num_blocks"),
+        ({"num_blocks": 10**30}, {}, "KV cache of .* would take"),
+        ({"max_batch_size": 10**9, "max_model_len": 64}, {"max_loras": 1}, "KV cache of .* would take"),
+        ({}, {"max_loras": 10**9}, "1000000000 adapter slots of rank 16 would take .* lower LoRAConfig.max_loras"),
+        ({}, {"max_loras": 10**30}, "adapter slots of rank 16 would take"),
+        ({}, {"max_lora_rank": 10**12, "max_loras": 1}, "1 adapter slots of rank 1000000000000 would take"),
+    ],
+    ids=["blocks", "blocks no integer holds", "batch", "slots", "slots no integer holds", "rank"],
+)
+def test_sizes_beyond_memory_are_refused_before_anything_is_allocated(backbone, sizes, lora, message) -> None:
+    config = EngineConfig(**{"max_batch_size": 4, "max_model_len": 64, **sizes})
+    model = backbone.model()
+    with pytest.raises(ValueError, match=message):
+        Engine(model, config.lora_config(**lora), config)
+    assert not any(isinstance(module, BaseLayerWithLoRA) for module in model.modules())
