@@ -114,6 +114,8 @@ class Generation(ABC):
     def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:
         prompts = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else _listed("prompts", prompts)
         count = len(prompts)
+        if count and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0:
+            raise TypeError(f"prompts[0] is {clip(prompts[0])}, a token id; pass a list of prompts, [[...]] for one")
         adapters = _per_prompt("adapters", adapters, count, LoRARequest)
         params = _per_prompt("params", params, count, SamplingParams, int)
         if not count == len(adapters) == len(params):

@@ -18,6 +18,7 @@ from punica.engine.sizes import DEFAULT_MODEL_LEN, fit_blocks, slot_bytes
 from punica.engine.text import TextCodec, load_codec
 from punica.models import LlamaForCausalLM, load_model
 from punica.models.families import how_to_load
+from punica.parallel import all_ranks_agree
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ def load_pretrained(
     fraction = check_number("memory_fraction", memory_fraction)
     if not 0.0 < fraction <= 1.0:
         raise ValueError(f"memory_fraction is {fraction}, must be in (0, 1]")
-    _check_folder(folder)
-    config = EngineConfig(**sizes)
-    lora_config = fit_lora_config(adapters, config.max_batch_size, lora)
-    codec = load_codec(folder)
-    model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    defaults = read_generation_defaults(folder, model.config)
+    with all_ranks_agree():  # ranks need not see the same disk
+        _check_folder(folder)
+        config = EngineConfig(**sizes, **({} if max_model_len is None else {"max_model_len": max_model_len}))
+        lora_config = fit_lora_config(adapters, config.max_batch_size, lora)
+        codec = load_codec(folder)
+        model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        defaults = read_generation_defaults(folder, model.config)
     length = min(model.max_context, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
     config = EngineConfig(**{**sizes, "max_model_len": length})
     if config.num_blocks is None:

@@ -208,6 +208,9 @@ def test_a_progress_bar_on_request(backbone, capsys) -> None:
 
 
 def test_wrong_numbers_of_entries(backbone) -> None:
+    for prompts in ([5, 6], torch.tensor([5, 6])):
+        with pytest.raises(TypeError, match=r"prompts\[0\] is .*a token id; pass a list of prompts"):
+            backbone.engine().generate(prompts)
     with pytest.raises(ValueError, match="got 2 prompts, 1 adapters, 2 params"):
         backbone.engine().generate([[1], [2]], [None])
     with pytest.raises(ValueError, match="got 2 prompts, 2 adapters, 3 params"):
