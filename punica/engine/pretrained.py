@@ -47,8 +47,8 @@ def load_pretrained(
         raise ValueError(f"memory_fraction is {fraction}, must be in (0, 1]")
     with all_ranks_agree():  # ranks need not see the same disk
         _check_folder(folder)
-        config = EngineConfig(**sizes, **({} if max_model_len is None else {"max_model_len": max_model_len}))
-        lora_config = fit_lora_config(adapters, config.max_batch_size, lora)
+        asked = sizes if max_model_len is None else {**sizes, "max_model_len": max_model_len}
+        lora_config = fit_lora_config(adapters, EngineConfig(**asked).max_batch_size, lora)
         codec = load_codec(folder)
         model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
         defaults = read_generation_defaults(folder, model.config)
