@@ -1,6 +1,6 @@
 """What an engine refuses when it is built and when a request arrives, before anything changes."""
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from punica.checks import clip
 from punica.config import LoRAConfig
@@ -50,7 +50,7 @@ def check_length(request: Request, config: EngineConfig, blocks: BlockManager) -
 
 def check_types(model: object, lora_config: object, engine_config: object) -> None:
     """TypeError for parts of another class, with advice for a transformers model."""
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, nn.Module) and not isinstance(model, LlamaForCausalLM):
         raise TypeError(f"model is not of this library: {how_to_load(model)}")
     for name, value, wanted, optional in (
         ("model", model, LlamaForCausalLM, False),

@@ -176,27 +176,9 @@ class Engine(Generation):
             return state
         return self._queue(request)
 
-    def _queue(self, request: Request) -> RequestState:
-        state = self._requests[request.request_id] = self._state_of(request)
-        if self._residency is not None:
-            self._residency.add(state)
-        self.scheduler.add(state)
-        return state
-
-    def _check(self, request: Request) -> None:
-        """All that is refused on arrival, except for what is in the adapter's folder."""
-        if not isinstance(request, Request):
-            raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        name = request.request_id
-        if name in self._requests or self.blocks.block_table(name):
-            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
-        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
-        check_length(request, self.config, self.blocks)
-        self._check_adapter(request)
-
-    def _check_folder(self, request: Request) -> None:
-        if self._residency is not None and request.adapter is not None:
-            self._residency.check_folder(request.adapter)
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request of this name has not left yet."""
+        return request_id in self._requests or bool(self.blocks.block_table(request_id))
 
     def has_unfinished(self) -> bool:
         """True while a request waits or runs."""
@@ -348,12 +330,31 @@ class Engine(Generation):
         new_tokens = {request.request_id: token for request, token in served.items()}
         return StepOutput(new_tokens, results, statistics, failures)
 
-    def _check_adapter(self, request: Request) -> None:
+    def _check(self, request: Request) -> None:
+        """All that is refused on arrival, except for what is in the adapter's folder."""
+        if not isinstance(request, Request):
+            raise TypeError(f"request must be a Request, got {type(request).__name__}")
+        name = request.request_id
+        if self.is_in_use(name):
+            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
+        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
+        check_length(request, self.config, self.blocks)
         if request.adapter is None or self.config.ignore_adapters:
             return
         if self._residency is None:
             raise ValueError(
-                f"request {clip(request.request_id)} names an adapter, but this engine has no LoRA layers; pass "
-                "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
+                f"request {clip(name)} names an adapter, but this engine has no LoRA layers; pass lora_config to "
+                "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
         self._residency.check(request.adapter)
+
+    def _check_folder(self, request: Request) -> None:
+        if self._residency is not None and request.adapter is not None:
+            self._residency.check_folder(request.adapter)
+
+    def _queue(self, request: Request) -> RequestState:
+        state = self._requests[request.request_id] = self._state_of(request)
+        if self._residency is not None:
+            self._residency.add(state)
+        self.scheduler.add(state)
+        return state

@@ -37,6 +37,10 @@ class Generation(ABC):
         """Queue a request; one whose adapter's folder is refused has failed."""
 
     @abstractmethod
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request of this name has not left yet."""
+
+    @abstractmethod
     def step(self) -> StepOutput:
         """One model invocation."""
 
@@ -110,6 +114,8 @@ class Generation(ABC):
     def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:
         prompts = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else _listed("prompts", prompts)
         count = len(prompts)
+        if count and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0:
+            raise TypeError(f"prompts[0] is {clip(prompts[0])}, a token id; pass a list of prompts, [[...]] for one")
         adapters = _per_prompt("adapters", adapters, count, LoRARequest)
         params = _per_prompt("params", params, count, SamplingParams, int)
         if not count == len(adapters) == len(params):
@@ -119,13 +125,18 @@ class Generation(ABC):
             )
         return [
             Request(
-                f"generate-{next(self._names)}",
+                self._free_name(),
                 self._token_ids(prompt),
                 self.defaults.params if one is None else as_sampling_params(one),
                 adapter,
             )
             for prompt, adapter, one in zip(prompts, adapters, params, strict=True)
         ]
+
+    def _free_name(self) -> str:
+        """Not one that somebody has given to a request of his own."""
+        names = (f"generate-{number}" for number in self._names)
+        return next(name for name in names if not self.is_in_use(name))
 
     def _token_ids(self, prompt: Any) -> Any:
         """Of a text or a chat; whatever else it is, the request checks it."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from punica.adapters import LoRARequest, PEFTHelper
 from punica.adapters.request import loading
@@ -16,6 +17,8 @@ from punica.engine.folder import GenerationDefaults, read_generation_defaults
 from punica.engine.sizes import DEFAULT_MODEL_LEN, fit_blocks, slot_bytes
 from punica.engine.text import TextCodec, load_codec
 from punica.models import LlamaForCausalLM, load_model
+from punica.models.families import how_to_load
+from punica.parallel import all_ranks_agree
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ def load_pretrained(
     fraction = check_number("memory_fraction", memory_fraction)
     if not 0.0 < fraction <= 1.0:
         raise ValueError(f"memory_fraction is {fraction}, must be in (0, 1]")
-    config = EngineConfig(**sizes)
-    lora_config = fit_lora_config(adapters, config.max_batch_size, lora)
-    codec = load_codec(folder)
-    model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    defaults = read_generation_defaults(folder, model.config)
+    with all_ranks_agree():  # ranks need not see the same disk
+        _check_folder(folder)
+        asked = sizes if max_model_len is None else {**sizes, "max_model_len": max_model_len}
+        lora_config = fit_lora_config(adapters, EngineConfig(**asked).max_batch_size, lora)
+        codec = load_codec(folder)
+        model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        defaults = read_generation_defaults(folder, model.config)
     length = min(model.max_context, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
     config = EngineConfig(**{**sizes, "max_model_len": length})
     if config.num_blocks is None:
@@ -88,6 +93,18 @@ def as_requests(adapters: LoRARequest | Iterable[LoRARequest]) -> list[LoRAReque
                 "LoRARequest(name, lora_path=folder)"
             )
     return requests
+
+
+def _check_folder(folder: object) -> None:
+    if isinstance(folder, nn.Module):
+        raise TypeError(f"folder must be the path of a checkpoint, got a model; {how_to_load(folder)}")
+    if not isinstance(folder, (str, Path)):
+        raise TypeError(f"folder must be the path of a checkpoint, got {type(folder).__name__} {clip(folder)}")
+    if not Path(folder).expanduser().is_dir():
+        raise FileNotFoundError(
+            f"model folder {clip(str(folder))} does not exist or is not a folder; nothing is downloaded here: for the "
+            "name of a repository, pass what huggingface_hub.snapshot_download(name) returns"
+        )
 
 
 def _widest(request: LoRARequest) -> int:

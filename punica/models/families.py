@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -57,7 +57,7 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
         resolved = _read(Path(config).expanduser() / CONFIG_FILE, classes, names)
     elif isinstance(config, tuple(classes.values())):
         resolved = copy.deepcopy(config)
-    elif isinstance(config, PreTrainedModel):
+    elif isinstance(config, nn.Module):
         raise TypeError(f"config must be a transformers.{names} or a folder, got a model; {how_to_load(config)}")
     else:
         raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
@@ -88,14 +88,15 @@ def model_type_of(folder: str | Path) -> str:
     return kind
 
 
-def how_to_load(model: PreTrainedModel) -> str:
-    """What to say to somebody who hands over a transformers model."""
-    wanted = "MixtureOfExpertsForCausalLM" if model.config.model_type in EXPERTS else "LlamaForCausalLM"
+def how_to_load(model: nn.Module) -> str:
+    """What to say to somebody who hands over a model of another library."""
+    experts = getattr(getattr(model, "config", None), "model_type", None) in EXPERTS
+    wanted = "MixtureOfExpertsForCausalLM" if experts else "LlamaForCausalLM"
     kind = type(model)
     return (
         f"{kind.__name__} is the class of {kind.__module__.partition('.')[0]}, punica.models.{wanted} is meant: "
-        "Engine.from_pretrained(folder) with the folder of its checkpoint, after model.save_pretrained(folder) when it "
-        "has none"
+        "Engine.from_pretrained(folder, adapters) with the folder of its checkpoint (model.save_pretrained(folder) "
+        "writes one) and a LoRARequest for each adapter's"
     )
 
 

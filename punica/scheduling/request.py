@@ -102,7 +102,7 @@ class RequestState:
         text: of its output, where it may be ended by a string.
 
     Attributes:
-        params: of the request.
+        request_id, prompt_token_ids, adapter, adapter_id, params: of the request.
         output_token_ids: grows while the request runs.
         logprobs: one entry per output token, where the request asks for them.
         status: WAITING, RUNNING, FINISHED, FAILED with the reason in ``error``, or ABORTED.
@@ -118,6 +118,10 @@ class RequestState:
     seed: int = 0
     eos_token_ids: Collection[int] = ()
     text: OutputText | None = None
+    request_id: str = field(init=False)
+    prompt_token_ids: Sequence[int] = field(init=False)
+    adapter: AdapterRequest | None = field(init=False)
+    adapter_id: int = field(init=False)
     params: SamplingParams = field(init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     logprobs: list[dict[int, float]] = field(default_factory=list, init=False)
@@ -132,29 +136,15 @@ class RequestState:
     last_token_s: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.weights_id = self.request.adapter_id
-        self.params = params = as_sampling_params(self.request.params)
+        request = self.request
+        self.request_id, self.prompt_token_ids, self.adapter = (
+            request.request_id,
+            request.prompt_token_ids,
+            request.adapter,
+        )
+        self.adapter_id = self.weights_id = request.adapter_id
+        self.params = params = as_sampling_params(request.params)
         self._ends = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
-
-    @property
-    def request_id(self) -> str:
-        """Name of the request."""
-        return self.request.request_id
-
-    @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt."""
-        return self.request.prompt_token_ids
-
-    @property
-    def adapter(self) -> AdapterRequest | None:
-        """The adapter that was asked for."""
-        return self.request.adapter
-
-    @property
-    def adapter_id(self) -> int:
-        """Id of the adapter, 0 for the plain backbone."""
-        return self.request.adapter_id
 
     @property
     def token_ids(self) -> list[int]:
@@ -193,7 +183,7 @@ class RequestState:
         self.last_token_s = time.perf_counter()
         if self.first_token_s is None:
             self.first_token_s = self.last_token_s
-        if token_id in self._ends or self._completes_a_stop_string(token_id):
+        if token_id in self._ends or (self.text is not None and self._completes_a_string(token_id, self.text)):
             self.status, self.finish_reason = RequestStatus.FINISHED, "stop"
         elif len(self.output_token_ids) == self.params.max_new_tokens:
             self.status, self.finish_reason = RequestStatus.FINISHED, "length"
@@ -206,11 +196,10 @@ class RequestState:
         """It ends here by the wish of its owner, with the output so far."""
         self.status, self.finish_reason = RequestStatus.ABORTED, "aborted"
 
-    def _completes_a_stop_string(self, token_id: int) -> bool:
-        if self.text is None:
-            return False
-        self.text.append(token_id)
-        return self.text.stopped
+    @staticmethod
+    def _completes_a_string(token_id: int, text: OutputText) -> bool:
+        text.append(token_id)
+        return text.stopped
 
 
 def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:

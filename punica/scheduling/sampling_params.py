@@ -1,7 +1,7 @@
 """`SamplingParams`: how the next token of a request is chosen, and when its generation ends."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from punica.checks import as_int, check_count, check_number, clip
@@ -37,6 +37,8 @@ class SamplingParams:
         ignore_eos: go on past the end-of-sequence tokens of the model; ``stop_token_ids`` still end it.
         logprobs: with every token, log-probabilities of the token and of this many most probable ones (0 to 20), from
             the model's logits before penalty and temperature.
+
+    ``is_greedy`` says that the token is the one with the highest logit, untouched: nothing to sample.
     """
 
     max_new_tokens: int = 16
@@ -50,6 +52,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    is_greedy: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -65,15 +68,11 @@ class SamplingParams:
                 put(name, check_count(name, value, lowest, "None switches it off"))
                 if highest is not None and getattr(self, name) > highest:
                     raise ValueError(f"{name} is {clip(value)}, must be at most {highest}")
+        put("is_greedy", self.repetition_penalty == 1.0 and (self.temperature == 0.0 or self.top_k == 1))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         put("stop", _strings(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be a bool, got {type(self.ignore_eos).__name__} {clip(self.ignore_eos)}")
-
-    @property
-    def is_greedy(self) -> bool:
-        """The token is the one with the highest logit, untouched: nothing to sample."""
-        return self.repetition_penalty == 1.0 and (self.temperature == 0.0 or self.top_k == 1)
 
     def _check_ranges(self) -> None:
         if self.temperature != 0.0 and self.temperature < LOWEST_TEMPERATURE:

@@ -165,15 +165,26 @@ def test_streams_in_turn_and_one_that_is_given_up(backbone) -> None:
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
-def test_a_failing_adapter_fails_its_own_prompts_within_one_call(backbone, tmp_path) -> None:
+@pytest.mark.parametrize("when", ["on arrival", "later"])
+def test_a_failing_adapter_fails_its_own_prompts_within_one_call(backbone, tmp_path, monkeypatch, when) -> None:
     folder = Path(shutil.copytree(backbone.adapters[2].lora_path, tmp_path / "adapter"))
-    (folder / "adapter_model.safetensors").write_bytes(b"damaged")
-    broken = LoRARequest("broken", lora_path=folder)
-    good, bad, plain = backbone.engine().generate([PROMPT] * 3, [backbone.adapters[1], broken, None], 6)
+    broken, engine = LoRARequest("broken", lora_path=folder), backbone.engine()
+    file = folder / "adapter_model.safetensors"
+    if when == "on arrival":
+        file.write_bytes(b"damaged")
+    else:
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: (file.write_bytes(b"damaged"), step())[1])
+    prompts, adapters = [PROMPT] * 4, [backbone.adapters[1], broken, None, broken]
+    good, bad, plain, bad_too = engine.generate(prompts, adapters, 6)
     assert good.token_ids == backbone.generate_merged(PROMPT, 1, 6)
     assert plain.token_ids == backbone.generate_merged(PROMPT, 0, 6)
-    assert (bad.finish_reason, bad.token_ids) == ("failed", [])
-    assert "'broken'" in bad.error
+    for result in (bad, bad_too):
+        assert (result.finish_reason, result.token_ids, result.text) == ("failed", [], None)
+        assert "'broken'" in result.error
+    chunks = list(engine.stream(prompts, adapters, 6))
+    assert {chunk.index for chunk in chunks if chunk.result and chunk.result.error} == {1, 3}
+    assert not engine.has_unfinished()
 
 
 def test_steps_give_results_and_an_unfinished_one_has_none(backbone) -> None:
@@ -197,15 +208,16 @@ def test_a_progress_bar_on_request(backbone, capsys) -> None:
 
 
 def test_wrong_numbers_of_entries(backbone) -> None:
+    for prompts in ([5, 6], torch.tensor([5, 6])):
+        with pytest.raises(TypeError, match=r"prompts\[0\] is .*a token id; pass a list of prompts"):
+            backbone.engine().generate(prompts)
     with pytest.raises(ValueError, match="got 2 prompts, 1 adapters, 2 params"):
         backbone.engine().generate([[1], [2]], [None])
     with pytest.raises(ValueError, match="got 2 prompts, 2 adapters, 3 params"):
         backbone.engine().generate([[1], [2]], None, [1, 2, 3])
 
 
-def test_a_transformers_model_by_mistake(backbone) -> None:
-    model = transformers.LlamaForCausalLM.from_pretrained(backbone.folder)
-    with pytest.raises(
-        TypeError, match=r"LlamaForCausalLM is the class of transformers, punica\.models\.LlamaFor.*from_pre"
-    ):
-        Engine(model)
+def test_names_that_others_have_taken(backbone) -> None:
+    engine = backbone.engine()
+    engine.add_request(Request("generate-0", [1], 2))
+    assert tokens_of(engine.generate([PROMPT], None, 3)) == [backbone.generate_merged(PROMPT, 0, 3)]

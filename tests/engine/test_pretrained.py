@@ -179,6 +179,34 @@ def test_ranks_agree_on_sizes_and_texts(folder, adapters) -> None:
     assert spawn_tensor_parallel(on_rank, 2, str(folder), adapters, backend="gloo") == [alone] * 2
 
 
+def refused_on_rank(rank: int, folders: list[str]) -> str:
+    with pytest.raises(FileNotFoundError) as caught:
+        Engine.from_pretrained(folders[rank], device="cpu")
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_rank_without_the_folder_ends_all_ranks_with_its_cause(folder) -> None:
+    messages = spawn_tensor_parallel(refused_on_rank, 2, [str(folder), "not/here"], backend="gloo")
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1 of 2: model folder 'not/here' does not exist")
+
+
 def test_a_folder_that_is_none(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        Engine.from_pretrained(tmp_path / "nowhere")
+        Engine.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"'meta-llama/Llama-3\.2-1B' does not exist .*snapshot_download"):
+        Engine.from_pretrained("meta-llama/Llama-3.2-1B")
+    with pytest.raises(TypeError, match="folder must be the path of a checkpoint, got NoneType"):
+        Engine.from_pretrained(None)
+
+
+def test_models_of_other_libraries_by_mistake(reference, adapters, folder) -> None:
+    peft = pytest.importorskip("peft")
+    base = transformers.Qwen3ForCausalLM.from_pretrained(folder)
+    for model in (reference, peft.PeftModel.from_pretrained(base, adapters[0].lora_path)):
+        for call in (Engine, Engine.from_pretrained):
+            with pytest.raises(
+                TypeError, match=r"LlamaForCausalLM is meant: Engine\.from_pretrained\(folder, adapters\)"
+            ):
+                call(model)
