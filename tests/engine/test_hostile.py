@@ -106,11 +106,11 @@ class Crowd:
             with suppress(ValueError):
                 self.engine.abort_request(draw.choice(self.own).request_id)
         taken = draw.choice([*self.engine._residency._users, BAD_ONE])  # an id that stands for somebody's folder now
-        number = draw.choice([BAD_ONE, BAD_ONE, taken, True, "x", -3])
-        prompt = draw.choice([[1, 2, 3], [1] * 20, [1] * 500, [999], [], "text", [True]])
+        number = draw.choice([BAD_ONE, BAD_ONE, BAD_ONE, BAD_ONE, taken, True, "x", -3])
+        prompt = draw.choice([[1, 2, 3], [1, 2], [5], [1] * 20, [1] * 500, [999], [], "text", [True]])
         try:
             adapter = LoRARequest("bad", number, str(folder), load_inplace=draw.random() < 0.5 and number == BAD_ONE)
-            request = Request(f"bad{draw.random()}", prompt, draw.choice([1, 9, 0]), adapter)
+            request = Request(f"bad{draw.random()}", prompt, draw.choice([1, 9, 9, 0]), adapter)
             self.own.append(self.engine.add_request(request))
         except Exception as error:
             self.refusals.append(error)
@@ -136,7 +136,7 @@ def check_interference(backbone, root: Path, count: int) -> None:
     assert crowd.refusals
     assert [error for error in crowd.refusals if type(error).__name__ not in CLEAR] == []
     reasons = {state.finish_reason for state in crowd.own}
-    assert reasons == {"length", "failed", "aborted"} or (count < 1000 and "length" in reasons)
+    assert reasons == {"length", "failed", "aborted"}
     assert crowd.engine._residency._users == crowd.engine._residency._versions == {}
     assert crowd.engine.blocks.num_free == crowd.engine.blocks.num_blocks
 
