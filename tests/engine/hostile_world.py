@@ -204,7 +204,7 @@ def _config_change(folder: Path, draw: random.Random) -> None:
         {"target_modules": pattern[:500]}, {"bias": draw.choice(["none", "all"])}, {"inference_mode": True},
         {"peft_type": draw.choice(["LORA", "lora", "IA3"])}, {"lora_dropout": draw.random()},
         {f"unknown {draw.random()}": draw.random()}, {"revision": None},
-        {"init_lora_weights": draw.choice([True, False])},
+        {"init_lora_weights": draw.choice([True, "gaussian"])},  # with False PEFT makes up what is missing, at random
     ]  # fmt: skip
     edit_config(folder, **draw.choice(changes))
 
