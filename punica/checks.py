@@ -1,13 +1,58 @@
 """Checks of plain values that several modules share: one wording for one mistake. A leaf without torch."""
 
+import math
+import numbers
+import operator
+
+_MOST_SHOWN = 200  # characters of a value in a message; what a stranger sends may have megabytes
+
+
+def clip(value: object) -> str:
+    """``repr(value)`` for a message, cut where it is long; of what cannot be shown (too deeply nested, an integer of
+    too many digits) the type.
+    """
+    length = ""
+    if isinstance(value, (str, bytes, list, tuple)) and len(value) > _MOST_SHOWN:
+        value, length = value[:_MOST_SHOWN], f" (first of {len(value)})"
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too large to show"
+    return shown if len(shown) <= _MOST_SHOWN and not length else f"{shown[:_MOST_SHOWN]}...{length}"
+
+
+def as_int(name: str, value: object) -> int:
+    """``value`` as an int: integers of Python, numpy and torch are integers, booleans are not; TypeError otherwise."""
+    if type(value) is int:
+        return value
+    if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]  # what has no index is a TypeError
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an int, got {type(value).__name__} {clip(value)}")
+
 
 def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") -> int:
     """``value`` as an int >= ``lowest``; TypeError / ValueError naming the argument otherwise.
 
     ``meaning`` says in the message what the limit stands for.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
-    if value < lowest:
-        raise ValueError(f"{name} is {value}, must be >= {lowest}" + (f" ({meaning})" if meaning else ""))
-    return value
+    number = as_int(name, value)
+    if number < lowest:
+        raise ValueError(f"{name} is {clip(number)}, must be >= {lowest}" + (f" ({meaning})" if meaning else ""))
+    return number
+
+
+def check_number(name: str, value: object) -> float:
+    """``value`` as a finite float, from any real number but a boolean; TypeError / ValueError otherwise."""
+    item = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    if isinstance(item, bool) or not isinstance(item, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {clip(value)}")
+    try:
+        number = float(item)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, must be finite")
+    return number

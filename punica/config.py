@@ -61,13 +61,13 @@ class LoRAConfig:
     dual_stream: bool = True
 
     def __post_init__(self) -> None:
-        check_count("max_lora_rank", self.max_lora_rank)
-        check_count("max_loras", self.max_loras)
-        if self.max_cpu_loras is None:
-            object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        check_count(
-            "max_cpu_loras", self.max_cpu_loras, self.max_loras, "max_loras: host memory has a copy of every slot"
-        )
+        def put(name: str, value: object, lowest: int = 1, meaning: str = "") -> None:
+            object.__setattr__(self, name, check_count(name, value, lowest, meaning))
+
+        put("max_lora_rank", self.max_lora_rank)
+        put("max_loras", self.max_loras)
+        in_memory = self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+        put("max_cpu_loras", in_memory, self.max_loras, "max_loras: host memory has a copy of every slot")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is bool and not isinstance(value, bool):

@@ -79,7 +79,8 @@ model.init_random_weights(seed=0)
 folder = write_random_adapter(tempfile.mkdtemp() + "/a", shape, rank=4, seed=1)
 config = EngineConfig(max_batch_size=4)
 engine = Engine(model, config.lora_config(max_lora_rank=8), config)
-print(engine.generate([[1, 2, 3]] * 2, [LoRARequest("a", 1, str(folder)), None], max_new_tokens=4))
+results = engine.generate([[1, 2, 3]] * 2, [LoRARequest("a", 1, str(folder)), None], 4)
+print([result.token_ids for result in results])
 """
 
 

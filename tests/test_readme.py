@@ -1,25 +1,66 @@
-"""The README's quickstart runs as written, and every make target it names exists."""
+"""The README's quickstarts run as written, and every make target it names exists."""
 
 import ast
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+import transformers
+
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import keys_read, refuse_unread
+from punica.adapters import write_random_adapter
+from tests.engine.text_world import BEGIN, END, VOCAB, byte_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_quickstart_runs_as_written() -> None:
-    code = re.search(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert code, "the README has no python block"
-    done = subprocess.run([sys.executable, "-c", code.group(1)], cwd=ROOT, capture_output=True, text=True, check=False)
+def quickstart(number: int, folder: Path, epilogue: str = "") -> str:
+    """What a python block of the README prints, run as written in ``folder``; then ``epilogue`` looks at its names."""
+    code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[number]
+    done = subprocess.run(
+        [sys.executable, "-c", code + epilogue], cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    tokens = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    return done.stdout
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with what the first block names: a tiny Llama with a tokenizer, and two adapters."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
+        initializer_range=0.15, bos_token_id=BEGIN, eos_token_id=END,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
+    save_tokenizer(tmp_path / "checkpoint")
+    for rank, name in ((4, "sql"), (8, "poet")):
+        write_random_adapter(tmp_path / "adapters" / name, config, rank=rank, seed=rank)
+    return tmp_path
+
+
+def test_quickstart_with_a_checkpoint_runs_as_written(checkpoint: Path) -> None:
+    epilogue = "\nprint(repr([(result.text, result.token_ids, result.finish_reason) for result in results]))"
+    printed = quickstart(0, checkpoint, epilogue)
+    results = ast.literal_eval(printed.strip().splitlines()[-1])
+    tokenizer = byte_tokenizer()
+    assert len({text for text, _, _ in results}) == 3, "the adapters make no difference"
+    for text, tokens, reason in results:
+        assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert (reason, len(tokens)) == ("length", 32) or (reason, tokens[-1]) == ("stop", END)
+        assert f"{reason} {text}" in printed
+
+
+def test_quickstart_without_a_checkpoint_runs_as_written(tmp_path: Path) -> None:
+    tokens = ast.literal_eval(quickstart(1, tmp_path).strip().splitlines()[-1])
     assert [len(generated) for generated in tokens] == [8, 8, 8, 8]
     assert len({tuple(generated) for generated in tokens}) == 4, "the adapters make no difference"
 

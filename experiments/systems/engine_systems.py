@@ -45,15 +45,14 @@ class EngineSystem(ServingSystem):
         self._register({job.adapter_id for job in jobs})
         totals: Counter[str] = Counter()
         start = time.perf_counter()
-        for request in requests:
-            self.engine.add_request(request)
+        states = [self.engine.add_request(request) for request in requests]
         while self.engine.has_unfinished():
             step = self.engine.step().statistics
             totals.update(steps=1, rows=step.batch_size, idle=step.num_idle)
             totals.update(schedule=step.schedule_s, metadata=step.metadata_s, model=step.model_s)
         seconds = time.perf_counter() - start
         phases = {name: float(totals[name]) for name in ("schedule", "metadata", "model")}
-        tokens = [request.output_token_ids for request in requests]
+        tokens = [state.output_token_ids for state in states]
         return Served(jobs, tokens, totals["steps"], totals["rows"], totals["idle"], seconds, phases)
 
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:

@@ -80,6 +80,7 @@ class Weights:
         model = LlamaForCausalLM(self.config, dtype=self.dtype, device=self.device)
         for mine, shared in zip(model.parameters(), self._backbone.parameters(), strict=True):
             mine.data = shared.data
+        model.has_weights = True
         return model
 
     def exported(self) -> dict[str, torch.Tensor]:

@@ -1,11 +1,14 @@
 """What a tenant owns, on its way from a PEFT folder to a slot on the device; each file is a station.
 
     request.py    which adapter is wanted: id, name, folder; one id stands for one source
-    read.py       the folder: `adapter_config.json`, then the tensors of `adapter_model.safetensors`, names first
+    peft_config.py  `adapter_config.json`: the rank and scaling of every module
+    patterns.py   the expressions in it, matched in bounded time
+    read.py       the tensors of `adapter_model.safetensors`, names first
     check.py      is it legal, and does it fit the model? The rules, asked by the stations around it
     weights.py    what travels: a pair A, B per module, scaled; all pairs of one adapter are a `LoRAModel`
     pack.py       q, k, v become one qkv as the model computes it; for a GPU, everything becomes one block of memory
     pack_experts.py  the experts of a layer, from either spelling, become what its LoRA layer takes
+    load.py       a request's folder, checked on arrival and loaded when it is needed
     hold.py       registered in host memory, active in a slot, pinned; the least recently used one makes room
     write.py      into a slot of all layers: on the spot on a CPU, on a stream of its own beside the steps on CUDA
 
@@ -15,7 +18,8 @@
 
 from punica.adapters.hold import LRUCache
 from punica.adapters.manager import LoRAModelManager
-from punica.adapters.read import PEFTHelper, parse_fine_tuned_lora_name
+from punica.adapters.peft_config import PEFTHelper
+from punica.adapters.read import parse_fine_tuned_lora_name
 from punica.adapters.request import LoRARequest, resolve_adapter_path
 from punica.adapters.synthetic import random_adapter, random_adapter_tensors, write_random_adapter
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights, StackedLoRALayerWeights

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from punica.adapters.wrap import adapter_component
+from punica.checks import clip
 from punica.layers import BaseLayerWithLoRA
 from punica.layers.base import LoRAInput
 from punica.layers.utils import ADAPTER_DTYPES
 from punica.ops.checks import check_dtype
 from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
 
+RESIZED = (
+    "; the vocabulary was resized for the training: serve the adapter on that model (save_pretrained after the "
+    "resize), or merge it there (merge_and_unload) and serve that"
+)
 SCALE_SUFFIX = "_scale"
 """What follows a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
 
@@ -31,7 +36,9 @@ def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collec
     if offenders:
         endings = sorted(expected)
         shown = f"{endings[:40]} and {len(endings) - 40} more" if len(endings) > 40 else str(endings)
-        raise ValueError(f"adapter modules {offenders} are not supported by this model; expected names end in {shown}")
+        raise ValueError(
+            f"adapter modules {clip(offenders)} are not supported by this model; expected names end in {shown}"
+        )
 
 
 def check_any(names: Mapping[str, object]) -> None:
@@ -65,13 +72,22 @@ def check_tensors(
             )
         of_embedding = is_a and "lora_embedding_" in key and tensor.ndim == 2
         if of_embedding and model_vocab_size not in (None, tensor.shape[1]):
-            raise ValueError(f"{key!r} covers a vocabulary of {tensor.shape[1]} ids, the model has {model_vocab_size}")
+            raise ValueError(
+                f"{key!r} covers a vocabulary of {tensor.shape[1]} ids, the model has {model_vocab_size}{RESIZED}"
+            )
+        of_head = (
+            not is_a and "lora_embedding_" not in key and module.rpartition(".")[2] == "lm_head" and tensor.ndim == 2
+        )
+        if of_head and model_vocab_size not in (None, tensor.shape[0]):
+            raise ValueError(
+                f"{key!r}: the model's vocabulary has {model_vocab_size} rows, got {tensor.shape[0]}{RESIZED}"
+            )
         sides.setdefault(module, {})[is_a] = key
     incomplete = {
         module: "A without B" if True in found else "B without A" for module, found in sides.items() if len(found) < 2
     }
     if incomplete:
-        raise ValueError(f"the adapter is incomplete: {incomplete}; every module needs lora_A and lora_B")
+        raise ValueError(f"the adapter is incomplete: {clip(incomplete)}; every module needs lora_A and lora_B")
     return sides
 
 
@@ -145,18 +161,27 @@ def check_fits(adapter_id: int, name: str, lora_a: LoRAInput, lora_b: LoRAInput,
     Raises TypeError or ValueError with the adapter's id and the module in front.
     """
     try:
-        _, slices_b = layer.check_lora(lora_a, lora_b)
+        _, slices_b = layer.check_lora(_with_data(lora_a), _with_data(lora_b))
     except (TypeError, ValueError) as error:
         raise type(error)(f"adapter {adapter_id}, module {name!r}: {error}") from error
     if not all(b is None or _all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for b in slices_b):
         raise ValueError(f"adapter {adapter_id}, module {name!r}: B contains NaN or inf after scaling")
 
 
+def _with_data(lora: LoRAInput) -> Any:
+    """For a meta tensor zeros of its shape, which take no memory: layers accept no weights without data."""
+    if isinstance(lora, (list, tuple)):
+        return [_with_data(of_slice) for of_slice in lora]
+    if isinstance(lora, Tensor) and lora.is_meta:
+        return torch.zeros((), dtype=lora.dtype, device="cpu").expand(lora.shape)
+    return lora
+
+
 def _all_finite(tensor: Tensor) -> bool:
-    """True if no element is NaN or inf.
+    """True if no element is NaN or inf, or if there are none but only a shape (meta tensors).
 
     One reduction instead of an element-wise test: NaN and inf survive a sum, so a finite sum proves all elements
     finite; only a sum that overflowed needs the slow look.
     """
     total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+    return tensor.is_meta or bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())

@@ -174,6 +174,20 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
             if lora.id in requests:
                 self.requests[lora.id] = requests[lora.id]
 
+    def rename(self, adapter_id: int, new_id: int) -> LoRAModel:
+        """Hold a registered adapter under another, unused id, with its slot, pin and request; what is held now."""
+        lora = self.require(adapter_id).renamed(new_id)
+        del self._entries[adapter_id]
+        self._entries[new_id] = lora
+        if adapter_id in self.requests:
+            self.requests[new_id] = self.requests.pop(adapter_id)
+        if adapter_id in self.active:
+            self.active[new_id] = self.active.pop(adapter_id)
+            self.index_to_id[self.active[new_id].slot] = new_id
+        if super().unpin(adapter_id):
+            super().pin(new_id)
+        return lora
+
     def _forget(self, adapter_id: int, lora: LoRAModel) -> None:
         self.deactivate(adapter_id)
         self.requests.pop(adapter_id, None)

@@ -10,7 +10,7 @@ a failed call leaves registered adapters, slots and buffers exactly as they were
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -19,15 +19,17 @@ from torch import nn
 
 from punica.adapters import wrap
 from punica.adapters.hold import HeldAdapters
+from punica.adapters.load import AdapterLoader
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.read import read_config
-from punica.adapters.request import LoRARequest, check_same_source, distinct_requests, loading
+from punica.adapters.request import LoRARequest, check_same_source, distinct_requests
 from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, make_slot_writer
+from punica.checks import as_int
 from punica.config import LoRAConfig
 from punica.layers.utils import base_weight
 from punica.metadata import LoRAMapping, RowGroups
+from punica.parallel import all_ranks_agree
 from punica.wrapper import get_punica_wrapper
 
 
@@ -53,7 +55,8 @@ class LoRAModelManager:
         punica_wrapper: shared by all layers.
 
     Raises:
-        ValueError: the model has no layer to wrap, or a targeted layer has no LoRA class. RuntimeError: it is wrapped
+        ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory
+            than is free. RuntimeError: it is wrapped
             already.
     """
 
@@ -71,6 +74,7 @@ class LoRAModelManager:
         self.vocab_size = vocab_size
         self.lora_config = replace(lora_config)
         self.lora_config.verify_with_model_config(base_weight(layers[0].layer))
+        wrap.check_memory(model, layers, self.lora_config)
         self.punica_wrapper = get_punica_wrapper(
             max_num_batched_tokens, max_num_seqs, device, max_loras=self.lora_slots, lora_config=self.lora_config
         )
@@ -78,10 +82,11 @@ class LoRAModelManager:
         self.modules = {layer.names[0]: layer.layer for layer in wrapped}
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
-        self._fp8 = cast(torch.dtype | None, self.lora_config.fp8)
-        self._expected_modules = wrap.expected_lora_modules(layers)
-        self._moe_ep_spec = wrap.moe_ep_spec_of(layers)
-        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules, self._fp8)
+        fp8 = cast(torch.dtype | None, self.lora_config.fp8)
+        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules, fp8)
+        self._loader = AdapterLoader(
+            self._packer, wrap.expected_lora_modules(layers), self.lora_config, vocab_size, wrap.moe_ep_spec_of(layers)
+        )
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
         self._writer = make_slot_writer(self.modules)
         self._held = HeldAdapters(self.capacity, self.lora_slots, self._writer)
@@ -128,17 +133,32 @@ class LoRAModelManager:
 
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
         """A registered adapter or `None`; looking does not count as use."""
-        return self._held.peek(adapter_id)
+        return self._held.peek(_checked(adapter_id))
 
     def adapter_bytes(self, adapter_id: int) -> int:
         """Host memory of a registered adapter, in bytes. ValueError if it is not registered."""
-        return self._writer.host_bytes(self._held.require(adapter_id))
+        return self._writer.host_bytes(self._held.require(_checked(adapter_id)))
 
     def request_of(self, adapter_id: int) -> LoRARequest | None:
         """The request a registered adapter was loaded for; `None` if it is not registered or came as a `LoRAModel`."""
-        return self._held.requests.get(adapter_id)
+        return self._held.requests.get(_checked(adapter_id))
 
     # --- registered adapters -----------------------------------------------------------------------------------------
+
+    def check_adapter(self, request: LoRARequest) -> None:
+        """Refuse a request's folder if :meth:`add_adapter` would, as far as can be told without reading the numbers.
+
+        Serving asks when a request arrives, so that what a hostile folder costs is not paid between the steps of
+        others. With tensor parallelism all ranks ask together, and all refuse if one does. Warns where the folder's
+        `target_modules` and its tensors disagree.
+
+        Raises:
+            TypeError: not a request. FileNotFoundError, ValueError, TypeError: the folder. Nothing has changed.
+        """
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
+        with all_ranks_agree():
+            self._loader.check(request)
 
     def add_adapter(self, adapter: LoRAModel | LoRARequest) -> bool:
         """Register an adapter; when `max_cpu_loras` are registered, the least recently used unpinned one is removed.
@@ -167,9 +187,30 @@ class LoRAModelManager:
         self._held.enter([self._writer.stage(packed)], {})
         return True
 
+    def rename_adapter(self, adapter_id: int, new_id: int) -> LoRAModel:
+        """Keep a registered adapter, with its slot and pin, under another id: the old one is free for its successor.
+
+        Steps in flight notice nothing. Returns the adapter as it is registered now.
+
+        Raises:
+            ValueError: `adapter_id` is not registered, or `new_id` is.
+        """
+        if new_id in self._held:
+            raise ValueError(f"cannot rename adapter {adapter_id} to {new_id}, which is registered; remove that first")
+        return self._held.rename(adapter_id, new_id)
+
+    def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
+        """Register what :meth:`get_adapter` once gave and was evicted or removed since, with its request if it had one.
+
+        Raises:
+            RuntimeError: all that could make room are pinned. Nothing has changed.
+        """
+        self._held.check_place(adapter.id)
+        self._held.enter([adapter], {} if request is None else {adapter.id: request})
+
     def remove_adapter(self, adapter_id: int) -> bool:
         """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
-        return self._held.pop(adapter_id) is not None
+        return self._held.pop(_checked(adapter_id)) is not None
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
@@ -198,11 +239,11 @@ class LoRAModelManager:
         Raises:
             ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
         """
-        return self._held.activate(adapter_id)
+        return self._held.activate(_checked(adapter_id))
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Free the adapter's slot and drop a pin; it stays registered. `False` if it is not active."""
-        return self._held.deactivate(adapter_id)
+        return self._held.deactivate(_checked(adapter_id))
 
     def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
         """:meth:`activate_adapter` ahead of the step that uses it, with the same evictions and errors, so leave slots
@@ -221,12 +262,12 @@ class LoRAModelManager:
         Raises:
             ValueError: the id is not registered. RuntimeError: all slots are pinned already. Nothing has changed.
         """
-        self._held.pin(adapter_id)
+        self._held.pin(_checked(adapter_id))
         return True
 
     def unpin_adapter(self, adapter_id: int) -> bool:
         """Let an adapter make room for others again. `False` if it was not pinned."""
-        return self._held.unpin(adapter_id)
+        return self._held.unpin(_checked(adapter_id))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -334,43 +375,23 @@ class LoRAModelManager:
     def _make_active(self, wanted: Mapping[int, LoRARequest], reload: Collection[int]) -> None:
         """Make all of `wanted` registered and active; those in `reload` are loaded again.
 
-        Everything is loaded and checked, and slots for all found, before anything changes.
+        Everything is loaded and checked on all tensor-parallel ranks, and slots for all found, before anything changes.
         """
         for adapter_id, request in wanted.items():
             if adapter_id not in reload:
                 check_same_source(self.request_of(adapter_id), request)
         missing = [i for i in wanted if i in reload or i not in self._held]
-        packed = [self._load(wanted[adapter_id]) for adapter_id in missing]
-        self._held.check_slots(wanted)
+        staged: list[LoRAModel] = []
+        with all_ranks_agree() if missing else nullcontext():
+            packed = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
+            self._held.check_slots(wanted)
+            staged = [self._writer.stage(lora, mapped=True) for lora in packed]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
-        staged = [self._writer.stage(lora, mapped=True) for lora in packed]
         self._held.enter(staged, wanted)
         for adapter_id in wanted:
             self.activate_adapter(adapter_id)
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
-
-    def _load(self, request: LoRARequest) -> LoRAModel:
-        """The request's adapter, read, checked and packed; nothing changes, its tensors may still be mapped.
-
-        Raises:
-            FileNotFoundError, ValueError, TypeError: as raised inside, with the adapter's name and path in front.
-        """
-        config = read_config(request, self.lora_config)
-        with loading(request):
-            lora = LoRAModel.from_local_checkpoint(
-                request.absolute_path,
-                self._expected_modules,
-                config,
-                lora_model_id=request.lora_int_id,
-                # what becomes FP8 is rounded once, from what the file has
-                dtype=cast(torch.dtype, self.lora_config.lora_dtype) if self._fp8 is None else None,
-                model_vocab_size=self.vocab_size,
-                moe_ep_spec=self._moe_ep_spec,
-            )
-            if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
-                raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
-            return self._packer.pack(lora)
 
     def _is_current(self, step: tuple) -> bool:
         """Whether the wrapper still holds this step, announced in the same words."""
@@ -392,3 +413,8 @@ def _ids_of(mapping: LoRAMapping) -> set[int]:
     if not isinstance(mapping, LoRAMapping):
         raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
     return {*mapping.index_mapping, *mapping.prompt_mapping}
+
+
+def _checked(adapter_id: object) -> int:
+    """TypeError for what is no id: booleans stand for no adapter, and not everything can be looked up."""
+    return as_int("adapter_id", adapter_id)

@@ -19,6 +19,7 @@ from punica.adapters.check import check_fits
 from punica.adapters.pack_experts import BASE_LAYER, pack_experts
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
+from punica.checks import clip
 from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from punica.layers.base import SlotPart
 from punica.layers.packing import LoRAFactor
@@ -69,12 +70,24 @@ class AdapterPacker:
                 parts), a wrong shape, rank or size, or a B that holds NaN or inf once it is scaled.
             TypeError: unsupported dtype. RuntimeError: a module without tensors (shell).
         """
-        packed = {name: self._pack_module(lora, name, given) for name, given in self._by_layer(lora).items()}
-        for name, weights in packed.items():
-            check_fits(lora.id, name, *weights.pair(), self._wrapped[name].layer)
+        packed = self.check(lora)
         if self._fp8 is not None:
             packed = {name: _quantised(weights, self._fp8) for name, weights in packed.items()}
         return LoRAModel(lora.id, max(weights.rank for weights in packed.values()), packed)
+
+    def check(self, lora: LoRAModel) -> dict[str, ModuleWeights]:
+        """What :meth:`pack` makes of the modules before it quantises; meta tensors will do. Raises as that."""
+        packed = {name: self._pack_module(lora, name, given) for name, given in self._by_layer(lora).items()}
+        for name, weights in packed.items():
+            check_fits(lora.id, name, *weights.pair(), self._wrapped[name].layer)
+        return packed
+
+    @property
+    def most_tensors(self) -> int:
+        """More tensors than an adapter of this model can have: A and B of every module, their scales, and what PEFT
+        saves along with an embedding.
+        """
+        return 4 * len(self._place) + 64
 
     def _by_layer(self, lora: LoRAModel) -> dict[str, dict[int | None, str]]:
         """`{layer: {part: how the adapter calls it}}`."""
@@ -82,7 +95,7 @@ class AdapterPacker:
             raise ValueError(f"adapter {lora.id} has no modules; nothing of it matches the model")
         if unknown := sorted(lora.loras.keys() - self._place.keys()):
             raise ValueError(
-                f"adapter {lora.id} has weights for {unknown}, which the model does not have or which "
+                f"adapter {lora.id} has weights for {clip(unknown)}, which the model does not have or which "
                 "LoRAConfig.target_modules leaves out"
             )
         given: dict[str, dict[int | None, str]] = {}

@@ -1,12 +1,13 @@
 """Which adapter a request asks for, and the rule that one id stands for one source."""
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from punica.checks import check_count
+from punica.checks import check_count, clip
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,8 +16,10 @@ class LoRARequest:
 
     Args:
         lora_name: non-empty label; equality and hash use it alone.
-        lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library).
-        lora_path: PEFT folder; `~` and relative paths are resolved here, and looked up when the adapter is loaded.
+        lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library); `None`: one derived
+            from name and folder, so that the same adapter has the same id in every request and on every rank.
+        lora_path: PEFT folder, a str or a `pathlib.Path` (kept as str); `~` and relative paths are resolved here, and
+            looked up when the adapter is loaded.
         base_model_name: informational.
         load_inplace: read the folder again even if the id is registered.
         is_3d_lora_weight: the adapter has its experts in one pair of matrices per layer; refused when it has not.
@@ -28,7 +31,7 @@ class LoRARequest:
     """
 
     lora_name: str
-    lora_int_id: int
+    lora_int_id: int = None  # type: ignore[assignment]  # an int as soon as it is built
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
@@ -36,16 +39,20 @@ class LoRARequest:
     absolute_path: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         for key in ("lora_name", "lora_path"):
             value = getattr(self, key)
             if not isinstance(value, str):
-                raise TypeError(f"LoRARequest {key} must be a str, got {value!r} ({type(value).__name__})")
+                raise TypeError(f"LoRARequest {key} must be a str, got {clip(value)} ({type(value).__name__})")
             if not value:
-                raise ValueError(f"LoRARequest {key} must not be empty (lora_name={self.lora_name!r})")
-        check_adapter_id("LoRARequest lora_int_id", self.lora_int_id)
-        if not isinstance(self.is_3d_lora_weight, bool):
-            raise TypeError(f"LoRARequest is_3d_lora_weight must be a bool, got {self.is_3d_lora_weight!r}")
+                raise ValueError(f"LoRARequest {key} must not be empty (lora_name={clip(self.lora_name)})")
+        for key in ("load_inplace", "is_3d_lora_weight"):
+            if not isinstance(getattr(self, key), bool):
+                raise TypeError(f"LoRARequest {key} must be a bool, got {clip(getattr(self, key))}")
         object.__setattr__(self, "absolute_path", os.path.abspath(os.path.expanduser(self.lora_path)))
+        given = _derived_id(*self.source) if self.lora_int_id is None else self.lora_int_id
+        object.__setattr__(self, "lora_int_id", check_adapter_id("LoRARequest lora_int_id", given))
 
     @property
     def adapter_id(self) -> int:
@@ -74,21 +81,32 @@ class LoRARequest:
         return hash(self.lora_name)
 
 
-def check_adapter_id(name: str, value: object) -> None:
-    """Adapter ids are integers >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
-    check_count(name, value, meaning="0 means 'no adapter'")
+def check_adapter_id(name: str, value: object) -> int:
+    """`value` as an adapter id: an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
+    return check_count(name, value, meaning="0 means 'no adapter'")
+
+
+def _derived_id(name: str, path: str) -> int:
+    """An id >= 1 of 62 bits; among n adapters two share one with a probability of n**2 / 2**63."""
+    digest = hashlib.sha256(f"{name}\0{path}".encode(errors="surrogatepass")).digest()
+    return 1 + (int.from_bytes(digest[:8], "big") >> 2)
 
 
 def resolve_adapter_path(path: str | Path) -> Path:
     """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: there is no such folder, or no such path is possible.
     """
-    resolved = Path(path).expanduser().resolve()
-    if not resolved.is_dir():
+    try:
+        resolved = Path(path).expanduser().resolve()
+        is_folder = resolved.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, no home folder, a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileNotFoundError(f"adapter folder {clip(str(path))} cannot be looked up: {reason}") from error
+    if not is_folder:
         raise FileNotFoundError(
-            f"adapter folder {str(resolved)!r} (from {str(path)!r}) does not exist or is not a folder"
+            f"adapter folder {clip(str(resolved))} (from {clip(str(path))}) does not exist or is not a folder"
         )
     return resolved
 
@@ -102,7 +120,8 @@ def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
     """
     if known is not None and known.source != request.source:
         raise ValueError(
-            f"adapter id {request.lora_int_id} stands for {known.source}, now requested as {request.source}; use "
+            f"adapter id {request.lora_int_id} stands for {clip(known.source)}, now requested as "
+            f"{clip(request.source)}; use "
             "another id, or load_inplace=True in a later step to replace it"
         )
 
@@ -130,10 +149,12 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
 def loading(request: LoRARequest) -> Iterator[None]:
     """Inside, the errors of a load get the adapter's name and path in front.
 
-    They stay what they are: FileNotFoundError, TypeError or ValueError.
+    They stay what they are: FileNotFoundError, TypeError or ValueError; another OSError (no permission, a disk that
+    fails) becomes a ValueError.
     """
     try:
         yield
-    except (FileNotFoundError, TypeError, ValueError) as error:
-        kind = next(kind for kind in (FileNotFoundError, TypeError, ValueError) if isinstance(error, kind))
-        raise kind(f"cannot load adapter {request.lora_name!r} from {request.lora_path!r}: {error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        kind = next((kind for kind in (FileNotFoundError, TypeError) if isinstance(error, kind)), ValueError)
+        name, path = clip(request.lora_name), clip(str(request.lora_path))
+        raise kind(f"cannot load adapter {name} from {path}: {error}") from error

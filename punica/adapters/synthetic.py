@@ -19,7 +19,8 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 
-from punica.adapters.read import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE, PEFTHelper
+from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper
+from punica.adapters.read import PEFT_PREFIX, WEIGHTS_FILE
 from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import last_component
 from punica.checks import check_count

@@ -6,6 +6,7 @@ is multiplied into B once, so that the operators of the serving path need no per
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import cast
 import torch
 
 from punica.adapters.check import check_finite, check_pair, check_tensors, join_scales
-from punica.adapters.read import NameMapper, PEFTHelper, is_stacked_name, lora_names, read_tensors
+from punica.adapters.peft_config import PEFTHelper
+from punica.adapters.read import NameMapper, is_stacked_name, lora_names, read_tensors
 from punica.adapters.request import check_adapter_id
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.base import LoRAInput
@@ -296,6 +298,12 @@ class LoRAModel:
         """The same adapter under another id; tensors are shared."""
         return LoRAModel(lora_model_id, self.rank, self.loras, self.is_3d_lora_weight)
 
+    def renamed(self, lora_model_id: int) -> LoRAModel:
+        """What this is, staged or not, under another id, which may be one of the engine's own (negative)."""
+        twin = copy.copy(self)
+        twin.id = lora_model_id
+        return twin
+
     def get_lora(self, module_name: str) -> ModuleWeights | None:
         """The weights of a module, `None` if the adapter does not touch it."""
         return self.loras.get(module_name)
@@ -337,6 +345,7 @@ class LoRAModel:
         tensors = join_scales(tensors)
         names = lora_names(tensors, weights_mapper, skip_prefixes)
         sides = check_tensors(names, tensors, model_vocab_size)
+        peft_helper.resolve(name.configured for name in names.values())
         placed: dict[str, torch.Tensor | Fp8Matrix] = {}
         for key, (module, is_a, _) in names.items():
             placed[key] = _placed(tensors[key], device, dtype)

@@ -9,13 +9,21 @@ One module can be reached by several names. It is wrapped once, and adapters may
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import torch
 from torch import nn
 
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
-from punica.parallel import FusedMoE, LinearBase, ParallelLMHead, VocabParallelEmbedding
+from punica.parallel import (
+    FusedMoE,
+    LinearBase,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    check_free,
+    get_tensor_model_parallel_world_size,
+)
 
 PackedMapping = Mapping[str, list[str]]
 _EXPERT_NAME = re.compile(r"(?:.*\.)?experts\.(?P<expert>\d+)\..+")
@@ -154,7 +162,7 @@ def wrap_layers(
     wrapped: list[NamedLayer[BaseLayerWithLoRA]] = []
     by_base: dict[int, BaseLayerWithLoRA] = {}  # the replaced module's id -> its replacement
     for layer, names, parts in layers:
-        targeted = [name for name in names if is_in_target_modules(name, lora_config.target_modules, packed)]
+        targeted = _targeted(NamedLayer(layer, names, parts), lora_config, packed)
         if not targeted:
             continue
         name = targeted[0]
@@ -174,6 +182,30 @@ def wrap_layers(
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, by_base[id(module)])
     return wrapped
+
+
+def _targeted(layer: NamedLayer[nn.Module], lora_config: LoRAConfig, packed: PackedMapping) -> list[str]:
+    """Those of a layer's names that the deployment filter lets through."""
+    return [name for name in layer.names if is_in_target_modules(name, lora_config.target_modules, packed)]
+
+
+def check_memory(model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig) -> None:
+    """ValueError if the slots of the targeted layers take more memory than is free: at least A and B of every weight
+    matrix, one tensor-parallel rank's part of A where that is shared out too.
+    """
+    targeted = [one.layer for one in layers if _targeted(one, lora_config, packed_modules_of(model))]
+    weights = [weight for layer in targeted for weight in layer.parameters(recurse=False) if weight.ndim >= 2]
+    if not weights:
+        return
+    elements = sum(weight[..., 0, 0].numel() * sum(weight.shape[-2:]) for weight in weights)
+    elements //= get_tensor_model_parallel_world_size() if lora_config.fully_sharded_loras else 1
+    dtype = torch.uint8 if lora_config.fp8 is not None else cast(torch.dtype, lora_config.lora_dtype)
+    check_free(
+        f"{lora_config.max_loras} adapter slots of rank {lora_config.max_lora_rank}",
+        elements * lora_config.max_lora_rank * lora_config.max_loras * dtype.itemsize,
+        weights[0].device,
+        "lower LoRAConfig.max_loras or max_lora_rank, or name fewer target_modules",
+    )
 
 
 def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | None:

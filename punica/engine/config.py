@@ -24,6 +24,7 @@ class EngineConfig:
         ignore_adapters: for an engine without LoRA: requests may name adapters, which then steer admission and
             nothing else. This is how backbone-only baselines serve the stream of a multi-LoRA workload. Without it
             such a request is refused.
+        seed: of the draws of requests that name none; each gets its own from this and the number of its arrival.
     """
 
     max_batch_size: int = 32
@@ -32,13 +33,18 @@ class EngineConfig:
     num_blocks: int | None = None
     adapter_index_rule: str = "per_request"
     ignore_adapters: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("max_batch_size", self.max_batch_size)
-        check_count("block_size", self.block_size)
-        check_count("max_model_len", self.max_model_len, 2, "one prompt token and one new token")
+        def put(name: str, lowest: int = 1, meaning: str = "") -> None:
+            object.__setattr__(self, name, check_count(name, getattr(self, name), lowest, meaning))
+
+        put("max_batch_size")
+        put("block_size")
+        put("max_model_len", 2, "one prompt token and one new token")
+        put("seed", 0)
         if self.num_blocks is not None:
-            check_count("num_blocks", self.num_blocks)
+            put("num_blocks")
         if self.adapter_index_rule not in ADAPTER_INDEX_RULES:
             raise ValueError(
                 f"adapter_index_rule is {self.adapter_index_rule!r}, must be one of {list(ADAPTER_INDEX_RULES)}"

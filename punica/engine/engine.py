@@ -2,39 +2,60 @@
 
 Sections 5 and 6 of the paper.
 
-    step:  schedule -> activate adapters -> lay out rows -> metadata, model, argmax -> deliver, retire the finished
+    step:  schedule -> activate adapters -> lay out rows -> metadata, model, sampling -> deliver, retire the finished
 
 Continuous batching: requests join and leave between steps, whatever their adapters are.
 """
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from punica.adapters import LoRAModelManager, LoRARequest
+from punica.checks import clip
 from punica.config import LoRAConfig
+from punica.engine.arrival import check_fits, check_length, check_tokens, check_types
 from punica.engine.attention import PagedAttention
 from punica.engine.config import EngineConfig
+from punica.engine.folder import GenerationDefaults
+from punica.engine.generation import Generation
 from punica.engine.kv_cache import KVCache
 from punica.engine.output import StepOutput, StepStatistics
+from punica.engine.pretrained import as_requests, load_pretrained
 from punica.engine.residency import AdapterResidency
-from punica.engine.runner import ModelRunner
+from punica.engine.results import GenerationResult, result_of
+from punica.engine.runner import ModelRunner, StepTokens
+from punica.engine.sampler import derived_seed
+from punica.engine.sizes import EngineMemory, memory_of
+from punica.engine.text import GrowingText, TextCodec
 from punica.models import LlamaForCausalLM
 from punica.scheduling import (
     ADMISSION_RULES,
     BlockManager,
     Request,
+    RequestState,
     RequestStatus,
     Scheduler,
     StepLayout,
     StepPlan,
+    as_sampling_params,
     lay_out,
 )
 
 
-class Engine:
+class Engine(Generation):
     """One model on one device (or one tensor-parallel rank of it; all ranks take the same steps).
+
+    :meth:`from_pretrained` builds one from a checkpoint folder, :meth:`generate` and :meth:`stream` are what most users
+    call; :meth:`add_request`, :meth:`step` and :meth:`abort_request` are what those are made of.
+
+    Requests are served first come, first served, and nobody overtakes. So none starves: with L the longest
+    ``max_new_tokens``, one that has n unfinished requests before it when it arrives joins within (n + 1) L steps,
+    however many adapters, slots and pins there are (a preempted request keeps its place and its tokens).
 
     Args:
         model: a backbone with its weights. With LoRA its layers are replaced in place, so it belongs to this engine.
@@ -42,8 +63,11 @@ class Engine:
             backbone alone, with no LoRA layer at all.
         engine_config: sizes.
         admission: name of an admission rule: ``"fcfs"`` (Punica), ``"single_adapter"``, ``"static"``.
+        tokenizer: a transformers tokenizer, for text in and text out.
+        defaults: end tokens of the model, and how tokens are chosen where ``generate`` is not told; without it there
+            are no end tokens, and decoding is greedy.
 
-    Decoding is greedy. Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
+    Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
     ``max_model_len`` beyond the model's positions.
     """
 
@@ -53,13 +77,17 @@ class Engine:
         lora_config: LoRAConfig | None = None,
         engine_config: EngineConfig | None = None,
         admission: str = "fcfs",
+        tokenizer: Any = None,
+        defaults: GenerationDefaults | None = None,
     ) -> None:
+        super().__init__()
         rule = ADMISSION_RULES.get(admission)()
-        _check_types(model, lora_config, engine_config)
+        check_types(model, lora_config, engine_config)
         self.config = config = engine_config or EngineConfig()
-        _check_fits(config, lora_config, model)
+        check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
+        cache = KVCache(model, config.total_blocks, config.block_size)  # first: it may not fit, and changes nothing
         self.manager: LoRAModelManager | None = None
         self._residency: AdapterResidency | None = None
         if lora_config is not None:
@@ -68,70 +96,128 @@ class Engine:
             )
             self._residency = AdapterResidency(self.manager)
         self.blocks = BlockManager(config.total_blocks, config.block_size)
-        cache = KVCache(model, config.total_blocks, config.block_size)
         self.runner = ModelRunner(model, PagedAttention(cache), self.manager, max_tokens)
         max_adapters = None if self.manager is None else self.manager.lora_slots
         self.scheduler = Scheduler(rule, self.blocks, config.max_batch_size, max_tokens, max_adapters)
-        self._requests: dict[str, Request] = {}  # waiting and running
-        self._counter = itertools.count()
+        if self._residency is not None:
+            self.scheduler.on_leave = self._residency.release
+        self._requests: dict[str, RequestState] = {}  # waiting and running
+        self._arrivals = itertools.count()
+        self.codec = None if tokenizer is None else TextCodec(tokenizer)
+        self.defaults = defaults or GenerationDefaults()
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request.
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, adapters: LoRARequest | Iterable[LoRARequest] = (), *,
+        dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
+        max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
+        num_blocks: int | None = None, seed: int = 0, admission: str = "fcfs", **lora: Any,
+    ) -> "Engine":  # fmt: skip
+        """An engine for the checkpoint in ``folder`` (nothing is downloaded), with these adapters loaded.
 
-        All checks are made here and change nothing when they fail, so that a queued request can always run.
+        The folder is one that transformers writes: ``config.json`` and safetensors (one file or several with an index)
+        of a Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE; ``generation_config.json`` (end tokens, default
+        sampling) and the tokenizer (text in, text out, chats) where it has them.
+
+        Args:
+            adapters: those that will be served, for which room is made; others may come later as far as they fit.
+            dtype: of weights and cache; ``None``: the checkpoint's.
+            device: ``None``: the current GPU, or the CPU where there is none.
+            max_model_len: most tokens of a request; ``None``: what the model means (its positions, its sliding window),
+                8192 and what the cache holds, whichever is least.
+            memory_fraction: how much of the memory that is free once the weights are loaded slots and cache may take.
+            max_batch_size, block_size, num_blocks, seed: as in :class:`EngineConfig`; ``num_blocks=None``: enough for
+                all requests of a full batch at full length, or what fits.
+            lora: fields of a :class:`LoRAConfig`. Unless given, ``max_lora_rank`` is that of the widest adapter and
+                ``max_loras`` the number of adapters, at most ``max_batch_size``. Without adapters and without any of
+                these the engine has no LoRA layers.
+
+        What it costs is in :attr:`memory`: a slot takes ``max_lora_rank`` times the sum of all inputs and outputs of
+        the adapted layers, whatever the rank of what it holds.
+
+        Raises FileNotFoundError, ValueError, TypeError (folder, adapters, arguments), RuntimeError (memory).
+        """
+        requests = as_requests(adapters)
+        sizes = {"max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks, "seed": seed}
+        parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
+        tokenizer = None if parts.codec is None else parts.codec.tokenizer
+        engine = cls(parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults)
+        if engine.manager is not None:
+            for request in requests:
+                engine.manager.add_adapter(request)
+        return engine
+
+    def add_request(self, request: Request) -> RequestState:
+        """Queue a request; returns what the engine knows about it from now on: its status and its output so far.
+
+        All checks are made here and change nothing when they fail, so that a queued request can always run. If its
+        adapter breaks all the same before it is loaded (its files are damaged meanwhile), the request ends as FAILED.
 
         Raises:
             TypeError: not a Request; its adapter is no LoRARequest.
-            ValueError: its id is in use or it was served before; a token outside the vocabulary; longer than
-                ``max_model_len`` or than the whole KV cache; an adapter for an engine without LoRA; an adapter that is
-                not legal here.
+            ValueError: its id is in use; a token or stop token outside the vocabulary; stop strings without a
+                tokenizer; longer than ``max_model_len`` or than the whole KV cache; an adapter for an engine without
+                LoRA; an adapter that is not legal here.
             FileNotFoundError: its adapter is neither registered nor in a folder.
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
-        if not isinstance(request, Request):
-            raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        self._check_new(request)
-        self._check_length(request)
-        self._check_adapter(request)
-        self._requests[request.request_id] = request
-        self.scheduler.add(request)
+        self._check(request)
+        self._check_folder(request)
+        return self._queue(request)
+
+    def add_or_fail(self, request: Request) -> RequestState:
+        """As :meth:`add_request`, but an adapter's folder that is refused fails the request, which has ended then."""
+        self._check(request)
+        try:
+            self._check_folder(request)
+        except (OSError, TypeError, ValueError) as error:
+            state = self._state_of(request)
+            state.fail(f"{type(error).__name__}: {error}")
+            return state
+        return self._queue(request)
+
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request of this name has not left yet."""
+        return request_id in self._requests or bool(self.blocks.block_table(request_id))
 
     def has_unfinished(self) -> bool:
         """True while a request waits or runs."""
         return bool(self._requests)
 
-    def abort_request(self, request_id: str) -> Request:
-        """Take an unfinished request out, with the output it has so far. ValueError for an unknown id."""
-        if request_id not in self._requests:
-            raise ValueError(f"no unfinished request {request_id!r}; unfinished: {sorted(self._requests)[:20]}")
+    def abort_request(self, request_id: str) -> GenerationResult:
+        """Take an unfinished request out; its result, with the output it has so far. ValueError for an unknown id."""
+        if not isinstance(request_id, str) or request_id not in self._requests:
+            raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._requests))}")
         request = self._requests.pop(request_id)
         self.scheduler.take_out(request)
-        return request
+        request.abort()
+        return self.result_of(request)
 
     def step(self) -> StepOutput:
         """One model invocation over everything that can run; with nothing to run, an empty output.
 
-        If an adapter turns out to be unloadable, the requests that were to join with it are taken out (running ones
-        too, if somebody removed it from the manager) and the error is raised. After any error (out of memory, an
-        interrupt) no other request has lost anything: those that were to join wait again at the head of the queue, and
-        the next ``step`` goes on.
+        A request whose adapter turns out to be unloadable ends as FAILED, with the error, and costs nobody else
+        anything. So does the head of the queue when pinned adapters leave it no slot and nothing runs that could give
+        its own up: no later step would change that. While others run it waits for them.
 
-        Pinned adapters keep their slots. When they leave none for the head of the queue, it waits for the running
-        requests; when nothing runs either, no later step would change that, so it is a RuntimeError: unpin an adapter
-        or abort the request, which stays queued, and go on.
+        After any other error (out of memory, an interrupt) no request has lost anything: those that were to join wait
+        again at the head of the queue, and the next ``step`` goes on.
         """
         start = time.perf_counter()
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
         plan = self.scheduler.schedule(pinned)
-        if plan.is_empty:
-            self._check_not_shut_out(pinned)
-            idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
-            return StepOutput({}, (), idle)
+        failed = self._fail_shut_out(pinned) if plan.is_empty else []
         try:
-            slots = None if self._residency is None else self._activate(self._residency, plan)
+            if self._residency is not None:
+                failed += self._activate(self._residency, plan)
+                plan = self._without(plan, failed)
+            if plan.is_empty:
+                idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
+                return StepOutput({}, (), idle, tuple(map(self.result_of, failed)))
+            slots = None if self._residency is None else self._residency.slots()
             layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule)
             scheduled = time.perf_counter()
-            tokens, metadata_s, model_s = self.runner.run(layout, lambda: self._prefetch(pinned))
+            tokens = self.runner.run(layout, lambda: self._prefetch(pinned))
         except BaseException:
             for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
                 if request.request_id in self._requests:
@@ -144,68 +230,56 @@ class Engine:
             num_segments=layout.num_segments,
             num_preempted=len(plan.preempted),
             schedule_s=scheduled - start,
-            metadata_s=metadata_s,
-            model_s=model_s,
+            metadata_s=tokens.metadata_s,
+            model_s=tokens.model_s,
         )
-        return self._deliver(layout, tokens, statistics)
+        return self._deliver(layout, tokens, statistics, failed)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        adapters: Sequence[LoRARequest | None] | None = None,
-        max_new_tokens: int | Sequence[int] = 16,
-    ) -> list[list[int]]:
-        """Continue every prompt with its adapter; the new tokens, in the order of the prompts.
+    def result_of(self, state: RequestState) -> GenerationResult:
+        """The result of a request that has ended. RuntimeError for one that has not."""
+        return result_of(state, self.codec)
 
-        ``adapters``: one per prompt (``None`` for the backbone), or ``None`` for the backbone everywhere.
-        ``max_new_tokens``: one number, or one per prompt. Other requests of the engine go on meanwhile. Raises what
-        :meth:`add_request` and :meth:`step` raise, and ValueError when the lengths differ; none of these requests is
-        left behind then.
-        """
-        prompts = _per_prompt("prompts", prompts)
-        adapters = [None] * len(prompts) if adapters is None else _per_prompt("adapters", adapters)
-        one_length = isinstance(max_new_tokens, int)
-        lengths = [max_new_tokens] * len(prompts) if one_length else _per_prompt("max_new_tokens", max_new_tokens)
-        if not len(prompts) == len(adapters) == len(lengths):
-            raise ValueError(
-                f"one adapter and one max_new_tokens per prompt: got {len(prompts)} prompts, {len(adapters)} "
-                f"adapters, {len(lengths)} max_new_tokens"
-            )
-        requests = [
-            Request(f"generate-{next(self._counter)}", prompt, length, adapter)
-            for prompt, adapter, length in zip(prompts, adapters, lengths, strict=True)
-        ]
-        try:
-            for request in requests:
-                self.add_request(request)
-            while any(request.request_id in self._requests for request in requests):
-                self.step()
-        finally:
-            for request in requests:
-                if request.request_id in self._requests:
-                    self.abort_request(request.request_id)
-        return [request.output_token_ids for request in requests]
+    @property
+    def memory(self) -> EngineMemory:
+        """Bytes that this engine holds on its device."""
+        return memory_of(self.runner.model, self.manager, self.config)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> dict[int, int]:
-        """Make the adapters of the step active; the slot of every active adapter.
+    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> list[RequestState]:
+        """Make the adapters of the step active; the requests that failed because theirs cannot be.
 
-        Those of running requests come first, so that none of them makes room for one that joins. Requests whose adapter
-        cannot be loaded leave.
+        Those of running requests come first, so that none of them makes room for one that joins.
         """
-        running = (*plan.decodes, *plan.idle)
-        for request in (*residency.running_first(running), *plan.prefills):
-            joins = request in plan.prefills
+        failed: list[RequestState] = []
+        for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
+            if request not in self.scheduler.running:
+                continue  # it went with the last unfinished member of its batch
             try:
-                residency.activate(request, resumed=not joins or request.preemptions > 0)
-            except Exception:
-                for other in plan.prefills if joins else (*plan.idle, *plan.decodes, *plan.prefills):
-                    if _same_adapter(other.adapter, request.adapter):
-                        self._requests.pop(other.request_id, None)  # idle members have left it
-                        self.scheduler.take_out(other)
-                raise
-        return residency.slots()
+                residency.activate(request)
+            except Exception as error:
+                failed += self._fail(request, f"{type(error).__name__}: {error}")
+        return failed
+
+    def _fail(self, request: RequestState, error: str) -> list[RequestState]:
+        """Take a request out for good, as failed unless it is a finished member of the batch; those that failed."""
+        unfinished = self._requests.pop(request.request_id, None)
+        self.scheduler.take_out(request)
+        if unfinished is None:
+            return []
+        request.fail(error)
+        return [request]
+
+    def _without(self, plan: StepPlan, failed: Collection[RequestState]) -> StepPlan:
+        """What is left of a plan when these, and finished members of their batch perhaps, have left."""
+        if not failed:
+            return plan
+        running = set(self.scheduler.running)
+        prefills, decodes, idle = (
+            tuple(request for request in part if request in running)
+            for part in (plan.prefills, plan.decodes, plan.idle)
+        )
+        return StepPlan(prefills, decodes, idle, plan.preempted)
 
     def _prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue if there is a slot to spare.
@@ -217,101 +291,70 @@ class Engine:
         if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
             self._residency.prefetch(waiting[0])
 
-    def _check_not_shut_out(self, pinned: Collection[int]) -> None:
-        """With nothing running, RuntimeError if pins keep the head of the queue out."""
+    def _fail_shut_out(self, pinned: Collection[int]) -> list[RequestState]:
+        """With nothing running, fail the head of the queue if pins keep it out."""
         scheduler = self.scheduler
         if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
-            return
+            return []
         head = scheduler.waiting[0]
-        raise RuntimeError(
-            f"request {head.request_id!r} waits for a slot for adapter {head.adapter_id}, but all {len(pinned)} slots "
-            f"are pinned for adapters {sorted(pinned)} and nothing runs; call manager.unpin_adapter or abort_request"
+        return self._fail(
+            head,
+            f"RuntimeError: no slot for adapter {head.adapter_id}: all {len(pinned)} slots were pinned, for adapters "
+            f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
 
-    def _deliver(self, layout: StepLayout, tokens: list[int], statistics: StepStatistics) -> StepOutput:
-        pairs = zip(layout.requests, tokens, strict=True)
+    def _state_of(self, request: Request) -> RequestState:
+        """What the engine will note about a request that it takes."""
+        params, number = as_sampling_params(request.params), next(self._arrivals)
+        seed = params.seed
+        if seed is None:
+            seed = 0 if params.is_greedy else derived_seed(self.config.seed, number)
+        text = GrowingText(self.codec, params.stop) if self.codec is not None and params.stop else None
+        return RequestState(request, seed, self.defaults.eos_token_ids, text)
+
+    def _deliver(
+        self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
+    ) -> StepOutput:
+        pairs = zip(layout.requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
+        for row, logprobs in tokens.logprobs.items():
+            if layout.requests[row] in served:
+                layout.requests[row].logprobs.append(logprobs)
         for request, token in served.items():
             request.append(token)
-        finished = tuple(request for request in served if request.status is RequestStatus.FINISHED)
+        finished = [request for request in served if request.status is RequestStatus.FINISHED]
         for request in finished:
             del self._requests[request.request_id]
         self.scheduler.retire_finished()
-        return StepOutput({request.request_id: token for request, token in served.items()}, finished, statistics)
+        results, failures = (tuple(map(self.result_of, ended)) for ended in (finished, failed))
+        new_tokens = {request.request_id: token for request, token in served.items()}
+        return StepOutput(new_tokens, results, statistics, failures)
 
-    def _check_new(self, request: Request) -> None:
+    def _check(self, request: Request) -> None:
+        """All that is refused on arrival, except for what is in the adapter's folder."""
+        if not isinstance(request, Request):
+            raise TypeError(f"request must be a Request, got {type(request).__name__}")
         name = request.request_id
-        if name in self._requests or self.blocks.block_table(name):
-            raise ValueError(f"request_id {name!r} is in use by an unfinished request; choose another id")
-        if request.output_token_ids or request.status is not RequestStatus.WAITING:
-            raise ValueError(
-                f"request {name!r} was served before ({request.status.value}); make a new Request for every generation"
-            )
-        highest = max(request.prompt_token_ids)
-        if highest >= self.vocab_size:
-            raise ValueError(
-                f"prompt of request {name!r} contains token {highest}, the vocabulary has {self.vocab_size} ids; "
-                "check the tokenizer"
-            )
-
-    def _check_length(self, request: Request) -> None:
-        name, prompt, new = request.request_id, len(request.prompt_token_ids), request.max_new_tokens
-        if prompt + new > self.config.max_model_len:
-            raise ValueError(
-                f"request {name!r} has {prompt} prompt tokens and {new} new ones, max_model_len is "
-                f"{self.config.max_model_len}; shorten it or raise EngineConfig.max_model_len"
-            )
-        needed = self.blocks.blocks_for(request.final_kv_length)
-        if needed > self.blocks.num_blocks:
-            raise ValueError(
-                f"request {name!r} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the whole "
-                f"cache has {self.blocks.num_blocks} (of {self.blocks.block_size} tokens); shorten it or raise "
-                "EngineConfig.num_blocks"
-            )
-
-    def _check_adapter(self, request: Request) -> None:
+        if self.is_in_use(name):
+            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
+        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
+        check_length(request, self.config, self.blocks)
         if request.adapter is None or self.config.ignore_adapters:
             return
         if self._residency is None:
             raise ValueError(
-                f"request {request.request_id!r} names an adapter, but this engine has no LoRA layers; pass "
-                "lora_config to Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
+                f"request {clip(name)} names an adapter, but this engine has no LoRA layers; pass lora_config to "
+                "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
             )
         self._residency.check(request.adapter)
 
+    def _check_folder(self, request: Request) -> None:
+        if self._residency is not None and request.adapter is not None:
+            self._residency.check_folder(request.adapter)
 
-def _same_adapter(one: object, other: object) -> bool:
-    """Whether two requests load the same folder under the same name."""
-    return isinstance(one, LoRARequest) and isinstance(other, LoRARequest) and one.source == other.source
-
-
-def _per_prompt(name: str, values: Any) -> list[Any]:
-    """``values`` as a list; TypeError when there is nothing to iterate over."""
-    try:
-        return list(values)
-    except TypeError:
-        raise TypeError(
-            f"{name} must be a list with one entry per prompt, got {type(values).__name__} {values!r}"
-        ) from None
-
-
-def _check_types(model: object, lora_config: object, engine_config: object) -> None:
-    for name, value, wanted, optional in (
-        ("model", model, LlamaForCausalLM, False),
-        ("lora_config", lora_config, LoRAConfig, True),
-        ("engine_config", engine_config, EngineConfig, True),
-    ):
-        if not isinstance(value, wanted) and not (optional and value is None):
-            suffix = " or None" if optional else ""
-            raise TypeError(f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {value!r}")
-
-
-def _check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
-    limit = model.config.max_position_embeddings
-    if config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, the model has {limit} positions (max_position_embeddings); "
-            "lower max_model_len"
-        )
-    if config.ignore_adapters and lora_config is not None:
-        raise ValueError("ignore_adapters=True is for an engine without LoRA; leave it out, or pass lora_config=None")
+    def _queue(self, request: Request) -> RequestState:
+        state = self._requests[request.request_id] = self._state_of(request)
+        if self._residency is not None:
+            self._residency.add(state)
+        self.scheduler.add(state)
+        return state

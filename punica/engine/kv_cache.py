@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from punica.models import LlamaForCausalLM
+from punica.parallel import check_free
 
 
 class KVCache:
@@ -19,12 +20,17 @@ class KVCache:
     weights; who owns which block is :class:`~punica.scheduling.BlockManager`'s matter.
 
     Memory: ``2 * num_layers * num_blocks * block_size * num_kv_heads * head_size`` elements, not initialised; on a CPU
-    the operating system backs memory only when it is first written.
+    the operating system backs memory only when it is first written. ValueError, before any of it: more than is free.
     """
 
     def __init__(self, model: LlamaForCausalLM, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         weight, shape = model.lm_head.weight, (num_blocks * block_size, model.num_kv_heads, model.head_size)
+        wanted = 2 * model.num_layers * num_blocks * block_size * model.num_kv_heads * model.head_size
+        check_free(
+            f"a KV cache of {num_blocks} blocks of {block_size} tokens", wanted * weight.element_size(),
+            weight.device, "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
+        )  # fmt: skip
         self.keys = [weight.new_empty(shape) for _ in range(model.num_layers)]
         self.values = [weight.new_empty(shape) for _ in range(model.num_layers)]
         self._head_first = [

@@ -1,8 +1,8 @@
-"""What a step of the engine gives back: tokens, finished requests, and what it was made of."""
+"""What a step of the engine gives back: tokens, results of requests that ended, and what it was made of."""
 
 from dataclasses import dataclass
 
-from punica.scheduling import Request
+from punica.engine.results import GenerationResult
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,11 @@ class StepStatistics:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens of one step, ``{request_id: token}``, the requests that finished with it, and its statistics."""
+    """Tokens of one step, ``{request_id: token}``, the results of the requests that finished with it and of those that
+    failed in it, and its statistics.
+    """
 
     tokens: dict[str, int]
-    finished: tuple[Request, ...]
+    finished: tuple[GenerationResult, ...]
     statistics: StepStatistics
+    failed: tuple[GenerationResult, ...] = ()

@@ -1,12 +1,32 @@
-"""Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs."""
+"""Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs.
 
+Beside that, two promises to tenants. An id stands for one folder as long as somebody uses it, and for nothing
+afterwards. And a request is computed with one *version* of its adapter from its first token to its last, whatever is
+loaded under that id meanwhile:
+
+    version 1 of adapter 7, id 7     r1 ========= joined ===================> end: its memory and slot are free
+                                     load_inplace: version 1 is renamed, here to -3; r1.weights_id is -3
+    version 2 of adapter 7, id 7               r2 (weights_id -3 while it waits) joins, loads, has 7 =======>
+"""
+
+import itertools
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
-from punica.adapters import LoRAModelManager, LoRARequest
-from punica.adapters.read import read_config
+from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
 from punica.adapters.request import check_same_source
-from punica.scheduling import Request
+from punica.checks import clip
+from punica.scheduling import RequestState
+
+
+@dataclass(eq=False)
+class _Version:
+    """Weights that unfinished requests were begun with, the request they were loaded for, and how many use them."""
+
+    lora: LoRAModel
+    source: LoRARequest | None
+    users: int = 0
 
 
 class AdapterResidency:
@@ -16,81 +36,192 @@ class AdapterResidency:
     thousands may be queued while few are registered. An adapter that was registered in memory
     (``manager.add_adapter(LoRAModel)``) is used as it is; its request's path is never read while it stays registered,
     so give ``max_cpu_loras`` room for all of those.
+
+    ``load_inplace`` asks for what the folder holds after the request has arrived: of several that wait for the same
+    folder the first one loads it for all. What was read for a request that has begun is kept in host memory until the
+    request leaves, even if the manager needs its place.
     """
 
     def __init__(self, manager: LoRAModelManager) -> None:
         self.manager = manager
-        self._requested: dict[int, LoRARequest] = {}  # the last request for an id
+        self._users: dict[int, dict[str, RequestState]] = {}  # of each id, who is not done, in order of arrival
+        self._versions: dict[int, _Version] = {}  # in use, by weights_id
+        self._new_ids = itertools.count(-1, -1)
         self._prefetched: str | None = None  # the waiting request that was last tried
 
-    def check(self, adapter: object) -> None:
-        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads its config, not its tensors.
+    # --- arrival and departure ---------------------------------------------------------------------------------------
 
-        TypeError: not a LoRARequest. FileNotFoundError, ValueError: the folder or its config; or its id stands for
-        another adapter. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
+    def check(self, adapter: object) -> None:
+        """Refuse an adapter by its name, id and slot; :meth:`check_folder` looks into its folder.
+
+        TypeError: not a LoRARequest. ValueError: its id stands for another adapter. RuntimeError: every slot is pinned
+        for another adapter, so it could wait for ever.
         """
         if not isinstance(adapter, LoRARequest):
-            raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {adapter!r}")
+            raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {clip(adapter)}")
         if not adapter.load_inplace:
-            known = self._requested.get(adapter.lora_int_id) or self.manager.request_of(adapter.lora_int_id)
-            check_same_source(known, adapter)
-        if adapter.load_inplace or self.manager.get_adapter(adapter.lora_int_id) is None:
-            try:
-                read_config(adapter, self.manager.lora_config)
-            except FileNotFoundError as error:
-                registered = sorted(self.manager.list_adapters())
-                raise FileNotFoundError(
-                    f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
-                    f"{registered}) and cannot be loaded: {error.__cause__}; pass the path of its PEFT folder, or "
-                    "register it with manager.add_adapter"
-                ) from error
+            check_same_source(self._known(adapter.lora_int_id), adapter)
         pinned = self.manager.pinned_adapters
         if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
             raise RuntimeError(
                 f"no slot for adapter {adapter.lora_name!r} (id {adapter.lora_int_id}): all {len(pinned)} slots are "
                 f"pinned, for adapters {sorted(pinned)}; call manager.unpin_adapter first, or raise max_loras"
             )
-        self._requested[adapter.lora_int_id] = adapter
 
-    def running_first(self, requests: Iterable[Request]) -> list[Request]:
-        """The order in which the adapters of running requests must be made active: those that still are registered
-        first, so that none of them makes room for one that somebody removed meanwhile and that is loaded again.
+    def check_folder(self, adapter: object) -> None:
+        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers.
+
+        FileNotFoundError, ValueError, TypeError: what the folder is or holds.
         """
-        return sorted(requests, key=lambda request: self.manager.get_adapter(request.adapter_id) is None)
+        if not isinstance(adapter, LoRARequest):
+            return  # an engine that ignores adapters
+        if not adapter.load_inplace and self._is_held(adapter.lora_int_id):
+            return
+        try:
+            self.manager.check_adapter(adapter)
+        except FileNotFoundError as error:
+            registered = sorted(self.manager.list_adapters())
+            raise FileNotFoundError(
+                f"adapter {adapter.lora_name!r} (id {adapter.lora_int_id}) is not registered (registered ids: "
+                f"{clip(registered)}): {error}; pass the path of its PEFT folder, or register it with "
+                "manager.add_adapter"
+            ) from error
 
-    def activate(self, request: Request, *, resumed: bool) -> None:
-        """Make the adapter of a request active, loading it if need be.
+    def add(self, request: RequestState) -> None:
+        """A request whose adapter was checked is queued: until it leaves, the adapter's id stands for that folder."""
+        if isinstance(request.adapter, LoRARequest):
+            self._users.setdefault(request.adapter_id, {})[request.request_id] = request
+            if request.adapter.load_inplace:
+                request.weights_id = next(self._new_ids)
 
-        ``resumed``: the request has generated before, so what is registered under its id is used as it is; its weights
-        must not change half-way (``load_inplace``). An adapter that cannot be loaded raises (FileNotFoundError,
-        ValueError, TypeError), leaves the others active, and its id may then stand for another adapter.
+    def release(self, request: RequestState) -> None:
+        """A request has left, for whatever reason; a version that only it used is forgotten if there is a newer one."""
+        users = self._users.get(request.adapter_id, {})
+        if users.pop(request.request_id, None) is not None and not users:
+            del self._users[request.adapter_id]
+        if request.has_weights:
+            version = self._versions[request.weights_id]
+            version.users -= 1
+            if version.users == 0:
+                del self._versions[request.weights_id]
+                if request.weights_id < 0:
+                    self.manager.remove_adapter(request.weights_id)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def running_first(self, requests: Iterable[RequestState]) -> list[RequestState]:
+        """The order in which the adapters of running requests must be made active: those that still are registered
+        first, so that none of them makes room for one that somebody removed meanwhile and that is brought back.
+        """
+        return sorted(requests, key=lambda request: self.manager.get_adapter(request.weights_id) is None)
+
+    def activate(self, request: RequestState) -> None:
+        """Make the adapter of a request active: of one that joins the newest version, loading it if need be, of one
+        that has begun its own version.
+
+        An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError) and leaves the others active.
         """
         if not isinstance(request.adapter, LoRARequest):
             return  # the plain backbone
-        if resumed and self.manager.get_adapter(request.adapter_id) is not None:
-            self.manager.activate_adapter(request.adapter_id)
-            return
-        try:
-            self.manager.add_adapter(request.adapter)
-        except Exception:
-            self._requested.pop(request.adapter_id, None)
-            raise
+        self._make_active(request, request.adapter)
+        if not request.has_weights:
+            version = self._versions.get(request.weights_id)
+            if version is None:
+                lora = self.manager.list_adapters()[request.weights_id]
+                version = self._versions[request.weights_id] = _Version(lora, self.manager.request_of(lora.id))
+            version.users += 1
+            request.has_weights = True
 
-    def prefetch(self, request: Request) -> None:
+    def prefetch(self, request: RequestState) -> None:
         """Make the adapter of a waiting request active, beside the step that is running.
 
         For a request whose adapter can have a slot now; tried once for each. One that cannot be loaded stays as it is:
         the error belongs to the step in which the request joins.
         """
         adapter, tried = request.adapter, self._prefetched == request.request_id
-        if not isinstance(adapter, LoRARequest) or adapter.load_inplace or tried:
-            return  # in place: it would be loaded again when it joins
+        loads_anew = request.weights_id < 0 and not request.has_weights
+        if not isinstance(adapter, LoRARequest) or loads_anew or tried:
+            return
         self._prefetched = request.request_id
         with suppress(Exception):
-            self.manager.add_adapter(adapter)
+            self._make_active(request, adapter)
 
     def slots(self) -> dict[int, int]:
-        """Slot of every active adapter id."""
+        """Slot of the active adapters by ``weights_id``."""
         return {
             adapter_id: slot for slot, adapter_id in enumerate(self.manager.lora_index_to_id) if adapter_id is not None
         }
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _known(self, adapter_id: int) -> LoRARequest | None:
+        """What an id stands for: the folder that the last unfinished request named, or that of the registered one."""
+        users = self._users.get(adapter_id)
+        last = next(reversed(users.values())).adapter if users else None
+        return last if isinstance(last, LoRARequest) else self.manager.request_of(adapter_id)
+
+    def _is_held(self, adapter_id: int) -> bool:
+        return adapter_id in self._versions or self.manager.get_adapter(adapter_id) is not None
+
+    def _make_active(self, request: RequestState, adapter: LoRARequest) -> None:
+        if not request.has_weights and request.weights_id < 0:
+            self._load_new_version(request, adapter)
+            return
+        self._settle(request.weights_id)
+        if request.has_weights:
+            self._settle(request.weights_id)  # under an id of its own, if somebody took its place
+        if self.manager.get_adapter(request.weights_id) is None:
+            self.manager.add_adapter(adapter)
+            return
+        if not request.has_weights:
+            check_same_source(self.manager.request_of(request.weights_id), adapter)
+        self.manager.activate_adapter(request.weights_id)
+
+    def _settle(self, weights_id: int) -> None:
+        """Let the manager hold under `weights_id` what requests began with: brought back if it was evicted or removed,
+        set apart from what somebody registered in its place.
+        """
+        version, registered = self._versions.get(weights_id), self.manager.get_adapter(weights_id)
+        if version is None or registered is version.lora:
+            return
+        if registered is None:
+            self.manager.restore_adapter(version.lora, version.source)
+        else:
+            self._set_apart(weights_id, next(self._new_ids))
+
+    def _load_new_version(self, request: RequestState, adapter: LoRARequest) -> None:
+        """Load the folder again under the adapter's id. Who runs with the version before keeps it, under the id that
+        `request` had; if the load fails, nothing has changed.
+        """
+        adapter_id, old_id = request.adapter_id, request.weights_id
+        version = self._versions.get(adapter_id)
+        renamed = version is not None and self.manager.get_adapter(adapter_id) is version.lora
+        if version is not None and renamed:
+            version.lora = self.manager.rename_adapter(adapter_id, old_id)
+        try:
+            self.manager.add_adapter(adapter)
+        except BaseException:
+            if version is not None and renamed:
+                self.manager.remove_adapter(adapter_id)  # if it was its copy into the slot that failed
+                version.lora = self.manager.rename_adapter(old_id, adapter_id)
+            raise
+        self._set_apart(adapter_id, old_id)
+        if old_id in self.manager.pinned_adapters:  # the pin is the adapter's, not the version's
+            self.manager.unpin_adapter(old_id)
+            self.manager.pin_adapter(adapter_id)
+        for other in self._users[adapter_id].values():
+            same = isinstance(other.adapter, LoRARequest) and other.adapter.source == adapter.source
+            if same and not other.has_weights:
+                other.weights_id = adapter_id
+
+    def _set_apart(self, adapter_id: int, old_id: int) -> None:
+        """From now on, those who began with the version under `adapter_id` have it under `old_id`."""
+        version = self._versions.pop(adapter_id, None)
+        if version is None:
+            return
+        if version.lora.id != old_id:
+            version.lora = version.lora.renamed(old_id)
+        self._versions[old_id] = version
+        for request in self._users[adapter_id].values():
+            if request.has_weights and request.weights_id == adapter_id:
+                request.weights_id = old_id

@@ -1,15 +1,28 @@
-"""Running a laid-out step: buffers and metadata once, the model once, greedy tokens."""
+"""Running a laid-out step: buffers and metadata once, the model once, one token for each request."""
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from punica.adapters import LoRAModelManager
 from punica.engine.attention import PagedAttention
 from punica.engine.buffers import StepBuffers
+from punica.engine.sampler import choose_tokens, token_logprobs
 from punica.models import LlamaForCausalLM
 from punica.scheduling import StepLayout
+
+
+class StepTokens(NamedTuple):
+    """Next token of each of the S requests, ``{row: {token id: logprob}}`` of those that ask for it, and the seconds
+    spent on metadata and on the model (host clock).
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, dict[int, float]]
+    metadata_s: float
+    model_s: float
 
 
 class ModelRunner:
@@ -27,11 +40,9 @@ class ModelRunner:
         self.buffers = StepBuffers(max_tokens, attention.cache.keys[0].device)
 
     @torch.inference_mode()
-    def run(self, layout: StepLayout, meanwhile: Callable[[], None]) -> tuple[list[int], float, float]:
-        """Next token of each of the S requests, and the seconds spent on metadata and on the model (host clock).
-
-        ``argmax`` over the logits; of equal maxima the lowest id. ``meanwhile`` is called when everything has been
-        given to the device and before the tokens are read, which waits for it.
+    def run(self, layout: StepLayout, meanwhile: Callable[[], None]) -> StepTokens:
+        """Tokens of a step; how they are chosen is the matter of ``sampler.py``. ``meanwhile`` is called when all
+        has been given to the device and before the tokens are read, which waits for it.
         """
         start = time.perf_counter()
         rows = self.buffers.fill(layout)
@@ -43,6 +54,8 @@ class ModelRunner:
         hidden = self.model(rows.token_ids, rows.positions, self.attention)
         if layout.num_prefill_rows:
             hidden = hidden[rows.sampled_rows]
-        tokens = self.model.compute_logits(hidden).argmax(dim=-1)
+        logits = self.model.compute_logits(hidden)
+        tokens = choose_tokens(logits, layout.requests)
         meanwhile()
-        return tokens.tolist(), ready - start, time.perf_counter() - ready
+        logprobs = token_logprobs(logits, tokens, layout.requests)
+        return StepTokens(tokens.tolist(), logprobs, ready - start, time.perf_counter() - ready)

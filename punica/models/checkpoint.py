@@ -6,7 +6,7 @@ path for any number of ranks, and the same numbers whatever that number is.
 """
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,14 @@ def fill_random(entries: Sequence[CheckpointEntry], seed: int, std: float) -> No
             entry.load(torch.full(entry.shape, 0.0 if entry.name.endswith(".bias") else 1.0, device=device))
 
 
-def load_safetensors(
+def find_tensors(
     entries: Sequence[CheckpointEntry], folder: str | Path, ignore_suffixes: tuple[str, ...] = ()
-) -> None:
-    """Read every entry from ``model.safetensors`` or from the files of ``model.safetensors.index.json`` in ``folder``.
+) -> dict[str, Any]:
+    """The open file of every entry's tensor: ``model.safetensors`` in ``folder``, or one of those that
+    ``model.safetensors.index.json`` names.
 
-    Names and shapes of the whole checkpoint are compared first, so that a wrong one changes no weight. Tensors whose
-    name ends with one of ``ignore_suffixes`` may be present and are skipped.
+    Names and shapes of the whole checkpoint are compared, so that a wrong one changes no weight. Tensors whose name
+    ends with one of ``ignore_suffixes`` may be present and are skipped.
 
     Raises:
         FileNotFoundError: no such folder, no safetensors in it, or a file of the index is missing.
@@ -89,8 +90,29 @@ def load_safetensors(
             f"checkpoint in {str(folder)!r} does not fit the model ({len(problems)} problems): "
             f"{'; '.join(problems[:20])}. Build the model from the config.json of the same folder"
         )
+    return home
+
+
+def load_tensors(entries: Sequence[CheckpointEntry], found: Mapping[str, Any]) -> None:
+    """Read every entry from the file that :func:`find_tensors` found it in.
+
+    ValueError for a tensor with NaN or inf, which would make every answer of the model wrong; those before it have been
+    read then.
+    """
     for entry in entries:
-        entry.load(home[entry.name].get_tensor(entry.name))
+        full = found[entry.name].get_tensor(entry.name)
+        if full.is_floating_point() and not is_finite(full):
+            raise ValueError(
+                f"checkpoint tensor {entry.name} contains NaN or inf; download or save the checkpoint again, and load "
+                "it before the model is used"
+            )
+        entry.load(full)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """No element is NaN or inf: both survive a sum, so only a sum that is not finite needs the look at each element."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return bool(torch.isfinite(tensor.sum(dtype=wide))) or bool(torch.isfinite(tensor.to(wide)).all())
 
 
 def _open(path: Path) -> safe_open:
@@ -112,9 +134,9 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     else:
         try:
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(
-                f'{str(index)!r} is not a safetensors index (JSON with "weight_map"): {error!r}'
+                f'{str(index)!r} is not a safetensors index (JSON with "weight_map"): {str(error)[:200]}'
             ) from error
     for path in files:
         if not path.is_file():

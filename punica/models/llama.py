@@ -1,9 +1,11 @@
-"""Llama 2 and 3: the backbone that all adapters share, built from a Hugging Face ``LlamaConfig``.
+"""Llama 2 and 3, Mistral, Qwen2 and Qwen3: the backbone that all adapters share, from a Hugging Face config.
 
 One decoder layer, for token rows ``x [T, hidden]`` of *all* requests of a step:
 
     q, k, v = QKV(RMSNorm(x));   x += O(attention(rope(q), rope(k), v))
     gate, up = GateUp(RMSNorm(x));   x += Down(silu(gate) * up)
+
+The families differ in biases, and Qwen3 normalises every head of q and k before it is rotated (``families.py``).
 
 Every row goes through the dense layers alike, whichever request or adapter it belongs to; that is why batching
 requests of different adapters pays. Only attention knows about requests: the model hands it q, k, v and gets the
@@ -14,17 +16,15 @@ and the head, whose LoRA version takes the place of ``logits_processor``. Tied, 
 adapters.
 """
 
-import copy
-import json
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
-from punica.models.checkpoint import CheckpointEntry, fill_random, load_safetensors
+from punica.models.checkpoint import CheckpointEntry, fill_random, find_tensors, load_tensors
+from punica.models.families import DENSE, resolve_config
 from punica.models.rotary import RotaryEmbedding, rotate
 from punica.parallel import (
     LinearBase,
@@ -47,16 +47,19 @@ class Attention(Protocol):
 class LlamaAttention(nn.Module):
     """Projections, rotation and the call into the engine's attention. ``Hkv < H`` is grouped-query attention."""
 
-    def __init__(self, config: LlamaConfig, layer_index: int) -> None:
+    def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self.head_size = cast(int, config.head_dim)  # a LlamaConfig fills it in
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        bias = getattr(config, "attention_bias", False)
-        common: dict[str, Any] = {"bias": bias, "params_dtype": config.dtype, "return_bias": False}
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_size, heads, kv_heads, **common)
-        self.o_proj = RowParallelLinear(heads * self.head_size, config.hidden_size, **common)
+        self.head_size: int = config.head_dim
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        common: dict[str, Any] = {"params_dtype": config.dtype, "return_bias": False}
+        self.qkv_proj = QKVParallelLinear(hidden, self.head_size, heads, kv_heads, bias=config.qkv_bias, **common)
+        self.o_proj = RowParallelLinear(heads * self.head_size, hidden, bias=config.o_bias, **common)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_size, config.rms_norm_eps, dtype=config.dtype) if config.qk_norm else None
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
@@ -67,18 +70,22 @@ class LlamaAttention(nn.Module):
         return self.o_proj(attention.attend(self.layer_index, q, k, v).flatten(1))
 
     def normalized(self, heads: Tensor) -> Tensor:
-        """Query and key heads, side by side ``[T, H + Hkv, D]``, before they are rotated; a Llama's are as they are."""
-        return heads
+        """Query and key heads, side by side ``[T, H + Hkv, D]``, before they are rotated: as they are, or each by the
+        norm of its kind.
+        """
+        if self.q_norm is None or self.k_norm is None:
+            return heads
+        q, k = heads.split((self.num_heads, self.num_kv_heads), dim=1)
+        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
 
 
 class LlamaMLP(nn.Module):
     """SwiGLU: ``Down(silu(Gate x) * Up x)``."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        bias = getattr(config, "mlp_bias", False)
-        common: dict[str, Any] = {"bias": bias, "params_dtype": config.dtype, "return_bias": False}
+        common: dict[str, Any] = {"bias": config.mlp_bias, "params_dtype": config.dtype, "return_bias": False}
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], **common)
         self.down_proj = RowParallelLinear(inner, hidden, **common)
 
@@ -91,7 +98,7 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, config: LlamaConfig, layer_index: int) -> None:
+    def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
         self.self_attn, self.mlp = self.make_parts(config, layer_index)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
@@ -102,7 +109,7 @@ class LlamaDecoderLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def make_parts(self, config: LlamaConfig, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
+    def make_parts(self, config: Any, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
         """Attention, and what comes after it."""
         return LlamaAttention(config, layer_index), LlamaMLP(config)
 
@@ -110,7 +117,7 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers, final norm; in the config's dtype, on the default device."""
 
-    def __init__(self, config: LlamaConfig, layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer) -> None:
+    def __init__(self, config: Any, layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer) -> None:
         super().__init__()
         dtype = cast(torch.dtype, config.dtype)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype)
@@ -128,17 +135,20 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """A Llama with its language-model head, sharded over the current tensor-parallel group.
+    """A Llama, Mistral, Qwen2 or Qwen3 with its language-model head, sharded over the current tensor-parallel group.
 
     Args:
-        config: a ``transformers.LlamaConfig``, or a folder whose ``config.json`` is one.
+        config: a ``transformers.LlamaConfig``, ``MistralConfig``, ``Qwen2Config`` or ``Qwen3Config``, or a folder whose
+            ``config.json`` is one.
         dtype: of the weights; ``None`` takes the config's, or float32 when it has none.
         device: where the weights live.
 
-    The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`. ``config`` (a copy)
+    The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`, and ``has_weights`` is
+    False, with which no engine takes the model; set it after filling the parameters in another way. ``config`` (a copy)
     carries ``dtype``. A KV cache has to hold ``num_layers`` layers of ``num_kv_heads`` heads (of this rank) of
-    ``head_size`` elements. Raises FileNotFoundError (no ``config.json``), TypeError, ValueError (not a Llama; an
-    activation or RoPE this file has not).
+    ``head_size`` elements. Attention here sees the whole context, which is what the model means up to ``max_context``
+    tokens: its positions, or its sliding window where that is shorter. Raises as
+    :func:`~punica.models.families.resolve_config`, and ValueError for a RoPE that ``rotary.py`` has not.
     """
 
     packed_modules_mapping: ClassVar = {
@@ -146,16 +156,14 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     embedding_modules: ClassVar = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
-    config_classes: ClassVar[dict[str, type[Any]]] = {"llama": LlamaConfig}
+    config_classes: ClassVar[dict[str, type[Any]]] = DENSE
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
-    def __init__(
-        self, config: LlamaConfig | str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config: Any = self.resolve_config(config)
-        stored = self.config.dtype or torch.float32
-        self.config.dtype = dtype or (getattr(torch, stored) if isinstance(stored, str) else stored)
+        self.config.dtype = dtype or self.config.dtype or torch.float32
+        self.max_context: int = self.config.max_context
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         with torch.device(device):
             self.model = LlamaModel(self.config, self.layer_class)
@@ -164,6 +172,7 @@ class LlamaForCausalLM(nn.Module):
                 self.lm_head.weight = self.model.embed_tokens.weight
             self.logits_processor = LogitsProcessor(vocab)
         self.requires_grad_(False)
+        self.has_weights = False
         for name, module in self.named_modules():
             if isinstance(module, LinearBase):
                 module.prefix = name
@@ -185,14 +194,26 @@ class LlamaForCausalLM(nn.Module):
         The same for any number of ranks.
         """
         fill_random(self.checkpoint_entries(), seed, self.config.initializer_range)
+        self.has_weights = True
 
     def load_weights(self, folder: str | Path) -> None:
         """Read a Hugging Face folder: ``model.safetensors``, or several files with an index.
 
-        Raises as :func:`~punica.models.checkpoint.load_safetensors`.
+        Raises as :func:`~punica.models.checkpoint.find_tensors` (nothing has changed) and
+        :func:`~punica.models.checkpoint.load_tensors` (the model has no weights then).
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        load_safetensors(self.checkpoint_entries(), folder, ignore_suffixes=("rotary_emb.inv_freq", *tied))
+        entries = self.checkpoint_entries()
+        found = find_tensors(entries, folder, ignore_suffixes=("rotary_emb.inv_freq", *tied))
+        self.has_weights = False
+        load_tensors(entries, found)
+        self.has_weights = True
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module's; afterwards the model counts as one that has its weights."""
+        outcome = super().load_state_dict(*args, **kwargs)
+        self.has_weights = True
+        return outcome
 
     def checkpoint_entries(self) -> list[CheckpointEntry]:
         """Every tensor of a Hugging Face checkpoint of this model, and the parameter it belongs to."""
@@ -219,6 +240,9 @@ class LlamaForCausalLM(nn.Module):
             ("post_attention_layernorm", (hidden,), layer.post_attention_layernorm, None),
         ):
             entries += _entries_of(f"{prefix}.{name}", shape, module, shard_id)
+        for name in ("q_norm", "k_norm") if self.config.qk_norm else ():
+            norm = getattr(attention, name)
+            entries += _entries_of(f"{prefix}.self_attn.{name}", (self.head_size,), norm, None)
         return entries + self._mlp_entries(prefix, layer.mlp)
 
     def _mlp_entries(self, prefix: str, mlp: Any) -> list[CheckpointEntry]:
@@ -230,30 +254,8 @@ class LlamaForCausalLM(nn.Module):
 
     @classmethod
     def resolve_config(cls, config: Any) -> Any:
-        """A private copy of ``config``, read from ``config.json`` when it is a folder; checked to be of a model that
-        this class computes.
-        """
-        names = " or ".join(one.__name__ for one in cls.config_classes.values())
-        if isinstance(config, (str, Path)):
-            path = Path(config).expanduser() / "config.json"
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{str(path)!r} does not exist; pass a {names} or a folder with such a config.json"
-                )
-            kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-            resolved = cls.config_classes.get(kind, next(iter(cls.config_classes.values()))).from_json_file(path)
-        elif isinstance(config, tuple(cls.config_classes.values())):
-            resolved = copy.deepcopy(config)
-        else:
-            raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
-        if resolved.model_type not in cls.config_classes:
-            raise ValueError(
-                f"config.json is of model_type {resolved.model_type!r}, this class computes "
-                f"{' or '.join(map(repr, cls.config_classes))}"
-            )
-        if resolved.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {resolved.hidden_act!r}, the SwiGLU of these models needs 'silu'")
-        return resolved
+        """See :func:`~punica.models.families.resolve_config`."""
+        return resolve_config(config, cls.config_classes)
 
 
 def _entries_of(name: str, shape: tuple[int, ...], module: Any, shard_id: Any) -> list[CheckpointEntry]:

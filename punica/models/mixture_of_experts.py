@@ -2,20 +2,20 @@
 
     p, e = topk(softmax(Router(RMSNorm(x))));   x += sum_j p_j Down_e_j(silu(Gate_e_j x) * Up_e_j x)
 
-What else differs from a Llama: Qwen3 normalises every query and key head before it is rotated, may keep some layers
-dense, and says in its config whether the chosen probabilities are scaled to sum to 1; Mixtral's are.
+What else differs from a Llama or a Qwen3 without experts: Qwen3 may keep some layers dense, and says in its config
+whether the chosen probabilities are scaled to sum to 1; Mixtral's are.
 
 Adapters on experts come in two spellings, and both are served: one pair of matrices per expert and projection
 (``experts.3.w1``, ``experts.3.gate_proj``), and one for all experts of a layer (PEFT's ``target_parameters``).
 """
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import MixtralConfig, Qwen3MoeConfig
 
 from punica.models.checkpoint import CheckpointEntry
+from punica.models.families import EXPERTS
 from punica.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from punica.parallel import FusedMoE, ReplicatedLinear
 
@@ -24,20 +24,6 @@ EXPERT_PARTS = {MIXTRAL: ("w1", "w2", "w3"), QWEN3: ("gate_proj", "down_proj", "
 """What checkpoints and adapters call gate, down and up of an expert."""
 BLOCK = {MIXTRAL: "block_sparse_moe", QWEN3: "mlp"}
 """What checkpoints call the block of experts; adapters call it so, or ``mlp``."""
-
-
-class NormalizedAttention(LlamaAttention):
-    """Query and key heads pass a norm of their own before they are rotated."""
-
-    def __init__(self, config: Any, layer_index: int) -> None:
-        super().__init__(config, layer_index)
-        self.q_norm = nn.RMSNorm(self.head_size, config.rms_norm_eps, dtype=config.dtype)
-        self.k_norm = nn.RMSNorm(self.head_size, config.rms_norm_eps, dtype=config.dtype)
-
-    def normalized(self, heads: Tensor) -> Tensor:
-        """``[T, H + Hkv, D]``, each head by its own norm."""
-        q, k = heads.split((self.num_heads, self.num_kv_heads), dim=1)
-        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
 
 
 class SparseMLP(nn.Module):
@@ -71,7 +57,7 @@ class MoEDecoderLayer(LlamaDecoderLayer):
         if config.model_type == MIXTRAL:
             return LlamaAttention(config, layer_index), SparseMLP(config)
         dense = layer_index in config.mlp_only_layers or (layer_index + 1) % config.decoder_sparse_step
-        return NormalizedAttention(config, layer_index), LlamaMLP(config) if dense else SparseMLP(config)
+        return LlamaAttention(config, layer_index), LlamaMLP(config) if dense else SparseMLP(config)
 
 
 class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
@@ -83,7 +69,7 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
         expert_parallel: the ranks of the group share the experts out; without it every expert is cut over them.
     """
 
-    config_classes: ClassVar[dict[str, type[Any]]] = {MIXTRAL: MixtralConfig, QWEN3: Qwen3MoeConfig}
+    config_classes: ClassVar[dict[str, type[Any]]] = EXPERTS
     layer_class = MoEDecoderLayer
     is_3d_moe_weight = False
     is_non_gated_moe = False
@@ -106,25 +92,6 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
         """Names of the experts' matrices beside the block's other modules: gate, down and up of every expert."""
         parts = EXPERT_PARTS[self.config.model_type]
         return [f"experts.{expert}.{part}" for expert in range(self.config.num_local_experts) for part in parts]
-
-    @classmethod
-    def resolve_config(cls, config: Any) -> Any:
-        """As in the parent class. ValueError for a sliding window, which the attention here has not."""
-        resolved = super().resolve_config(config)
-        if getattr(resolved, "sliding_window", None) is not None:
-            raise ValueError(f"sliding_window is {resolved.sliding_window}, the attention here sees the whole context; "
-                             "use a model without one")  # fmt: skip
-        if not resolved.head_dim:
-            resolved.head_dim = resolved.hidden_size // resolved.num_attention_heads
-        return resolved
-
-    def _layer_entries(self, prefix: str, layer: Any) -> list[CheckpointEntry]:
-        entries = super()._layer_entries(prefix, layer)
-        if isinstance(layer.self_attn, NormalizedAttention):
-            for name in ("q_norm", "k_norm"):
-                weight = cast(nn.Parameter, getattr(layer.self_attn, name).weight)
-                entries.append(CheckpointEntry(f"{prefix}.self_attn.{name}.weight", (self.head_size,), weight))
-        return entries
 
     def _mlp_entries(self, prefix: str, mlp: Any) -> list[CheckpointEntry]:
         if isinstance(mlp, LlamaMLP):

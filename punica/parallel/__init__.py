@@ -4,13 +4,16 @@ These are minimal: enough of a parallel Transformer to test and use the library 
 vLLM's layers, so that code written against those can be carried over.
 
     group.py            who shares a layer with whom, and the collectives; launch.py starts the processes
+    agreement.py        what fails on one rank fails on all
     embedding.py        token ids to rows of the table; the head is its mirror image
     linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
     matmul.py           their dense product
     moe.py              experts: who holds which, and their products
+    memory.py           what a rank can still allocate
     logits.py           hidden states and the head to logits
 """
 
+from punica.parallel.agreement import all_ranks_agree
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShardIndices
 from punica.parallel.group import (
     SingleProcessGroup,
@@ -37,4 +40,5 @@ from punica.parallel.linear import (
     UnquantizedLinearMethod,
 )
 from punica.parallel.logits import LogitsProcessor
+from punica.parallel.memory import check_free, free_bytes
 from punica.parallel.moe import FusedMoE, MoEConfig, MoEParallelConfig, place_experts, route

@@ -136,6 +136,13 @@ class TorchDistGroup:
         dist.gather(tensor.contiguous(), views, group=self._process_group, group_dst=dst)
         return None if parts is None else _concatenate(parts, dim)
 
+    @property
+    def message_device(self) -> torch.device:
+        """Where small messages between the ranks may lie: on the CPU if the backend reaches it, else on this GPU."""
+        self._rank_and_size()
+        reached = dist.get_backend_config(self._process_group)
+        return torch.device("cpu") if "cpu" in reached else torch.device("cuda", torch.cuda.current_device())
+
     def _check_same_shape(self, tensor: Tensor) -> None:
         """Compare shapes and dtypes over ranks on CPU; on CUDA a read-back would stall the stream, so the caller does.
 
@@ -166,7 +173,8 @@ _process_wide: TensorParallelGroup = _SINGLE
 _this_thread = threading.local()
 
 
-def _current_group() -> TensorParallelGroup:
+def current_group() -> TensorParallelGroup:
+    """The group that layers and collectives find now: this thread's, else the process's."""
     group = getattr(_this_thread, "group", None)
     return _process_wide if group is None else group
 
@@ -211,24 +219,24 @@ def _checked(group: TensorParallelGroup) -> TensorParallelGroup:
 
 def get_tensor_model_parallel_rank() -> int:
     """Rank of this process in the current group; 0 when none is set."""
-    return _current_group().rank
+    return current_group().rank
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Number of ranks in the current group; 1 when none is set."""
-    return _current_group().world_size
+    return current_group().world_size
 
 
 def tensor_model_parallel_all_reduce(tensor: Tensor) -> Tensor:
     """Sum ``tensor`` over the ranks of the current group; possibly in place; returns the result."""
-    group = _current_group()
+    group = current_group()
     return tensor if group.world_size == 1 else group.all_reduce(tensor)
 
 
 def tensor_model_parallel_all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
     """Concatenate every rank's ``tensor`` along ``dim`` in rank order; ``ValueError`` if there is no such ``dim``."""
     dim = _positive_dim(tensor, dim)
-    group = _current_group()
+    group = current_group()
     return tensor if group.world_size == 1 else group.all_gather(tensor, dim)
 
 
@@ -238,7 +246,7 @@ def tensor_model_parallel_gather(tensor: Tensor, dst: int = 0, dim: int = -1) ->
     Raises ``ValueError`` when ``dst`` is no rank of the group or ``dim`` no dimension of the tensor.
     """
     dim = _positive_dim(tensor, dim)
-    group = _current_group()
+    group = current_group()
     if not 0 <= dst < group.world_size:
         raise ValueError(f"dst must be a rank in [0, {group.world_size}), got {dst}")
     return tensor if group.world_size == 1 else group.gather(tensor, dst, dim)

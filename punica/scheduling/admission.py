@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from punica.registry import Registry
-from punica.scheduling.request import Request
+from punica.scheduling.request import RequestState
 
 
 class AdmissionRule(Protocol):
@@ -20,7 +20,9 @@ class AdmissionRule(Protocol):
 
     inseparable: bool
 
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
+    def allows(
+        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
+    ) -> bool:
         """True when the rule lets the candidate join; batch size, blocks and slots are checked elsewhere."""
 
 
@@ -36,7 +38,9 @@ class FirstComeFirstServed:
 
     inseparable = False
 
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
+    def allows(
+        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
+    ) -> bool:
         """One prefill per step."""
         return not admitted
 
@@ -47,9 +51,11 @@ class SingleAdapter:
 
     inseparable = False
 
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
+    def allows(
+        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
+    ) -> bool:
         """One prefill per step, and all of one adapter."""
-        return not admitted and all(request.adapter_id == candidate.adapter_id for request in running)
+        return not admitted and all(request.weights_id == candidate.weights_id for request in running)
 
 
 @ADMISSION_RULES.register("static")
@@ -63,9 +69,11 @@ class StaticBatching:
 
     inseparable = True
 
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
+    def allows(
+        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
+    ) -> bool:
         """A batch forms in one step, when nothing runs."""
-        return len(running) == len(admitted) and all(request.adapter_id == candidate.adapter_id for request in admitted)
+        return len(running) == len(admitted) and all(request.weights_id == candidate.weights_id for request in admitted)
 
 
 @ADMISSION_RULES.register("static_mixed")
@@ -76,6 +84,8 @@ class StaticMixed:
 
     inseparable = True
 
-    def allows(self, candidate: Request, running: Sequence[Request], admitted: Sequence[Request]) -> bool:
+    def allows(
+        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
+    ) -> bool:
         """A batch forms in one step, when nothing runs."""
         return len(running) == len(admitted)

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.request import Request
+from punica.scheduling.request import RequestState
 from punica.scheduling.scheduler import StepPlan
 
 ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
@@ -53,7 +53,7 @@ class StepLayout:
     ``num_prefill_rows``: rows of prompts, which come first.
     """
 
-    requests: tuple[Request, ...]
+    requests: tuple[RequestState, ...]
     spans: tuple[Span, ...]
     sampled_slots: tuple[int, ...]
     token_ids: list[int]
@@ -86,15 +86,15 @@ def lay_out(
 ) -> StepLayout:
     """Rows of ``plan``: prompts first, then decode rows by ascending slot, those without adapter before them.
 
-    ``slots``: adapter id to slot, with every adapter of the plan; ``None`` when nothing applies adapters.
+    ``slots``: ``weights_id`` to slot, for every request of the plan; ``None`` when nothing applies adapters.
 
     ``index_rule="last_admitted"`` reproduces the released text-generation harness (disagreement D04 of
     ``paper_results/README.md``): every decode row takes the adapter of the request admitted last, so each step has a
     single LoRA segment and *wrong outputs* for everyone else. It exists to measure what that did to Figure 11.
     """
 
-    def slot_of(request: Request) -> int:
-        return slots[request.adapter_id] if slots is not None and request.adapter_id else -1
+    def slot_of(request: RequestState) -> int:
+        return slots[request.weights_id] if slots is not None and request.weights_id else -1
 
     requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
     sampled_slots = tuple(map(slot_of, requests))

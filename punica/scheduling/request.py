@@ -1,12 +1,15 @@
 """One generation request: what the user asked for, and how far it has come."""
 
-import operator
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
-from punica.checks import check_count
+from punica.checks import as_int, clip
+from punica.scheduling.sampling_params import SamplingParams, as_sampling_params
+
+FinishReason = Literal["stop", "length", "aborted", "failed"]
 
 
 class AdapterRequest(Protocol):
@@ -17,55 +20,131 @@ class AdapterRequest(Protocol):
         """Id of the adapter, at least 1."""
 
 
+class OutputText(Protocol):
+    """The text of the output, where strings can end it (``punica.engine.text.GrowingText``)."""
+
+    stopped: bool
+
+    def append(self, token_id: int) -> None:
+        """Take the next token; ``stopped`` says whether it completed a stop string."""
+
+    def finish(self) -> str:
+        """The whole text."""
+
+
 class RequestStatus(Enum):
-    """Waiting in the queue, running in the batch, or finished."""
+    """Waiting in the queue, running in the batch, finished, or taken out: with an error, or by its owner."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt to continue with one adapter.
+    """A prompt to continue with one adapter; immutable, so that any number of engines can be given it.
 
     Args:
-        request_id: non-empty name, unique within an engine.
-        prompt_token_ids: at least one token id.
-        max_new_tokens: tokens to generate, at least 1.
+        request_id: non-empty name, unique among the unfinished requests of an engine.
+        prompt_token_ids: at least one token id; kept as a tuple of ints.
+        params: how tokens are chosen and when generation ends; an integer is greedy decoding of so many tokens.
         adapter: which adapter to apply; ``None`` is the plain backbone.
-        eos_token_id: generation also ends with this token, which is kept in the output. ``None`` forces the length, as
-            in the paper's harness.
 
-    While it runs, ``output_token_ids`` grows. A preempted request keeps its output: on its return the prompt *and*
-    the output are computed again, and generation goes on where it stopped.
-
-    Raises TypeError (wrong types) or ValueError (empty id or prompt, negative token, ``max_new_tokens`` < 1).
+    Raises TypeError (wrong types) or ValueError (empty id or prompt, negative token, fewer than one new token).
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
-    max_new_tokens: int
+    params: SamplingParams | int
     adapter: AdapterRequest | None = None
-    eos_token_id: int | None = None
-    output_token_ids: list[int] = field(default_factory=list, init=False)
-    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
-    preemptions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(self.request_id).__name__} {self.request_id!r}")
+            raise TypeError(f"request_id must be a str, got {type(self.request_id).__name__} {clip(self.request_id)}")
         if not self.request_id:
             raise ValueError("request_id must not be empty")
-        self.prompt_token_ids = _token_ids(self.request_id, self.prompt_token_ids)
-        check_count(f"max_new_tokens of request {self.request_id!r}", self.max_new_tokens)
-        if self.eos_token_id is not None:
-            check_count(f"eos_token_id of request {self.request_id!r}", self.eos_token_id, lowest=0)
+        name = clip(self.request_id)
+        object.__setattr__(self, "prompt_token_ids", _token_ids(name, self.prompt_token_ids))
+        object.__setattr__(self, "params", as_sampling_params(self.params))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens to generate."""
+        return as_sampling_params(self.params).max_new_tokens
 
     @property
     def adapter_id(self) -> int:
         """Id of the adapter, 0 for the plain backbone."""
         return 0 if self.adapter is None else self.adapter.lora_int_id
+
+    @property
+    def final_kv_length(self) -> int:
+        """Tokens whose keys and values are cached at the end.
+
+        All but the last generated one, which nothing attends to.
+        """
+        return len(self.prompt_token_ids) + self.max_new_tokens - 1
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request in one engine: its output so far, and what the engine notes about it.
+
+    A preempted request keeps its output: on its return the prompt *and* the output are computed again, and generation
+    goes on where it stopped.
+
+    Args:
+        request: what was asked for.
+        seed: of its draws.
+        eos_token_ids: the model's end tokens, which end it unless its parameters ignore them.
+        text: of its output, where it may be ended by a string.
+
+    Attributes:
+        request_id, prompt_token_ids, adapter, adapter_id, params: of the request.
+        output_token_ids: grows while the request runs.
+        logprobs: one entry per output token, where the request asks for them.
+        status: WAITING, RUNNING, FINISHED, FAILED with the reason in ``error``, or ABORTED.
+        finish_reason: why it ended, ``None`` before.
+        preemptions: how often it was sent back to the queue for want of blocks or slots.
+        weights_id: which adapter weights it needs; two requests share a slot if theirs are equal. That of the adapter,
+            unless a new version of it was or is to be loaded: see ``punica.engine.residency``.
+        has_weights: it has joined, and keeps the version of its adapter that it began with.
+        arrival_s, first_token_s, last_token_s: seconds on the clock of ``time.perf_counter``.
+    """
+
+    request: Request
+    seed: int = 0
+    eos_token_ids: Collection[int] = ()
+    text: OutputText | None = None
+    request_id: str = field(init=False)
+    prompt_token_ids: Sequence[int] = field(init=False)
+    adapter: AdapterRequest | None = field(init=False)
+    adapter_id: int = field(init=False)
+    params: SamplingParams = field(init=False)
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    logprobs: list[dict[int, float]] = field(default_factory=list, init=False)
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    preemptions: int = field(default=0, init=False)
+    weights_id: int = field(init=False)
+    has_weights: bool = field(default=False, init=False)
+    arrival_s: float = field(default_factory=time.perf_counter, init=False)
+    first_token_s: float | None = field(default=None, init=False)
+    last_token_s: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.request_id, self.prompt_token_ids, self.adapter = (
+            request.request_id,
+            request.prompt_token_ids,
+            request.adapter,
+        )
+        self.adapter_id = self.weights_id = request.adapter_id
+        self.params = params = as_sampling_params(request.params)
+        self._ends = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
 
     @property
     def token_ids(self) -> list[int]:
@@ -78,31 +157,65 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def final_kv_length(self) -> int:
-        """Tokens whose keys and values are cached at the end.
+    def num_generated(self) -> int:
+        """Length of ``output_token_ids``."""
+        return len(self.output_token_ids)
 
-        All but the last generated one, which nothing attends to.
-        """
-        return len(self.prompt_token_ids) + self.max_new_tokens - 1
+    @property
+    def text_token_ids(self) -> list[int]:
+        """Output that is text: all but the token that stopped it."""
+        ids = self.output_token_ids
+        return ids[:-1] if self.finish_reason == "stop" and ids[-1] in self._ends else ids
+
+    @property
+    def has_ended(self) -> bool:
+        """It has left the engine, for whatever reason."""
+        return self.finish_reason is not None
+
+    @property
+    def final_kv_length(self) -> int:
+        """As :attr:`Request.final_kv_length`."""
+        return self.request.final_kv_length
 
     def append(self, token_id: int) -> None:
         """Take the next generated token; the request is finished when it was the last one."""
         self.output_token_ids.append(token_id)
-        if len(self.output_token_ids) == self.max_new_tokens or token_id == self.eos_token_id:
-            self.status = RequestStatus.FINISHED
+        self.last_token_s = time.perf_counter()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
+        if token_id in self._ends or (self.text is not None and self._completes_a_string(token_id, self.text)):
+            self.status, self.finish_reason = RequestStatus.FINISHED, "stop"
+        elif len(self.output_token_ids) == self.params.max_new_tokens:
+            self.status, self.finish_reason = RequestStatus.FINISHED, "length"
+
+    def fail(self, error: str) -> None:
+        """It ends here, with the output so far."""
+        self.status, self.finish_reason, self.error = RequestStatus.FAILED, "failed", error
+
+    def abort(self) -> None:
+        """It ends here by the wish of its owner, with the output so far."""
+        self.status, self.finish_reason = RequestStatus.ABORTED, "aborted"
+
+    @staticmethod
+    def _completes_a_string(token_id: int, text: OutputText) -> bool:
+        text.append(token_id)
+        return text.stopped
 
 
-def _token_ids(request_id: str, token_ids: Iterable[int]) -> tuple[int, ...]:
+def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
     if isinstance(token_ids, str):
+        raise TypeError(f"prompt_token_ids of request {name} must be token ids, got a str; tokenize the text first")
+    if isinstance(token_ids, (bytes, bytearray, memoryview, Mapping, Set)):
         raise TypeError(
-            f"prompt_token_ids of request {request_id!r} must be token ids, got a str; tokenize the text first"
+            f"prompt_token_ids of request {name} must be a sequence of ints, got {type(token_ids).__name__}; pass the "
+            "token ids in their order, as a list"
         )
     try:
-        ids = tuple(operator.index(token) for token in token_ids)
+        ids = tuple(as_int("a token id", token) for token in token_ids)
     except TypeError as error:
-        raise TypeError(f"prompt_token_ids of request {request_id!r} must be a sequence of ints: {error}") from error
+        raise TypeError(f"prompt_token_ids of request {name} must be a sequence of ints: {error}") from error
     if not ids:
-        raise ValueError(f"prompt_token_ids of request {request_id!r} is empty; a prompt has at least one token")
+        raise ValueError(f"prompt_token_ids of request {name} is empty; a prompt has at least one token")
     if min(ids) < 0:
-        raise ValueError(f"prompt_token_ids of request {request_id!r} contains {min(ids)}; token ids are >= 0")
+        raise ValueError(f"prompt_token_ids of request {name} contains {clip(min(ids))}; token ids are >= 0")
     return ids

@@ -5,12 +5,12 @@ queue is first come first served, the batch is bounded, a request needs KV block
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from punica.scheduling.admission import AdmissionRule
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.request import Request, RequestStatus
+from punica.scheduling.request import RequestState, RequestStatus
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class StepPlan:
     this step, for want of blocks or of a slot that was pinned for another adapter.
     """
 
-    prefills: tuple[Request, ...]
-    decodes: tuple[Request, ...]
-    idle: tuple[Request, ...]
-    preempted: tuple[Request, ...]
+    prefills: tuple[RequestState, ...]
+    decodes: tuple[RequestState, ...]
+    idle: tuple[RequestState, ...]
+    preempted: tuple[RequestState, ...]
 
     @property
     def is_empty(self) -> bool:
@@ -44,6 +44,8 @@ class Scheduler:
         max_tokens: most token rows in one invocation; only rules with several prefills per step meet it.
         max_adapters: distinct adapters that can be active at once (``None``: no limit, the engine runs no LoRA).
 
+    ``on_leave`` may be set; it is told of every request that is in neither queue nor batch any more.
+
     After every call, a request is in the queue or in the batch or gone, and exactly those in the batch own blocks.
     """
 
@@ -52,10 +54,11 @@ class Scheduler:
     max_batch_size: int
     max_tokens: int
     max_adapters: int | None = None
-    waiting: deque[Request] = field(default_factory=deque, init=False)
-    running: list[Request] = field(default_factory=list, init=False)
+    waiting: deque[RequestState] = field(default_factory=deque, init=False)
+    running: list[RequestState] = field(default_factory=list, init=False)
+    on_leave: Callable[[RequestState], None] = field(default_factory=lambda: _nobody_asks, init=False)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Put a request at the end of the queue."""
         self.waiting.append(request)
 
@@ -78,41 +81,52 @@ class Scheduler:
         finished = self._finished()
         if not self.rule.inseparable or len(finished) == len(self.running):
             for request in finished:
-                self.drop(request)
+                self._dismiss(request)
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: RequestState) -> None:
         """Put a running request back because blocks or slots ran out; counted."""
         self.put_back(request)
         request.preemptions += 1
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: RequestState) -> None:
         """Take a running request out of the batch and put it at the head of the queue, with its output so far."""
         self.drop(request)
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: RequestState) -> None:
         """Take a running request out of the batch and free its blocks."""
         self.running.remove(request)
         self.blocks.release(request.request_id)
 
-    def take_out(self, request: Request) -> None:
+    def take_out(self, request: RequestState) -> None:
         """Remove a request for good, wherever it is: in the queue, running, or a finished member of the batch."""
         if request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+            self.on_leave(request)
         else:
-            self.drop(request)
+            self._dismiss(request)
             self.retire_finished()  # of an inseparable batch it may have been the last unfinished member
 
-    def has_slot(self, candidate: Request, pinned: Collection[int]) -> bool:
-        """Whether the adapters of the batch, the candidate's and the pinned ones can be active together."""
-        adapters = {request.adapter_id for request in (*self.running, candidate)} - {0}
+    def has_slot(self, candidate: RequestState, pinned: Collection[int]) -> bool:
+        """Whether the adapters of the batch, the candidate's and the pinned ones can be active together.
+
+        A new version of an adapter takes the slot of the one before, unless a running request still uses that.
+        """
+        in_use = {request.weights_id for request in self.running}
+        replaces = not candidate.has_weights and candidate.adapter_id not in in_use
+        adapters = {*in_use, candidate.adapter_id if replaces else candidate.weights_id} - {0}
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
 
-    def _finished(self) -> list[Request]:
+    def _dismiss(self, request: RequestState) -> None:
+        """Take a member of the batch out for good."""
+        self.drop(request)
+        self.on_leave(request)
+
+    def _finished(self) -> list[RequestState]:
         return [request for request in self.running if request.status is RequestStatus.FINISHED]
 
-    def _yield_slots(self, pinned: Collection[int]) -> list[Request]:
+    def _yield_slots(self, pinned: Collection[int]) -> list[RequestState]:
         """Take running requests out until their adapters and the pinned ones fit; whose adapter joined last goes first.
 
         They wait again in their old order. Finished members of an inseparable batch go before all others, for good.
@@ -120,21 +134,21 @@ class Scheduler:
         if self.max_adapters is None:
             return []
         by_worth = sorted(self.running, key=lambda request: request.status is RequestStatus.FINISHED)
-        in_use = dict.fromkeys(request.adapter_id for request in by_worth)
-        unpinned = [adapter_id for adapter_id in in_use if adapter_id not in {0, *pinned}]
+        in_use = dict.fromkeys(request.weights_id for request in by_worth)
+        unpinned = [weights_id for weights_id in in_use if weights_id not in {0, *pinned}]
         leaving = set(unpinned[max(0, self.max_adapters - len(set(pinned))) :])
-        preempted: list[Request] = []
-        for request in [request for request in reversed(self.running) if request.adapter_id in leaving]:
+        preempted: list[RequestState] = []
+        for request in [request for request in reversed(self.running) if request.weights_id in leaving]:
             if request.status is RequestStatus.FINISHED:
-                self.drop(request)
+                self._dismiss(request)
             else:
                 self.preempt(request)
                 preempted.append(request)
         self.retire_finished()  # what is left of an inseparable batch may have nothing to do
         return preempted
 
-    def _grow(self) -> list[Request]:
-        preempted: list[Request] = []
+    def _grow(self) -> list[RequestState]:
+        preempted: list[RequestState] = []
         for request in list(self.running):
             while request.status is RequestStatus.RUNNING:
                 if self.blocks.reserve(request.request_id, request.num_tokens):
@@ -143,8 +157,8 @@ class Scheduler:
                 self.preempt(preempted[-1])  # the newest; when it is `request` itself, the loop ends
         return preempted
 
-    def _admit(self, num_rows: int, pinned: Collection[int]) -> list[Request]:
-        admitted: list[Request] = []
+    def _admit(self, num_rows: int, pinned: Collection[int]) -> list[RequestState]:
+        admitted: list[RequestState] = []
         while self.waiting and self._may_join(self.waiting[0], admitted, num_rows, pinned):
             request = self.waiting.popleft()
             self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
@@ -154,7 +168,9 @@ class Scheduler:
             num_rows += request.num_tokens
         return admitted
 
-    def _may_join(self, candidate: Request, admitted: list[Request], num_rows: int, pinned: Collection[int]) -> bool:
+    def _may_join(
+        self, candidate: RequestState, admitted: list[RequestState], num_rows: int, pinned: Collection[int]
+    ) -> bool:
         return (
             len(self.running) < self.max_batch_size
             and num_rows + candidate.num_tokens <= self.max_tokens
@@ -163,13 +179,17 @@ class Scheduler:
             and self._has_blocks(candidate)
         )
 
-    def _tokens_to_reserve(self, request: Request) -> int:
+    def _tokens_to_reserve(self, request: RequestState) -> int:
         return request.final_kv_length if self.rule.inseparable else request.num_tokens
 
-    def _has_blocks(self, candidate: Request) -> bool:
+    def _has_blocks(self, candidate: RequestState) -> bool:
         """Room for its tokens, and beside others one block per request to grow into.
 
         Without those it would be preempted right away.
         """
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
         return self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare <= self.blocks.num_free
+
+
+def _nobody_asks(request: RequestState) -> None:
+    """Nothing is to be done when a request leaves."""

@@ -181,7 +181,7 @@ HEAD_B = "base_model.model.lm_head.lora_B.weight"
         ({A_NAME: torch.ones(4, VOCAB + 1)}, "vocabulary of 22 ids, the model has 21"),
         ({B_NAME: torch.ones(DIM + 1, 4)}, "'embed_tokens'.*12 rows, got 13"),
         ({B_NAME: None}, "A without B"),
-        ({HEAD_B: torch.ones(VOCAB - 1, 4)}, "'lm_head'.*21 rows, got 20"),
+        ({HEAD_B: torch.ones(VOCAB - 1, 4)}, "lm_head.*21 rows, got 20"),
         ({A_NAME: torch.full((4, VOCAB), float("inf"))}, "'embed_tokens': A contains NaN or inf"),
     ],
     ids=["vocabulary", "dimension", "incomplete", "head rows", "infinite"],

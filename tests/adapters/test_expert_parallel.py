@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from punica.adapters import LoRAModel, wrap
-from punica.adapters.read import PEFTHelper
+from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.wrap import MoEEPSpec, NamedLayer, moe_ep_spec_of
 
 

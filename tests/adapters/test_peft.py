@@ -3,7 +3,9 @@
 import json
 import math
 
+import numpy as np
 import pytest
+import torch
 
 from punica.adapters import LoRARequest, PEFTHelper, parse_fine_tuned_lora_name, resolve_adapter_path
 from punica.config import LoRAConfig
@@ -268,6 +270,21 @@ def test_request_fields_aliases_and_identity():
         request.path = "other"
 
 
+def test_request_of_a_path_without_an_id(tmp_path, monkeypatch):
+    request = LoRARequest("sql", lora_path=tmp_path / "sql")
+    assert request.lora_path == request.absolute_path == str(tmp_path / "sql")
+    monkeypatch.chdir(tmp_path)
+    assert 0 < request.lora_int_id == LoRARequest("sql", lora_path="./sql").lora_int_id <= 2**62
+    others = {LoRARequest(name, lora_path=path).lora_int_id for name in "ab" for path in "cd"}
+    assert len(others | {request.lora_int_id}) == 5
+
+
+@pytest.mark.parametrize("number", [np.int32(7), np.uint64(7), torch.tensor(7)], ids=["int32", "uint64", "tensor"])
+def test_integers_of_other_libraries_are_ids(number):
+    assert type(LoRARequest("a", number, "p").lora_int_id) is int
+    assert LoRARequest("a", number, "p").lora_int_id == 7
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -278,6 +295,9 @@ def test_request_fields_aliases_and_identity():
         (("a", "1", "p"), TypeError, "lora_int_id"),
         (("a", 1), ValueError, "lora_path must not be empty"),
         (("a", 1, 7), TypeError, "lora_path"),
+        (("a", 1, b"p"), TypeError, "lora_path"),
+        (("a", 1, "p", None, "yes"), TypeError, "load_inplace must be a bool, got 'yes'"),
+        (("a", None), ValueError, "lora_path must not be empty"),
     ],
 )
 def test_bad_requests(fields, error, message):

@@ -112,7 +112,8 @@ def test_the_engine_generates_what_the_merged_models_generate(library):
     model.load_weights(library.root)
     engine = Engine(model, config.lora_config(MAX_RANK), config)
     requests = library.ours().requests
-    generated = engine.generate(PROMPTS, [None if name is None else requests[name] for name in NAMES], 6)
+    results = engine.generate(PROMPTS, [None if name is None else requests[name] for name in NAMES], 6)
+    generated = [result.token_ids for result in results]
     for name, prompt, tokens in zip(NAMES, PROMPTS, generated, strict=True):
         # of the full pass over the result, the row before each new token chooses it
         [logits] = reference_logits(library.merged(name), [[*prompt, *tokens[:-1]]])

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig
 from punica.models import LlamaForCausalLM
+from tests.engine.helpers import tokens_of
 
 ADAPTERS = {  # id -> rank, targets
     1: (1, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
@@ -116,6 +117,6 @@ def serve(backbone: Backbone) -> Callable[[Engine, list[Wish]], list[list[int]]]
 
     def run(engine: Engine, wishes: list[Wish]) -> list[list[int]]:
         adapters = [backbone.adapters.get(wish.adapter_id) for wish in wishes]
-        return engine.generate([wish.prompt for wish in wishes], adapters, [wish.new for wish in wishes])
+        return tokens_of(engine.generate([wish.prompt for wish in wishes], adapters, [wish.new for wish in wishes]))
 
     return run

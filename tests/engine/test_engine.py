@@ -6,8 +6,10 @@ import shutil
 import pytest
 
 from punica.adapters import LoRARequest, random_adapter
-from punica.engine import Engine, EngineConfig, Request
+from punica.engine import Engine, EngineConfig, Request, RequestStatus, SamplingParams
+from punica.layers import BaseLayerWithLoRA
 from punica.models import LlamaForCausalLM
+from tests.engine.helpers import tokens_of
 
 
 def state(engine: Engine) -> tuple:
@@ -23,8 +25,7 @@ def state(engine: Engine) -> tuple:
 
 def test_steps_report_tokens_finished_requests_and_statistics(backbone) -> None:
     engine = backbone.engine()
-    first = Request("first", [1, 2, 3], 3, backbone.adapters[1])
-    engine.add_request(first)
+    first = engine.add_request(Request("first", [1, 2, 3], 3, backbone.adapters[1]))
     engine.add_request(Request("second", [4, 5], 1))
     outputs = []
     while engine.has_unfinished():
@@ -68,7 +69,7 @@ def test_slots_default_to_the_batch_and_activation_is_on_demand(backbone) -> Non
 def test_adapters_registered_in_memory_need_no_folder(backbone) -> None:
     engine = backbone.engine()
     engine.manager.add_adapter(random_adapter(77, backbone.config, 8, seed=2))
-    served = engine.generate([[3, 1, 4]], [LoRARequest("in-memory", 77, "no folder")], 12)
+    served = tokens_of(engine.generate([[3, 1, 4]], [LoRARequest("in-memory", 77, "no folder")], 12))
     assert served == [backbone.generate_merged((3, 1, 4), 2, 12)]  # the weights of adapter 2
 
 
@@ -76,8 +77,7 @@ def test_end_of_sequence_token(backbone) -> None:
     expected = backbone.generate_merged((5, 6), 1, 12)
     stop = expected[4]
     engine = backbone.engine()
-    request = Request("a", [5, 6], 12, backbone.adapters[1], eos_token_id=stop)
-    engine.add_request(request)
+    request = engine.add_request(Request("a", [5, 6], SamplingParams(12, stop_token_ids=[stop]), backbone.adapters[1]))
     while engine.has_unfinished():
         engine.step()
     assert request.output_token_ids == expected[: expected.index(stop) + 1]
@@ -86,7 +86,7 @@ def test_end_of_sequence_token(backbone) -> None:
 def test_generate_beside_other_requests_and_after_an_error(backbone) -> None:
     engine = backbone.engine()
     engine.add_request(Request("other", [1, 2], 20, backbone.adapters[4]))
-    assert engine.generate([[5, 6]], None, 3) == [backbone.generate_merged((5, 6), 0, 3)]
+    assert tokens_of(engine.generate([[5, 6]], None, 3)) == [backbone.generate_merged((5, 6), 0, 3)]
     with pytest.raises(ValueError, match="max_model_len"):
         engine.generate([[1], [2] * 100], None, 3)
     assert [request.request_id for request in engine.scheduler.running] == ["other"]
@@ -98,8 +98,9 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
     for name in "ab":
         engine.add_request(Request(name, [1, 2], 9))
     engine.step()
-    assert engine.abort_request("b").output_token_ids == []
-    assert len(engine.abort_request("a").output_token_ids) == 1
+    assert engine.abort_request("b").token_ids == []
+    aborted = engine.abort_request("a")
+    assert (len(aborted.token_ids), aborted.finish_reason) == (1, "aborted")
     assert not engine.has_unfinished()
     assert engine.blocks.num_free == engine.blocks.num_blocks
     with pytest.raises(ValueError, match="no unfinished request 'a'"):
@@ -113,6 +114,8 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
         (lambda b: Request("new", [1] * 40, 9), ValueError, "needs 6 KV blocks, the whole cache has 5"),
         (lambda b: Request("new", [1, 256], 5), ValueError, "token 256, the vocabulary has 256"),
         (lambda b: Request("known", [1], 5), ValueError, "request_id 'known' is in use"),
+        (lambda b: Request("new", [1], SamplingParams(stop_token_ids=[256])), ValueError, "'new' contain 256, the voc"),
+        (lambda b: Request("new", [1], SamplingParams(stop="x")), ValueError, r"'new' has stop strings.*no tokenizer"),
         (
             lambda b: Request("new", [1], 5, LoRARequest("ghost", 42, "no_such_folder")),
             FileNotFoundError,
@@ -126,7 +129,18 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
         (lambda b: Request("new", [1], 5, "adapter-1"), TypeError, "adapter must be a LoRARequest or None, got str"),
         (lambda b: "new", TypeError, "request must be a Request, got str"),
     ],
-    ids=["long", "pool", "token", "duplicate", "unknown adapter", "same id", "adapter type", "request type"],
+    ids=[
+        "long",
+        "pool",
+        "token",
+        "duplicate",
+        "stop token",
+        "stop string",
+        "unknown adapter",
+        "same id",
+        "adapter type",
+        "request type",
+    ],
 )
 def test_bad_requests_are_refused_before_any_change(backbone, request_of, error, message) -> None:
     engine = backbone.engine(block_size=8, num_blocks=5)
@@ -148,8 +162,12 @@ def test_bad_requests_are_refused_before_any_change(backbone, request_of, error,
         (("a", "text", 5), TypeError, "tokenize the text first"),
         (("a", [1, 2.5], 5), TypeError, "prompt_token_ids of request 'a'"),
         (("a", [1, -2], 5), ValueError, "contains -2"),
-        (("a", [1], 0), ValueError, "max_new_tokens of request 'a' is 0"),
-        (("a", [1], 1.5), TypeError, "max_new_tokens of request 'a' must be an int"),
+        (("a", [1, True], 5), TypeError, "a token id must be an int, got bool True"),
+        (("a", b"text", 5), TypeError, "must be a sequence of ints, got bytes"),
+        (("a", {1: 2}, 5), TypeError, "must be a sequence of ints, got dict"),
+        (("a", {1, 2}, 5), TypeError, "must be a sequence of ints, got set"),
+        (("a", [1], 0), ValueError, "max_new_tokens is 0"),
+        (("a", [1], 1.5), TypeError, "params must be a SamplingParams or a number"),
     ],
     ids=[
         "empty id",
@@ -158,6 +176,10 @@ def test_bad_requests_are_refused_before_any_change(backbone, request_of, error,
         "text",
         "float token",
         "negative token",
+        "bool token",
+        "bytes",
+        "dict",
+        "set",
         "no new token",
         "float length",
     ],
@@ -167,13 +189,34 @@ def test_malformed_requests(arguments, error, message) -> None:
         Request(*arguments)
 
 
-def test_request_cannot_be_served_twice(backbone) -> None:
+def test_one_request_in_two_engines_and_twice_in_one(backbone) -> None:
+    """A request is only a wish; each engine keeps its own account of it."""
+    request = Request("a", [5, 6], 3, backbone.adapters[1])
+    first, second = backbone.engine(), backbone.engine()
+    states = [first.add_request(request), second.add_request(request)]
+    with pytest.raises(ValueError, match="request_id 'a' is in use"):
+        first.add_request(request)
+    for engine in (first, second, first):
+        while engine.has_unfinished():
+            engine.step()
+        if len(states) == 2:
+            states.append(first.add_request(request))
+    assert [state.output_token_ids for state in states] == [backbone.generate_merged((5, 6), 1, 3)] * 3
+    assert all(state.status is RequestStatus.FINISHED for state in states)
+
+
+def test_a_queued_request_cannot_be_edited(backbone) -> None:
+    prompt = [5, 6]
+    request = Request("a", prompt, 3, backbone.adapters[1])
     engine = backbone.engine()
-    request = Request("a", [1], 1)
-    engine.add_request(request)
-    engine.step()
-    with pytest.raises(ValueError, match="was served before"):
-        engine.add_request(request)
+    state = engine.add_request(request)
+    prompt.append(999)
+    for name, value in (("prompt_token_ids", [999]), ("max_new_tokens", 10**9), ("adapter", "x"), ("request_id", "b")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(request, name, value)
+    while engine.has_unfinished():
+        engine.step()
+    assert state.output_token_ids == backbone.generate_merged((5, 6), 1, 3)
 
 
 def test_rank_over_the_maximum_is_refused_on_arrival(backbone) -> None:
@@ -187,15 +230,14 @@ def test_rank_over_the_maximum_is_refused_on_arrival(backbone) -> None:
 def test_adapter_that_breaks_after_arrival_takes_only_its_request_out(backbone, tmp_path) -> None:
     folder = shutil.copytree(backbone.adapters[2].lora_path, tmp_path / "adapter")
     engine = backbone.engine()
-    good = Request("good", [1, 2], 6, backbone.adapters[1])
-    later = Request("later", [3], 6, backbone.adapters[4])
-    engine.add_request(good)
-    engine.add_request(Request("broken", [1, 2], 6, LoRARequest("broken", 9, str(folder))))
-    engine.add_request(later)
+    good = engine.add_request(Request("good", [1, 2], 6, backbone.adapters[1]))
+    broken = engine.add_request(Request("broken", [1, 2], 6, LoRARequest("broken", 9, str(folder))))
+    later = engine.add_request(Request("later", [3], 6, backbone.adapters[4]))
     (folder / "adapter_model.safetensors").write_bytes(b"damaged")
     engine.step()
-    with pytest.raises(ValueError, match="'broken'"):
-        engine.step()
+    assert [result.request_id for result in engine.step().failed] == [broken.request_id]
+    assert broken.status is RequestStatus.FAILED
+    assert "ValueError: cannot load adapter 'broken'" in broken.error
     while engine.has_unfinished():
         engine.step()
     assert good.output_token_ids == backbone.generate_merged((1, 2), 1, 6)
@@ -207,7 +249,7 @@ def test_adapter_without_lora_layers_is_refused(backbone) -> None:
     engine = Engine(backbone.model(), None, EngineConfig(max_model_len=64))
     with pytest.raises(ValueError, match=r"no LoRA layers.*ignore_adapters"):
         engine.add_request(Request("a", [1], 5, backbone.adapters[1]))
-    assert engine.generate([[1]], None, 5) == [backbone.generate_merged((1,), 0, 5)]
+    assert tokens_of(engine.generate([[1]], None, 5)) == [backbone.generate_merged((1,), 0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -244,3 +286,32 @@ def test_engine_and_model_must_fit(backbone) -> None:
         Engine(LlamaForCausalLM(backbone.folder), config.lora_config(), config)
     with pytest.raises(ValueError, match="unknown admission rule 'lifo'"):
         Engine(LlamaForCausalLM(backbone.folder), None, EngineConfig(max_model_len=64), "lifo")
+
+
+def test_a_model_whose_weights_were_never_loaded_is_not_served(backbone) -> None:
+    model = LlamaForCausalLM(backbone.folder)
+    with pytest.raises(ValueError, match=r"weights were never loaded.*load_weights\(folder\)"):
+        Engine(model, None, EngineConfig(max_model_len=64))
+    model.load_state_dict(backbone.model().state_dict())
+    (result,) = Engine(model, None, EngineConfig(max_model_len=64)).generate([[5, 6]], None, 3)
+    assert result.token_ids == backbone.generate_merged((5, 6), 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lora", "message"),
+    [
+        ({"num_blocks": 10**12}, {}, "KV cache of 1000000000000 blocks of 16 tokens would take .* lower .*num_blocks"),
+        ({"num_blocks": 10**30}, {}, "KV cache of .* would take"),
+        ({"max_batch_size": 10**9, "max_model_len": 64}, {"max_loras": 1}, "KV cache of .* would take"),
+        ({}, {"max_loras": 10**9}, "1000000000 adapter slots of rank 16 would take .* lower LoRAConfig.max_loras"),
+        ({}, {"max_loras": 10**30}, "adapter slots of rank 16 would take"),
+        ({}, {"max_lora_rank": 10**12, "max_loras": 1}, "1 adapter slots of rank 1000000000000 would take"),
+    ],
+    ids=["blocks", "blocks no integer holds", "batch", "slots", "slots no integer holds", "rank"],
+)
+def test_sizes_beyond_memory_are_refused_before_anything_is_allocated(backbone, sizes, lora, message) -> None:
+    config = EngineConfig(**{"max_batch_size": 4, "max_model_len": 64, **sizes})
+    model = backbone.model()
+    with pytest.raises(ValueError, match=message):
+        Engine(model, config.lora_config(**lora), config)
+    assert not any(isinstance(module, BaseLayerWithLoRA) for module in model.modules())

@@ -1,9 +1,12 @@
 """Pinned adapters keep their slots while an engine serves: the others share what is left, and nobody waits unheard."""
 
+import re
+
 import pytest
 
 from punica.engine import Engine, Request
 from punica.scheduling import RequestStatus
+from tests.engine.helpers import tokens_of
 
 RULES = ("fcfs", "single_adapter", "static", "static_mixed")
 
@@ -42,8 +45,7 @@ def test_pinning_over_running_requests_costs_no_token(backbone, rule) -> None:
     """The pin takes the slot of a running request, which waits for the other one to finish and is computed again."""
     engine = backbone.engine(rule, max_loras=2)
     requests = [Request(str(i), [i + 1, 7], new, backbone.adapters[i]) for i, new in ((1, 6), (2, 9))]
-    for request in requests:
-        engine.add_request(request)
+    requests = [engine.add_request(request) for request in requests]
     for _ in range(3):
         engine.step()
     pin(engine, backbone, 3)
@@ -61,51 +63,50 @@ def test_a_request_that_could_wait_for_ever_is_refused_on_arrival(backbone) -> N
     ):
         engine.add_request(Request("a", [1], 4, backbone.adapters[3]))
     assert not engine.has_unfinished()
-    assert engine._residency._requested.keys() == set()
+    assert engine._residency._users == {}
     with pytest.raises(RuntimeError, match="all 2 slots are pinned"):
         engine.generate([[1], [2]], [backbone.adapters[1], backbone.adapters[3]], 4)
     assert not engine.has_unfinished()
-    served = engine.generate([[1], [2], [3]], [backbone.adapters[1], None, backbone.adapters[2]], 4)
+    served = tokens_of(engine.generate([[1], [2], [3]], [backbone.adapters[1], None, backbone.adapters[2]], 4))
     assert served == [backbone.generate_merged(p, a, 4) for p, a in (((1,), 1), ((2,), 0), ((3,), 2))]
     engine.manager.unpin_adapter(1)
-    assert engine.generate([[1]], [backbone.adapters[3]], 4) == [backbone.generate_merged((1,), 3, 4)]
+    assert tokens_of(engine.generate([[1]], [backbone.adapters[3]], 4)) == [backbone.generate_merged((1,), 3, 4)]
 
 
-@pytest.mark.parametrize("way_out", ["unpin", "abort"])
-def test_pins_that_shut_a_queued_request_out_are_reported_and_lose_nothing(backbone, way_out) -> None:
-    """It was queued while there was a slot. As long as others run it waits; then the engine says so, once per step."""
+@pytest.mark.parametrize("way_out", ["fails", "unpin", "abort"])
+def test_pins_that_shut_a_queued_request_out_fail_it_and_nobody_else(backbone, way_out) -> None:
+    """It was queued while there was a slot. As long as others run it waits for one; then no step would change that."""
     engine = backbone.engine(max_loras=2)
-    running, stuck, behind = (Request(n, [4, i], 3, backbone.adapters[i]) for n, i in (("r", 1), ("s", 3), ("b", 2)))
-    engine.add_request(running)
-    engine.add_request(stuck)
-    engine.add_request(behind)
+    wishes = [Request(n, [4, i], 3, backbone.adapters[i]) for n, i in (("r", 1), ("s", 3), ("b", 2))]
+    running, stuck, behind = (engine.add_request(wish) for wish in wishes)
     pin(engine, backbone, 1, 2)
     while running.status is not RequestStatus.FINISHED:
         engine.step()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"request 's' waits for a slot for adapter 3.*\[1, 2\].*unpin_adapter"):
-            engine.step()
     assert [request.request_id for request in engine.scheduler.waiting] == ["s", "b"]
     if way_out == "unpin":
         engine.manager.unpin_adapter(2)
-    else:
+    elif way_out == "abort":
         engine.abort_request("s")
+    else:
+        assert [result.request_id for result in engine.step().failed] == [stuck.request_id]
+        assert re.search(r"no slot for adapter 3: all 2 slots were pinned.*\[1, 2\].*unpin_adapter", stuck.error)
     finish(engine)
     assert running.output_token_ids == backbone.generate_merged((4, 1), 1, 3)
     assert behind.output_token_ids == backbone.generate_merged((4, 2), 2, 3)
     assert stuck.output_token_ids == (backbone.generate_merged((4, 3), 3, 3) if way_out == "unpin" else [])
 
 
-def test_a_running_request_shut_out_by_new_pins_goes_on_after_unpinning(backbone) -> None:
+@pytest.mark.parametrize("unpinned", [True, False])
+def test_a_running_request_shut_out_by_new_pins_ends(backbone, unpinned) -> None:
     engine = backbone.engine(max_loras=1)
-    request = Request("a", [5, 6], 6, backbone.adapters[1])
-    engine.add_request(request)
+    request = engine.add_request(Request("a", [5, 6], 6, backbone.adapters[1]))
     engine.step()
     engine.step()
     pin(engine, backbone, 2)
-    with pytest.raises(RuntimeError, match="request 'a' waits for a slot"):
-        engine.step()
-    assert request.output_token_ids == backbone.generate_merged((5, 6), 1, 2)
-    engine.manager.unpin_adapter(2)
+    if unpinned:
+        engine.manager.unpin_adapter(2)
+    else:
+        assert [result.request_id for result in engine.step().failed] == [request.request_id]
+        assert "no slot for adapter 1" in request.error
     finish(engine)
-    assert request.output_token_ids == backbone.generate_merged((5, 6), 1, 6)
+    assert request.output_token_ids == backbone.generate_merged((5, 6), 1, 6 if unpinned else 2)

@@ -29,8 +29,7 @@ def test_the_head_of_the_queue_is_active_before_it_joins(backbone) -> None:
 def test_without_a_slot_to_spare_nothing_moves(backbone) -> None:
     engine = backbone.engine(max_loras=1)
     requests = [request(backbone, f"r{i}", i, new=3) for i in (1, 2)]
-    for each in requests:
-        engine.add_request(each)
+    requests = [engine.add_request(each) for each in requests]
     engine.step()
     assert active(engine) == {1}
     while engine.has_unfinished():
@@ -45,14 +44,13 @@ def test_an_adapter_that_breaks_in_the_queue_fails_only_when_it_joins(backbone, 
     folder = tmp_path / "broken"
     shutil.copytree(backbone.adapters[2].lora_path, folder)
     broken = LoRARequest("broken", 9, str(folder), load_inplace=in_place)
-    first, second, third = request(backbone, "first", 1), Request("second", [5], 4, broken), request(backbone, "x", 3)
-    for each in (first, second, third):
-        engine.add_request(each)
+    wishes = (request(backbone, "first", 1), Request("second", [5], 4, broken), request(backbone, "x", 3))
+    first, second, third = (engine.add_request(wish) for wish in wishes)
     (folder / "adapter_model.safetensors").write_bytes(b"damaged")
     engine.step()  # tries the load of `second`, whose turn it is not
     assert len(first.output_token_ids) == 1
-    with pytest.raises(ValueError, match="'broken'"):
-        engine.step()
+    assert [result.request_id for result in engine.step().failed] == [second.request_id]
+    assert "'broken'" in second.error
     while engine.has_unfinished():
         engine.step()
     assert second.output_token_ids == []

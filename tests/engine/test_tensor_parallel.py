@@ -3,15 +3,18 @@
 With fewer slots than adapters, so that adapters move in and out while requests run; on GPUs beside the steps.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
-from punica.engine import Engine, EngineConfig
+from punica.engine import Engine, EngineConfig, Request
 from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
+from tests.engine.helpers import tokens_of
 
 SLOTS = 3
 
@@ -30,7 +33,7 @@ def generate(
     model.load_weights(folder)
     config = EngineConfig(max_batch_size=8, max_model_len=64)
     lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=sharded)
-    return Engine(model, lora, config).generate(prompts, adapters, new), model.num_kv_heads
+    return tokens_of(Engine(model, lora, config).generate(prompts, adapters, new)), model.num_kv_heads
 
 
 def check(backbone, wishes: list, tp_size: int, device: str, sharded: bool) -> None:
@@ -65,3 +68,65 @@ def test_ranks_on_gpus_equal_merged_models(backbone, mixed_wishes, tp_size, shar
     if torch.cuda.device_count() < tp_size:
         pytest.skip(f"needs {tp_size} GPUs, this machine has {torch.cuda.device_count()}")
     check(backbone, mixed_wishes[:8], tp_size, "cuda", sharded)
+
+
+def generate_beside_damage(rank: int, folder: Path, adapters: dict[int, LoRARequest], places: dict[str, list]) -> dict:
+    """Each rank has its own disk: the folders of an adapter are what `places` says for it."""
+    model = LlamaForCausalLM(folder)
+    model.load_weights(folder)
+    config = EngineConfig(max_batch_size=4, max_model_len=64)
+    engine = Engine(model, config.lora_config(16, max_loras=SLOTS), config)
+    good = engine.add_request(Request("good", [5, 6], 12, adapters[1]))
+    refused, failed = {}, {}
+    for number, (name, paths) in enumerate(places.items(), start=10):
+        try:
+            state = engine.add_request(Request(name, [1, 2], 4, LoRARequest(name, number, str(paths[rank]))))
+        except (OSError, ValueError) as error:
+            refused[name] = str(error)
+        else:
+            failed[name] = state
+    later = engine.add_request(Request("later", [7, 8], 5, adapters[3]))
+    while engine.has_unfinished():
+        engine.step()
+    return {
+        "served": [good.output_token_ids, later.output_token_ids],
+        "refused": refused,
+        "failed": {name: state.error for name, state in failed.items()},
+    }
+
+
+@pytest.mark.slow
+def test_a_folder_that_one_rank_cannot_read_fails_on_all_and_only_its_requests(backbone, tmp_path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(backbone.adapters[2].lora_path, tmp_path / name))
+
+    whole, cut, poisoned, wide = (copy(name) for name in ("whole", "cut", "poisoned", "wide"))
+    weights = whole / "adapter_model.safetensors"
+    (cut / weights.name).write_bytes(weights.read_bytes()[:-100])
+    save_file({name: tensor * float("inf") for name, tensor in load_file(weights).items()}, poisoned / weights.name)
+    (wide / "adapter_config.json").write_text('{"r": 99, "lora_alpha": 1, "target_modules": ["q_proj"]}')
+    places = {
+        "missing here": [whole, tmp_path / "nowhere"],
+        "cut there": [cut, whole],
+        "poisoned here": [whole, poisoned],
+        "poisoned there": [poisoned, whole],
+        "another config": [whole, wide],
+    }
+    first, second = spawn_tensor_parallel(
+        generate_beside_damage, 2, backbone.folder, backbone.adapters, places, backend="gloo"
+    )
+    assert first == second
+    assert first["served"] == [backbone.generate_merged((5, 6), 1, 12), backbone.generate_merged((7, 8), 3, 5)]
+    assert set(first["refused"]) == {"missing here", "cut there", "another config"}
+    assert set(first["failed"]) == {"poisoned here", "poisoned there"}
+    for rank, name, reason in (
+        (1, "missing here", "does not exist"),
+        (0, "cut there", "not a valid safetensors file"),
+        (1, "another config", "rank 99 exceeds"),
+        (1, "poisoned here", "contains NaN or inf"),
+        (0, "poisoned there", "contains NaN or inf"),
+    ):
+        text = (first["refused"] | first["failed"])[name]
+        assert f"rank {rank} of 2" in text
+        assert repr(name) in text
+        assert reason in text

@@ -48,8 +48,7 @@ def test_preemption_and_readmission_change_no_token(backbone, admission) -> None
     adapter_ids = [1, 2, 3, 0, 1, 2, 3, 0] if admission == "fcfs" else [2] * 8
     requests = []
     for i, adapter_id in enumerate(adapter_ids):
-        request = Request(f"r{i}", [i + 1] * 3, 29, backbone.adapters.get(adapter_id))
-        engine.add_request(request)
+        request = engine.add_request(Request(f"r{i}", [i + 1] * 3, 29, backbone.adapters.get(adapter_id)))
         requests.append(request)
     interrupted = 0
     while engine.has_unfinished():
@@ -68,8 +67,7 @@ def test_backbone_only_engine_ignores_adapters_when_told_to(backbone, mixed_wish
         Request(str(i), wish.prompt, wish.new, backbone.adapters.get(wish.adapter_id))
         for i, wish in enumerate(mixed_wishes)
     ]
-    for request in requests:
-        engine.add_request(request)
+    requests = [engine.add_request(request) for request in requests]
     batches = []
     while engine.has_unfinished():
         running = {request.adapter_id for request in engine.scheduler.running}
@@ -77,7 +75,7 @@ def test_backbone_only_engine_ignores_adapters_when_told_to(backbone, mixed_wish
         batches.append(engine.step().statistics)
     assert all(statistics.num_segments == 0 for statistics in batches)
     for request in requests:
-        plain = backbone.generate_merged(request.prompt_token_ids, 0, request.max_new_tokens)
+        plain = backbone.generate_merged(request.prompt_token_ids, 0, request.request.max_new_tokens)
         assert request.output_token_ids == plain
 
 
@@ -87,8 +85,7 @@ def test_last_admitted_rule_applies_one_adapter_per_step(backbone) -> None:
     for rule in ("per_request", "last_admitted"):
         engine = backbone.engine(adapter_index_rule=rule)
         requests = [Request(str(i), [9, 8, 7], 12, backbone.adapters[i]) for i in (1, 2, 3)]
-        for request in requests:
-            engine.add_request(request)
+        requests = [engine.add_request(request) for request in requests]
         segments = []
         while engine.has_unfinished():
             segments.append(engine.step().statistics.num_segments)

@@ -208,7 +208,7 @@ def test_missing_or_damaged_files(tmp_path) -> None:
 
 
 def test_configs_that_are_not_a_llama(tmp_path) -> None:
-    with pytest.raises(TypeError, match="LlamaConfig or a folder, got dict"):
+    with pytest.raises(TypeError, match="Qwen3Config or a folder, got dict"):
         LlamaForCausalLM({"hidden_size": 64})
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         LlamaForCausalLM(tmp_path)
@@ -219,3 +219,18 @@ def test_configs_that_are_not_a_llama(tmp_path) -> None:
         LlamaForCausalLM(make_config(hidden_act="gelu"))
     with pytest.raises(ValueError, match=r"'dynamic'.*llama3"):
         LlamaForCausalLM(make_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_and_the_model_counts_as_empty(tmp_path, value) -> None:
+    transformers.LlamaForCausalLM(make_config()).save_pretrained(tmp_path)
+    model = LlamaForCausalLM(tmp_path)
+    model.load_weights(tmp_path)
+    assert model.has_weights
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight contains NaN or inf"):
+        model.load_weights(tmp_path)
+    assert not model.has_weights

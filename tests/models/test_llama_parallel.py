@@ -1,4 +1,4 @@
-"""The Llama model unchanged on 1, 2 and 4 ranks: its logits are Hugging Face's, whoever started the processes."""
+"""Llama and its relatives unchanged on 1, 2 and 4 ranks: logits are Hugging Face's, whoever started the processes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
@@ -33,6 +33,8 @@ VARIANTS = {
     "plain": {},
     "tied embeddings": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"config_class": Qwen2Config},
+    "qwen3": {"config_class": Qwen3Config, "head_dim": 24},
 }
 
 
@@ -68,7 +70,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for name, changes in VARIANTS.items():
         torch.manual_seed(2)
-        model = transformers.LlamaForCausalLM(LlamaConfig(**SIZES, **changes))
+        fields = {**SIZES, **changes}
+        model = transformers.AutoModelForCausalLM.from_config(fields.pop("config_class", LlamaConfig)(**fields))
         for key, parameter in model.named_parameters():
             if "norm" in key or key.endswith("bias"):
                 parameter.data.add_(torch.randn_like(parameter) * 0.3)
@@ -79,7 +82,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def hugging_face(folder: Path) -> Tensor:
     with torch.inference_mode():
-        return transformers.LlamaForCausalLM.from_pretrained(folder)(torch.tensor([IDS])).logits[0]
+        return transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([IDS])).logits[0]
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_the_engine_serves_mixed_requests(world, tmp_path):
     engine = Engine(model, config.lora_config(max_lora_rank=4), config)
     prompts = [[5, 9, 2, 6], [3, 1, 4], [8, 9, 7, 9, 3]]
     adapters = [LoRARequest(str(i), i + 1, str(tmp_path / str(i))) for i in (0, 1)]
-    found = engine.generate(prompts, [*adapters, None], 6)
+    found = [result.token_ids for result in engine.generate(prompts, [*adapters, None], 6)]
     models = [merged(theirs, all_layers[0], 1.0), merged(theirs, all_layers[1], 2.0), theirs]
     for prompt, tokens, merged_model in zip(prompts, found, models, strict=True):
         text = list(prompt)
@@ -202,5 +202,4 @@ class TestRefusals:
             MixtureOfExpertsForCausalLM(tmp_path)
         config = MixtureOfExpertsForCausalLM.resolve_config(CONFIGS["mixtral"])
         config.sliding_window = 8
-        with pytest.raises(ValueError, match="sliding_window is 8"):
-            MixtureOfExpertsForCausalLM(config)
+        assert MixtureOfExpertsForCausalLM(config).max_context == 8  # beyond it the window would hide tokens

@@ -3,14 +3,14 @@
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.scheduling import BlockManager, Request, RequestStatus, StepPlan, lay_out
+from punica.scheduling import BlockManager, Request, RequestState, RequestStatus, StepPlan, lay_out
 
 SLOTS = {10: 2, 20: 0, 30: 1}
 
 
-def running(name: str, prompt: list[int], output: list[int], adapter_id: int, blocks: BlockManager) -> Request:
+def running(name: str, prompt: list[int], output: list[int], adapter_id: int, blocks: BlockManager) -> RequestState:
     adapter = LoRARequest(f"adapter-{adapter_id}", adapter_id, "unused") if adapter_id else None
-    request = Request(name, prompt, 9, adapter)
+    request = RequestState(Request(name, prompt, 9, adapter))
     request.status = RequestStatus.RUNNING
     for token in output:
         request.append(token)

@@ -3,12 +3,21 @@
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.scheduling import ADMISSION_RULES, BlockManager, Request, RequestStatus, Scheduler, StepPlan
+from punica.scheduling import (
+    ADMISSION_RULES,
+    BlockManager,
+    Request,
+    RequestState,
+    RequestStatus,
+    SamplingParams,
+    Scheduler,
+    StepPlan,
+)
 
 
-def make(name: str, prompt: int = 4, new: int = 4, adapter_id: int = 0) -> Request:
+def make(name: str, prompt: int = 4, new: int = 4, adapter_id: int = 0) -> RequestState:
     adapter = LoRARequest(f"adapter-{adapter_id}", adapter_id, "unused") if adapter_id else None
-    return Request(name, [1] * prompt, new, adapter)
+    return RequestState(Request(name, [1] * prompt, new, adapter))
 
 
 def make_scheduler(rule: str = "fcfs", num_blocks: int = 1000, batch: int = 32, **limits) -> Scheduler:
@@ -158,7 +167,7 @@ def test_head_of_the_queue_waits_for_a_slot_and_nobody_overtakes() -> None:
 
 
 def test_end_of_sequence_token_ends_a_request() -> None:
-    request = Request("a", [1], 10, eos_token_id=5)
+    request = RequestState(Request("a", [1], SamplingParams(10, stop_token_ids=[5])))
     for token in (3, 5):
         request.append(token)
     assert request.status is RequestStatus.FINISHED

@@ -1,0 +1,347 @@
+"""`adapter_config.json`: rank, alpha, targets, and what cannot be served; :class:`PEFTHelper` answers for each module.
+
+It comes from a stranger: its size is limited, and its regular expressions are matched in bounded time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern
+from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
+from punica.checks import check_count, clip
+from punica.config import LoRAConfig
+
+CONFIG_FILE = "adapter_config.json"
+MOST_CONFIG_BYTES = 4 << 20
+MOST_PATTERNS = 4096  # keys of rank_pattern, and of alpha_pattern
+# These initialisations subtract something from the base weights, and training went on from there.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
+
+
+class _Rule(NamedTuple):
+    """One entry of a pattern: its key, as an expression, and the value of the modules that match it first."""
+
+    key: str
+    pattern: NamePattern
+    value: Any
+
+
+def _check_alpha(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {clip(value)} ({type(value).__name__})")
+    if not abs(value) <= sys.float_info.max:  # false for NaN too; JSON may hold integers that no float can
+        raise ValueError(f"{name} must be finite, got {value if isinstance(value, float) else 'a huge integer'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnsupportedFeatures:
+    """What changes a layer's result beyond `+ scaling * B A`; any truthy value is refused."""
+
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    fan_in_fan_out: bool = False
+    layer_replication: list | None = None
+    alora_invocation_tokens: list[int] | None = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+
+
+@dataclass(frozen=True)
+class PEFTHelper(UnsupportedFeatures):
+    """The content of `adapter_config.json` as far as inference needs it.
+
+    For module m (adapter naming, without `base_model.model.`) the rank `r_m` and `alpha_m` are the values of the first
+    key of `rank_pattern` / `alpha_pattern`, in file order, that matches m or a suffix of m after a dot, else the global
+    ones. Then
+
+        delta W_m = scaling_m * B_m A_m,   scaling_m = alpha_m / r_m   (alpha_m / sqrt(r_m) with `use_rslora`)
+
+    These are the rules by which PEFT itself chose ranks and scalings in training; note that PEFT sorts the patterns'
+    keys when it saves. `target_modules` is informational (`"all-linear"`, a regular expression, or names): the tensors
+    in the folder say which modules are adapted, after `exclude_modules`, `layers_to_transform` and the like;
+    :meth:`disagreement` compares the two.
+
+    Expressions are matched in bounded time (:mod:`punica.adapters.patterns`).
+
+    Unknown keys are ignored. What cannot be served (DoRA, biases, ...) is read here and refused by
+    :meth:`validate_legal`.
+
+    Raises:
+        TypeError: rank not an int, alpha not a number, `use_rslora` not a bool, targets or a pattern of another type.
+        ValueError: rank < 1, alpha not finite, no target, too many patterns, or a pattern key that is no regular
+            expression or of a kind that cannot be matched in bounded time.
+    """
+
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str = "none"
+    peft_type: str | None = None
+    init_lora_weights: bool | str = True
+    _rank_rules: list[_Rule] = field(init=False, repr=False, compare=False)
+    _alpha_rules: list[_Rule] = field(init=False, repr=False, compare=False)
+    # which rules count for the modules that were asked about; None: the global value
+    _matched: dict[str, tuple[_Rule | None, _Rule | None]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        check_count("r", self.r)
+        _check_alpha("lora_alpha", self.lora_alpha)
+        if not isinstance(self.use_rslora, bool):
+            raise TypeError(
+                f"use_rslora must be a bool, got {clip(self.use_rslora)} ({type(self.use_rslora).__name__})"
+            )
+        for key in ("target_modules", "target_parameters"):
+            object.__setattr__(self, key, _targets(key, getattr(self, key)))
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError("target_modules or target_parameters is required, got neither")
+        object.__setattr__(self, "_rank_rules", _compile_rules(self.rank_pattern, "rank_pattern", check_count))
+        object.__setattr__(self, "_alpha_rules", _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
+        """Build from the parsed JSON, or from `LoraConfig.to_dict()`; unknown keys are ignored, `null` means not given.
+
+        Raises:
+            TypeError: `config` is not a mapping. ValueError: required keys are missing (all of them are named, and the
+                `peft_type` where another method than LoRA explains it).
+        """
+        if not isinstance(config, Mapping):
+            raise TypeError(f"adapter config must be a JSON object, got {type(config).__name__}")
+        missing = [key for key in ("r", "lora_alpha") if config.get(key) is None]
+        if not config.get("target_modules") and not config.get("target_parameters"):
+            missing.append("target_modules (or target_parameters)")
+        if missing:
+            reason = [problem + "; "] if (problem := _peft_type_problem(config.get("peft_type"))) else []
+            raise ValueError(
+                f"{''.join(reason)}adapter config lacks the required keys {missing}; it has "
+                f"{clip(sorted(map(str, config)))}"
+            )
+        known = {f.name for f in fields(cls) if f.init}
+        return cls(**{key: value for key, value in config.items() if key in known and value is not None})
+
+    @classmethod
+    def from_local_dir(cls, path: str | Path) -> PEFTHelper:
+        """Read `adapter_config.json` of a PEFT folder.
+
+        Raises:
+            FileNotFoundError: no such folder or file. ValueError, TypeError: invalid JSON or content; the message names
+                the file.
+        """
+        file = resolve_adapter_path(path) / CONFIG_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}")
+        with file.open("rb") as opened:
+            text = opened.read(MOST_CONFIG_BYTES + 1)
+        if len(text) > MOST_CONFIG_BYTES:
+            raise ValueError(f"{str(file)!r} is larger than {MOST_CONFIG_BYTES} bytes, which no adapter's config is")
+        try:
+            config = json.loads(text.decode("utf-8"))
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+            raise ValueError(f"{str(file)!r} is not valid JSON: {error}") from error
+        except RecursionError:
+            raise ValueError(f"{str(file)!r} is nested too deeply to be an adapter's config") from None
+        try:
+            return cls.from_dict(config)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{str(file)!r}: {error}") from error
+
+    def resolve(self, modules: Iterable[str]) -> None:
+        """Find ranks and alphas of these modules, all at once.
+
+        ValueError: that takes too long, see :mod:`punica.adapters.patterns`.
+        """
+        names = [name for name in dict.fromkeys(modules) if name not in self._matched]
+        if not names or not (self._rank_rules or self._alpha_rules):
+            return
+        together = ModuleNames(names, Steps())
+        ranks = _first_matches("rank_pattern", self._rank_rules, together, len(names))
+        alphas = _first_matches("alpha_pattern", self._alpha_rules, together, len(names))
+        self._matched.update(zip(names, zip(ranks, alphas, strict=True), strict=True))
+
+    def _rules_of(self, module_name: str) -> tuple[_Rule | None, _Rule | None]:
+        """Of rank and alpha."""
+        self.resolve([module_name])
+        return self._matched.get(module_name, (None, None))
+
+    def rank_of(self, module_name: str) -> int:
+        """`r_m` of one module."""
+        rule, _ = self._rules_of(module_name)
+        return self.r if rule is None else rule.value
+
+    def alpha_of(self, module_name: str) -> float:
+        """`alpha_m` of one module."""
+        _, rule = self._rules_of(module_name)
+        return self.lora_alpha if rule is None else rule.value
+
+    def scaling_of(self, module_name: str) -> float:
+        """`alpha_m / r_m`, or `alpha_m / sqrt(r_m)` with `use_rslora` (rank-stabilised LoRA)."""
+        rank = self.rank_of(module_name)
+        return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def disagreement(self, modules: Iterable[str]) -> str | None:
+        """How the adapted `modules` differ from `target_modules`, both named; `None` if they agree, or if this cannot
+        be told (`"all-linear"`, `target_parameters`, an expression that cannot be matched in bounded time).
+        """
+        targets, names = self.target_modules, sorted(modules)
+        if not targets or self.target_parameters or targets == "all-linear":
+            return None
+        unused: list[str] = []
+        if isinstance(targets, str):
+            try:
+                inside = ModuleNames(names, Steps()).matching(NamePattern(targets, suffix=False))
+            except UnboundedPattern:
+                return None
+        else:
+            ends = {name[start:] for name in names for start in _starts_of_parts(name)}
+            wanted = set(targets)
+            inside = [any(name[start:] in wanted for start in _starts_of_parts(name)) for name in names]
+            unused = sorted(wanted - ends)
+        outside = [name for name, is_inside in zip(names, inside, strict=True) if not is_inside]
+        problems = [f"they leave out {clip(outside)}, whose tensors are applied"] if outside else []
+        problems += [f"there are no tensors for {clip(unused)}"] if unused else []
+        return f"target_modules are {clip(targets)}, but {', and '.join(problems)}" if problems else None
+
+    def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
+        """Refuse what this library cannot serve, all problems in one message.
+
+        With `modules`, the ones adapted as far as they are known, only ranks that one of them has count; without a
+        `rank_pattern` that is `r`. `None`: any module may be meant, so every rank in the config counts.
+
+        Warns when `init_lora_weights` is pissa, olora, corda or lora_ga: training then started from a changed base
+        model, which the serving backbone is not.
+
+        Raises:
+            ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
+        """
+        problems = [problem] if (problem := _peft_type_problem(self.peft_type)) else []
+        if self.bias != "none":
+            problems.append(f"bias is {clip(self.bias)}, only 'none' is supported")
+        for feature in fields(UnsupportedFeatures):
+            if value := getattr(self, feature.name):
+                problems.append(f"{feature.name} is set ({clip(value)}) and not supported{_remedy(feature.name)}")
+        limit = lora_config.max_lora_rank
+        for where, rank in self._ranks_in_use(modules).items():
+            if rank > limit:
+                problems.append(
+                    f"{where}: rank {clip(rank)} exceeds max_lora_rank {limit} (raise LoRAConfig.max_lora_rank)"
+                )
+        if problems:
+            raise ValueError("this adapter cannot be served: " + "; ".join(problems))
+        init = self.init_lora_weights
+        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+            warnings.warn(
+                f"init_lora_weights={clip(init)} may have altered the base model during training; unless the adapter "
+                "was converted to plain LoRA when it was saved, outputs on the original base model will be wrong",
+                stacklevel=2,
+            )
+
+    def _ranks_in_use(self, modules: Iterable[str] | None) -> dict[str, int]:
+        """Where a rank is set, and the rank."""
+        if modules is None or not self._rank_rules:
+            rules: Iterable[_Rule | None] = (None, *self._rank_rules)
+        else:
+            modules = list(modules)
+            self.resolve(modules)
+            rules = dict.fromkeys(self._rules_of(name)[0] for name in modules)
+        return dict(
+            ("r", self.r) if rule is None else (f"rank_pattern[{clip(rule.key)}]", rule.value) for rule in rules
+        )
+
+
+def _remedy(feature: str) -> str:
+    """What to do about an unsupported feature that has a way out."""
+    if feature == "modules_to_save":
+        return (
+            ": whole modules were trained; put them into a base model of their own (PEFT's merge_and_unload and "
+            "save_pretrained), or train these modules with LoRA as well"
+        )
+    return ""
+
+
+def _starts_of_parts(name: str) -> list[int]:
+    """Where the name and its parts behind a dot begin."""
+    return [0, *(position + 1 for position, character in enumerate(name) if character == ".")]
+
+
+def _first_matches(name: str, rules: list[_Rule], modules: ModuleNames, number: int) -> list[_Rule | None]:
+    """Of each module the first rule that matches it."""
+    found: list[_Rule | None] = [None] * number
+    for rule in rules:
+        try:
+            matches = modules.matching(rule.pattern)
+        except ValueError as error:
+            raise UnboundedPattern(f"{name} key {clip(rule.key)}: {error}") from error
+        found = [
+            rule if earlier is None and is_match else earlier for earlier, is_match in zip(found, matches, strict=True)
+        ]
+    return found
+
+
+def _peft_type_problem(peft_type: object) -> str | None:
+    """What is wrong with a `peft_type` (a str, or PEFT's enum); `None` if it is LORA or absent."""
+    name = str(peft_type).rpartition(".")[2]
+    is_lora = peft_type is None or name.upper() == "LORA"
+    return None if is_lora else f"peft_type is {clip(name)}, only 'LORA' is supported"
+
+
+def _targets(key: str, value: Any) -> list[str] | str | None:
+    """A str as it is, a collection of str as a list (sorted if it has no order). TypeError otherwise."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{key} must be a str or a list of str, got {clip(value)} ({type(value).__name__})")
+    return sorted(value) if isinstance(value, set | frozenset) else list(value)
+
+
+def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], object]) -> list[_Rule]:
+    """The rules of `{KEY: value}` in file order; a `^` inside KEY can match only at the module name's start."""
+    if patterns is None:
+        return []
+    if not isinstance(patterns, Mapping):
+        raise TypeError(
+            f"{name} must be a dict of name pattern to value, got {clip(patterns)} ({type(patterns).__name__})"
+        )
+    if len(patterns) > MOST_PATTERNS:
+        raise ValueError(
+            f"{name} has {len(patterns)} keys, at most {MOST_PATTERNS} are read; set the most frequent value "
+            "globally, and name modules together by an expression"
+        )
+    rules = []
+    for key, value in patterns.items():
+        if not isinstance(key, str):
+            raise TypeError(f"keys of {name} must be str, got {clip(key)} ({type(key).__name__})")
+        check(f"{name}[{clip(key)}]", value)
+        try:
+            rules.append(_Rule(key, NamePattern(key), value))
+        except ValueError as error:
+            raise ValueError(f"{name} key {error}") from error
+    return rules
+
+
+def read_config(request: LoRARequest, lora_config: LoRAConfig) -> PEFTHelper:
+    """The config in a request's folder, if the adapter can be served as far as it tells; no tensor is read.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError: as :meth:`PEFTHelper.from_local_dir` and
+            :meth:`PEFTHelper.validate_legal`, with the adapter's name and path in front.
+    """
+    with loading(request):
+        config = PEFTHelper.from_local_dir(request.absolute_path)
+        config.validate_legal(lora_config, modules=())
+    return config

@@ -1,0 +1,199 @@
+"""`Generation`: prompts in, results out, all at once or as they come; on top of requests and steps."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from punica.adapters import LoRARequest
+from punica.checks import clip
+from punica.engine.folder import GenerationDefaults
+from punica.engine.output import StepOutput
+from punica.engine.results import GenerationChunk, GenerationResult
+from punica.engine.text import GrowingText, TextCodec
+from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
+
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+Params = SamplingParams | int | Sequence[SamplingParams | int | None] | None
+
+
+class Generation(ABC):
+    """What users call; the engine below it takes requests and makes steps.
+
+    A prompt is a text, a chat (a list of messages with role and content) or a list of token ids; the first two need a
+    tokenizer.
+    """
+
+    codec: TextCodec | None
+    defaults: GenerationDefaults
+
+    def __init__(self) -> None:
+        self._names = itertools.count()
+
+    @abstractmethod
+    def add_or_fail(self, request: Request) -> RequestState:
+        """Queue a request; one whose adapter's folder is refused has failed."""
+
+    @abstractmethod
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request of this name has not left yet."""
+
+    @abstractmethod
+    def step(self) -> StepOutput:
+        """One model invocation."""
+
+    @abstractmethod
+    def abort_request(self, request_id: str) -> GenerationResult:
+        """Take an unfinished request out."""
+
+    @abstractmethod
+    def result_of(self, state: RequestState) -> GenerationResult:
+        """The result of a request that has ended."""
+
+    def generate(
+        self, prompts: Any, adapters: Adapters = None, params: Params = None, *, progress: bool = False
+    ) -> list[GenerationResult]:
+        """Continue every prompt with its adapter; the results, in the order of the prompts.
+
+        Args:
+            prompts: a list of them, or one text or chat.
+            adapters: one for all prompts, or a list with one each; ``None`` is the plain backbone.
+            params: one for all prompts, or a list with one each; an integer is greedy decoding of so many tokens,
+                ``None`` the engine's defaults (the folder's, for :meth:`Engine.from_pretrained`).
+            progress: show a bar on standard error, with finished prompts and generated tokens.
+
+        Other requests of the engine go on meanwhile. A request that fails has a result that says so; the others of the
+        call end as they would without it. That includes one whose adapter's folder is refused on arrival. Raises what
+        else :meth:`add_request` and :meth:`step` raise, and ValueError when the lengths differ; none of these requests
+        is left behind then.
+        """
+        requests = self._requests_of(prompts, adapters, params)
+        states: list[RequestState] = []
+        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+            try:
+                for request in requests:
+                    states.append(self.add_or_fail(request))
+                tokens, ended = 0, 0
+                while ended < len(states):  # in their order, so that a step costs no look at each of them
+                    if states[ended].has_ended:
+                        ended += 1
+                        tokens += states[ended - 1].num_generated
+                        bar.set_postfix(tokens=tokens, refresh=False)
+                        bar.update()
+                    else:
+                        self.step()
+            finally:
+                self._abort(states)
+        return [self.result_of(state) for state in states]
+
+    def stream(self, prompts: Any, adapters: Adapters = None, params: Params = None) -> Iterator[GenerationChunk]:
+        """As :meth:`generate`, but what comes as it comes: after every step a chunk for each prompt that has something
+        new. Steps are made while you iterate; whoever stops early aborts the rest.
+        """
+        states: list[RequestState] = []
+        try:
+            for request in self._requests_of(prompts, adapters, params):
+                states.append(self.add_or_fail(request))
+            tails = [_Tail(index, state, self.codec) for index, state in enumerate(states)]
+            while tails:
+                self.step()
+                for tail in tails:  # also of what somebody else's steps have added
+                    if tail.has_news:
+                        yield tail.chunk(self.result_of(tail.state) if tail.state.has_ended else None)
+                tails = [tail for tail in tails if not tail.is_complete]
+        finally:
+            self._abort(states)
+
+    def _abort(self, states: Sequence[RequestState]) -> None:
+        for state in states:
+            if not state.has_ended:
+                self.abort_request(state.request_id)
+
+    def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:
+        prompts = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else _listed("prompts", prompts)
+        count = len(prompts)
+        if count and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0:
+            raise TypeError(f"prompts[0] is {clip(prompts[0])}, a token id; pass a list of prompts, [[...]] for one")
+        adapters = _per_prompt("adapters", adapters, count, LoRARequest)
+        params = _per_prompt("params", params, count, SamplingParams, int)
+        if not count == len(adapters) == len(params):
+            raise ValueError(
+                f"one adapter and one params per prompt, or one for all: got {count} prompts, {len(adapters)} "
+                f"adapters, {len(params)} params"
+            )
+        return [
+            Request(
+                self._free_name(),
+                self._token_ids(prompt),
+                self.defaults.params if one is None else as_sampling_params(one),
+                adapter,
+            )
+            for prompt, adapter, one in zip(prompts, adapters, params, strict=True)
+        ]
+
+    def _free_name(self) -> str:
+        """Not one that somebody has given to a request of his own."""
+        names = (f"generate-{number}" for number in self._names)
+        return next(name for name in names if not self.is_in_use(name))
+
+    def _token_ids(self, prompt: Any) -> Any:
+        """Of a text or a chat; whatever else it is, the request checks it."""
+        if not isinstance(prompt, str) and not _is_chat(prompt):
+            return prompt
+        if self.codec is None:
+            raise ValueError(
+                f"prompt {clip(prompt)} is text, but this engine has no tokenizer; pass token ids, or build the engine "
+                "with Engine.from_pretrained on a folder with tokenizer files"
+            )
+        return self.codec.encode(prompt)
+
+
+class _Tail:
+    """How much of a request has been streamed."""
+
+    def __init__(self, index: int, state: RequestState, codec: TextCodec | None) -> None:
+        self.state, self.is_complete = state, False
+        self._index = index
+        self._text = None if codec is None else GrowingText(codec, state.params.stop)
+        self._tokens, self._characters = 0, 0
+
+    @property
+    def has_news(self) -> bool:
+        """There are new tokens, or it has ended."""
+        return self.state.num_generated > self._tokens or self.state.has_ended
+
+    def chunk(self, result: GenerationResult | None) -> GenerationChunk:
+        """What is new; the last one has the result."""
+        self.is_complete = result is not None
+        start, self._tokens = self._tokens, self.state.num_generated
+        text = None
+        if self._text is not None:
+            for token in self.state.text_token_ids[start:]:
+                self._text.append(token)
+            whole = self._text.settled if result is None else self._text.finish()
+            text, self._characters = whole[self._characters :], len(whole)
+        tokens = self.state.output_token_ids[start:]
+        return GenerationChunk(self._index, tokens, text, result)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """``values`` as a list; TypeError when there is nothing to iterate over."""
+    if not isinstance(values, (bytes, Mapping)):
+        try:
+            return list(values)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be a list with one entry per prompt, got {type(values).__name__} {clip(values)}")
+
+
+def _per_prompt(name: str, values: Any, count: int, *kinds: type) -> list[Any]:
+    """One value for all prompts, if it is of such a kind or ``None``, or a list of them."""
+    if values is None or isinstance(values, kinds) or (int in kinds and hasattr(values, "__index__")):
+        return [values] * count
+    return _listed(name, values)

@@ -1,0 +1,72 @@
+"""What a request gives back: its result when it has ended, and pieces of it meanwhile."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from punica.engine.text import TextCodec
+from punica.scheduling import FinishReason, RequestState
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """One request that has ended.
+
+    Attributes:
+        request_id: its name.
+        prompt_token_ids: what was continued.
+        token_ids: what was generated, a token that ended it included.
+        text: of ``token_ids`` without special tokens, and without the stop token, or what begins with the stop
+            string, that ended it; ``None`` on an engine without a tokenizer.
+        finish_reason: ``"stop"`` (an end token, a stop token or a stop string), ``"length"`` (``max_new_tokens``),
+            ``"aborted"`` or ``"failed"``; what came before is kept in each case.
+        error: why it failed, else ``None``.
+        logprobs: per token ``{token id: logprob}``, the token itself first; ``None`` if not asked for.
+        arrival_s, first_token_s, last_token_s: seconds on the clock of ``time.perf_counter``; ``None`` without a token.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    error: str | None
+    logprobs: list[dict[int, float]] | None
+    arrival_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+
+
+@dataclass(frozen=True)
+class GenerationChunk:
+    """What a step added to one of the prompts of ``Engine.stream``.
+
+    ``index``: of the prompt. ``token_ids``: new tokens, in order. ``text``: new text; whole characters, without what
+    may become a stop string, so it may be empty or lag behind the tokens, and all chunks together are the text of the
+    result (``None`` on an engine without a tokenizer). ``result``: in the last chunk of a prompt, else ``None``.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    result: GenerationResult | None
+
+
+def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
+    """The result of a request that has ended. RuntimeError for one that has not."""
+    if state.finish_reason is None:
+        raise RuntimeError(f"request {state.request_id!r} has not ended; call step until it has, or abort_request")
+    text = None
+    if codec is not None:
+        text = codec.decode(state.text_token_ids) if state.text is None else state.text.finish()
+    return GenerationResult(
+        request_id=state.request_id,
+        prompt_token_ids=state.prompt_token_ids,
+        token_ids=list(state.output_token_ids),
+        text=text,
+        finish_reason=state.finish_reason,
+        error=state.error,
+        logprobs=None if state.params.logprobs is None else list(state.logprobs),
+        arrival_s=state.arrival_s,
+        first_token_s=state.first_token_s,
+        last_token_s=state.last_token_s,
+    )

@@ -1,0 +1,23 @@
+"""The model of a checkpoint folder, whichever family it belongs to."""
+
+from pathlib import Path
+
+import torch
+
+from punica.models.families import EXPERTS, model_type_of
+from punica.models.llama import LlamaForCausalLM
+from punica.models.mixture_of_experts import MixtureOfExpertsForCausalLM
+
+
+def load_model(
+    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> LlamaForCausalLM:
+    """The model that ``config.json`` in ``folder`` describes, with the weights of the folder.
+
+    ``dtype``: of the weights; ``None`` takes the config's. Raises FileNotFoundError (no folder, no config, no weights)
+    and ValueError (a family that is not served, a config or weights that are damaged or do not fit).
+    """
+    model_class = MixtureOfExpertsForCausalLM if model_type_of(folder) in EXPERTS else LlamaForCausalLM
+    model = model_class(folder, dtype, device)
+    model.load_weights(folder)
+    return model

@@ -1,0 +1,156 @@
+"""Which Hugging Face configs these models compute, and how each family says what the code asks.
+
+    family       biases of q, k, v / of o       norm of query and key heads      sliding window
+    Llama        ``attention_bias``              no                               none
+    Mistral      no                              no                               its config may have one
+    Qwen2        q, k, v always, o never         no                               its config may have one
+    Qwen3        ``attention_bias``              yes                              its config may have one
+
+Mixtral is a Mistral and Qwen3-MoE a Qwen3 with experts. A sliding window of n tokens hides nothing from a sequence of
+at most n tokens, so such a model is served up to that length.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from punica.checks import check_count
+
+CONFIG_FILE = "config.json"
+DENSE: dict[str, type[Any]] = {
+    "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+}  # fmt: skip
+EXPERTS: dict[str, type[Any]] = {"mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig}
+NORMALIZED = ("qwen3", "qwen3_moe")
+"""Families whose query and key heads pass a norm of their own before they are rotated."""
+MOST_CONFIG_BYTES = 1 << 20
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+           "vocab_size", "max_position_embeddings", "head_dim")  # fmt: skip
+
+
+def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
+    """A private copy of ``config``, read from ``config.json`` when it is a folder, that says in the same words for
+    every family: ``head_dim``, ``qkv_bias``, ``o_bias``, ``mlp_bias``, ``qk_norm``, ``max_context`` (the most tokens
+    of one sequence for which full attention is what the model means) and ``dtype`` (a torch dtype or ``None``).
+
+    Raises:
+        FileNotFoundError: a folder without ``config.json``.
+        TypeError: neither a folder nor one of ``classes``.
+        ValueError: a damaged ``config.json``; a family that is not in ``classes``; sizes or an activation that no model
+            of these families has.
+    """
+    names = " or ".join(one.__name__ for one in classes.values())
+    if isinstance(config, (str, Path)):
+        resolved = _read(Path(config).expanduser() / CONFIG_FILE, classes, names)
+    elif isinstance(config, tuple(classes.values())):
+        resolved = copy.deepcopy(config)
+    elif isinstance(config, nn.Module):
+        raise TypeError(f"config must be a transformers.{names} or a folder, got a model; {how_to_load(config)}")
+    else:
+        raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
+    kind = resolved.model_type
+    if kind not in classes:
+        raise ValueError(f"config is of model_type {kind!r}, this class computes {' or '.join(map(repr, classes))}")
+    if resolved.hidden_act != "silu":
+        raise ValueError(f"hidden_act is {resolved.hidden_act!r}, the SwiGLU of these models needs 'silu'")
+    resolved.head_dim = getattr(resolved, "head_dim", None) or resolved.hidden_size // resolved.num_attention_heads
+    _check_sizes(resolved)
+    both = kind in ("llama", *NORMALIZED) and bool(getattr(resolved, "attention_bias", False))
+    resolved.qkv_bias, resolved.o_bias = both or kind == "qwen2", both
+    resolved.mlp_bias = kind == "llama" and bool(resolved.mlp_bias)
+    resolved.qk_norm = kind in NORMALIZED
+    window = getattr(resolved, "sliding_window", None)
+    resolved.max_context = min(resolved.max_position_embeddings, window or resolved.max_position_embeddings)
+    resolved.dtype = _torch_dtype(resolved.dtype)
+    return resolved
+
+
+def model_type_of(folder: str | Path) -> str:
+    """The ``model_type`` that ``config.json`` in ``folder`` names; errors as :func:`resolve_config`."""
+    path = Path(folder).expanduser() / CONFIG_FILE
+    kind = read_json(path, "a transformers config").get("model_type")
+    if not isinstance(kind, str) or kind not in {**DENSE, **EXPERTS}:
+        known = ", ".join({**DENSE, **EXPERTS})
+        raise ValueError(f"{str(path)!r} is of model_type {str(kind)[:80]!r}; served are {known}")
+    return kind
+
+
+def how_to_load(model: nn.Module) -> str:
+    """What to say to somebody who hands over a model of another library."""
+    experts = getattr(getattr(model, "config", None), "model_type", None) in EXPERTS
+    wanted = "MixtureOfExpertsForCausalLM" if experts else "LlamaForCausalLM"
+    kind = type(model)
+    return (
+        f"{kind.__name__} is the class of {kind.__module__.partition('.')[0]}, punica.models.{wanted} is meant: "
+        "Engine.from_pretrained(folder, adapters) with the folder of its checkpoint (model.save_pretrained(folder) "
+        "writes one) and a LoRARequest for each adapter's"
+    )
+
+
+def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
+    values = read_json(path, f"a {names}")
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in classes:
+        raise ValueError(
+            f"{str(path)!r} is of model_type {str(kind)[:80]!r}, this class computes {' or '.join(map(repr, classes))}"
+        )
+    for key in _COUNTS:
+        if values.get(key) is not None:
+            check_count(f"{key} of {str(path)!r}", values[key])
+    try:
+        return classes[kind].from_dict(values)
+    except Exception as error:  # whatever transformers makes of values that no model has
+        raise ValueError(f"{str(path)!r} is no config of a {kind}: {str(error)[:300]}") from error
+
+
+def read_json(path: Path, wanted: str) -> dict[str, Any]:
+    """The object in a file of a model folder, of at most 1 MB; ``wanted`` says in the error what is missing.
+
+    Raises FileNotFoundError, ValueError (too large, not JSON, no object).
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} does not exist; pass {wanted} or a folder with such a {CONFIG_FILE}")
+    if path.stat().st_size > MOST_CONFIG_BYTES:
+        raise ValueError(f"{str(path)!r} has {path.stat().st_size} bytes, a config has at most {MOST_CONFIG_BYTES}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {str(error)[:200]}; download or save it again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(values).__name__}, must be an object; download or save it again")
+    return values
+
+
+def _check_sizes(config: Any) -> None:
+    kind = config.model_type
+    for key in _COUNTS:
+        check_count(f"{key} of this {kind}", getattr(config, key))
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads is {heads} and num_key_value_heads {kv_heads}: the first must be a multiple of the "
+            "second, as every key head serves equally many query heads"
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim is {config.head_dim}, must be even: rotary embedding turns pairs")
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype | None:
+    """The dtype of a config, which transformers may leave as a name."""
+    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype of the config is {str(dtype)[:80]!r}, must be float32, float16 or bfloat16")
+    return found

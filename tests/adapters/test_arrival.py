@@ -1,0 +1,60 @@
+"""What `check_adapter` tells when a request arrives, before anything is loaded."""
+
+import pytest
+from adapter_world import adapter_tensors, assert_unchanged, full_manager, snapshot
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_a_rank_that_no_module_has_is_no_reason_to_refuse(make_manager, tenants) -> None:
+    """`r` above the limit under a pattern that gives every module 4, and a pattern above it that nobody matches."""
+    manager = make_manager()
+    tenants.write(1, rank=4, r=64, lora_alpha=8, rank_pattern={".*": 4}, target_modules=ALL)
+    tenants.write(2, rank=4, rank_pattern={"no_such_module": 64}, target_modules=ALL)
+    for i in (1, 2):
+        manager.check_adapter(tenants.request(i))
+        manager.add_adapter(tenants.request(i))
+
+
+@pytest.mark.parametrize(
+    ("targets", "modules", "message"),
+    [
+        (["q_proj"], ("q_proj", "k_proj"), r"target_modules are \['q_proj'\], but they leave out .*k_proj"),
+        (["q_proj", "v_proj"], ("q_proj",), r"there are no tensors for \['v_proj'\]"),
+        (r".*\.0\..*q_proj", ("q_proj",), r"leave out \['model\.layers\.1\.self_attn\.q_proj'\]"),
+    ],
+    ids=["more tensors", "fewer tensors", "expression"],
+)
+def test_targets_that_disagree_with_the_tensors_are_named(make_manager, tenants, targets, modules, message) -> None:
+    manager = make_manager()
+    tenants.write(1, adapter_tensors(1, 4, modules), target_modules=targets)
+    with pytest.warns(UserWarning, match=message):
+        manager.check_adapter(tenants.request(1))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_whole_embeddings_saved_along_say_what_to_do(make_manager, tenants, name) -> None:
+    manager = full_manager(make_manager, tenants)
+    before = snapshot(manager)
+    tenants.write(3, {**adapter_tensors(3), f"base_model.model.{name}": adapter_tensors(3).popitem()[1]})
+    with pytest.raises(ValueError, match="save_embedding_layers=False"):
+        manager.check_adapter(tenants.request(3))
+    assert_unchanged(manager, before)
+
+
+def test_more_tensors_than_the_model_has_places_for(make_manager, tenants) -> None:
+    manager = make_manager()
+    extra = {f"base_model.model.x{i}.q_proj.lora_A.weight": tensor for i in range(2000)
+             for tensor in [adapter_tensors(1).popitem()[1]]}  # fmt: skip
+    tenants.write(1, extra)
+    with pytest.raises(ValueError, match="has 2000 tensors, an adapter of this model at most"):
+        manager.check_adapter(tenants.request(1))
+
+
+@pytest.mark.parametrize("wrong", [True, "1", [1], None, 1.0])
+def test_what_is_no_id_is_refused_by_name(make_manager, wrong) -> None:
+    manager = make_manager()
+    calls = (manager.get_adapter, manager.remove_adapter, manager.activate_adapter, manager.pin_adapter)
+    for call in (*calls, manager.unpin_adapter, manager.deactivate_adapter, manager.request_of):
+        with pytest.raises(TypeError, match="adapter_id must be an int"):
+            call(wrong)

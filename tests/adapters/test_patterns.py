@@ -1,0 +1,151 @@
+"""Expressions of strangers: matched as `re` matches them, in a time that they cannot choose."""
+
+import random
+import re
+import time
+from contextlib import suppress
+
+import pytest
+
+from punica.adapters import PEFTHelper
+from punica.adapters.patterns import MOST_STEPS, ModuleNames, NamePattern, Steps, UnboundedPattern
+
+LINEAR = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
+NAMES = [f"model.layers.{i}.{name}" for i in range(80) for name in LINEAR]
+BASE = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+PATIENCE = 20  # seconds; what is meant are minutes to centuries, on a machine that does other things too
+
+
+def matches(pattern: str, names: list[str], suffix: bool = True) -> list[bool]:
+    return ModuleNames(names, Steps()).matching(NamePattern(pattern, suffix))
+
+
+CATASTROPHIC = [  # `re` needs exponential or high polynomial time for each of them
+    "([a-z0-9_.]+)+!",
+    "(a|a)*!",
+    "(.|[a-z])*!",
+    "(.*)*!",
+    "(.*.*)*!",
+    "((.*)*)*!",
+    "(((([a-z._0-9]*)*)*)*)*!",
+    ".*.*.*.*.*.*.*.*.*.*.*.*!",
+    r"(\w+\.?)+!",
+    r"(\w|\.|_)*!",
+    "([a-z]+|[a-z.]+|[._0-9]+)+!",
+    "(.+)+(.+)+(.+)+!",
+    "(.{1,40}){1,40}!",
+    "(?:.{0,9}){50}!",
+    "(x?){60}x{60}!",
+    "(.*?)*?!",
+    "(?:(?=.*q)[a-z._0-9])*!",
+    "(?=(.+)+!).*",
+    "(?!(.+)+!)(.+)+!",
+    "(?:(?:(?=(?:.+)+!)|.)*)*!",
+    "(?i:([A-Z._0-9]+)+)!",
+    "(.*q.*)*!",
+    "(?:.?.?.?.?.?.?.?.?){9}!",
+    "(m|o|d|e|l|mo|od|de|el|[.a-z0-9_])+!",
+]
+
+
+@pytest.mark.parametrize("pattern", CATASTROPHIC)
+def test_catastrophic_expressions_are_answered_or_refused_at_once(pattern) -> None:
+    start = time.perf_counter()
+    found: list[bool] = []
+    with suppress(UnboundedPattern):
+        found = matches(pattern, NAMES)
+    assert not any(found)  # none of the names has an exclamation mark
+    assert time.perf_counter() - start < PATIENCE
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_a_whole_config_of_them_costs_no_more(key) -> None:
+    """All keys of an adapter draw from one account."""
+    config = PEFTHelper.from_dict({**BASE, key: {f"{p}{i}": 4 for i in range(100) for p in CATASTROPHIC}})
+    start = time.perf_counter()
+    with pytest.raises(UnboundedPattern, match=rf"{key} key .*more than {MOST_STEPS} steps"):
+        config.resolve(NAMES)
+    assert time.perf_counter() - start < PATIENCE
+
+
+MULTIMODAL = r"^(?!.*(?:visual|vision_tower|aligner)).*\.(?:q_proj|k_proj|gate_proj)$"
+
+
+def test_what_adapters_really_hold_is_far_from_the_limit() -> None:
+    """One key per module of an 80-layer model, and the lookahead by which multimodal models leave their eyes out."""
+    config = PEFTHelper.from_dict({**BASE, "rank_pattern": {name: 1 + i % 7 for i, name in enumerate(NAMES)}})
+    config.resolve(NAMES)
+    assert [config.rank_of(name) for name in NAMES] == [1 + i % 7 for i in range(len(NAMES))]
+    names = [*NAMES, "visual.blocks.3.attn.q_proj", "model.vision_tower.layers.0.k_proj"]
+    expected = [re.fullmatch(MULTIMODAL, name) is not None for name in names]
+    assert matches(MULTIMODAL, names, suffix=False) == expected
+    assert expected.count(True) == 240
+
+
+REFUSED = {
+    "back-reference": (r"(q)_\1", "back-references"),
+    "named back-reference": (r"(?P<a>q)_(?P=a)", "back-references"),
+    "condition": (r"(q)?(?(1)a|b)", "conditions on groups"),
+    "possessive": ("a*+b", "possessive"),
+    "atomic": ("(?>a*)b", "atomic"),
+    "deep": ("(" * 60 + "a" + ")" * 60, "nested"),
+    "very deep": ("(" * 2000 + "a" + ")" * 2000, "nested"),
+    "long": ("a" * 5000, "5000 characters, at most 4096"),
+    "huge repetition": ("a{99999999999999999999}", "not a regular expression"),
+    "more digits than Python reads": ("a{" + "9" * 4000 + "}", "not a regular expression"),
+    "open": ("(a", "not a regular expression"),
+    "nothing to repeat": ("*a", "not a regular expression"),
+    "bad escape": (r"\q", "not a regular expression"),
+    "bad range": ("[z-a]", "not a regular expression"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_bounded_or_is_none_is_refused_when_the_config_is_read(case) -> None:
+    pattern, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        PEFTHelper.from_dict({**BASE, "rank_pattern": {pattern: 4}})
+    assert len(str(caught.value)) < 1000
+
+
+def test_more_keys_than_any_adapter_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank_pattern has 50000 keys, at most 4096"):
+        PEFTHelper.from_dict({**BASE, "rank_pattern": {f"layers.{i}.q_proj": 4 for i in range(50_000)}})
+
+
+def test_set_of_positions_equals_backtracking() -> None:
+    """Random expressions against random names: what `re` finds in a time that allows to ask."""
+    draw = random.Random(12)
+    atoms = [*"ab.", r"\.", "[ab]", "[^a]", r"\w", r"\d", "_", r"\b", r"\B", "^", "$", "(?:)", "[a-c0-9]", "(?i:A)"]
+    atoms += [r"\W", r"[^\w.]", r"\Z", r"\A", "(?s:.)", r"[\d.]"]
+    repeats = ["*", "+", "?", "*?", "+?", "{2}", "{1,3}", "{0,2}?", "{2,}", "??"]
+
+    def expression(depth: int) -> str:
+        kind = draw.random() if depth else 0
+        inside = [expression(depth - 1) for _ in range(2)] if kind > 0.25 else []
+        if kind <= 0.25:
+            return draw.choice(atoms)
+        if kind < 0.5:
+            return "".join(inside)
+        if kind < 0.65:
+            return f"({'|'.join(inside)})"
+        if kind < 0.9:
+            return f"(?:{inside[0]}){draw.choice(repeats)}"
+        return f"{draw.choice(['(?=', '(?!'])}{inside[0]})"
+
+    compared = 0
+    for _ in range(3000):
+        pattern, suffix = expression(draw.randint(1, 4)), draw.random() < 0.5
+        names = ["".join(draw.choice("ab.A1_") for _ in range(draw.randint(1, 7))) for _ in range(5)]
+        oracle = re.compile(rf"(?:.*\.)?(?:{pattern})" if suffix else pattern)
+        assert matches(pattern, names, suffix) == [oracle.fullmatch(name) is not None for name in names], pattern
+        compared += 1
+    assert compared == 3000
+
+
+def test_names_do_not_reach_into_each_other() -> None:
+    names = ["a", "b", "ab", "", "a\nb"]
+    assert matches("ab", names, suffix=False) == [False, False, True, False, False]
+    assert matches("a(?s:.)b", names, suffix=False) == [False] * 4 + [True]
+    assert matches("(?s:.)*", names, suffix=False) == [True] * 5
+    assert matches("[^x]{2}", names, suffix=False) == [False, False, True, False, False]

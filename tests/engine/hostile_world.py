@@ -1,0 +1,294 @@
+"""One engine that serves a good tenant while others try everything, and the PEFT library as judge of what is served.
+
+`python tests/engine/hostile_world.py` tries all named cases and 5,000 random mutations, and prints the table.
+"""
+
+import contextlib
+import copy
+import faulthandler
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from hostile_cases import CONFIG, ENDLESS, PATTERNS, WEIGHTS, all_cases, edit_config, edit_tensors
+from safetensors import safe_open
+from transformers import LlamaConfig
+
+from punica.adapters import LoRARequest, write_random_adapter
+from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.models import LlamaForCausalLM
+
+PROMPT, PATIENCE = (3, 1, 4, 1, 5), 10.0  # seconds for one case, on a machine that does other things too
+CLEAR = ("ValueError", "TypeError", "FileNotFoundError")
+GOOD = ("refused", "failed", "served equal", "served, and warned", "served, PEFT refuses")
+BAD = ("raw error", "hang", "state changed", "others disturbed", "served differently")
+TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Tally:
+    """What became of the cases: `{outcome: names}`; `readable`: how many had a config and a header that parse."""
+
+    outcomes: dict[str, list[str]] = field(default_factory=dict)
+    readable: int = 0
+    slowest: float = 0.0
+
+    def note(self, outcome: str, name: str) -> None:
+        self.outcomes.setdefault(outcome, []).append(name)
+
+    def table(self) -> str:
+        counts = Counter({outcome: len(names) for outcome, names in self.outcomes.items()})
+        total = sum(counts.values())
+        rows = [f"{outcome:24}{counts[outcome]:7}" for outcome in (*GOOD, *BAD)]
+        rows += [f"{'cases':24}{total:7}", f"{'past header and JSON':24}{self.readable:7}"]
+        return "\n".join([*rows, f"{'slowest, seconds':24}{self.slowest:7.2f}"])
+
+    @property
+    def bad(self) -> dict[str, list[str]]:
+        return {outcome: names for outcome, names in self.outcomes.items() if outcome in BAD}
+
+
+class Arena:
+    """The engine, its good tenant, and the judge."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             intermediate_size=112, vocab_size=256, max_position_embeddings=128,
+                             initializer_range=0.15)  # fmt: skip
+        torch.manual_seed(7)
+        self.base = transformers.LlamaForCausalLM(config).eval()
+        self.base.save_pretrained(root / "base")
+        self.valid = write_random_adapter(root / "valid", config, 4, 1, target_modules=TARGETS)
+        self.good = LoRARequest("good", 1, str(write_random_adapter(root / "good", config, 8, 2)))
+        model = LlamaForCausalLM(root / "base")
+        model.load_weights(root / "base")
+        sizes = EngineConfig(max_batch_size=4, max_model_len=64)
+        self.engine = Engine(model, sizes.lora_config(8, max_loras=3), sizes)
+        self.expected = self.engine.generate([PROMPT], self.good, 6)[0].token_ids
+        self.tally = Tally()
+        self._seconds = 0.0
+
+    def state(self) -> tuple:
+        manager = self.engine.manager
+        return (
+            sorted(manager.list_adapters()), list(manager.lora_index_to_id), manager.pinned_adapters,
+            dict(self.engine._residency._users), dict(self.engine._residency._versions), self.engine.blocks.num_free,
+            len(self.engine.scheduler.waiting), len(self.engine.scheduler.running),
+            [tensor.double().sum().item() for layer in manager.modules.values() for tensor in layer.lora_a_stacked],
+        )  # fmt: skip
+
+    def attempt(self, name: str, change: Callable[[Path], Any]) -> None:
+        """Let a tenant ask for a folder that was changed, beside a request of the good one."""
+        folder = self.root / "tenant"
+        shutil.copytree(self.valid, folder)
+        path = change(folder) or folder
+        self.tally.readable += _is_readable(folder)
+        outcome = self._outcome(path, folder)
+        self.tally.slowest = max(self.tally.slowest, self._seconds)
+        self.tally.note("hang" if self._seconds > PATIENCE else outcome, name)
+        self.engine.manager.remove_adapter(2)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink(missing_ok=True)
+
+    def _outcome(self, path: str | Path, folder: Path) -> str:
+        beside = self.engine.add_request(Request("good", PROMPT, 6, self.good))
+        self.engine.step()
+        before, asked, start = self.state(), None, time.perf_counter()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                params = SamplingParams(max_new_tokens=1, logprobs=20)
+                adapter = LoRARequest("tenant", 2, str(path))
+                asked = self.engine.add_request(Request("tenant", PROMPT, params, adapter))
+            except Exception as error:
+                outcome = "refused" if _is_clear(type(error).__name__, str(error)) else f"raw {error!r:.300}"
+            unchanged = asked is not None or self.state() == before
+            while self.engine.has_unfinished():
+                self.engine.step()
+        self._seconds = time.perf_counter() - start
+        if outcome_is_raw := (asked is None and outcome.startswith("raw")):
+            print(outcome)
+        if beside.output_token_ids != self.expected:
+            return "others disturbed"
+        if not unchanged:
+            return "state changed"
+        if asked is None:
+            return "raw error" if outcome_is_raw else outcome
+        result = self.engine.result_of(asked)
+        if result.error is not None:
+            kind, _, text = result.error.partition(": ")
+            return "failed" if _is_clear(kind, text) else "raw error"
+        return self._judged(folder, result.logprobs[0], any("target_modules are" in str(w.message) for w in said))
+
+    def _judged(self, folder: Path, ours: dict[int, float], warned: bool) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                _spare_the_judge(folder)
+                judge = peft.PeftModel.from_pretrained(copy.deepcopy(self.base), str(folder)).eval()
+            except Exception:
+                return "served, PEFT refuses"
+        with torch.inference_mode():
+            theirs = judge(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
+        ids = list(ours)
+        same = torch.allclose(torch.tensor(list(ours.values())), theirs[ids], atol=2e-3, rtol=1e-3)
+        blown_up = not torch.isfinite(theirs).all()  # numbers so large that both overflow, each in its own way
+        return "served equal" if same or blown_up else "served, and warned" if warned else "served differently"
+
+
+def _spare_the_judge(folder: Path) -> None:
+    """Take out the expressions that match no module of the model, and would keep PEFT busy for ever finding out."""
+    config = json.loads((folder / CONFIG).read_text())
+    for key in ("rank_pattern", "alpha_pattern"):
+        if isinstance(config.get(key), dict):
+            config[key] = {name: value for name, value in config[key].items() if name not in ENDLESS}
+    if isinstance(config.get("target_modules"), str) and config["target_modules"] in ENDLESS:
+        config["target_modules"] = list(TARGETS)
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+def _is_clear(kind: str, text: str) -> bool:
+    return kind in CLEAR and ("adapter" in text or "LoRARequest" in text) and len(text) < 4000
+
+
+def _is_readable(folder: Path) -> bool:
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():  # a pipe would keep us waiting
+        return False
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as handle:
+            return isinstance(json.loads((folder / CONFIG).read_text()), dict) and bool(handle.keys())
+    except Exception:
+        return False
+
+
+def mutation(draw: random.Random) -> Callable[[Path], None]:
+    """A random change of a valid folder; more than half of them leave config and header readable."""
+    changes = [_config_change, _config_change, _tensor_change, _tensor_change, _data_bytes, _data_bytes, _any_bytes]
+    chosen = [draw.choice(changes) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
+
+    def apply(folder: Path) -> None:
+        for change in chosen:
+            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError, _Unreadable):
+                change(folder, draw)  # what an earlier change has made unreadable stays as it is
+
+    return apply
+
+
+class _Unreadable(Exception):
+    """Of a file that an earlier change has damaged."""
+
+
+def _config_change(folder: Path, draw: random.Random) -> None:
+    pattern = draw.choice([*PATTERNS.values(), "q_proj", "up_proj|down_proj", r".*\.1\..*", "^model"])
+    value = draw.choice([1, 2, 3, 4, 4, 4, 4, 8, 9, 2.5, -1, "4", None])
+    changes = [
+        {"r": value}, {"lora_alpha": value}, {"use_rslora": draw.choice([True, False])},
+        {"rank_pattern": {pattern[:500]: value}}, {"alpha_pattern": {pattern[:500]: value}},
+        {"alpha_pattern": {"q_proj": 3, ".*proj": 6.5}}, {"rank_pattern": {"q_proj": 4, pattern[:500]: 4}},
+        {"target_modules": draw.sample(TARGETS, draw.randint(1, 4))}, {"target_modules": "all-linear"},
+        {"target_modules": pattern[:500]}, {"bias": draw.choice(["none", "all"])}, {"inference_mode": True},
+        {"peft_type": draw.choice(["LORA", "lora", "IA3"])}, {"lora_dropout": draw.random()},
+        {f"unknown {draw.random()}": draw.random()}, {"revision": None},
+        {"init_lora_weights": draw.choice([True, "gaussian"])},  # with False PEFT makes up what is missing, at random
+    ]  # fmt: skip
+    edit_config(folder, **draw.choice(changes))
+
+
+def _tensor_change(folder: Path, draw: random.Random) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = draw.choice(sorted(tensors))
+        module = name.rpartition(".lora_")[0]
+        one = tensors[name]
+        kinds: list[Callable[[], dict[str, torch.Tensor]]] = [
+            lambda: {**tensors, name: one * draw.choice([0.0, -1.0, 3.0, 1e-30, float("nan")])},
+            lambda: {**tensors, name: one.to(draw.choice([torch.float16, torch.bfloat16, torch.float64, torch.int8]))},
+            lambda: {n: t for n, t in tensors.items() if not n.startswith(module)},
+            lambda: {n: t for n, t in tensors.items() if n != name},
+            lambda: {**tensors, name: one[: draw.randint(0, one.shape[0])].contiguous()},
+            lambda: {**tensors, name: one.T.contiguous()},
+            lambda: {**tensors, name: one.flip(0).contiguous()},
+            lambda: {(n.replace("layers.0", "layers.7") if n == name else n): t for n, t in tensors.items()},
+            lambda: {n.replace(".weight", ".default.weight"): t for n, t in tensors.items()},
+        ]
+        return draw.choice(kinds)()
+
+    try:
+        edit_tensors(folder, change)
+    except Exception as error:
+        raise _Unreadable from error
+
+
+def _data_bytes(folder: Path, draw: random.Random) -> None:
+    """Other numbers: bits of the data flip, the header stays."""
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    for _ in range(draw.choice([1, 4, 64])):
+        position = draw.randrange(header, len(data))
+        data[position] ^= 1 << draw.randrange(8)
+    (folder / WEIGHTS).write_bytes(data)
+
+
+def _any_bytes(folder: Path, draw: random.Random) -> None:
+    """Bytes of a file flip, vanish or come twice."""
+    file = folder / draw.choice([CONFIG, WEIGHTS])
+    data = bytearray(file.read_bytes())
+    start = draw.randrange(min(len(data), draw.choice([64, 1000, 1 << 30])))
+    length = draw.choice([1, 1, 8, 100])
+    kind = draw.randrange(4)
+    if kind == 0:
+        data[start] = draw.randrange(256)
+    elif kind == 1:
+        del data[start : start + length]
+    elif kind == 2:
+        data[start:start] = data[start : start + length]
+    else:
+        del data[start:]
+    file.write_bytes(data)
+
+
+def try_cases(arena: Arena, names: list[str]) -> Tally:
+    cases = all_cases()
+    for name in names:
+        arena.attempt(name, cases[name])
+    return arena.tally
+
+
+def try_mutations(arena: Arena, count: int, seed: int = 0) -> Tally:
+    for number in range(count):
+        arena.attempt(f"mutation {number}", mutation(random.Random(f"{seed} {number}")))
+    return arena.tally
+
+
+def main() -> int:
+    faulthandler.dump_traceback_later(900, exit=True)
+    bad = False
+    for title, run in (
+        ("named cases", lambda arena: try_cases(arena, list(all_cases()))),
+        ("random mutations", lambda arena: try_mutations(arena, int(sys.argv[1]) if sys.argv[1:] else 5000)),
+    ):
+        with tempfile.TemporaryDirectory() as root:
+            tally = run(Arena(Path(root)))
+        print(f"\n{title}\n{tally.table()}")
+        for outcome in (*BAD, "served, PEFT refuses"):
+            print(outcome, tally.outcomes.get(outcome, [])[:40]) if tally.outcomes.get(outcome) else None
+        bad = bad or bool(tally.bad)
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

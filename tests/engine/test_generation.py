@@ -1,0 +1,223 @@
+"""Prompts in, results out: `generate`, `stream`, and what requests may ask for."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from punica.adapters import LoRARequest
+from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine.folder import GenerationDefaults
+from punica.models import load_model
+from punica.parallel import spawn_tensor_parallel
+from tests.engine.helpers import tokens_of
+from tests.engine.text_world import byte_tokenizer
+
+PROMPT = (5, 6, 7)
+SAMPLED = SamplingParams(12, temperature=1.2, top_p=0.95, seed=11)
+
+
+@pytest.fixture
+def talker(backbone) -> Engine:
+    """An engine with a tokenizer whose bytes are the first 256 ids, all of the vocabulary."""
+    config = EngineConfig(max_batch_size=8, max_model_len=64)
+    return Engine(backbone.model(), config.lora_config(16), config, tokenizer=byte_tokenizer())
+
+
+def test_results_say_what_happened(backbone) -> None:
+    engine = backbone.engine()
+    (result,) = engine.generate([PROMPT], backbone.adapters[1], 5)
+    assert result.token_ids == backbone.generate_merged(PROMPT, 1, 5)
+    assert (result.prompt_token_ids, result.finish_reason, result.error) == (PROMPT, "length", None)
+    assert (result.text, result.logprobs) == (None, None)
+    assert result.arrival_s < result.first_token_s < result.last_token_s
+
+
+def test_one_adapter_and_one_length_for_all_or_one_each(backbone) -> None:
+    engine, prompts = backbone.engine(), [[1, 2], [3], [4, 5]]
+    one = tokens_of(engine.generate(prompts, backbone.adapters[2], np.int64(4)))
+    assert one == [backbone.generate_merged(prompt, 2, 4) for prompt in prompts]
+    each = tokens_of(engine.generate(prompts, [backbone.adapters[2], None, backbone.adapters[3]], [4, None, SAMPLED]))
+    assert each[0] == one[0]
+    assert each[1] == backbone.generate_merged((3,), 0, 16)
+    assert len(each[2]) == 12
+
+
+def test_numbers_of_other_libraries(backbone) -> None:
+    engine = Engine(backbone.model(), None, EngineConfig(np.int32(4), np.int64(8), torch.tensor(64)))
+    expected = [backbone.generate_merged(PROMPT, 0, 6)]
+    for prompt in (np.array(PROMPT), torch.tensor(PROMPT), [np.uint8(token) for token in PROMPT], iter(PROMPT)):
+        assert tokens_of(engine.generate([prompt], None, torch.tensor(6))) == expected
+
+
+def test_sampling_does_not_depend_on_the_batch(backbone) -> None:
+    """Alone, among others with other parameters, and with preemptions that compute it again."""
+    alone = tokens_of(backbone.engine().generate([PROMPT], backbone.adapters[3], SAMPLED))[0]
+    assert alone != backbone.generate_merged(PROMPT, 3, 12)
+    others = [SamplingParams(14, temperature=0.7, top_k=5), 14, SamplingParams(14, repetition_penalty=1.5)]
+    for engine in (backbone.engine(), backbone.engine(block_size=2, num_blocks=26, max_batch_size=4)):
+        prompts, adapters = [[1], [2, 3], [4], PROMPT], [None, *(backbone.adapters[i] for i in (1, 2, 3))]
+        assert tokens_of(engine.generate(prompts, adapters, [*others, SAMPLED]))[3] == alone
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engine(backbone) -> None:
+    params = SamplingParams(12, temperature=1.5)
+    runs = [
+        tokens_of(backbone.engine(seed=seed).generate([PROMPT] * 3, None, params)) for seed in (0, 0, 1)
+    ]  # fmt: skip
+    assert runs[0] == runs[1] != runs[2]
+    assert len({tuple(tokens) for tokens in runs[0]}) == 3
+
+
+def on_rank(rank: int, folder: str) -> list[list[int]]:
+    engine = Engine(load_model(folder), None, EngineConfig(max_batch_size=4, max_model_len=64))
+    return tokens_of(engine.generate([PROMPT, [9], [8, 1]], None, [SAMPLED, SamplingParams(12, temperature=1.5), 12]))
+
+
+@pytest.mark.slow
+def test_ranks_draw_the_same_tokens(backbone) -> None:
+    alone = on_rank(0, str(backbone.folder))
+    assert spawn_tensor_parallel(on_rank, 2, str(backbone.folder), backend="gloo") == [alone] * 2
+
+
+def test_logprobs_are_those_of_transformers(backbone) -> None:
+    params = SamplingParams(6, temperature=0.9, seed=2, logprobs=4)
+    (result,) = backbone.engine().generate([PROMPT], None, params)
+    reference = transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[*PROMPT, *result.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    for found, row, token in zip(result.logprobs, logits.log_softmax(-1), result.token_ids, strict=True):
+        assert set(found) == {token, *row.topk(4).indices.tolist()}
+        assert all(abs(float(row[one]) - value) < 1e-3 for one, value in found.items())
+
+
+@pytest.mark.parametrize(
+    ("params", "ended"),
+    [
+        ({}, True),
+        ({"ignore_eos": True}, False),
+        ({"ignore_eos": True, "stop_token_ids": ["third"]}, True),
+        ({"stop_token_ids": [0]}, True),
+    ],
+    ids=["model's end", "ignored", "own stop", "both"],
+)
+def test_end_tokens_of_the_model_and_of_the_request(backbone, params, ended) -> None:
+    tokens = backbone.generate_merged(PROMPT, 2, 12)
+    end = tokens[2]
+    model_end = end if "stop_token_ids" not in params or params["stop_token_ids"] == [0] else tokens[0]
+    fields = {**params, "stop_token_ids": [end if one == "third" else one for one in params.get("stop_token_ids", [])]}
+    engine = backbone.engine()
+    engine.defaults = GenerationDefaults((255, model_end))
+    (result,) = engine.generate([PROMPT], backbone.adapters[2], SamplingParams(12, **fields))
+    assert result.finish_reason == ("stop" if ended else "length")
+    assert result.token_ids == (tokens[: tokens.index(end) + 1] if ended else tokens)
+
+
+def test_a_stop_string_ends_a_request_and_its_text(backbone, talker) -> None:
+    (free,) = talker.generate([PROMPT], backbone.adapters[3], 30)
+    stop = next(letter for letter in free.text if letter.isprintable() and letter != free.text[0])
+    (ended,) = talker.generate([PROMPT], backbone.adapters[3], SamplingParams(30, stop=["never there", stop]))
+    assert ended.finish_reason == "stop"
+    assert ended.text == free.text[: free.text.index(stop)]
+    assert ended.token_ids == free.token_ids[: len(ended.token_ids)]
+    assert len(ended.token_ids) < 30
+
+
+def test_text_needs_a_tokenizer(backbone) -> None:
+    for prompt in ("abc", [{"role": "user", "content": "abc"}]):
+        with pytest.raises(ValueError, match="this engine has no tokenizer"):
+            backbone.engine().generate(prompt)
+
+
+def test_stream_brings_what_generate_brings(backbone, talker) -> None:
+    prompts, adapters = [[1, 2], PROMPT, [9]], [backbone.adapters[1], None, backbone.adapters[3]]
+    params = [3, SAMPLED, SamplingParams(9, stop="\n")]
+    wanted = talker.generate(prompts, adapters, params)
+    chunks = list(talker.stream(prompts, adapters, params))
+    for index, result in enumerate(wanted):
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        assert list(itertools.chain.from_iterable(chunk.token_ids for chunk in mine)) == result.token_ids
+        assert "".join(chunk.text for chunk in mine) == result.text == mine[-1].result.text
+        assert [chunk.result is None for chunk in mine] == [True] * (len(mine) - 1) + [False]
+        assert len(mine) >= len(result.token_ids)
+    firsts = [next(i for i, chunk in enumerate(chunks) if chunk.index == index) for index in range(3)]
+    assert max(firsts) < len(chunks) - 1  # they come side by side
+
+
+def test_streams_in_turn_and_one_that_is_given_up(backbone) -> None:
+    engine = backbone.engine()
+    one, other = engine.stream([PROMPT], None, 12), engine.stream([[1], [2]], backbone.adapters[1], 5)
+    given_up = engine.stream([[3]], None, 40)
+    next(given_up)
+    tokens: dict[str, list[int]] = {"one": [], "other": []}
+    for first, second in itertools.zip_longest(one, other):
+        for name, chunk in (("one", first), ("other", second)):
+            if chunk is not None and chunk.index == 0:
+                tokens[name] += chunk.token_ids
+    assert tokens == {"one": backbone.generate_merged(PROMPT, 0, 12), "other": backbone.generate_merged((1,), 1, 5)}
+    assert engine.has_unfinished()
+    given_up.close()
+    assert not engine.has_unfinished()
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+@pytest.mark.parametrize("when", ["on arrival", "later"])
+def test_a_failing_adapter_fails_its_own_prompts_within_one_call(backbone, tmp_path, monkeypatch, when) -> None:
+    folder = Path(shutil.copytree(backbone.adapters[2].lora_path, tmp_path / "adapter"))
+    broken, engine = LoRARequest("broken", lora_path=folder), backbone.engine()
+    file = folder / "adapter_model.safetensors"
+    if when == "on arrival":
+        file.write_bytes(b"damaged")
+    else:
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: (file.write_bytes(b"damaged"), step())[1])
+    prompts, adapters = [PROMPT] * 4, [backbone.adapters[1], broken, None, broken]
+    good, bad, plain, bad_too = engine.generate(prompts, adapters, 6)
+    assert good.token_ids == backbone.generate_merged(PROMPT, 1, 6)
+    assert plain.token_ids == backbone.generate_merged(PROMPT, 0, 6)
+    for result in (bad, bad_too):
+        assert (result.finish_reason, result.token_ids, result.text) == ("failed", [], None)
+        assert "'broken'" in result.error
+    chunks = list(engine.stream(prompts, adapters, 6))
+    assert {chunk.index for chunk in chunks if chunk.result and chunk.result.error} == {1, 3}
+    assert not engine.has_unfinished()
+
+
+def test_steps_give_results_and_an_unfinished_one_has_none(backbone) -> None:
+    engine = backbone.engine()
+    state = engine.add_request(Request("a", PROMPT, 2))
+    engine.step()
+    with pytest.raises(RuntimeError, match="'a' has not ended"):
+        engine.result_of(state)
+    (result,) = engine.step().finished
+    assert (result.request_id, result.token_ids) == ("a", backbone.generate_merged(PROMPT, 0, 2))
+    assert engine.result_of(state) == result
+
+
+def test_a_progress_bar_on_request(backbone, capsys) -> None:
+    engine = backbone.engine()
+    engine.generate([PROMPT] * 3, None, 4)
+    assert capsys.readouterr().err == ""
+    engine.generate([PROMPT] * 3, None, 4, progress=True)
+    assert "3/3" in (shown := capsys.readouterr().err)
+    assert "tokens=12" in shown
+
+
+def test_wrong_numbers_of_entries(backbone) -> None:
+    for prompts in ([5, 6], torch.tensor([5, 6])):
+        with pytest.raises(TypeError, match=r"prompts\[0\] is .*a token id; pass a list of prompts"):
+            backbone.engine().generate(prompts)
+    with pytest.raises(ValueError, match="got 2 prompts, 1 adapters, 2 params"):
+        backbone.engine().generate([[1], [2]], [None])
+    with pytest.raises(ValueError, match="got 2 prompts, 2 adapters, 3 params"):
+        backbone.engine().generate([[1], [2]], None, [1, 2, 3])
+
+
+def test_names_that_others_have_taken(backbone) -> None:
+    engine = backbone.engine()
+    engine.add_request(Request("generate-0", [1], 2))
+    assert tokens_of(engine.generate([PROMPT], None, 3)) == [backbone.generate_merged(PROMPT, 0, 3)]

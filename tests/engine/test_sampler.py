@@ -1,0 +1,175 @@
+"""Draws follow transformers' logits processors, and depend on logits, parameters and seed alone."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import transformers
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from punica.engine.sampler import choose_tokens, draw, token_logprobs, uniform
+from punica.scheduling import SamplingParams
+
+VOCAB = 53
+LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2.5
+SETTINGS = {
+    "plain": SamplingParams(temperature=1.0),
+    "cold": SamplingParams(temperature=0.4),
+    "hot": SamplingParams(temperature=3.0),
+    "top-k": SamplingParams(temperature=1.0, top_k=7),
+    "top-k beyond the vocabulary": SamplingParams(temperature=1.0, top_k=500),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.08),
+    "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.7),
+    "encouraged": SamplingParams(temperature=1.3, repetition_penalty=0.6),
+    "all": SamplingParams(temperature=1.5, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+}
+PROMPT = [0, 5, 5, 17, 33]
+
+
+def state(params: SamplingParams, seed: int = 0, output: tuple[int, ...] = ()) -> SimpleNamespace:
+    return SimpleNamespace(params=params, seed=seed, token_ids=[*PROMPT, *output], num_generated=len(output))
+
+
+def expected(params: SamplingParams, seen: list[int]) -> torch.Tensor:
+    """Probabilities by transformers' processors, in the order of its ``generate``."""
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
+    chain.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        chain.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        chain.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        chain.append(MinPLogitsWarper(params.min_p))
+    return chain(torch.tensor([seen]), LOGITS[None].clone())[0].double().softmax(-1)
+
+
+def check_distribution(params: SamplingParams, draws: int) -> None:
+    """Chi-square over draws of as many seeds; classes of fewer than five expected draws are one class."""
+    states = [state(params, seed, (40, 2)) for seed in range(draws)]
+    parts = [states[start : start + 5000] for start in range(0, draws, 5000)]
+    tokens = torch.cat([choose_tokens(LOGITS.expand(len(part), -1), part) for part in parts])
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    wanted = expected(params, [*PROMPT, 40, 2]).numpy() * draws
+    assert (counts[wanted == 0] == 0).all(), "a token that transformers never draws"
+    common = wanted >= 5
+    assert common.sum() >= 3
+    found, chance = [*counts[common], counts[~common].sum()], [*wanted[common], wanted[~common].sum()]
+    if chance[-1] == 0:
+        found, chance = found[:-1], chance[:-1]
+    assert scipy.stats.chisquare(found, chance).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
+def test_distribution_is_that_of_transformers(params) -> None:
+    check_distribution(params, 5_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
+def test_distribution_over_many_draws(params) -> None:
+    check_distribution(params, 100_000)
+
+
+def test_the_check_sees_a_wrong_distribution(monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "LOGITS", LOGITS * 1.05)
+    wrong = expected(SETTINGS["plain"], [1]).numpy()
+    monkeypatch.undo()
+    monkeypatch.setitem(globals(), "expected", lambda *_: torch.from_numpy(wrong))
+    with pytest.raises(AssertionError):
+        check_distribution(SETTINGS["plain"], 20_000)
+
+
+def test_draws_along_one_request_are_as_good_as_over_seeds() -> None:
+    numbers = np.array([uniform(123, position) for position in range(20_000)])
+    assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-3
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+    assert len({uniform(seed, 0) for seed in (0, 1, 2**63, 2**64 - 1)}) == 4
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=2.0, top_k=1), SamplingParams(temperature=0.001),
+               SamplingParams(temperature=1.0, top_p=1e-9), SamplingParams(temperature=1.0, min_p=1.0)],
+    ids=["greedy", "top-k 1", "cold", "top-p 0", "min-p 1"],
+)  # fmt: skip
+def test_one_candidate_is_greedy(params) -> None:
+    rows = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(1))
+    assert choose_tokens(rows, [state(params, seed) for seed in range(64)]).equal(rows.argmax(-1))
+
+
+def test_of_equal_scores_the_lower_ids_are_kept() -> None:
+    level = torch.zeros(1, VOCAB)
+    found = {int(draw(level, [1.0], [3], [1.0], [0.0], [u])) for u in np.linspace(0, 0.999, 40)}
+    assert found == {0, 1, 2}
+    assert int(draw(level, [1.0], [1], [1.0], [0.0], [0.99])) == 0
+
+
+@pytest.mark.parametrize("vocab", [53, 1001, 32003])
+def test_a_row_does_not_depend_on_its_batch(vocab) -> None:
+    """Whatever stands beside it, wherever it stands."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = torch.randn(len(SETTINGS) + 2, vocab, generator=generator) * 3
+    states = [state(params, seed) for seed, params in enumerate([*SETTINGS.values(), SamplingParams(),
+              SamplingParams(repetition_penalty=1.2)])]  # fmt: skip
+    together = choose_tokens(rows, states)
+    alone = torch.cat([choose_tokens(rows[i : i + 1], [states[i]]) for i in range(len(states))])
+    backwards = choose_tokens(rows.flip(0), states[::-1]).flip(0)
+    assert together.equal(alone)
+    assert together.equal(backwards)
+
+
+def test_seed_and_position_decide() -> None:
+    params = SamplingParams(temperature=2.0)
+    rows = LOGITS.expand(200, -1)
+    assert choose_tokens(rows, [state(params, 9)] * 200).unique().numel() == 1
+    by_seed = choose_tokens(rows, [state(params, seed) for seed in range(200)])
+    by_position = choose_tokens(rows, [state(params, 9, (1,) * n) for n in range(200)])
+    assert by_seed.unique().numel() > 10
+    assert by_position.unique().numel() > 10
+
+
+def test_damaged_logits_give_some_token_and_disturb_no_neighbour() -> None:
+    params, clean = SamplingParams(temperature=1.0, top_k=9, top_p=0.7), LOGITS[None]
+    alone = choose_tokens(clean, [state(params, 4)])
+    for value in (float("nan"), float("inf"), -float("inf")):
+        broken = torch.full((1, VOCAB), value)
+        both = choose_tokens(torch.cat((broken, clean)), [state(params, 4)] * 2)
+        assert 0 <= int(both[0]) < VOCAB
+        assert both[1:].equal(alone)
+    one = LOGITS.clone()
+    one[7] = float("inf")
+    assert int(choose_tokens(one[None], [state(SamplingParams(temperature=1.0), 4)])) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_logits_of_16_bits(dtype) -> None:
+    rows = LOGITS[None].to(dtype)
+    params = [state(SamplingParams(temperature=1.0), seed) for seed in range(50)]
+    assert choose_tokens(rows.expand(50, -1), params).equal(choose_tokens(rows.float().expand(50, -1), params))
+
+
+def test_logprobs_are_those_of_the_untouched_logits() -> None:
+    rows = torch.stack((LOGITS, LOGITS.flip(0), LOGITS))
+    params = [SamplingParams(logprobs=3), SamplingParams(), SamplingParams(temperature=0.5, logprobs=0)]
+    tokens = torch.tensor([11, 4, 2])
+    found = token_logprobs(rows, tokens, [state(one) for one in params])
+    wanted = LOGITS.double().log_softmax(-1)
+    assert list(found) == [0, 2]
+    assert list(found[0]) == [11, *LOGITS.topk(3).indices.tolist()]
+    assert list(found[2]) == [2]
+    for row in found.values():
+        assert all(abs(value - float(wanted[token])) < 1e-5 for token, value in row.items())
+
+
+def test_transformers_generates_the_same_greedy_choice_with_a_penalty() -> None:
+    penalised = transformers.RepetitionPenaltyLogitsProcessor(1.9)(torch.tensor([PROMPT]), LOGITS[None].clone())
+    assert choose_tokens(LOGITS[None], [state(SamplingParams(repetition_penalty=1.9))]).equal(penalised.argmax(-1))

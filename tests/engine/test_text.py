@@ -1,0 +1,86 @@
+"""Text in, text out: tokenizers of folders, chats, and text that grows token by token."""
+
+import pytest
+
+from punica.engine.text import GrowingText, TextCodec, load_codec
+from tests.engine.text_world import BEGIN, byte_tokenizer, save_tokenizer
+
+TEXT = "Größe: 3 € — 数 👍!\nend"
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec(byte_tokenizer())
+
+
+def ids_of(codec: TextCodec, text: str) -> list[int]:
+    return codec.encode(text)[1:]
+
+
+def test_a_folder_with_and_without_a_tokenizer(tmp_path) -> None:
+    assert load_codec(tmp_path) is None
+    loaded = load_codec(save_tokenizer(tmp_path))
+    ids = loaded.encode(TEXT)
+    assert (ids[0], len(ids)) == (BEGIN, 1 + len(TEXT.encode()))
+    assert loaded.decode(ids) == TEXT
+
+
+def test_a_damaged_tokenizer_is_one_clear_error(tmp_path) -> None:
+    (save_tokenizer(tmp_path) / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer in .* cannot be loaded"):
+        load_codec(tmp_path)
+
+
+def test_chats_by_the_template_of_the_tokenizer(codec) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert codec.decode(codec.encode(chat)) == "<system>Be brief.\n<user>Hi\n<a>"
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{{ messages[0].content.missing.more }}"])
+def test_chats_without_a_fitting_template(template) -> None:
+    with pytest.raises(ValueError, match="chat template cannot turn"):
+        TextCodec(byte_tokenizer(template)).encode([{"role": "user", "content": "Hi"}])
+
+
+def test_text_grows_by_whole_characters_and_is_the_decoded_text(codec) -> None:
+    growing, seen = GrowingText(codec), [""]
+    for token in ids_of(codec, TEXT):
+        growing.append(token)
+        assert growing.settled.startswith(seen[-1])
+        seen.append(growing.settled)
+    assert "�" not in "".join(seen)
+    assert seen[-1] == growing.finish() == TEXT
+
+
+def test_cut_characters_appear_at_the_end(codec) -> None:
+    growing = GrowingText(codec)
+    ids = ids_of(codec, "a€")[:-1]
+    for token in ids:
+        growing.append(token)
+    assert growing.settled == "a"
+    assert growing.finish() == codec.decode(ids) == "a�"
+
+
+@pytest.mark.parametrize(
+    ("stop", "left"),
+    [(["3 €"], "Größe: "), (["zzz", "👍", "数"], "Größe: 3 € — "), (["G"], ""), (["ö", "rö"], "G"), (["END"], None)],
+    ids=["in the middle", "first of several", "at once", "overlapping", "never"],
+)
+def test_stop_strings_end_the_text_before_them(codec, stop, left) -> None:
+    growing, seen = GrowingText(codec, stop), ""
+    for token in ids_of(codec, TEXT):
+        growing.append(token)
+        assert growing.settled.startswith(seen)
+        seen = growing.settled  # nothing that was shown is ever taken back
+        if growing.stopped:
+            break
+    assert growing.stopped == (left is not None)
+    assert growing.finish() == (TEXT if left is None else left)
+
+
+def test_what_may_begin_a_stop_string_is_held_back(codec) -> None:
+    growing = GrowingText(codec, ["xyz"])
+    for token in ids_of(codec, "abcx"):
+        growing.append(token)
+    assert growing.settled == "ab"
+    assert growing.finish() == "abcx" == growing.settled

@@ -1,0 +1,245 @@
+"""One version of an adapter per request, from its first token to its last, and ids that nobody uses are free."""
+
+import itertools
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from punica.adapters import LoRARequest, random_adapter
+from punica.engine import Engine, Request, RequestState, RequestStatus
+from tests.engine.helpers import tokens_of
+
+ID = 9
+
+
+class Tenant:
+    """One folder that is overwritten again and again; which of the test's adapters is in it counts as its version."""
+
+    def __init__(self, backbone, folder: Path) -> None:
+        self.backbone, self.folder, self.version = backbone, folder, 0
+        folder.mkdir()
+
+    def write(self, version: int) -> None:
+        self.version = version
+        for file in Path(self.backbone.adapters[version].lora_path).iterdir():
+            shutil.copy(file, self.folder / file.name)
+
+    def asks(self, load_inplace: bool = False) -> LoRARequest:
+        return LoRARequest("tenant", ID, str(self.folder), load_inplace=load_inplace)
+
+
+@pytest.fixture
+def tenant(backbone, tmp_path) -> Tenant:
+    tenant = Tenant(backbone, tmp_path / "tenant")
+    tenant.write(1)
+    return tenant
+
+
+def finish(engine: Engine) -> None:
+    for _ in range(500):
+        if not engine.has_unfinished():
+            break
+        engine.step()
+    assert not engine.has_unfinished()
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    assert engine._residency._users == engine._residency._versions == {}
+    assert all(adapter_id > 0 for adapter_id in engine.manager.list_adapters())
+
+
+def is_of(backbone, state: RequestState, version: int) -> bool:
+    new = state.request.max_new_tokens
+    return state.output_token_ids == backbone.generate_merged(state.prompt_token_ids, version, new)
+
+
+RULES = ("fcfs", "single_adapter", "static", "static_mixed")
+SIZES = {"roomy": {}, "one slot": {"max_loras": 1}, "preempted": {"block_size": 4, "num_blocks": 9}}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", SIZES)
+def test_who_runs_keeps_its_version_and_who_comes_has_the_new_one(backbone, tenant, rule, size) -> None:
+    engine = backbone.engine(rule, **SIZES[size])
+    states = []
+    for version in (1, 2, 3):
+        tenant.write(version)
+        for i in range(2):
+            adapter = tenant.asks(load_inplace=i == 0)
+            states.append((engine.add_request(Request(f"{version}{i}", [version, 7, i], 20, adapter)), version))
+        while states[-1][0].status is RequestStatus.WAITING:  # the next version is written while this one runs
+            engine.step()
+    finish(engine)
+    assert [is_of(backbone, state, version) for state, version in states] == [True] * 6
+    if size == "preempted" and rule == "fcfs":
+        assert sum(state.preemptions for state, _ in states) > 0
+
+
+def test_versions_run_side_by_side_and_the_old_one_gives_its_slot_back(backbone, tenant) -> None:
+    engine = backbone.engine(max_loras=2)
+    old = engine.add_request(Request("old", [1, 7], 8, tenant.asks()))
+    engine.step()
+    tenant.write(2)
+    new = engine.add_request(Request("new", [1, 7], 20, tenant.asks(load_inplace=True)))
+    engine.step()
+    assert len([i for i in engine.manager.lora_index_to_id if i is not None]) == 2
+    while old.status is not RequestStatus.FINISHED:
+        engine.step()
+    assert [i for i in engine.manager.lora_index_to_id if i is not None] == [ID]
+    finish(engine)
+    assert is_of(backbone, old, 1)
+    assert is_of(backbone, new, 2)
+
+
+def test_one_load_serves_all_that_had_arrived_and_the_next_arrival_loads_again(backbone, tenant, monkeypatch) -> None:
+    engine = backbone.engine()
+    loads, real = [], engine.manager._loader.load
+    monkeypatch.setattr(engine.manager._loader, "load", lambda request: loads.append(tenant.version) or real(request))
+    adapter = tenant.asks(load_inplace=True)  # the same object throughout, as a training loop may keep it
+    for version in (1, 2):
+        tenant.write(version)
+        expected = [backbone.generate_merged((i, 5), version, 4) for i in range(5)]
+        assert tokens_of(engine.generate([[i, 5] for i in range(5)], adapter, 4)) == expected
+    assert loads == [1, 2]
+
+
+def test_a_preempted_request_whose_version_left_the_cache_has_it_again(backbone, tenant) -> None:
+    """Host memory for one adapter: another one takes its place while it waits, and its folder changes."""
+    engine = backbone.engine(max_loras=1, max_batch_size=1)
+    state = engine.add_request(Request("a", [1, 7], 12, tenant.asks()))
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.preempt(state)
+    tenant.write(2)
+    engine.manager.add_adapter(backbone.adapters[3])
+    assert engine.manager.get_adapter(ID) is None
+    finish(engine)
+    assert is_of(backbone, state, 1)
+
+
+@pytest.mark.parametrize("by", ["request", "model"])
+def test_replacing_by_hand_under_a_running_request_changes_no_token_of_it(backbone, tenant, by) -> None:
+    engine = backbone.engine()
+    old = engine.add_request(Request("old", [1, 7], 12, tenant.asks()))
+    for _ in range(3):
+        engine.step()
+    if by == "request":
+        tenant.write(2)
+        engine.manager.add_adapter(tenant.asks(load_inplace=True))
+    else:
+        engine.manager.remove_adapter(ID)
+        engine.manager.add_adapter(random_adapter(ID, backbone.config, 8, seed=2))  # the weights of adapter 2
+    new = engine.add_request(Request("new", [1, 7], 12, tenant.asks()))
+    finish(engine)
+    assert is_of(backbone, old, 1)
+    assert is_of(backbone, new, 2)
+
+
+@pytest.mark.parametrize("what", ["load", "copy"])
+def test_a_new_version_that_fails_leaves_the_one_before(backbone, tenant, monkeypatch, what) -> None:
+    engine = backbone.engine()
+    running = engine.add_request(Request("running", [1, 7], 12, tenant.asks()))
+    for _ in range(3):
+        engine.step()
+    tenant.write(2)
+    wanted = engine.add_request(Request("wanted", [1, 7], 5, tenant.asks(load_inplace=True)))
+    if what == "load":
+        (tenant.folder / "adapter_model.safetensors").write_bytes(b"damaged")
+    else:
+        monkeypatch.setattr(engine.manager._writer, "write", lambda slot, lora: 1 / 0)
+    later = engine.add_request(Request("later", [4, 7], 5, tenant.asks()))
+    assert [result.request_id for result in engine.step().failed] == [wanted.request_id]
+    monkeypatch.undo()
+    finish(engine)
+    assert is_of(backbone, running, 1)
+    assert is_of(backbone, later, 1)
+
+
+def test_a_pin_passes_to_the_new_version(backbone, tenant) -> None:
+    engine = backbone.engine(max_loras=3)
+    engine.manager.add_adapter(tenant.asks())
+    engine.manager.pin_adapter(ID)
+    old = engine.add_request(Request("old", [1, 7], 12, tenant.asks()))
+    engine.step()
+    tenant.write(2)
+    new = engine.add_request(Request("new", [1, 7], 5, tenant.asks(load_inplace=True)))
+    engine.step()
+    assert engine.manager.pinned_adapters == {ID}
+    finish(engine)
+    assert (is_of(backbone, old, 1), is_of(backbone, new, 2)) == (True, True)
+    assert engine.manager.lora_index_to_id.count(ID) == 1
+
+
+def test_a_pinned_adapter_in_the_only_slot_is_replaced_when_nobody_runs_with_it(backbone, tenant) -> None:
+    engine = backbone.engine(max_loras=1)
+    engine.manager.add_adapter(tenant.asks())
+    engine.manager.pin_adapter(ID)
+    old = engine.add_request(Request("old", [1, 7], 6, tenant.asks()))
+    engine.step()
+    tenant.write(2)
+    new = engine.add_request(Request("new", [1, 7], 5, tenant.asks(load_inplace=True)))
+    finish(engine)
+    assert (is_of(backbone, old, 1), is_of(backbone, new, 2)) == (True, True)
+    assert engine.manager.pinned_adapters == {ID}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_replacements_preemptions_and_aborts(backbone, tmp_path, seed) -> None:
+    """Three tenants whose folders change all the time; what a request is computed with was in its folder when it, or
+    another one before it that asked to load, arrived or later, but before it joined: here, exactly what was there then.
+    """
+    draw = random.Random(seed)
+    engine = backbone.engine(
+        draw.choice(RULES), max_loras=draw.choice([1, 2, 4]), block_size=4, num_blocks=draw.choice([14, 60])
+    )
+    names = itertools.count()
+    tenants = [Tenant(backbone, tmp_path / f"t{i}") for i in range(3)]
+    for tenant in tenants:
+        tenant.write(1)
+    seen: list[tuple[RequestState, int]] = []
+    for _ in range(12):
+        for i, tenant in enumerate(tenants):
+            tenant.write(draw.choice([1, 2, 3]))
+            adapter = LoRARequest(f"tenant {i}", i + 1, str(tenant.folder), load_inplace=True)
+            request = Request(str(next(names)), [i, draw.randrange(200)], draw.choice([1, 5, 14]), adapter)
+            state = engine.add_request(request)
+            while state.status is RequestStatus.WAITING:
+                engine.step()
+            seen.append((state, tenant.version))
+        if draw.random() < 0.3 and engine.has_unfinished():
+            gone = draw.choice([state for state, _ in seen if state.request_id in engine._requests])
+            engine.abort_request(gone.request_id)
+            seen = [pair for pair in seen if pair[0] is not gone]
+    finish(engine)
+    assert [is_of(backbone, state, version) for state, version in seen] == [True] * len(seen)
+
+
+# --- ids ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["abort", "evict", "remove"])
+def test_an_id_is_free_when_nobody_uses_it(backbone, tenant, how) -> None:
+    engine = backbone.engine(max_loras=1)
+    other = LoRARequest("other", ID, backbone.adapters[2].lora_path)
+    engine.add_request(Request("a", [1], 3, tenant.asks()))
+    with pytest.raises(ValueError, match="adapter id 9 stands for"):
+        engine.add_request(Request("b", [1], 3, other))
+    if how == "abort":
+        engine.abort_request("a")
+    finish(engine)
+    if how == "evict":
+        engine.generate([[1]], [backbone.adapters[3]], 1)
+    elif how == "remove":
+        engine.manager.remove_adapter(ID)
+    assert tokens_of(engine.generate([[1, 2]], [other], 4)) == [backbone.generate_merged((1, 2), 2, 4)]
+
+
+def test_memory_is_bounded_by_what_is_registered(backbone) -> None:
+    engine = backbone.engine(max_loras=2)
+    for i in range(1, 300):
+        engine.add_request(Request(f"r{i}", [1], 1, LoRARequest(f"n{i}", i, backbone.adapters[1].lora_path)))
+        if i % 3 == 0:
+            engine.abort_request(f"r{i}")
+        engine.step()
+    finish(engine)
+    assert len(engine.manager) == len(engine.manager._held.requests) == 2

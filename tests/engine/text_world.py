@@ -1,0 +1,32 @@
+"""A tokenizer that needs no download: one token per byte, with a beginning, an end and a chat template."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+BEGIN, END = 256, 257
+VOCAB = 258
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHAT) -> PreTrainedTokenizerFast:
+    """Ids 0 to 255 are bytes (in the order of the byte-level alphabet), 256 begins every text, 257 ends it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BEGIN)])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.chat_template = chat_template
+    return made
+
+
+def save_tokenizer(folder: Path, chat_template: str | None = CHAT) -> Path:
+    """Into a checkpoint folder."""
+    byte_tokenizer(chat_template).save_pretrained(folder)
+    return folder
