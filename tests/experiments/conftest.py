@@ -1,12 +1,11 @@
 """Experiments are tested on a quiet machine, whatever else runs beside the tests."""
 
 import pytest
+from fakes import QUIET
 
 from experiments.harness import passes
 from punica.measure.disturbance import Disturbance
 from punica.parallel import matmul
-
-QUIET = Disturbance(disturbed=False, other_cpu=0.001, calib_gemm_us=100.0, calib_copy_us=1000.0)
 
 
 class ScriptedWatch:

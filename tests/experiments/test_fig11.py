@@ -6,8 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from conftest import QUIET
-from fakes import composed
+from fakes import QUIET, composed
 from omegaconf import OmegaConf
 
 from experiments.ext_stated_lengths import StatedLengths

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from conftest import QUIET
-from fakes import Fake, composed
+from fakes import QUIET, Fake, composed
 
 from experiments.harness import Point, Reading
 from experiments.harness import passes as passes_module

@@ -1,0 +1,150 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5. Adapters in FP8, and adapters on experts
+#
+# Two things that the paper of 2023 does not have and that are served today. Both change how many bytes an adapter costs
+# and who shares them, which is what decides how fast many adapters are served at once. So the bytes come first, by
+# arithmetic; then what was measured. No figure of the paper stands beside: its popularity sweep (Identical, Uniform,
+# Skewed, Distinct) is carried over to FP8 and to experts here.
+#
+# This notebook reads stored rows and measures nothing. After an edit run it again:
+# `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/05_fp8_and_moe.py`
+
+# %%
+import sys
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import Markdown, display
+
+sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
+from experiments.ext_expert_tables import LAYERS
+from experiments.ext_fp8 import EXPERIMENT as FP8
+from experiments.ext_moe import EXPERIMENT as MOE
+from notebooks.stored_rows import StoredRows, as_markdown
+from punica.measure.records import read_rows
+
+ROOT = Path(sys.path[0])
+
+# %% [markdown]
+# ## 1. Bytes of an adapter in FP8
+#
+# An adapter of rank $r$ on a projection $h_1 \to h_2$ is $r (h_1 + h_2)$ numbers. In 16 bits they take 2 bytes each;
+# in FP8 one, and a scale of 4 bytes for every row of A ($r$ of them) and every column of the output ($h_2$). At rank 16
+# the scales of B are a fourth of what is left of B; at rank 64 they are hardly seen.
+
+# %%
+rows = []
+for rank in (8, 16, 32, 64):
+    for name, (h1, h2) in {"4096 -> 4096": (4096, 4096), "4096 -> 11008": (4096, 11008)}.items():
+        wide, narrow = 2 * rank * (h1 + h2), rank * (h1 + h2) + 4 * (rank + h2)
+        rows.append({"projection": name, "rank": rank, "16 bits (KB)": wide / 1e3, "FP8 (KB)": narrow / 1e3,
+                     "FP8 / 16 bits": narrow / wide})  # fmt: skip
+display(as_markdown(pd.DataFrame(rows)))
+
+# %% [markdown]
+# A batch also reads $x$ and reads and writes $y$, which FP8 does not touch. So where 64 rows share one adapter FP8 can
+# gain almost nothing, and where each row has its own it can come close to the table above.
+#
+# ## 2. Measured: FP8 beside 16 bits
+#
+# On the H200 (`ext_operator_tables table=fp8`): a decode operator 4096 to 11008, in microseconds. `fp8`: weights in
+# FP8, activations as they are; `fp8 w8a8`: activations quantised as well, which is offered because files and other systems
+# have it. It is no way to be fast here: one row per adapter has no use for FP8 products, and quantising costs kernels.
+
+
+# %%
+def operator_table(name: str) -> pd.DataFrame:
+    """Recorded rows of a table of the H200: a line for each operator, a column for each way to compute it."""
+    path = ROOT / "results" / "h200" / f"{name}.csv"
+    frame = pd.DataFrame([vars(row) for row in read_rows(path)])
+    cells = frame.pivot_table(index="panel", columns="system", values="value", sort=False)
+    return cells.reset_index()
+
+
+fp8 = operator_table("ext_operator_tables_fp8")
+fp8["panel"] = fp8["panel"].str.removeprefix("fp8: ")
+fp8["fp8 / wrapper"] = fp8["fp8"] / fp8["wrapper"]
+decode = fp8["panel"].str.contains("Distinct|Uniform|Skewed|Identical")
+display(as_markdown(fp8[decode]))
+
+# %% [markdown]
+# With an adapter for every row FP8 takes 0.84 of the time at rank 16 and 0.74 at rank 64; where adapters are shared it
+# gains nothing, as the bytes said. In prefills it loses: weights are few there, and making them wide costs
+# instructions.
+
+# %%
+display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))
+
+
+# %% [markdown]
+# What rounding does: the error of an operator relative to the unrounded adapter, and of a model's logits, with the
+# share of greedy tokens that change (a model with random weights: a trained one is more certain of its tokens).
+
+
+# %%
+def errors(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+    """Relative errors and changed tokens by system; whatever else the rows hold is left out."""
+    chosen = rows[rows["metric"].isin(["error", "logit_error", "changed_greedy_tokens"])]
+    cells = chosen.pivot_table(index="system", columns="metric", values="value", sort=False)
+    return cells.reset_index()
+
+
+cpu = StoredRows(ROOT, "cpu")
+display(cpu.table(FP8, errors))
+display(*cpu.figure(FP8))
+
+# %% [markdown]
+# ## 3. Bytes of adapters on experts
+#
+# A mixture of experts has an adapter's matrices once for every expert, so that an adapter is large; but a token uses
+# only its top-k experts, so that a step reads little of it. What counts is how many different pairs (adapter, expert)
+# the rows of a batch meet. With tokens routed at random, $P$ pairs of token and expert fall on $G$ pairs of adapter and
+# expert, of which $G (1 - e^{-P/G})$ are met.
+
+# %%
+rows = []
+for model, (hidden, inner, experts, top_k) in LAYERS.items():
+    per_pair = 2 * 16 * 3 * (hidden + inner)  # w1, w3 and w2 at rank 16, 16 bits
+    for tokens in (1, 8, 32, 128):
+        for adapters in (1, 4):
+            possible = adapters * experts
+            met = possible * (1 - (1 - 1 / possible) ** (tokens * top_k))
+            rows.append({"model": model, "rows": tokens, "adapters": adapters, "pairs met": met,
+                         "rows of each": tokens * top_k / met, "MB read": met * per_pair / 1e6,
+                         "adapter (MB a layer)": experts * per_pair / 1e6})  # fmt: skip
+display(as_markdown(pd.DataFrame(rows)))
+
+# %% [markdown]
+# Even with one adapter the rows of a decode step are spread over the experts: with 128 experts, 32 rows of one adapter
+# meet 111 pairs with two rows each. To the operator, Identical looks like Distinct. The popularity that decides how
+# fast dense layers are counts for little here, until batches are large.
+#
+# ## 4. Measured: experts
+#
+# On the H200, rank 16, bfloat16, microseconds, beside the fastest public kernel of each row (`delta`: like it,
+# outputs are overwritten). `alignment`: grouping the rows by adapter and expert, once a layer.
+
+# %%
+experts = operator_table("ext_expert_tables")
+experts["sum, delta"] = experts["w13, delta"] + experts["w2, delta"]
+display(as_markdown(experts[["panel", "alignment", "w13", "w2", "sum, delta"]]))
+display(Markdown("Ratios to the public kernels: [operator tables](../results/h200/operator_tables.md)."))
+
+# %% [markdown]
+# On a CPU, a layer and a model of either kind, an eighth as wide: what the adapters add, by popularity.
+
+# %%
+display(*cpu.figure(MOE))
