@@ -61,8 +61,9 @@ display(as_markdown(pd.DataFrame(rows)))
 # ## 2. Measured: FP8 beside 16 bits
 #
 # On the H200 (`ext_operator_tables table=fp8`): a decode operator 4096 to 11008, in microseconds. `fp8`: weights in
-# FP8, activations as they are; `fp8 w8a8`: activations quantised as well, which is offered because files and other systems
-# have it. It is no way to be fast here: one row per adapter has no use for FP8 products, and quantising costs kernels.
+# FP8, activations as they are; `fp8 w8a8`: activations quantised as well, which is offered because files and other
+# systems have it. It is no way to be fast here: one row per adapter has no use for FP8 products, and quantising costs
+# kernels.
 
 
 # %%

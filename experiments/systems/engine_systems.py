@@ -20,7 +20,7 @@ from experiments.systems.world import World
 from punica.adapters import LoRAModel, LoRARequest
 from punica.engine import Engine, Request
 from punica.engine.runner import ModelRunner
-from punica.scheduling import RequestStatus, StepLayout
+from punica.scheduling import RequestState, RequestStatus, StepLayout
 from punica.workload import Stretch, Timeline
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors
@@ -71,18 +71,18 @@ class EngineSystem(ServingSystem):
 
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         self._register({job.adapter_id for job in jobs})
-        wanted = {request: list(own) for request, own in zip(map(self._request, jobs), tokens, strict=True)}
-        found: dict[Request, list[torch.Tensor]] = {request: [] for request in wanted}
-        for request in wanted:
-            self.engine.add_request(request)
+        wanted = {
+            self.engine.add_request(self._request(job)): list(own) for job, own in zip(jobs, tokens, strict=True)
+        }
+        found: dict[RequestState, list[torch.Tensor]] = {state: [] for state in wanted}
         with recorded(self.engine.runner) as seen:
             while self.engine.has_unfinished():
                 self.engine.step()
-                requests, logits = seen.pop()
-                for request, row in zip(requests, logits, strict=True):
-                    if len(found[request]) < len(wanted[request]):  # later rows are those of idle requests
-                        found[request].append(row)
-                        request.output_token_ids[-1] = wanted[request][len(found[request]) - 1]
+                states, logits = seen.pop()
+                for state, row in zip(states, logits, strict=True):
+                    if len(found[state]) < len(wanted[state]):  # later rows are those of idle requests
+                        found[state].append(row)
+                        state.output_token_ids[-1] = wanted[state][len(found[state]) - 1]
         return [torch.stack(rows) for rows in found.values()]
 
     def _request(self, job: Job) -> Request:
@@ -125,33 +125,36 @@ class EngineSystem(ServingSystem):
     def _put(self, job: Job, generated: int) -> None:
         """A request in the batch that has `generated` tokens, all its new ones if it is an idle member."""
         request, engine = self._request(job), self.engine
-        is_idle = generated == job.new_tokens
-        if not is_idle:
-            engine.add_request(request)
-            engine.scheduler.waiting.remove(request)
+        if generated == job.new_tokens:
+            state = RequestState(request)
+            state.status, state.finish_reason = RequestStatus.FINISHED, "length"
+        else:
+            state = engine.add_request(request)
+            engine.scheduler.waiting.remove(state)
+            state.status = RequestStatus.RUNNING
         vocabulary = self.world.vocab_size
-        request.output_token_ids += [(7 * place + 1) % vocabulary for place in range(generated)]
-        request.status = RequestStatus.FINISHED if is_idle else RequestStatus.RUNNING
+        state.output_token_ids += [(7 * place + 1) % vocabulary for place in range(generated)]
         whole = engine.scheduler.rule.inseparable
-        engine.blocks.reserve(request.request_id, request.final_kv_length if whole else request.num_tokens)
-        engine.scheduler.running.append(request)
+        engine.blocks.reserve(request.request_id, request.final_kv_length if whole else state.num_tokens)
+        engine.scheduler.running.append(state)
 
     def _clear(self) -> None:
         """Nobody waits or runs any more."""
         scheduler = self.engine.scheduler
-        unfinished = [r for r in (*scheduler.running, *scheduler.waiting) if r.status is not RequestStatus.FINISHED]
-        for request in unfinished:
-            self.engine.abort_request(request.request_id)
-        for request in list(scheduler.running):
-            scheduler.drop(request)
+        for state in [*scheduler.running, *scheduler.waiting]:
+            if not state.has_ended:
+                self.engine.abort_request(state.request_id)
+        for state in list(scheduler.running):
+            if state in scheduler.running:  # the members of an inseparable batch leave together
+                scheduler.take_out(state)
 
 
 @contextmanager
-def recorded(runner: ModelRunner) -> Iterator[list[tuple[tuple[Request, ...], torch.Tensor]]]:
+def recorded(runner: ModelRunner) -> Iterator[list[tuple[tuple[RequestState, ...], torch.Tensor]]]:
     """Inside, every step adds its requests, in the order of the rows, and their logits in float32 on the host."""
     run, compute = runner.run, runner.model.compute_logits
     layouts: list[StepLayout] = []
-    seen: list[tuple[tuple[Request, ...], torch.Tensor]] = []
+    seen: list[tuple[tuple[RequestState, ...], torch.Tensor]] = []
 
     def run_and_note(layout: StepLayout, meanwhile: Callable[[], None]) -> tuple[list[int], float, float]:
         layouts.append(layout)

@@ -8,7 +8,7 @@ import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 ROOMS = {"benches", "claims", "commands", "harness", "plots", "systems"}
-NOT_A_FIGURE = {"__init__", "ext_operator_tables"}
+NOT_A_FIGURE = {"__init__", "ext_expert_tables", "ext_operator_tables"}
 
 
 def modules(folder: Path) -> dict[str, Path]:

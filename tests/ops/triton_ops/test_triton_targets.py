@@ -173,7 +173,7 @@ FP8_CASES: list[Case] = [
 
 def check_fp8(capability: int, records: list[Record]) -> None:
     """They compiled, for this GPU, and fit; invariant steps have the one instruction."""
-    records = [one for one in records if "fp8" in one["form"]]
+    records = [one for one in records if "fp8" in one["case"]]
     assert not [(one["form"], one["case"], one["error"]) for one in records if one["error"]]
     assert {one["target"] for one in records} == {capability}
     assert not [one for one in records if one["shared"] > SHARED_KIB[capability] << 10]
