@@ -132,14 +132,19 @@ class ExpertSets:
 
     def error(self, name: str) -> float:
         """Relative error of what one call adds, the worse of the first and the last set; 0 for the alignment."""
-        down = name.startswith("w2")
         if name == "alignment":
             return 0.0
+        for i in (0, self.count - 1):
+            (self.y2 if name.startswith("w2") else self.y13)[i].zero_()
+            self.calls[name](i)
+        return self.error_now(name)
+
+    def error_now(self, name: str) -> float:
+        """The same of what the outputs of the first and the last set hold, as a call that overwrites them left it."""
+        down = name.startswith("w2")
         y, x, stacks = (self.y2, self.x2, self.w2) if down else (self.y13, self.x13, self.w13)
         errors = []
         for i in (0, self.count - 1):
-            y[i].zero_()
-            self.calls[name](i)
             wanted = torch.zeros_like(y[i], dtype=torch.float32)
             weights, ids = self.routing[i]
             reference.fused_moe_lora(

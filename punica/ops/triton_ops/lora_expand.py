@@ -215,16 +215,15 @@ def _expand_rows_of(
     stride_hp, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, HELD: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr,
     WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
-    LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
+    ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
     h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
-    and with ALL_OF_B to the end of the slot, before the true rank is known. With one block or one stage, the first
-    block is fetched ahead of the kernel in front, and every other one while the one before it is multiplied.
+    and with ALL_OF_B to the end of the slot, before the true rank is known. AT_ONCE: blocks go through registers, the
+    first is fetched ahead of the kernel in front, and every other one while the one before it is multiplied.
     """
     CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
-    AT_ONCE: tl.constexpr = TILES_N == 1 or NUM_STAGES == 1
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty if HELD.format > 0 else b_ptr.dtype.element_ty
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
@@ -281,9 +280,11 @@ def _expand_rows_of(
             if CUT_B:
                 weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
             total = result(dot(h, weights, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
-            if HELD.format > 0:
+            if HELD.format > 0 and ADD:
+                total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before)  # in every form alike
+            elif HELD.format > 0:
                 total *= scale[None, :]
-            if ADD:
+            elif ADD:
                 total += before
             tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
     else:
@@ -307,11 +308,16 @@ def _expand_rows_of(
                     b = tl.where((lanes < rank)[:, None], b, 0.0)
                 acc = dot(h.to(DTYPE), b, acc, LEFT, INTERPRET)
             total = result(acc, LEFT)
+            if ADD:
+                before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0).to(tl.float32)
             if HELD.format > 0:
                 scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
+            if HELD.format > 0 and ADD:
+                total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before)
+            elif HELD.format > 0:
                 total *= scale[None, :]
-            if ADD:
-                total += tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0).to(tl.float32)
+            elif ADD:
+                total += before
             tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n)
             offs_n += BLOCK_N
             y_ptrs += BLOCK_N
@@ -324,7 +330,7 @@ def _expand_tile(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
+    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
     HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
     LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -348,19 +354,21 @@ def _expand_tile(
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
                     stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, True, False,
-                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
+                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
+                    INTERPRET,
                 )  # fmt: skip
             else:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
                     stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, False, False,
-                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT, INTERPRET,
+                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
+                    INTERPRET,
                 )  # fmt: skip
         else:
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
                 stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, not EITHER,
-                ALL_OF_B, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
+                ALL_OF_B, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
                 INTERPRET,
             )  # fmt: skip
     else:
@@ -398,9 +406,9 @@ def _lora_expand_search_kernel(
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
+    HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own."""
     pid = tl.program_id(0)
@@ -409,8 +417,8 @@ def _lora_expand_search_kernel(
     _expand_tile(
         h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-        R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES,
-        PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
+        R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE,
+        NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
     )  # fmt: skip
 
 
@@ -421,10 +429,10 @@ def _lora_expand_listed_kernel(
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr,
-    LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr,
-    ADD: tl.constexpr, LATE: tl.constexpr,
-    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr,
+    SHORT_N: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
+    AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
     SHORT_N, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
@@ -444,7 +452,7 @@ def _lora_expand_listed_kernel(
                 h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
                 R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
-                NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
+                AT_ONCE, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -493,9 +501,11 @@ def plan_expand(
     offset_start: int, add_inputs: bool, has_ranks: bool,
     pdl: bool = False, late: bool = False, held: Held = WIDE,
 ) -> KernelPlan:  # fmt: skip
-    """The launch that `config` names. h has shape and strides ``[planes, n, T, r]``; planes are added up. ``late``: y
-    is not read before the kernel in front has ended. ``held``: as in `plan_shrink`; FP8 only with B by ranks.
+    """The launch that `config` names. h has strides of ``[planes, n, T, r]`` (rows may be wider than r); planes are
+    added up. ``late``: y is not read before the kernel in front has ended. ``held``: as in `plan_shrink`; FP8 only with
+    B by ranks, and tiles then multiply as y's type.
     """
+    assert not (held.format and weights.row_major)
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))
@@ -533,16 +543,19 @@ def plan_expand(
 
     # All ranks in one pass where that fits, since more would read h again for every block of columns. The operands of
     # a float32 product lie in registers, whose number per program is the limit there.
-    most_r = 128 if y.element_size() == 2 else 16
+    wide = y.element_size() if held.format else weights.dtype.itemsize
+    most_r = 128 if wide == 2 else 16
     block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
-    stage_bytes = block_n * block_r * y.element_size() + block_m * row_bytes  # B, and old y or the planes of h
+    stage_bytes = block_n * block_r * wide + block_m * row_bytes  # B, and old y or the planes of h
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
     per_tile = blocks(block_n * tiles_n)
     constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
-    constants |= {"TILES_N": tiles_n, "NUM_STAGES": stages, "LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
+    at_once = tiles_n == 1 or config["num_stages"] == 1
+    constants |= {"TILES_N": tiles_n, "AT_ONCE": at_once, "NUM_STAGES": stages, "LEFT": config["weights_left"]}
+    constants |= {"INTERPRET": INTERPRETED}
     constants |= {"AHEAD": has_ranks and config["ahead"]}
     if batch.listed and block_m in HEIGHTS:
         height, short_n = HEIGHTS.index(block_m), config["short_n"]

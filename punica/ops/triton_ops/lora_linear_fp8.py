@@ -78,8 +78,9 @@ def plan_linear_fp8(
     held = None if held_a is None or held_b is None or b.row_major else (held_a, held_b)
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
     second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, first["split_k"], b.row_major)
-    if held is not None:
+    if held is not None and options.tuned_dir is None:  # what a tuned table says stays
         first, second = _shrink_in_fp8(first, a.rank, tokens / shape.adapters), _expand_in_fp8(second, b, tokens)
+    if held is not None:
         return plan_linear(
             y, x, a, b, batch, first, second, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, held=held
         )

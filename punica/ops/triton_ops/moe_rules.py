@@ -83,7 +83,7 @@ def shrinks_by_rows(work: Work) -> bool:
 def expands_by_rows(work: Work) -> bool:
     """Whether expand multiplies pairs one by one; wide ranks do not fit the registers then."""
     alone = work.naive or work.mean < 1.6 or (work.mean < 3 and work.form.slices > 1 and work.groups >= 24)
-    return alone and not work.invariant and block_at_least(work.form.rank) <= 256
+    return alone and not work.invariant and block_at_least(work.form.full_rank) <= 256
 
 
 def shrink_config(work: Work) -> Config:
@@ -111,7 +111,7 @@ def shrink_config(work: Work) -> Config:
 
 def expand_config(work: Work) -> Config:
     """Keys as in `configs`, and ``group_m``."""
-    form, lanes = work.form, block_at_least(work.form.rank)
+    form, lanes = work.form, block_at_least(work.form.full_rank)
     if expands_by_rows(work):
         block_n = max(32, min(block_at_least(form.width), (8192 if form.width >= 1024 else 4096) // lanes))
         return {
