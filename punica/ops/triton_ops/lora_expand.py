@@ -505,7 +505,8 @@ def plan_expand(
     added up. ``late``: y is not read before the kernel in front has ended. ``held``: as in `plan_shrink`; FP8 only with
     B by ranks, and tiles then multiply as y's type.
     """
-    assert not (held.format and weights.row_major)
+    if held.format and weights.row_major:
+        raise ValueError("B in FP8 lies row after row; these kernels take it rank after rank (lora_expand_fp8 either)")
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))
