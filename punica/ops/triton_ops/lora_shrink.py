@@ -414,7 +414,7 @@ def plan_shrink(
     split_k = 1 if direct else config["split_k"]
     stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
     if held.format and direct:
-        raise ValueError("A in FP8 and a direct result: these kernels shrink it into planes only (lora_shrink_fp8 either)")
+        raise ValueError("A in FP8 with a direct result: these kernels shrink it into planes (lora_shrink_fp8 either)")
     out_rank = rank if direct else plane_rank(rank)
     constants = {"K": k, "R": rank, "OUT_R": out_rank, "HELD": held, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak}
     constants |= {
