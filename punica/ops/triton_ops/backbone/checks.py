@@ -38,3 +38,9 @@ def check_cache(keys: Tensor, values: Tensor, like: Tensor) -> None:
         raise ValueError(f"keys must have at least one head and one element per head, got {list(keys.shape)}")
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("keys and values must be contiguous; give the cache of a layer as it was made")
+
+
+def check_rows(name: str, tensor: Tensor) -> None:
+    """ValueError when the elements of a row do not lie side by side."""
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}; make it contiguous")
