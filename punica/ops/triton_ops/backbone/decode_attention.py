@@ -31,7 +31,6 @@ from punica.ops.triton_ops.launch import (
     all_aligned,
     block_at_least,
     on_device,
-    stages_that_fit,
     supports_pdl,
 )
 from punica.ops.triton_ops.op import check_runnable
@@ -39,7 +38,11 @@ from punica.ops.triton_ops.op import check_runnable
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
 """As many programs as keep enough loads under way; more splits would only add planes to read again."""
+MAX_HEAD_SIZE = 256
 _STAGES = 3
+"""Block ids are read two tiles ahead and, from their places, keys and values one: 32 KiB under way per program for
+heads of 128 in 16 bits, and room for five programs on a multiprocessor. Two tiles ahead would take five stages.
+"""
 _NUM_WARPS = 4
 
 
@@ -170,7 +173,8 @@ def decode_attention(
     Args:
         out: ``[R, H, D]``, overwritten; rows may be apart, heads lie side by side.
         q: ``[R, H, D]``, in the same way, rotated; float16, bfloat16 or float32 as the cache.
-        keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv.
+        keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv, D at
+            most 256.
         values: as ``keys``.
         block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the
             last token's are not read.
@@ -194,8 +198,7 @@ def decode_attention(
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "SIZE": size, "PAGE": block_size, "SPLITS": splits,
         "BLOCK_G": block_at_least(heads // kv_heads), "BLOCK_N": block_n, "BLOCK_D": block_d,
         "SCALE": math.log2(math.e) / math.sqrt(size),
-        "STAGES": stages_that_fit(_STAGES, 2 * block_n * block_d * q.element_size(), q.device),
-        "PDL": pdl, "INTERPRETED": INTERPRETED,
+        "STAGES": _STAGES, "PDL": pdl, "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     parts, sums = out, out  # stand for what one split does not need
     if splits > 1:
@@ -233,6 +236,8 @@ def _check(
     check_shape("block_table", block_table, (requests, None))
     check_shape("lengths", lengths, (requests,))
     check_same(q, out=out)
+    if size > MAX_HEAD_SIZE:
+        raise ValueError(f"heads must have at most {MAX_HEAD_SIZE} elements, got {size}; use SDPA on gathered tokens")
     if heads == 0 or heads % keys.shape[1]:
         raise ValueError(f"q has {heads} heads, must be a multiple of the cache's {keys.shape[1]}")
     for name, rows in (("q", q), ("out", out)):

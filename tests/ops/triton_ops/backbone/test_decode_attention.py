@@ -138,6 +138,7 @@ def test_bad_operands_are_refused(device: str) -> None:
         "out": torch.zeros(2, 4, 64, device=device), "q": world.q, "keys": world.keys, "values": world.values,
         "block_table": world.table, "lengths": world.lengths, "block_size": PAGE,
     }  # fmt: skip
+    wide = torch.zeros(2, 1, 260, device=device)
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "splits must be a power of two", {"splits": 3}),
         (ValueError, "splits must be a power of two", {"splits": 64}),
@@ -145,6 +146,7 @@ def test_bad_operands_are_refused(device: str) -> None:
         (ValueError, "out must be", {"out": good["out"][:1]}),
         (ValueError, "lengths must be", {"lengths": world.lengths[:1]}),
         (ValueError, "heads side by side", {"q": world.q.transpose(1, 2).contiguous().transpose(1, 2)}),
+        (ValueError, "at most 256 elements, got 260", dict.fromkeys(("out", "q", "keys", "values"), wide)),
         (ValueError, "block_size must divide", {"block_size": 11}),
         (ValueError, "values must be", {"values": world.values[:16]}),
         (TypeError, "lengths must be int32", {"lengths": world.lengths.long()}),
