@@ -3,17 +3,20 @@
     qkv[t, h]   = rotated by the angles of token t                  for the H query and Hkv key heads, in place
     keys[r_t]   = the rotated keys of token t,      values[r_t] = its values                with r_t = kv_rows[t]
 
-The rotation is that of :mod:`punica.models.rotary` (halves layout), in float32 and rounded once. Queries, keys and
+The rotation is that of :mod:`punica.models.rotary` (halves layout), in float32 and rounded once; with ``norms`` (Qwen3)
+each query and key head passes the RMSNorm of its kind first. Queries, keys and
 values stay where the projection put them, so the attention of a prompt finds all three beside the cache. A program
 takes a few heads of one token.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -21,10 +24,32 @@ _HEADS_PER_PROGRAM = 8
 _NUM_WARPS = 4
 
 
+class HeadNorms(NamedTuple):
+    """Weights ``[D]`` of the norms of query and key heads, of the model's dtype, and their eps."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+@triton.jit
+def _normalised(
+    x, y, q_weight_ptr, k_weight_ptr, is_query, offs_d, mask_d,
+    HALF: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Both halves [heads, HALF] of heads, each divided by its root mean square and weighted by its kind."""
+    scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + EPS))[:, None]
+    q_first = tl.load(q_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    q_second = tl.load(q_weight_ptr + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    k_first = tl.load(k_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    k_second = tl.load(k_weight_ptr + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    return x * scale * tl.where(is_query, q_first, k_first), y * scale * tl.where(is_query, q_second, k_second)
+
+
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, kv_rows_ptr, keys_ptr, values_ptr, qkv_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, kv_rows_ptr, keys_ptr, values_ptr, q_weight_ptr, k_weight_ptr, qkv_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORMS: tl.constexpr, EPS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -43,6 +68,10 @@ def _rotate_and_store_kernel(
     first = tl.load(row_ptr + places, mask=mask, other=0.0)
     second = tl.load(row_ptr + HALF + places, mask=mask, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORMS:
+        x, y = _normalised(
+            x, y, q_weight_ptr, k_weight_ptr, (heads < HEADS)[:, None], offs_d, mask_d, HALF, EPS
+        )  # fmt: skip
     turns = (heads < HEADS + KV_HEADS)[:, None]
     first = tl.where(turns, (x * cos - y * sin).to(first.dtype), first)
     second = tl.where(turns, (y * cos + x * sin).to(second.dtype), second)
@@ -60,7 +89,10 @@ def _rotate_and_store_kernel(
     tl.store(value_ptr + HALF + places, second, mask=mask & is_value[:, None])
 
 
-def rotate_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, keys: Tensor, values: Tensor) -> None:
+def rotate_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, keys: Tensor, values: Tensor,
+    norms: HeadNorms | None = None,
+) -> None:  # fmt: skip
     """Rotate queries and keys of T tokens in place, and write keys and values into the cache of one layer.
 
     Args:
@@ -71,6 +103,7 @@ def rotate_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, key
         kv_rows: int64 ``[T]``: row of the cache that each token writes, no row twice; negative (a row that pads a
             captured batch): none.
         keys, values: ``[num_blocks * block_size, Hkv, D]``, contiguous.
+        norms: of query and key heads; ``None``: they have none.
 
     What lies in ``kv_rows`` is on the device and not checked. ValueError, TypeError: shapes, layouts, dtypes or
     devices; RuntimeError: no Triton kernel runs on this device.
@@ -79,19 +112,24 @@ def rotate_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, key
     check_cache(keys, values, qkv)
     kv_heads, size = keys.shape[1:]
     tokens, heads = _check(qkv, cos, sin, kv_rows, kv_heads, size)
+    for name, weight in (("q_weight", norms.q_weight), ("k_weight", norms.k_weight)) if norms else ():
+        check_shape(name, weight, (size,))
+        check_rows(name, weight)
+        check_same(qkv, **{name: weight})
     if tokens == 0:
         return
     pdl, block_h = supports_pdl(qkv.device), min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
     constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "HALF": size // 2, "BLOCK_H": block_h,
-        "BLOCK_D": block_at_least(size // 2), "PDL": pdl,
+        "HEADS": heads, "KV_HEADS": kv_heads, "HALF": size // 2, "HAS_NORMS": norms is not None,
+        "EPS": norms.eps if norms else 0.0, "BLOCK_H": block_h, "BLOCK_D": block_at_least(size // 2), "PDL": pdl,
     }  # fmt: skip
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h), 1)
     launch = Launch(
         _rotate_and_store_kernel, grid, (qkv.dtype,), (qkv.stride(0),), constants,
         num_warps=_NUM_WARPS, pdl=pdl, device=qkv.device,
     )  # fmt: skip
-    tensors = (qkv, cos, sin, kv_rows, keys, values)
+    weights = (norms.q_weight, norms.k_weight) if norms else (cos, cos)  # stand for what the kernel does not look at
+    tensors = (qkv, cos, sin, kv_rows, keys, values, *weights)
     with on_device(qkv.get_device()):
         launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
 

@@ -1,5 +1,5 @@
-"""Compile the backbone's kernels for a GPU that is not there: ``python backbone_target_compiler.py 90 < cases.json``; see
-`target_compiler`. Operands lie on the meta device; a case is a layer, a dtype, and the splits of its attention.
+"""Compile the backbone's kernels for a GPU that is not there: ``python backbone_target_compiler.py 90 < cases.json``.
+See `target_compiler`. Operands lie on the meta device; a case is a layer, a dtype, and the splits of its attention.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.triton_ops.backbone import add_rms_norm, decode_attention, rotate_and_store, swiglu
+from punica.ops.triton_ops.backbone import HeadNorms, add_rms_norm, decode_attention, rotate_and_store, swiglu
 
 MODULES = ("decode_attention", "norm", "rotary", "swiglu")
 LAYERS = {
@@ -18,6 +18,7 @@ LAYERS = {
     "small": (32, 8, 64, 2048, 8192), "wide": (16, 8, 256, 3072, 24576),
 }  # fmt: skip
 """Heads, kv heads, head size, hidden and inner size."""
+NORMALISED = ("small", "odd")
 TOKENS, BLOCK_SIZE, BLOCKS, WIDTH = 32, 16, 64, 40
 
 
@@ -29,7 +30,9 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     cos, keys = empty(TOKENS, 1, size // 2, dtype=dtype), empty(BLOCKS * BLOCK_SIZE, kv_heads, size, dtype=dtype)
     table, lengths = empty(TOKENS, WIDTH, dtype=i32), empty(TOKENS, dtype=i32)
     add_rms_norm(x, x, x, empty(hidden, dtype=dtype), 1e-5)
-    rotate_and_store(qkv, cos, cos, empty(TOKENS, dtype=torch.int64), keys, keys)
+    weight = empty(size, dtype=dtype)
+    norms = HeadNorms(weight, weight, 1e-6) if case["layer"] in NORMALISED else None
+    rotate_and_store(qkv, cos, cos, empty(TOKENS, dtype=torch.int64), keys, keys, norms)
     out = empty(TOKENS, heads, size, dtype=dtype)
     decode_attention(out, qkv[:, :heads], keys, keys, table, lengths, BLOCK_SIZE, case["splits"])
     swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from punica.models.rotary import rotate
-from punica.ops.triton_ops.backbone import add_rms_norm, rotate_and_store, swiglu
+from punica.ops.triton_ops.backbone import HeadNorms, add_rms_norm, rotate_and_store, swiglu
 from punica.ops.triton_ops.launch import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -62,12 +62,21 @@ class Rotation:
 
     def run(self) -> None:
         rotate_and_store(self.qkv, self.cos, self.sin, self.rows, self.keys, self.values)
+        self.check(self.q.double(), self.k.double())
 
-    def check(self) -> None:
+    def run_normalised(self) -> None:
+        weights = [(1 + torch.randn(self.q.shape[2]) / 4).to(self.qkv) for _ in range(2)]
+        norms = HeadNorms(*weights, EPS)
+        rotate_and_store(self.qkv, self.cos, self.sin, self.rows, self.keys, self.values, norms)
+        q, k = (F.rms_norm(heads.double(), weight.shape, weight.cpu().double(), EPS)
+                for heads, weight in zip((self.q, self.k), weights, strict=True))  # fmt: skip
+        self.check(q, k)
+
+    def check(self, before_q: torch.Tensor, before_k: torch.Tensor) -> None:
         cos, sin = self.cos.cpu().double(), self.sin.cpu().double()
         q, k, v = self.qkv.split((self.q.shape[1], self.k.shape[1], self.v.shape[1]), 1)
-        check_close(q, rotate(self.q.double(), cos, sin))
-        check_close(k, rotate(self.k.double(), cos, sin))
+        check_close(q, rotate(before_q, cos, sin))
+        check_close(k, rotate(before_k, cos, sin))
         assert torch.equal(v.cpu(), self.v)
         assert bool(self.whole[:, self.qkv[0].numel() :].isnan().all())
         for cache, source in ((self.keys, k), (self.values, v)):
@@ -96,9 +105,8 @@ def test_norm_behind_a_residual(tokens: int, size: int, dtype: torch.dtype, has_
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 4, 4, 64), (3, 8, 2, 128), (5, 3, 1, 20), (2, 6, 6, 32)], ids=str)
 def test_rope_with_the_cache_write(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    rotation = Rotation(*shape, dtype, device)
-    rotation.run()
-    rotation.check()
+    Rotation(*shape, dtype, device).run()
+    Rotation(*shape, dtype, device).run_normalised()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -141,6 +149,7 @@ def test_bad_operands_are_refused(device: str) -> None:
                                                   values=torch.zeros(4, 1, 7, device=device))),
         (ValueError, r"cos must be \[2, 1, 4\]", lambda: rotated(cos=good.cos[:, 0])),
         (TypeError, "kv_rows must be int64", lambda: rotated(kv_rows=good.kv_rows.int())),
+        (ValueError, "k_weight must be", lambda: rotated(norms=HeadNorms(weight, weight[:4], EPS))),
         (ValueError, "values must be", lambda: rotated(values=good.values[:2])),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
@@ -155,8 +164,7 @@ def test_full_sizes(tokens: int, dtype: torch.dtype) -> None:
         for has_delta in (False, True):
             check_norm(tokens, size, dtype, has_delta, "cuda")
     for heads, kv_heads in ((32, 32), (40, 40), (64, 8)):
-        rotation = Rotation(tokens, heads, kv_heads, 128, dtype, "cuda")
-        rotation.run()
-        rotation.check()
+        Rotation(tokens, heads, kv_heads, 128, dtype, "cuda").run()
+        Rotation(tokens, heads, kv_heads, 128, dtype, "cuda").run_normalised()
     for size in (11008, 13824, 14336):
         check_swiglu(tokens, size, dtype, "cuda")
