@@ -102,6 +102,15 @@ def test_equals_sdpa_on_gathered_tokens(case: Case, device: str) -> None:
     world.check(world.run())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_large_scores_that_rise_and_fall_between_tiles(splits: int, dtype: torch.dtype, device: str) -> None:
+    """What was added up before a larger score came is scaled down, by as much as it takes."""
+    world = World(Case(4, 2, 64, (300, 140), splits, dtype), device)
+    world.q *= 6
+    world.check(world.run())
+
+
 def test_writes_rows_of_a_larger_output_and_nothing_else(device: str) -> None:
     world = World(Case(4, 2, 64, (20, 5)), device)
     for splits in (1, 2):
