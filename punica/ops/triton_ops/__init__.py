@@ -1,7 +1,8 @@
 """Triton kernels of multi-adapter LoRA. Importing this package imports Triton; `punica.ops` does so only on request.
 
 ``shrink``, ``expand`` and ``linear`` take a step (`punica.metadata.LoRABatch`), ``lora_shrink``, ``lora_expand`` and
-``lora_linear`` the tensors of its metadata; those that end in ``_fp8`` are for weights in FP8.
+``lora_linear`` the tensors of its metadata; those that end in ``_fp8`` are for weights in FP8. The kernels
+of the layers that adapters share are in :mod:`punica.ops.triton_ops.backbone`.
 """
 
 from punica.ops.triton_ops.configs import clear_config_cache, get_lora_op_configs, load_lora_op_config

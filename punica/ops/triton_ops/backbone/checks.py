@@ -1,0 +1,46 @@
+"""What the backbone's kernels ask of their operands."""
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The shape of ``tensor``; ValueError when it is not ``shape``, where None stands for any size."""
+    fits = tensor.ndim == len(shape) and all(
+        wanted in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must be [{wanted}], got {list(tensor.shape)}")
+    return tuple(tensor.shape)
+
+
+def check_same(like: Tensor, **tensors: Tensor) -> None:
+    """TypeError when ``like`` is of a dtype that no kernel has, or one of ``tensors`` of another dtype or device."""
+    if like.dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {list(DTYPES)}, got {like.dtype}; convert the model")
+    for name, tensor in tensors.items():
+        if tensor.dtype != like.dtype or tensor.device != like.device:
+            raise TypeError(
+                f"{name} must be {like.dtype} on {like.device}, got {tensor.dtype} on {tensor.device}; "
+                "a model, its activations and its cache share dtype and device"
+            )
+
+
+def check_cache(keys: Tensor, values: Tensor, like: Tensor) -> None:
+    """Keys and values of one layer, ``[rows, Hkv, D]`` with at least one head, contiguous, typed as ``like``."""
+    check_shape("keys", keys, (None, None, None))
+    check_shape("values", values, tuple(keys.shape))
+    check_same(like, keys=keys, values=values)
+    if not keys.shape[1] or not keys.shape[2]:
+        raise ValueError(f"keys must have at least one head and one element per head, got {list(keys.shape)}")
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("keys and values must be contiguous; give the cache of a layer as it was made")
+
+
+def check_rows(name: str, tensor: Tensor) -> None:
+    """ValueError when the elements of a row do not lie side by side."""
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}; make it contiguous")

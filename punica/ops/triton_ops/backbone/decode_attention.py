@@ -1,0 +1,255 @@
+"""Attention of decode rows over the paged KV cache: one query row per request, any number of cached tokens.
+
+For request i with ``n_i`` cached tokens, and head h of the G = H / Hkv heads that share kv head ``h // G``:
+
+    out[i, h] = softmax(q[i, h] K_i^T / sqrt(D)) V_i,     K_i[t], V_i[t]: cache row table[i, t // B] * B + t % B
+
+A program takes the G queries of one kv head of one request (padded to the rows of a tensor-core tile, so that K and V
+are read once) and one of ``SPLITS`` equal parts of the request's tokens. It keeps a running maximum and sum (Milakov
+and Gimelshein, 2018), so scores never reach memory. A second kernel adds the parts in ascending order (flash-decoding
+with an ordered reduction): the same bits every run.
+
+The grid is (Hkv, requests, splits). It follows none of the lengths, which are read on the device, so a captured graph
+serves every context that its block table has room for; a part without tokens ends at once. How the tokens are split
+depends on the request's own length and on ``SPLITS``: with ``splits`` given, a request's bits do not depend on what
+else is in the batch.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
+from punica.ops.triton_ops.device import dot
+from punica.ops.triton_ops.launch import (
+    INTERPRETED,
+    Launch,
+    all_aligned,
+    block_at_least,
+    on_device,
+    supports_pdl,
+)
+from punica.ops.triton_ops.op import check_runnable
+
+MAX_SPLITS = 32
+PROGRAMS_PER_SM = 2
+"""As many programs as keep enough loads under way; more splits would only add planes to read again."""
+MAX_HEAD_SIZE = 256
+_STAGES = 3
+"""Block ids are read two tiles ahead and, from their places, keys and values one: 32 KiB under way per program for
+heads of 128 in 16 bits, and room for five programs on a multiprocessor. Two tiles ahead would take five stages.
+"""
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _attend(
+    q, keys_ptr, values_ptr, table_ptr, begin, end, row_stride,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Tokens [begin, end) of one request: sums of values [BLOCK_G, BLOCK_D], largest scores (base 2) and sums of
+    weights, each [BLOCK_G]. No token: 0, -inf, 0.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < SIZE
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        tokens = start + offs_n
+        mask_n = tokens < end
+        pages = tl.load(table_ptr + tokens // PAGE, mask=mask_n, other=0)
+        rows = (pages.to(tl.int64) * PAGE + tokens % PAGE) * row_stride
+        keys = tl.load(
+            keys_ptr + rows[None, :] + offs_d[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0
+        )  # fmt: skip
+        values = tl.load(
+            values_ptr + rows[:, None] + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0
+        )  # fmt: skip
+        scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, INTERPRETED) * SCALE
+        scores = tl.where(mask_n[None, :], scores, float("-inf"))
+        raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
+        shrunk = tl.exp2(largest - raised)
+        weights = tl.exp2(scores - raised[:, None])
+        total = total * shrunk + tl.sum(weights, 1)
+        acc = dot(weights.to(values.dtype), values, acc * shrunk[:, None], False, INTERPRETED)
+        largest = raised
+    return acc, largest, total
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _decode_attention_kernel(
+    q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, table_width,
+    q_stride, out_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """``out``: the result [T, H, D], or with more than one split the parts [T, H, SPLITS, D] in float32, and ``sums``
+    their log-sum-exp (base 2) [T, H, SPLITS].
+    """
+    kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP + offs_g
+    mask = (offs_g < GROUP)[:, None] & (offs_d < SIZE)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    length = tl.load(lengths_ptr + row)
+    part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+    begin = tl.minimum(split * part, length)
+    end = tl.minimum(begin + part, length)
+    q = tl.load(q_ptr + row * q_stride + heads[:, None] * SIZE + offs_d[None, :], mask=mask, other=0.0)
+    acc, largest, total = _attend(
+        q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end,
+        KV_HEADS * SIZE, SIZE, PAGE, BLOCK_G, BLOCK_N, BLOCK_D, SCALE, STAGES, INTERPRETED,
+    )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if SPLITS == 1:
+        places = row * out_stride + heads[:, None] * SIZE + offs_d[None, :]
+        tl.store(out_ptr + places, mean.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        plane = (row * HEADS + heads) * SPLITS + split
+        sums = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(sums_ptr + plane, sums, mask=offs_g < GROUP)
+        tl.store(out_ptr + plane[:, None] * SIZE + offs_d[None, :], mean, mask=mask & (begin < end))
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr, sums_ptr, out_ptr, out_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one request: its parts, weighted by their share of the whole sum, first to last."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_d = tl.arange(0, BLOCK_D)
+    first = (row * HEADS + head) * SPLITS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    largest = tl.max(tl.load(sums_ptr + first + tl.arange(0, SPLITS)), 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # a request without tokens
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    for split in tl.static_range(SPLITS):
+        share = tl.load(sums_ptr + first + split)
+        weight = tl.exp2(share - largest)
+        width = tl.where(share > float("-inf"), SIZE, 0)  # of what was written
+        acc += weight * tl.load(parts_ptr + (first + split) * SIZE + offs_d, mask=offs_d < width, other=0.0)
+        total += weight
+    mean = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * out_stride + head * SIZE + offs_d, mean.to(out_ptr.dtype.element_ty), mask=offs_d < SIZE)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Of `device`; an H200's where there is no GPU to ask."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def choose_splits(requests: int, kv_heads: int, device: torch.device) -> int:
+    """Parts that the tokens of each request are cut into, a power of two up to ``MAX_SPLITS``: enough programs for the
+    device when few requests with few kv heads run. Not a function of the lengths.
+    """
+    wanted = PROGRAMS_PER_SM * _multiprocessors(device)
+    return min(MAX_SPLITS, block_at_least(-(-wanted // (requests * kv_heads)), 1))
+
+
+def decode_attention(
+    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, block_size: int,
+    splits: int | None = None,
+) -> None:  # fmt: skip
+    """Attention of R requests with one query row each, into ``out``; the newest token is in the cache already.
+
+    Args:
+        out: ``[R, H, D]``, overwritten; rows may be apart, heads lie side by side.
+        q: ``[R, H, D]``, in the same way, rotated; float16, bfloat16 or float32 as the cache.
+        keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv, D at
+            most 256.
+        values: as ``keys``.
+        block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the
+            last token's are not read.
+        lengths: int32 ``[R]``: cached tokens of each request, at most ``W * block_size``. 0 (a row that pads a captured
+            batch): nothing is read and the row of ``out`` becomes 0.
+        block_size: tokens of a block.
+        splits: a power of two up to 32; ``None``: :func:`choose_splits`.
+
+    What lies in the table and in ``lengths`` is on the device and not checked. ValueError, TypeError: shapes, layouts,
+    dtypes or devices; RuntimeError: no Triton kernel runs on this device.
+    """
+    _check(out, q, keys, values, block_table, lengths, block_size, splits)
+    requests, heads, size = q.shape
+    kv_heads = keys.shape[1]
+    if requests == 0:
+        return
+    splits = splits or choose_splits(requests, kv_heads, q.device)
+    block_d, block_n = block_at_least(size), 32 if q.dtype == torch.float32 else 64
+    pdl = supports_pdl(q.device)
+    constants = {
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "SIZE": size, "PAGE": block_size, "SPLITS": splits,
+        "BLOCK_G": block_at_least(heads // kv_heads), "BLOCK_N": block_n, "BLOCK_D": block_d,
+        "SCALE": math.log2(math.e) / math.sqrt(size),
+        "STAGES": _STAGES, "PDL": pdl, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
+    parts, sums = out, out  # stand for what one split does not need
+    if splits > 1:
+        parts = torch.empty(requests, heads, splits, size, dtype=torch.float32, device=q.device)
+        sums = parts.new_empty(requests, heads, splits)
+    tensors = (q, keys, values, block_table, lengths, parts, sums)
+    attend = Launch(
+        _decode_attention_kernel, (kv_heads, requests, splits), (q.dtype,), (q.stride(0), out.stride(0)), constants,
+        num_warps=_NUM_WARPS, pdl=pdl, device=q.device,
+    )  # fmt: skip
+    with on_device(q.get_device()):
+        attend(tensors, (block_table.shape[1],), not INTERPRETED and all_aligned(*tensors))
+        if splits > 1:
+            _combine(parts, sums, out, splits, pdl)
+
+
+def _combine(parts: Tensor, sums: Tensor, out: Tensor, splits: int, pdl: bool) -> None:
+    requests, heads, size = out.shape
+    constants = {"HEADS": heads, "SIZE": size, "SPLITS": splits, "BLOCK_D": block_at_least(size), "PDL": pdl}
+    launch = Launch(
+        _combine_kernel, (requests, heads, 1), (out.dtype,), (out.stride(0),), constants,
+        num_warps=1, pdl=pdl, device=out.device,
+    )  # fmt: skip
+    launch((parts, sums, out), (), not INTERPRETED and all_aligned(parts, sums, out))
+
+
+def _check(
+    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, block_size: int,
+    splits: int | None,
+) -> None:  # fmt: skip
+    check_runnable(q.device)
+    check_cache(keys, values, q)
+    requests, heads, size = check_shape("q", q, (None, None, keys.shape[2]))
+    check_shape("out", out, (requests, heads, size))
+    check_shape("block_table", block_table, (requests, None))
+    check_shape("lengths", lengths, (requests,))
+    check_same(q, out=out)
+    if size > MAX_HEAD_SIZE:
+        raise ValueError(f"heads must have at most {MAX_HEAD_SIZE} elements, got {size}; use SDPA on gathered tokens")
+    if heads == 0 or heads % keys.shape[1]:
+        raise ValueError(f"q has {heads} heads, must be a multiple of the cache's {keys.shape[1]}")
+    for name, rows in (("q", q), ("out", out)):
+        if rows.stride(2) != 1 or rows.stride(1) != size:
+            raise ValueError(f"{name} must have heads side by side, got strides {rows.stride()}; make it contiguous")
+    for name, table in (("block_table", block_table), ("lengths", lengths)):
+        if table.dtype != torch.int32 or table.device != q.device or not table.is_contiguous():
+            raise TypeError(
+                f"{name} must be int32, contiguous and on {q.device}, got {table.dtype} on {table.device}; "
+                "convert it once per step"
+            )
+    if block_size < 1 or keys.shape[0] % block_size:
+        raise ValueError(f"block_size must divide the cache's {keys.shape[0]} rows, got {block_size}")
+    if splits is not None and (splits not in range(1, MAX_SPLITS + 1) or splits & (splits - 1)):
+        raise ValueError(f"splits must be a power of two in [1, {MAX_SPLITS}], got {splits}")

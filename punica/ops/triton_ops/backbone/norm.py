@@ -1,0 +1,77 @@
+"""RMSNorm behind a residual connection, one launch: what stands between two blocks of a decoder layer.
+
+    x[t] += delta[t];      out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight
+
+The sum is rounded to its dtype before it is normalised, as it is where the two are apart. A program takes a row, all of
+it at once, so its sum of squares has one order. The weight is read before the kernel in front has ended.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.op import check_runnable
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, out_ptr, x_stride, delta_stride, out_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x += tl.load(delta_ptr + row * delta_stride + offs, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row * x_stride + offs, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    tl.store(out_ptr + row * out_stride + offs, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_rms_norm(out: Tensor, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> None:
+    """Add ``delta`` to the residual stream ``x`` in place, and the norm of that into ``out``.
+
+    Args:
+        out, x, delta: ``[T, hidden]`` in float16, bfloat16 or float32, elements of a row side by side. ``delta`` None
+            (in front of the first layer): ``x`` stays as it is.
+        weight: ``[hidden]``, contiguous, of the same dtype.
+        eps: of the norm.
+
+    ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
+    """
+    check_runnable(x.device)
+    tokens, size = check_shape("x", x, (None, None))
+    check_shape("weight", weight, (size,))
+    rows = {"x": x, "out": out} | ({} if delta is None else {"delta": delta})
+    for name, tensor in rows.items():
+        check_shape(name, tensor, (tokens, size))
+        check_rows(name, tensor)
+    check_rows("weight", weight)
+    check_same(x, weight=weight, **rows)
+    if tokens == 0:
+        return
+    delta_or_x, pdl = x if delta is None else delta, supports_pdl(x.device)
+    constants = {
+        "SIZE": size, "BLOCK": block_at_least(size), "EPS": eps, "HAS_DELTA": delta is not None, "PDL": pdl,
+    }  # fmt: skip
+    launch = Launch(
+        _add_rms_norm_kernel, (tokens, 1, 1), (x.dtype,), (x.stride(0), delta_or_x.stride(0), out.stride(0)), constants,
+        num_warps=_warps(size), pdl=pdl, device=x.device,
+    )  # fmt: skip
+    tensors = (x, delta_or_x, weight, out)
+    with on_device(x.get_device()):
+        launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
+
+
+def _warps(size: int) -> int:
+    """Eight to sixteen elements a thread, as far as a block has threads."""
+    return max(1, min(16, block_at_least(size) // 512))

@@ -1,0 +1,157 @@
+"""RoPE and the write into the KV cache, one launch, on the packed product of a layer's q, k and v projections:
+
+    qkv[t, h]   = rotated by the angles of token t                  for the H query and Hkv key heads, in place
+    keys[r_t]   = the rotated keys of token t,      values[r_t] = its values                with r_t = kv_rows[t]
+
+The rotation is that of :mod:`punica.models.rotary` (halves layout), in float32 and rounded once; with ``norms`` (Qwen3)
+each query and key head passes the RMSNorm of its kind first. Queries, keys and
+values stay where the projection put them, so the attention of a prompt finds all three beside the cache. A program
+takes a few heads of one token.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.op import check_runnable
+
+_HEADS_PER_PROGRAM = 8
+_NUM_WARPS = 4
+
+
+class HeadNorms(NamedTuple):
+    """Weights ``[D]`` of the norms of query and key heads, of the model's dtype, and their eps."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+@triton.jit
+def _normalised(
+    x, y, q_weight_ptr, k_weight_ptr, is_query, offs_d, mask_d,
+    HALF: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Both halves [heads, HALF] of heads, each divided by its root mean square and weighted by its kind."""
+    scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + EPS))[:, None]
+    q_first = tl.load(q_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    q_second = tl.load(q_weight_ptr + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    k_first = tl.load(k_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    k_second = tl.load(k_weight_ptr + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    return x * scale * tl.where(is_query, q_first, k_first), y * scale * tl.where(is_query, q_second, k_second)
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, kv_rows_ptr, keys_ptr, values_ptr, q_weight_ptr, k_weight_ptr, qkv_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORMS: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HALF
+    places = heads[:, None] * (2 * HALF) + offs_d[None, :]
+    mask = (heads < HEADS + 2 * KV_HEADS)[:, None] & mask_d[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_row = tl.load(kv_rows_ptr + token)
+    cos = tl.load(cos_ptr + token * HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    row_ptr = qkv_ptr + token * qkv_stride
+    first = tl.load(row_ptr + places, mask=mask, other=0.0)
+    second = tl.load(row_ptr + HALF + places, mask=mask, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORMS:
+        x, y = _normalised(
+            x, y, q_weight_ptr, k_weight_ptr, (heads < HEADS)[:, None], offs_d, mask_d, HALF, EPS
+        )  # fmt: skip
+    turns = (heads < HEADS + KV_HEADS)[:, None]
+    first = tl.where(turns, (x * cos - y * sin).to(first.dtype), first)
+    second = tl.where(turns, (y * cos + x * sin).to(second.dtype), second)
+    tl.store(row_ptr + places, first, mask=mask & turns)
+    tl.store(row_ptr + HALF + places, second, mask=mask & turns)
+
+    stored = kv_row >= 0
+    is_key = (heads >= HEADS) & (heads < HEADS + KV_HEADS) & stored
+    is_value = (heads >= HEADS + KV_HEADS) & stored
+    key_ptr = keys_ptr + (kv_row * KV_HEADS - HEADS) * (2 * HALF)
+    value_ptr = values_ptr + (kv_row * KV_HEADS - HEADS - KV_HEADS) * (2 * HALF)
+    tl.store(key_ptr + places, first, mask=mask & is_key[:, None])
+    tl.store(key_ptr + HALF + places, second, mask=mask & is_key[:, None])
+    tl.store(value_ptr + places, first, mask=mask & is_value[:, None])
+    tl.store(value_ptr + HALF + places, second, mask=mask & is_value[:, None])
+
+
+def rotate_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, keys: Tensor, values: Tensor,
+    norms: HeadNorms | None = None,
+) -> None:  # fmt: skip
+    """Rotate queries and keys of T tokens in place, and write keys and values into the cache of one layer.
+
+    Args:
+        qkv: ``[T, H + 2 * Hkv, D]``: heads of q, k and v side by side, D even; float16, bfloat16 or float32. Rows may
+            be apart.
+        cos, sin: ``[T, 1, D / 2]``, contiguous, of the same dtype, as :class:`~punica.models.rotary.RotaryEmbedding`
+            gives them.
+        kv_rows: int64 ``[T]``: row of the cache that each token writes, no row twice; negative (a row that pads a
+            captured batch): none.
+        keys, values: ``[num_blocks * block_size, Hkv, D]``, contiguous.
+        norms: of query and key heads; ``None``: they have none.
+
+    What lies in ``kv_rows`` is on the device and not checked. ValueError, TypeError: shapes, layouts, dtypes or
+    devices; RuntimeError: no Triton kernel runs on this device.
+    """
+    check_runnable(qkv.device)
+    check_cache(keys, values, qkv)
+    kv_heads, size = keys.shape[1:]
+    tokens, heads = _check(qkv, cos, sin, kv_rows, kv_heads, size)
+    for name, weight in (("q_weight", norms.q_weight), ("k_weight", norms.k_weight)) if norms else ():
+        check_shape(name, weight, (size,))
+        check_rows(name, weight)
+        check_same(qkv, **{name: weight})
+    if tokens == 0:
+        return
+    pdl, block_h = supports_pdl(qkv.device), min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "HALF": size // 2, "HAS_NORMS": norms is not None,
+        "EPS": norms.eps if norms else 0.0, "BLOCK_H": block_h, "BLOCK_D": block_at_least(size // 2), "PDL": pdl,
+    }  # fmt: skip
+    grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h), 1)
+    launch = Launch(
+        _rotate_and_store_kernel, grid, (qkv.dtype,), (qkv.stride(0),), constants,
+        num_warps=_NUM_WARPS, pdl=pdl, device=qkv.device,
+    )  # fmt: skip
+    weights = (norms.q_weight, norms.k_weight) if norms else (cos, cos)  # stand for what the kernel does not look at
+    tensors = (qkv, cos, sin, kv_rows, keys, values, *weights)
+    with on_device(qkv.get_device()):
+        launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
+
+
+def _check(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, kv_heads: int, size: int) -> tuple[int, int]:
+    """Tokens, and heads of q."""
+    tokens, packed, _ = check_shape("qkv", qkv, (None, None, size))
+    if size % 2:
+        raise ValueError(f"heads must have an even size to be rotated, got {size}")
+    if packed <= 2 * kv_heads:
+        raise ValueError(f"qkv must have more than {2 * kv_heads} heads (twice the cache's, and q's), got {packed}")
+    if qkv.stride(2) != 1 or qkv.stride(1) != size:
+        raise ValueError(f"qkv must have heads side by side, got strides {qkv.stride()}; make it contiguous")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        check_shape(name, angles, (tokens, 1, size // 2))
+        if not angles.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {angles.stride()}; make it so once per step")
+    check_same(qkv, cos=cos, sin=sin)
+    check_shape("kv_rows", kv_rows, (tokens,))
+    if kv_rows.dtype != torch.int64 or kv_rows.device != qkv.device or not kv_rows.is_contiguous():
+        raise TypeError(
+            f"kv_rows must be int64, contiguous and on {qkv.device}, got {kv_rows.dtype} on {kv_rows.device}; "
+            "convert it once per step"
+        )
+    return tokens, packed - 2 * kv_heads

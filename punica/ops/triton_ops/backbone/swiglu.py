@@ -1,0 +1,57 @@
+"""The activation of a Llama MLP, on the packed product of its first two projections, one launch:
+
+    out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i],      silu(z) = z / (1 + exp(-z))        for i < I
+
+in float32, rounded once.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, on_device, supports_pdl
+from punica.ops.triton_ops.op import check_runnable
+
+_BLOCK = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up_ptr, out_ptr, gate_up_stride, out_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.load(gate_up_ptr + row * gate_up_stride + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * gate_up_stride + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * out_stride + offs, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def swiglu(out: Tensor, gate_up: Tensor) -> None:
+    """``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``: float16, bfloat16 or float32, the elements of a row
+    side by side.
+
+    ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
+    """
+    check_runnable(gate_up.device)
+    tokens, size = check_shape("out", out, (None, None))
+    check_shape("gate_up", gate_up, (tokens, 2 * size))
+    check_same(gate_up, out=out)
+    check_rows("out", out)
+    check_rows("gate_up", gate_up)
+    if tokens == 0 or size == 0:
+        return
+    pdl = supports_pdl(out.device)
+    launch = Launch(
+        _swiglu_kernel, (tokens, triton.cdiv(size, _BLOCK), 1), (out.dtype,), (gate_up.stride(0), out.stride(0)),
+        {"SIZE": size, "BLOCK": _BLOCK, "PDL": pdl}, num_warps=_NUM_WARPS, pdl=pdl, device=out.device,
+    )  # fmt: skip
+    with on_device(out.get_device()):
+        launch((gate_up, out), (), not INTERPRETED and all_aligned(gate_up, out))

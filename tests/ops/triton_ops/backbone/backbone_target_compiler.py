@@ -1,0 +1,52 @@
+"""Compile the backbone's kernels for a GPU that is not there: ``python backbone_target_compiler.py 90 < cases.json``.
+See `target_compiler`. Operands lie on the meta device; a case is a layer, a dtype, and the splits of its attention.
+"""
+
+import json
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+from target_compiler import Compilations, empty
+
+from punica.ops.triton_ops.backbone import HeadNorms, add_rms_norm, decode_attention, rotate_and_store, swiglu
+
+MODULES = ("decode_attention", "norm", "rotary", "swiglu")
+LAYERS = {
+    "llama2-7b": (32, 32, 128, 4096, 11008), "llama2-70b": (64, 8, 128, 8192, 28672), "odd": (6, 2, 80, 100, 300),
+    "small": (32, 8, 64, 2048, 8192), "wide": (16, 8, 256, 3072, 24576),
+}  # fmt: skip
+"""Heads, kv heads, head size, hidden and inner size."""
+NORMALISED = ("small", "odd")
+TOKENS, BLOCK_SIZE, BLOCKS, WIDTH = 32, 16, 64, 40
+
+
+def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
+    """The kernels of a decode step of one layer, in the order of their launches."""
+    heads, kv_heads, size, hidden, inner = LAYERS[case["layer"]]
+    dtype, i32, before = getattr(torch, case["dtype"]), torch.int32, len(done.records)
+    x, qkv = empty(TOKENS, hidden, dtype=dtype), empty(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
+    cos, keys = empty(TOKENS, 1, size // 2, dtype=dtype), empty(BLOCKS * BLOCK_SIZE, kv_heads, size, dtype=dtype)
+    table, lengths = empty(TOKENS, WIDTH, dtype=i32), empty(TOKENS, dtype=i32)
+    add_rms_norm(x, x, x, empty(hidden, dtype=dtype), 1e-5)
+    weight = empty(size, dtype=dtype)
+    norms = HeadNorms(weight, weight, 1e-6) if case["layer"] in NORMALISED else None
+    rotate_and_store(qkv, cos, cos, empty(TOKENS, dtype=torch.int64), keys, keys, norms)
+    out = empty(TOKENS, heads, size, dtype=dtype)
+    decode_attention(out, qkv[:, :heads], keys, keys, table, lengths, BLOCK_SIZE, case["splits"])
+    swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))
+    return [{"case": case, **record} for record in done.records[before:]]
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    done = Compilations(capability)
+    for name in MODULES:
+        module: Any = import_module(f"punica.ops.triton_ops.backbone.{name}")
+        module.check_runnable, module.supports_pdl = lambda device: None, lambda device: capability >= 90
+    json.dump([record for case in json.load(sys.stdin) for record in compile_case(case, done)], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The backbone's kernels compile for GPUs that are not there, fit their shared memory, start early where they can."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[4]
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+"""Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
+USUAL = [
+    {"layer": layer, "dtype": dtype, "splits": splits}
+    for layer, dtype, splits in itertools.product(
+        ("llama2-7b", "llama2-70b", "small"), ("float16", "bfloat16"), (1, 8)
+    )
+]  # fmt: skip
+OTHERS = [
+    {"layer": layer, "dtype": dtype, "splits": splits}
+    for layer, dtype, splits in (
+        ("llama2-7b", "float32", 1), ("llama2-70b", "float32", 32), ("odd", "float32", 2), ("odd", "float16", 1),
+        ("wide", "float32", 2), ("wide", "bfloat16", 1),
+    )
+]  # fmt: skip
+
+
+def compiled(capability: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `backbone_target_compiler` says of these cases, from an empty cache."""
+    script = Path(__file__).with_name("backbone_target_compiler.py")
+    with TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        paths = os.pathsep.join((str(ROOT), str(script.parent.parent)))  # the library, and target_compiler
+        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": paths}
+        found = subprocess.run(
+            [sys.executable, str(script), str(capability)],
+            input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    return json.loads(found.stdout)
+
+
+def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
+    assert len(records) == sum(4 + (case["splits"] > 1) for case in cases)  # and a kernel that adds the splits
+    assert {record["target"] for record in records} == {capability}
+    assert max(record["shared"] for record in records) <= SHARED_KIB[capability] << 10
+    for switch in ("waits", "starts_early"):
+        assert {record[switch] for record in records} == {capability >= 90}
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
+    cases = [{"layer": "llama2-7b", "dtype": "float16", "splits": 8}]
+    records = compiled(capability, cases)
+    check(capability, cases, records)
+    assert [record["spilled"] for record in records] == [0] * 5
+    assert any("mma" in name for record in records for name in record["instructions"])  # attention
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_form_compiles_and_usual_ones_spill_nothing(capability: int) -> None:
+    records = compiled(capability, USUAL + OTHERS)
+    check(capability, USUAL + OTHERS, records)
+    assert not [record for record in records if record["spilled"] and record["case"] in USUAL]
