@@ -8,5 +8,16 @@ simulator.py        a virtual clock around the policy
 """
 
 from punica.cluster.gpu import ClusterRequest, Gpu
+from punica.cluster.latency import (
+    ModelBytes,
+    Residuals,
+    StepCost,
+    StepWork,
+    TimedStep,
+    fit_step_cost,
+    residuals,
+    roofline_cost,
+)
 from punica.cluster.placement import SCHEDULING_RULES, SchedulingRule
 from punica.cluster.policy import PAGE_SIZE, ClusterPolicy, ClusterStep, PlacedRequest, ScaleSignal
+from punica.cluster.simulator import SimulationResult, Trace, simulate

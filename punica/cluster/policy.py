@@ -82,6 +82,8 @@ class ClusterPolicy:
         self.gpus: dict[str, Gpu] = {}
         self.requests: dict[str, ClusterRequest] = {}
         self._queue: list[tuple[int, ClusterRequest]] = []  # a heap by arrival
+        self._blocked: ClusterRequest | None = None  # head of the queue that found no room
+        self._freed: dict[str, Gpu] = {}  # GPUs that gained room since
         self._submitted = 0
 
     @property
@@ -98,7 +100,7 @@ class ClusterPolicy:
         """A GPU with ``num_pages`` free KV pages joins; ValueError when there is one of that name."""
         if uuid in self.gpus:
             raise ValueError(f"GPU {clip(uuid)} is in the cluster already; remove it first, or choose another name")
-        self.gpus[uuid] = Gpu(uuid, self.max_batch_size, num_pages, self.page_size)
+        self.gpus[uuid] = self._freed[uuid] = Gpu(uuid, self.max_batch_size, num_pages, self.page_size)
 
     def remove_gpu(self, uuid: str) -> tuple[str, ...]:
         """A GPU crashed or is given back: its requests return to the queue, oldest first, with what they had generated
@@ -109,6 +111,7 @@ class ClusterPolicy:
         for request in members:
             self._requeue(request)
         del self.gpus[uuid]
+        self._freed.pop(uuid, None)
         return tuple(request.request_id for request in members)
 
     def submit(self, request_id: str, num_tokens: int, final_tokens: int, adapter_id: int = 0, rank: int = 0) -> None:
@@ -133,13 +136,20 @@ class ClusterPolicy:
         heapq.heappush(self._queue, (request.arrival, request))
 
     def place(self) -> list[PlacedRequest]:
-        """Give requests a GPU, in the order of the queue, until its head finds no room."""
+        """Give requests a GPU, in the order of the queue, until its head finds no room.
+
+        A head that found none before asks only GPUs that gained room since; without that, every step of a full cluster
+        would look at all of its GPUs.
+        """
         placed = []
         while self._queue:
             head = self._queue[0][1]
-            roomy = [gpu for gpu in self.gpus.values() if self._could_hold(gpu, head)]
+            asked = self._freed if head is self._blocked else self.gpus
+            roomy = [gpu for gpu in asked.values() if self._could_hold(gpu, head)]
             if not roomy:
+                self._blocked, self._freed = head, {}
                 break
+            self._blocked = None
             heapq.heappop(self._queue)
             chosen = self.rule.choose(head, roomy)
             chosen.place(head)
@@ -177,7 +187,7 @@ class ClusterPolicy:
         request = self._request(request_id)
         if request.gpu is None:
             raise RuntimeError(f"request {clip(request_id)} waits in the queue; cancel it instead")
-        request.gpu.remove(request)
+        self._leave(request.gpu, request)
         del self.requests[request_id]
 
     def cancel(self, request_id: str) -> None:
@@ -187,7 +197,7 @@ class ClusterPolicy:
             self._queue.remove((request.arrival, request))
             heapq.heapify(self._queue)
         else:
-            request.gpu.remove(request)
+            self._leave(request.gpu, request)
         del self.requests[request_id]
 
     def total_tokens(self, request_id: str) -> int:
@@ -209,8 +219,12 @@ class ClusterPolicy:
 
     def _requeue(self, request: ClusterRequest) -> None:
         if request.gpu is not None:
-            request.gpu.remove(request)
+            self._leave(request.gpu, request)
         heapq.heappush(self._queue, (request.arrival, request))
+
+    def _leave(self, gpu: Gpu, request: ClusterRequest) -> None:
+        gpu.remove(request)
+        self._freed[gpu.uuid] = gpu
 
     def _gpu(self, uuid: str) -> Gpu:
         if uuid not in self.gpus:

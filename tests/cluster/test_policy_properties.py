@@ -59,6 +59,13 @@ class World:
         for name, gpu in placed:
             self.home[name] = gpu
             self.pending[gpu].append(name)
+        if len(placed) < len(waiting):
+            assert not any(self.has_room(gpu, waiting[len(placed)]) for gpu in self.policy.gpus)
+
+    def has_room(self, gpu: str, name: str) -> bool:
+        members = len(self.members(gpu))
+        spare = members + 1 if members else 0  # a page each to grow into
+        return members < BATCH and -(-self.total[name] // self.page_size) + spare <= PAGES - self.pages(gpu)
 
     def back_to_queue(self, name: str) -> None:
         gpu = self.home[name]
