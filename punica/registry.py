@@ -1,4 +1,4 @@
-"""Name -> thing, for the four things people replace: op backend, serving system, admission rule, workload.
+"""Name -> thing, for what people replace: op backend, serving system, admission or scheduling rule, workload.
 
 Adding one is a file, a ``@REGISTRY.register("name")`` line and a test. Everything else in the library is a plain
 function call.

@@ -22,8 +22,12 @@ ORDER = [
 ]
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 # beside that order: what each may import
-BESIDE = {"workload": {"checks", "registry"}, "measure": {"checks", "registry", "workload"}}
-PURE = ("punica.checks", "punica.registry", "punica.scheduling", "punica.workload")
+BESIDE = {
+    "workload": {"checks", "registry"},
+    "measure": {"checks", "registry", "workload"},
+    "cluster": {"checks", "registry", "scheduling", "workload", "engine"},
+}
+PURE = ("punica.checks", "punica.registry", "punica.scheduling", "punica.workload", "punica.cluster")
 
 
 def sources(*folders: str) -> list[Path]:

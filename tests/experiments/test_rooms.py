@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
-ROOMS = {"benches", "claims", "commands", "harness", "plots", "systems"}
+ROOMS = {"benches", "claims", "cluster", "commands", "harness", "plots", "systems"}
 NOT_A_FIGURE = {"__init__", "ext_expert_tables", "ext_operator_tables"}
 
 

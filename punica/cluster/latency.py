@@ -1,0 +1,170 @@
+"""What one step of one GPU costs: linear in what it has to read and compute, fitted to steps that somebody timed.
+
+    seconds = base + decodes * row + kv_tokens * kv + prefill_tokens * prefill + adapter_ranks * rank
+
+``base`` is the weights of the backbone and the launches, ``kv_tokens`` the tokens whose keys and values are read,
+``adapter_ranks`` the sum of the ranks of the different adapters in the step, whose bytes are read once each. The
+coefficients are not negative, and the fit minimises relative errors, so that short steps count as much as long ones.
+For a GPU that nobody timed, `roofline_cost` has the same form from bandwidth and arithmetic rate alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One step: ``decodes`` requests that compute one token each, reading ``kv_tokens`` tokens of KV cache in all, and
+    ``prefill_tokens`` rows of prompts, with adapters of ``adapter_ranks`` in sum.
+    """
+
+    decodes: int = 0
+    kv_tokens: int = 0
+    prefill_tokens: int = 0
+    adapter_ranks: int = 0
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step and how long it took, in seconds."""
+
+    work: StepWork
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step; ``name`` says where the coefficients come from and is written into every simulated row.
+
+    ``base`` is in seconds, the others in seconds per decode row, per token of KV cache, per row of a prompt, and per
+    unit of rank.
+    """
+
+    name: str
+    base: float
+    row: float
+    kv: float
+    prefill: float
+    rank: float
+
+    def seconds(self, work: StepWork) -> float:
+        """Of one step."""
+        return (
+            self.base
+            + self.row * work.decodes
+            + self.kv * work.kv_tokens
+            + self.prefill * work.prefill_tokens
+            + self.rank * work.adapter_ranks
+        )
+
+    def slowed(self, factor: float, name: str) -> "StepCost":
+        """The same GPU, every step ``factor`` times as long."""
+        scaled = {key: value * factor for key, value in asdict(self).items() if key != "name"}
+        return StepCost(name, **scaled)
+
+
+COEFFICIENTS = ("base", "row", "kv", "prefill", "rank")
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Predicted over timed, minus one, of every step of a fit: [n] float64, and its root mean square and maximum."""
+
+    relative: NDArray[np.float64]
+
+    @property
+    def rms(self) -> float:
+        """Root mean square."""
+        return float(np.sqrt(np.mean(self.relative**2)))
+
+    @property
+    def largest(self) -> float:
+        """Largest magnitude."""
+        return float(np.abs(self.relative).max())
+
+
+def residuals(cost: StepCost, steps: Sequence[TimedStep]) -> Residuals:
+    """How well ``cost`` tells the time of ``steps``, whether it was fitted to them or not; at least one step."""
+    if not steps:
+        raise ValueError("steps is empty; residuals need at least one timed step")
+    return Residuals(np.array([cost.seconds(step.work) / step.seconds - 1 for step in steps]))
+
+
+def fit_step_cost(name: str, steps: Sequence[TimedStep], known: Mapping[str, float] | None = None) -> StepCost:
+    """Least relative squares over ``steps``, with the coefficients of ``known`` (of `COEFFICIENTS`) held fixed.
+
+    A coefficient whose feature is 0 in all steps cannot be told and must be in ``known``. ValueError for that, for an
+    unknown coefficient, for fewer steps than coefficients, and for a time that is not positive.
+    """
+    fixed = dict(known or {})
+    if unknown := set(fixed) - set(COEFFICIENTS):
+        raise ValueError(f"known has {sorted(unknown)}; the coefficients are {', '.join(COEFFICIENTS)}")
+    free = [key for key in COEFFICIENTS if key not in fixed]
+    if len(steps) < len(free):
+        raise ValueError(f"{len(steps)} steps cannot tell {len(free)} coefficients; time more, or give some as known")
+    features = np.array([(1.0, *astuple(step.work)) for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise ValueError(f"times must be positive numbers of seconds, got {seconds.min()!r} as the smallest")
+    columns = [COEFFICIENTS.index(key) for key in free]
+    for key, column in zip(free, columns, strict=True):
+        if not features[:, column].any():
+            raise ValueError(f"no step has anything to tell {key!r} from; give it as known, or time steps that have it")
+    fixed_part = features @ np.array([fixed.get(key, 0.0) for key in COEFFICIENTS])
+    scale = features[:, columns].max(axis=0)  # so that tokens of cache and a constant are of one magnitude
+    solution, _ = nnls(features[:, columns] / scale / seconds[:, None], (seconds - fixed_part) / seconds)
+    found = dict(zip(free, (solution / scale).tolist(), strict=True))
+    return StepCost(name, **{key: found.get(key, fixed.get(key, 0.0)) for key in COEFFICIENTS})
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a step of a Llama model reads: ``weights`` parameters, ``kv`` elements per token of the cache, ``lora``
+    elements per unit of rank of an adapter on all seven projections, ``itemsize`` bytes each.
+    """
+
+    weights: int
+    kv: int
+    lora: int
+    itemsize: int = 2
+
+    @classmethod
+    def llama(
+        cls, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, itemsize: int = 2
+    ) -> "ModelBytes":
+        """From the sizes of a Hugging Face config; the input embedding is a gather and not counted."""
+        kv_width = hidden // heads * kv_heads
+        shapes = [(hidden, hidden)] * 2 + [(hidden, kv_width)] * 2 + [(hidden, intermediate)] * 3
+        weights = layers * sum(a * b for a, b in shapes) + hidden * vocab
+        return cls(weights, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
+
+    def pages(self, memory: float, page_size: int, adapters: int, rank: int) -> int:
+        """KV pages that fit into ``memory`` bytes beside the weights and ``adapters`` slots of ``rank``.
+
+        ValueError when not a single one does.
+        """
+        left = memory - self.itemsize * (self.weights + adapters * rank * self.lora)
+        pages = int(left // (self.itemsize * self.kv * page_size))
+        if pages < 1:
+            raise ValueError(f"{memory:.4g} bytes hold no KV page beside the weights; use a larger GPU or more of them")
+        return pages
+
+
+def roofline_cost(name: str, model: ModelBytes, bandwidth: float, flops: float, overhead: float = 0.0) -> StepCost:
+    """The least a step can take on a machine with ``bandwidth`` bytes/s and ``flops`` FLOP/s: weights, cache and
+    adapters are read once each, and a row of a prompt costs two operations per weight. ``overhead``: seconds per step.
+
+    A lower bound of the time for decode steps, which are bound by memory; an upper bound of the prefill's share, whose
+    first rows hide behind the reading of the weights.
+    """
+    if not (bandwidth > 0 and flops > 0 and overhead >= 0):
+        raise ValueError(f"bandwidth={bandwidth!r} and flops={flops!r} must be positive, overhead={overhead!r} >= 0")
+    per_byte = model.itemsize / bandwidth
+    arithmetic = 2 * model.weights / flops
+    return StepCost(
+        name, overhead + model.weights * per_byte, 0.0, model.kv * per_byte, arithmetic, model.lora * per_byte
+    )

@@ -1,0 +1,206 @@
+"""A cluster on a virtual clock: the real policy, requests that arrive over time, and steps that cost what a model says.
+
+Two kinds of events exist, an arrival and the end of a GPU's step; in between nothing changes. Every GPU with requests
+runs one step after the other. There is no randomness here: the same trace gives the same result, to the bit.
+
+Left out: the network between scheduler and runners, sampling, and the load of an adapter (2 ms beside a step of 30,
+which it hides behind). What that hides must be in the cost model, see `StepCost.slowed`.
+"""
+
+import heapq
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from punica.cluster.latency import StepCost, StepWork
+from punica.cluster.policy import ClusterPolicy, ClusterStep
+from punica.workload import RequestLengths
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is asked for: ``arrivals`` [n] in seconds, ascending; ``lengths`` of n requests; ``adapters`` [n], from 1 on
+    (0: the plain backbone); ``ranks`` [n] of these adapters. ValueError when the sizes differ or time runs back.
+    """
+
+    arrivals: NDArray[np.float64]
+    lengths: RequestLengths
+    adapters: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.arrivals), len(self.lengths), len(self.adapters), len(self.ranks)}
+        if len(sizes) != 1:
+            raise ValueError(f"a trace has one arrival, length, adapter and rank per request, got {sorted(sizes)}")
+        if len(self.arrivals) and (self.arrivals[0] < 0 or np.any(np.diff(self.arrivals) < 0)):
+            raise ValueError("arrivals must ascend from 0 s on; sort them first")
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What happened, of ``cost_model`` (its name).
+
+    Attributes:
+        gpus: names, in the order of the rows of ``batch``.
+        first_token_s, finish_s: [n] float64, on the clock of the arrivals.
+        tokens: [seconds] int64, tokens that came out in each second; prompts count when their first token does (the
+            paper's throughput, D13), what is computed again after an eviction does not.
+        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second (heat map of Figure 13).
+        seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps of so many requests; at 0, nothing.
+        longest_queue: most requests that waited for a GPU. ``steps``, ``evictions``: how many.
+    """
+
+    cost_model: str
+    gpus: tuple[str, ...]
+    first_token_s: NDArray[np.float64]
+    finish_s: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+    batch: NDArray[np.int64]
+    seconds_by_batch: NDArray[np.float64]
+    longest_queue: int
+    steps: int
+    evictions: int
+
+    @property
+    def active_gpus(self) -> NDArray[np.int64]:
+        """[seconds] int64, GPUs that gave a token in each second."""
+        return (self.batch > 0).sum(axis=0)
+
+    @property
+    def busy_seconds(self) -> float:
+        """GPU time in steps, summed over all GPUs."""
+        return float(self.seconds_by_batch.sum())
+
+    def share_at_least(self, batch_size: int) -> float:
+        """Share of the busy GPU time in steps of at least ``batch_size`` requests."""
+        return float(self.seconds_by_batch[batch_size:].sum()) / self.busy_seconds
+
+    def share_of_cells(self, batch_size: int) -> float:
+        """The same as it is read from the paper's heat map: of GPU seconds with a token, those with so many requests.
+
+        A request that leaves and the one that takes its place in the same second count both.
+        """
+        return float((self.batch >= batch_size).sum() / (self.batch > 0).sum())
+
+
+def simulate(trace: Trace, policy: ClusterPolicy, cost: StepCost) -> SimulationResult:
+    """Serve the whole trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
+
+    ValueError when it is not, or when a request is larger than any GPU; RuntimeError when a step takes no time.
+    """
+    if not policy.gpus or policy.requests:
+        raise ValueError(
+            f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; start from one with GPUs and "
+            "without requests"
+        )
+    return _Simulation(trace, policy, cost).run()
+
+
+@dataclass(eq=False)
+class _Simulation:
+    trace: Trace
+    policy: ClusterPolicy
+    cost: StepCost
+    events: list[tuple[float, str]] = field(default_factory=list)  # ends of steps: time, GPU
+    steps: int = 0
+    evictions: int = 0
+    longest_queue: int = 0
+
+    def __post_init__(self) -> None:
+        count = len(self.trace.arrivals)
+        self.prompts, self.outputs = self.trace.lengths.prompt.tolist(), self.trace.lengths.output.tolist()
+        self.first_token: list[float] = [np.nan] * count
+        self.finish: list[float] = [np.nan] * count
+        self.current: dict[str, tuple[float, ClusterStep]] = {}  # GPU -> start and content of its step in flight
+        # GPU -> step -> requests that end with it, with the step in which they began there
+        self.ends: dict[str, defaultdict[int, list[tuple[str, int]]]] = {
+            uuid: defaultdict(list) for uuid in self.policy.gpus
+        }
+        self.tokens: defaultdict[int, int] = defaultdict(int)
+        self.batch: dict[str, defaultdict[int, int]] = {uuid: defaultdict(int) for uuid in self.policy.gpus}
+        self.by_batch = [0.0] * (self.policy.max_batch_size + 1)
+
+    def run(self) -> SimulationResult:
+        arrivals = self.trace.arrivals.tolist()
+        adapters, ranks = self.trace.adapters.tolist(), self.trace.ranks.tolist()
+        arrived = 0
+        while arrived < len(arrivals) or self.events:
+            if self.events and (arrived == len(arrivals) or self.events[0][0] <= arrivals[arrived]):
+                now, uuid = heapq.heappop(self.events)
+                self._end_step(now, uuid)
+            else:
+                i, now, arrived = arrived, arrivals[arrived], arrived + 1
+                prompt = self.prompts[i]
+                self.policy.submit(str(i), prompt, prompt + self.outputs[i] - 1, adapters[i], ranks[i])
+                self._place(now)
+        return self._result()
+
+    def _place(self, now: float) -> None:
+        """Place what can be placed, and start the GPUs that had nothing to do."""
+        if not self.policy.num_queued:
+            return
+        for _, uuid in self.policy.place():
+            if uuid not in self.current:
+                self._begin_step(now, uuid)
+        self.longest_queue = max(self.longest_queue, self.policy.num_queued)
+
+    def _begin_step(self, now: float, uuid: str) -> None:
+        step = self.policy.begin_step(uuid)
+        if not step.is_empty:
+            gpu, requests = self.policy.gpus[uuid], self.policy.requests
+            prefill_tokens = 0
+            for name in step.prefills:
+                length = requests[name].num_tokens
+                prefill_tokens += length
+                left = self.prompts[int(name)] + self.outputs[int(name)] - length
+                self.ends[uuid][gpu.step + left - 1].append((name, gpu.step))
+            kv_tokens = gpu.decoding_kv_tokens - prefill_tokens
+            seconds = self.cost.seconds(StepWork(step.num_decodes, kv_tokens, prefill_tokens, gpu.rank_sum))
+            if not seconds > 0:
+                raise RuntimeError(f"cost model {self.cost.name!r} gives a step of {seconds!r} s; it must be positive")
+            self.current[uuid] = now, step
+            heapq.heappush(self.events, (now + seconds, uuid))
+        if step.evicted:
+            self.evictions += len(step.evicted)
+            self._place(now)
+
+    def _end_step(self, now: float, uuid: str) -> None:
+        began, step = self.current.pop(uuid)
+        self.policy.end_step(uuid)
+        self._record(now, began, uuid, step)
+        for name, first_step in self.ends[uuid].pop(self.policy.gpus[uuid].step, ()):
+            request = self.policy.requests.get(name)
+            # one that was evicted since then ends elsewhere
+            if request and request.gpu and request.gpu.uuid == uuid and request.first_step == first_step:
+                self.finish[int(name)] = now
+                self.policy.finish(name)
+        self._place(now)
+        if uuid not in self.current:
+            self._begin_step(now, uuid)
+
+    def _record(self, now: float, began: float, uuid: str, step: ClusterStep) -> None:
+        size = step.num_decodes + len(step.prefills)
+        second, seen = int(now), self.batch[uuid]
+        seen[second] = seen[second] + len(step.prefills) if second in seen else size
+        self.by_batch[size] += now - began
+        self.steps += 1
+        self.tokens[second] += size
+        for name in step.prefills:
+            if np.isnan(self.first_token[int(name)]):
+                self.first_token[int(name)] = now
+                self.tokens[second] += self.prompts[int(name)]
+
+    def _result(self) -> SimulationResult:
+        seconds = max(self.tokens, default=-1) + 1
+        uuids = tuple(sorted(self.policy.gpus))
+        batch = np.zeros((len(uuids), seconds), dtype=np.int64)
+        for row, uuid in enumerate(uuids):
+            batch[row, list(self.batch[uuid])] = list(self.batch[uuid].values())
+        tokens = np.zeros(seconds, dtype=np.int64)
+        tokens[list(self.tokens)] = list(self.tokens.values())
+        return SimulationResult(
+            self.cost.name, uuids, np.array(self.first_token), np.array(self.finish), tokens, batch,
+            np.array(self.by_batch), self.longest_queue, self.steps, self.evictions,
+        )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Cost models: a fit finds what made the times, and says how far off it is; a roofline is arithmetic."""
+
+import math
+
+import numpy as np
+import pytest
+
+from punica.cluster import ModelBytes, StepCost, StepWork, TimedStep, fit_step_cost, residuals, roofline_cost
+
+TRUE = StepCost("true", base=0.011, row=2e-5, kv=4e-7, prefill=1e-4, rank=4e-6)
+LLAMA_7B = ModelBytes.llama(4096, 11008, 32, 32, 32, 32000)
+
+
+def timed(cost: StepCost, noise: float = 0.0, seed: int = 0) -> list[TimedStep]:
+    stream = np.random.default_rng(seed)
+    works = [
+        StepWork(decodes, decodes * context, prefill, 16 * adapters)
+        for decodes in (1, 5, 32)
+        for context in (128, 2048)
+        for prefill in (0, 24, 500)
+        for adapters in (1, 5)
+    ]
+    return [TimedStep(work, cost.seconds(work) * math.exp(noise * stream.standard_normal())) for work in works]
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    assert TRUE.seconds(StepWork(3, 1000, 24, 32)) == pytest.approx(0.011 + 6e-5 + 4e-4 + 2.4e-3 + 1.28e-4)
+
+
+def test_a_fit_finds_the_coefficients_that_made_the_times():
+    found = fit_step_cost("fitted", timed(TRUE))
+    assert found.name == "fitted"
+    for key in ("base", "row", "kv", "prefill", "rank"):
+        assert getattr(found, key) == pytest.approx(getattr(TRUE, key), rel=1e-6)
+    assert residuals(found, timed(TRUE)).largest < 1e-9
+
+
+def test_residuals_tell_the_noise_and_are_never_better_on_steps_that_were_not_fitted():
+    steps = timed(TRUE, noise=0.05)
+    found = fit_step_cost("fitted", steps)
+    assert 0.03 < residuals(found, steps).rms < 0.06
+    assert residuals(found, steps).rms <= residuals(TRUE, steps).rms
+    assert residuals(found, timed(TRUE)).largest < 0.05
+
+
+def test_no_coefficient_is_negative():
+    falling = [TimedStep(StepWork(n, n * 100, n, n), 0.03 - n * 1e-4) for n in range(1, 30)]
+    found = fit_step_cost("falling", falling)
+    assert min(found.base, found.row, found.kv, found.prefill, found.rank) >= 0
+
+
+def test_known_coefficients_stay_and_the_others_are_fitted_around_them():
+    steps = [step for step in timed(TRUE) if step.work.prefill_tokens == 0]
+    found = fit_step_cost("known", steps, {"prefill": 1e-4, "base": 0.011})
+    assert (found.prefill, found.base) == (1e-4, 0.011)
+    assert found.kv == pytest.approx(4e-7, rel=1e-6)
+
+
+def test_a_slower_gpu_takes_longer_by_its_factor_whatever_the_step():
+    slow = TRUE.slowed(1.5, "slow")
+    assert slow.name == "slow"
+    for step in timed(TRUE):
+        assert slow.seconds(step.work) == pytest.approx(1.5 * step.seconds)
+
+
+def test_bytes_of_llama_7b():
+    embedding = 4096 * 32000
+    assert LLAMA_7B.weights + embedding == pytest.approx(6.738e9, rel=1e-3)  # the published 6.74 billion parameters
+    assert LLAMA_7B.kv * 2 * 16 == 8_388_608  # the released code's page of 8.39 MB
+    assert LLAMA_7B.lora * 16 * 2 == 79_953_920  # the paper's adapter of rank 16
+
+
+def test_pages_are_what_weights_and_adapters_leave():
+    pages = LLAMA_7B.pages(32e9, 16, adapters=32, rank=16)
+    taken = 2 * LLAMA_7B.weights + 32 * 79_953_920
+    assert pages * 8_388_608 <= 32e9 - taken < (pages + 1) * 8_388_608
+    with pytest.raises(ValueError, match="hold no KV page"):
+        LLAMA_7B.pages(14e9, 16, adapters=32, rank=16)
+
+
+def test_roofline_reads_everything_once():
+    cost = roofline_cost("roof", LLAMA_7B, bandwidth=2e12, flops=3e14, overhead=1e-3)
+    weights = 2 * LLAMA_7B.weights / 2e12
+    assert cost.seconds(StepWork(1)) == pytest.approx(1e-3 + weights)
+    assert cost.seconds(StepWork(32, 32 * 1024)) - cost.seconds(StepWork(1)) == pytest.approx(2048 * 8_388_608 / 2e12)
+    assert cost.seconds(StepWork(1, 0, 0, 16)) - cost.seconds(StepWork(1)) == pytest.approx(79_953_920 / 2e12)
+    assert cost.seconds(StepWork(0, 0, 1000)) - cost.base == pytest.approx(2000 * LLAMA_7B.weights / 3e14)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fit_step_cost("x", timed(TRUE), {"speed": 1.0}), "known has \\['speed'\\]"),
+        (lambda: fit_step_cost("x", timed(TRUE)[:4]), "4 steps cannot tell 5 coefficients"),
+        (lambda: fit_step_cost("x", [TimedStep(StepWork(n, n), 1.0) for n in range(9)]), "to tell 'prefill' from"),
+        (lambda: fit_step_cost("x", [TimedStep(StepWork(1, 1, 1, 1), 0.0)] * 9), "must be positive"),
+        (lambda: residuals(TRUE, []), "steps is empty"),
+        (lambda: roofline_cost("x", LLAMA_7B, 0, 1), "bandwidth=0"),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

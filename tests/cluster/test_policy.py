@@ -1,0 +1,243 @@
+"""The rules of section 5.1, one by one."""
+
+import pytest
+
+from punica.cluster import SCHEDULING_RULES, ClusterPolicy
+
+
+def cluster(gpus: str = "ab", pages: int = 1000, rule: str = "punica", **settings) -> ClusterPolicy:
+    policy = ClusterPolicy(rule, **{"max_batch_size": 3, "page_size": 4, **settings})
+    for name in gpus:
+        policy.add_gpu(name, pages)
+    return policy
+
+
+def submit(policy: ClusterPolicy, names: str, prompt: int = 4, final: int = 40, **adapter) -> None:
+    for name in names:
+        policy.submit(name, prompt, final, **adapter)
+
+
+def step(policy: ClusterPolicy, gpu: str):
+    begun = policy.begin_step(gpu)
+    policy.end_step(gpu)
+    return begun
+
+
+def placed(policy: ClusterPolicy) -> str:
+    return " ".join(f"{request}>{gpu}" for request, gpu in policy.place())
+
+
+def test_requests_fill_the_largest_working_set_and_ties_go_to_the_highest_uuid():
+    policy = cluster("abc")
+    submit(policy, "12345")
+    assert placed(policy) == "1>c 2>c 3>c 4>b 5>b"
+
+
+def test_a_gpu_without_pages_is_passed_over():
+    policy = cluster("ab", pages=10)
+    submit(policy, "1", prompt=28)  # 7 of 10 pages
+    submit(policy, "2", prompt=8)  # 2 pages, and 2 to grow into
+    submit(policy, "3", prompt=4)  # 1 page and 2 fit beside the first
+    assert placed(policy) == "1>b 2>a 3>b"
+
+
+def test_the_queue_is_first_come_first_served_even_when_a_later_request_would_fit():
+    policy = cluster("a", pages=10)
+    submit(policy, "1", prompt=24)
+    submit(policy, "2", prompt=20)
+    submit(policy, "3", prompt=4)
+    assert placed(policy) == "1>a"
+    assert policy.queued == ("2", "3")
+    policy.cancel("2")
+    assert placed(policy) == "3>a"
+
+
+def test_one_prefill_per_step_joins_the_decodes():
+    policy = cluster("a")
+    submit(policy, "123")
+    policy.place()
+    steps = [step(policy, "a") for _ in range(4)]
+    assert [(s.prefills, s.num_decodes) for s in steps] == [(("1",), 0), (("2",), 1), (("3",), 2), ((), 3)]
+    assert [policy.total_tokens(name) for name in "123"] == [8, 7, 6]
+
+
+def full_gpu(rule: str) -> ClusterPolicy:
+    """10 pages of 4; two requests of 16 tokens, which hold 8 pages, and have just computed their first token."""
+    policy = cluster("a", pages=10, rule=rule)
+    submit(policy, "12", prompt=12)
+    policy.place()
+    while policy.total_tokens("2") < 16:
+        step(policy, "a")
+    return policy
+
+
+def test_the_newest_request_leaves_a_gpu_that_is_out_of_pages_and_returns_with_all_its_tokens():
+    policy = full_gpu("punica")
+    evicted: tuple[str, ...] = ()
+    while not evicted:
+        before = policy.total_tokens("2")
+        evicted = step(policy, "a").evicted
+    assert evicted == ("2",)
+    assert policy.queued == ("2",)
+    assert policy.total_tokens("2") == before == 20  # 5 pages each are full
+    assert policy.total_tokens("1") == 22  # one ahead, and it went on in that step
+    assert policy.gpus["a"].used_pages == 6
+    policy.add_gpu("b", 10)
+    assert placed(policy) == "2>b"
+    assert step(policy, "b").prefills == ("2",)
+    assert policy.gpus["b"].used_pages == 5
+    assert policy.total_tokens("2") == 21
+
+
+def test_an_evicted_request_goes_before_those_that_came_after_it():
+    policy = full_gpu("punica")
+    submit(policy, "3", prompt=40)
+    while "2" not in policy.queued:
+        step(policy, "a")
+    assert policy.queued == ("2", "3")
+
+
+def test_the_released_code_evicts_the_oldest_and_keeps_a_page_for_each():
+    policy = full_gpu("released")
+    evicted: tuple[str, ...] = ()
+    while not evicted:
+        gpu = policy.gpus["a"]
+        before = gpu.free_pages, gpu.pages_to_grow()
+        evicted = step(policy, "a").evicted
+    assert evicted == ("1",)
+    assert before == (0, 0)  # the paper's rule would have run this step
+
+
+def test_the_released_code_runs_all_prefills_in_one_step():
+    policy = cluster("a", rule="released")
+    submit(policy, "123")
+    policy.place()
+    assert step(policy, "a").prefills == ("1", "2", "3")
+
+
+def test_the_released_code_breaks_ties_by_adapter_then_by_fewer_free_pages():
+    policy = cluster("abc", rule="released", max_batch_size=2)
+    for name, gpu, prompt, adapter in (("1", "a", 4, 7), ("2", "b", 12, 8), ("3", "c", 4, 9)):
+        policy.submit(name, prompt, 40, adapter)
+        request = policy.requests[name]
+        policy.gpus[gpu].place(request)
+    policy._queue.clear()  # they were placed by hand
+    policy.submit("4", 4, 40, adapter_id=7)
+    assert placed(policy) == "4>a"
+    policy.submit("5", 4, 40, adapter_id=6)
+    assert placed(policy) == "5>b"  # nobody has its adapter; b has fewer free pages than c
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("punica", "1>c 2>c 3>c 4>b 5>b"),
+        ("released", "1>c 2>c 3>c 4>b 5>b"),
+        ("least_loaded", "1>c 2>b 3>a 4>c 5>b"),
+        ("round_robin", "1>a 2>b 3>c 4>a 5>b"),
+        ("adapter_affinity", "1>c 2>c 3>c 4>b 5>b"),
+        ("rank_aware", "1>c 2>c 3>c 4>b 5>b"),
+    ],
+)
+def test_where_five_equal_requests_go(rule, expected):
+    policy = cluster("abc", rule=rule)
+    submit(policy, "12345", adapter_id=1, rank=8)
+    assert placed(policy) == expected
+    assert rule in SCHEDULING_RULES.names()
+
+
+def test_affinity_prefers_the_adapter_to_the_larger_working_set():
+    policy = cluster("ab", rule="adapter_affinity", max_batch_size=4)
+    submit(policy, "12", adapter_id=1)
+    assert placed(policy) == "1>b 2>b"
+    policy.gpus["b"].num_pages = policy.gpus["b"].used_pages  # full for a moment
+    submit(policy, "3", adapter_id=2)
+    assert placed(policy) == "3>a"
+    policy.gpus["b"].num_pages = 1000
+    submit(policy, "4", adapter_id=2)
+    submit(policy, "5", adapter_id=3)
+    assert placed(policy) == "4>a 5>b"  # a and b tie then, 2 each, and b is the higher name
+
+
+def test_rank_aware_keeps_ranks_apart_while_there_is_room():
+    policy = cluster("ab", rule="rank_aware")
+    submit(policy, "1", adapter_id=1, rank=64)
+    submit(policy, "2", adapter_id=2, rank=8)
+    submit(policy, "3", adapter_id=3, rank=8)
+    submit(policy, "4", adapter_id=4, rank=64)
+    # a row of rank 8 adds 64 beside a 64, but 8 on an empty GPU or beside another 8
+    assert placed(policy) == "1>b 2>a 3>a 4>b"
+
+
+def test_the_sum_of_ranks_counts_every_adapter_once():
+    policy = cluster("a", max_batch_size=5)
+    submit(policy, "12", adapter_id=1, rank=16)
+    submit(policy, "3", adapter_id=2, rank=8)
+    submit(policy, "4")
+    policy.place()
+    gpu = policy.gpus["a"]
+    assert (gpu.rank_sum, len(gpu.requests_of)) == (24, 2)
+    policy.cancel("1")
+    assert (gpu.rank_sum, len(gpu.requests_of)) == (24, 2)
+    policy.cancel("2")
+    assert (gpu.rank_sum, len(gpu.requests_of)) == (8, 1)
+
+
+def test_scale_signals():
+    policy = cluster("abc", max_batch_size=4)
+    assert policy.scale_signal().release == ("a", "b")  # one idle GPU stays for the next request
+    submit(policy, "1")
+    policy.place()
+    assert policy.scale_signal().release == ("a", "b")  # c has one of 4: lightly loaded
+    submit(policy, "23")
+    policy.place()
+    signal = policy.scale_signal()
+    assert (signal.add_gpu, signal.release) == (False, ("a",))
+    policy.remove_gpu("a")
+    policy.remove_gpu("b")
+    assert policy.scale_signal().add_gpu
+    assert policy.scale_signal().release == ()
+
+
+def test_a_crash_returns_its_requests_without_the_tokens_of_the_step_in_flight():
+    policy = cluster("ab")
+    submit(policy, "1234")
+    policy.place()
+    step(policy, "b")
+    policy.begin_step("b")
+    assert policy.remove_gpu("b") == ("1", "2", "3")
+    assert [policy.total_tokens(name) for name in "123"] == [5, 4, 4]
+    assert placed(policy) == "1>a 2>a"
+    assert policy.queued == ("3",)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda p: p.add_gpu("a", 5), ValueError, "in the cluster already"),
+        (lambda p: p.submit("1", 4, 40), ValueError, "request '1' is not finished"),
+        (lambda p: p.submit("2", 4, 5000), ValueError, "needs 5000 tokens of KV cache, the largest GPU holds 4000"),
+        (lambda p: p.submit("2", 4, 3), ValueError, "final_tokens is 3, must be >= 4"),
+        (lambda p: p.finish("1"), RuntimeError, "waits in the queue"),
+        (lambda p: p.cancel("9"), ValueError, "unknown request '9'"),
+        (lambda p: p.begin_step("z"), ValueError, "unknown GPU 'z'; the cluster has a, b"),
+        (lambda p: p.end_step("a"), RuntimeError, "runs no step"),
+        (lambda p: ClusterPolicy("best"), ValueError, "unknown scheduling rule 'best'"),
+        (lambda p: ClusterPolicy(max_batch_size=0), ValueError, "max_batch_size is 0"),
+    ],
+)
+def test_bad_input_changes_nothing(call, error, words):
+    policy = cluster("ab")
+    submit(policy, "1")
+    with pytest.raises(error, match=words):
+        call(policy)
+    assert (policy.queued, sorted(policy.gpus)) == (("1",), ["a", "b"])
+
+
+def test_a_step_in_flight_must_end_first():
+    policy = cluster("a")
+    submit(policy, "1")
+    policy.place()
+    policy.begin_step("a")
+    with pytest.raises(RuntimeError, match="has not ended"):
+        policy.begin_step("a")

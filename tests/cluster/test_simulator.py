@@ -1,0 +1,113 @@
+"""The virtual clock: small cases by hand, large ones against what must hold for any schedule."""
+
+import numpy as np
+import pytest
+
+from punica.cluster import SCHEDULING_RULES, ClusterPolicy, StepCost, Trace, simulate
+from punica.workload import RequestLengths, Timeline, poisson_arrivals, popularity, released_lengths, scaled_lengths
+
+SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
+A100 = StepCost("like an A100", base=0.018, row=0.0, kv=4e-7, prefill=1e-4, rank=4e-6)
+
+
+def trace(arrivals, prompts, outputs, adapters=None) -> Trace:
+    count = len(arrivals)
+    lengths = RequestLengths(np.array(prompts), np.array(outputs))
+    return Trace(np.array(arrivals, float), lengths, np.array(adapters or [1] * count), np.full(count, 16))
+
+
+def cluster(gpus: int, pages: int = 2000, rule: str = "punica", **settings) -> ClusterPolicy:
+    policy = ClusterPolicy(rule, **settings)
+    for i in range(gpus):
+        policy.add_gpu(f"gpu-{i:04}", pages)
+    return policy
+
+
+def random_trace(count: int, rate: float, seed: int, maxlen: int = 256) -> Trace:
+    arrivals = poisson_arrivals(rate, 10 * count / rate, seed)[:count]
+    adapters = popularity("Skewed").requests(count, seed=seed)
+    return Trace(arrivals, scaled_lengths(count, maxlen, seed), adapters + 1, np.full(count, 16))
+
+
+def test_two_requests_by_hand():
+    result = simulate(trace([0.0, 0.5], [5, 7], [3, 2]), cluster(1), SECOND)
+    # steps end at 1, 2, 3: the second request waits for the step in flight, then joins the first one's decodes
+    assert result.first_token_s.tolist() == [1.0, 2.0]
+    assert result.finish_s.tolist() == [3.0, 3.0]
+    assert result.tokens.tolist() == [0, 6, 9, 2]  # a prompt counts with its first token
+    assert result.batch.tolist() == [[0, 1, 2, 2]]
+    assert result.seconds_by_batch[:3].tolist() == [0.0, 1.0, 2.0]
+    assert (result.steps, result.evictions, result.busy_seconds) == (3, 0, 3.0)
+    assert result.share_at_least(2) == result.share_of_cells(2) == pytest.approx(2 / 3)
+
+
+def test_a_gpu_sleeps_until_the_next_arrival():
+    result = simulate(trace([0.0, 10.25], [4, 4], [1, 2]), cluster(1), SECOND)
+    assert result.finish_s.tolist() == [1.0, 12.25]
+    assert result.active_gpus.sum() == 3
+
+
+def test_a_step_costs_what_the_model_says():
+    cost = StepCost("parts", base=1.0, row=10.0, kv=100.0, prefill=1000.0, rank=0.5)
+    result = simulate(trace([0.0], [3], [3]), cluster(1), cost)
+    # prefill of 3; then a decode that reads 4 tokens, then one that reads 5; one adapter of rank 16 in each
+    assert result.first_token_s[0] == 1 + 3000 + 8
+    assert result.finish_s[0] == result.first_token_s[0] + (1 + 10 + 400 + 8) + (1 + 10 + 500 + 8)
+
+
+def test_one_gpu_takes_the_steps_that_the_timeline_of_the_paper_takes():
+    lengths = released_lengths(200)
+    adapters = popularity("Uniform").requests(200)
+    steps = Timeline(lengths, adapters.tolist(), "fcfs", 32).steps
+    result = simulate(Trace(np.zeros(200), lengths, adapters + 1, np.full(200, 16)), cluster(1, 10_000), SECOND)
+    assert result.steps == steps
+    assert result.finish_s.max() == steps
+    assert result.tokens.sum() == lengths.total_tokens
+
+
+@pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
+def test_everybody_is_served_once_whatever_the_rule_even_with_few_pages(rule):
+    asked = random_trace(400, 60.0, seed=3)
+    policy = cluster(3, 40, rule, max_batch_size=8)
+    result = simulate(asked, policy, A100)
+    assert result.evictions > 0
+    assert result.longest_queue > 0
+    assert result.tokens.sum() == asked.lengths.total_tokens
+    assert (result.first_token_s > asked.arrivals).all()
+    assert (result.finish_s >= result.first_token_s).all()
+    assert policy.requests == {}
+    assert all(gpu.used_pages == 0 for gpu in policy.gpus.values())
+    assert result.seconds_by_batch[0] == 0
+    assert result.busy_seconds <= 3 * result.finish_s.max()
+
+
+def test_the_same_seed_gives_the_same_result_and_another_one_does_not():
+    first, again, other = (simulate(random_trace(300, 30.0, seed), cluster(4), A100) for seed in (1, 1, 2))
+    assert first.finish_s.tolist() == again.finish_s.tolist()
+    assert first.batch.tolist() == again.batch.tolist()
+    assert first.finish_s.tolist() != other.finish_s.tolist()
+
+
+def test_punica_consolidates_and_least_loaded_spreads():
+    asked = random_trace(600, 12.0, seed=5, maxlen=1024)
+    punica, spread = (simulate(asked, cluster(8, rule=rule), A100) for rule in ("punica", "least_loaded"))
+    assert punica.active_gpus.mean() < 0.6 * spread.active_gpus.mean()
+    assert punica.share_at_least(24) > spread.share_at_least(24)
+    assert punica.busy_seconds < spread.busy_seconds
+
+
+def test_the_cost_model_is_named():
+    assert simulate(trace([0.0], [1], [1]), cluster(1), A100).cost_model == "like an A100"
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="arrivals must ascend"):
+        trace([1.0, 0.0], [1, 1], [1, 1])
+    with pytest.raises(ValueError, match="one arrival, length, adapter and rank per request"):
+        trace([1.0], [1, 1], [1, 1])
+    with pytest.raises(ValueError, match="the policy has 0 GPUs"):
+        simulate(trace([0.0], [1], [1]), ClusterPolicy(), A100)
+    with pytest.raises(ValueError, match="the largest GPU holds 32"):
+        simulate(trace([0.0], [30], [4]), cluster(1, 2), A100)
+    with pytest.raises(RuntimeError, match="'nothing' gives a step"):
+        simulate(trace([0.0], [1], [1]), cluster(1), StepCost("nothing", 0, 0, 0, 0, 0))
