@@ -65,10 +65,8 @@ class AdapterLoader:
             state = _state_of(request)
             if state is not None and self._checked.get(state) is not None:
                 return
-            config, tensors = self._read(request)
-            if not any(tensor.dtype in FP8_DTYPES for tensor in tensors.values()):
-                shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
-                self._packer.check(self._model(request, config, shapes, "meta"))
+            config, tensors = self._read(request, with_numbers=False)
+            self._check_shapes(request, config, tensors)
             modules = {name.configured for name in lora_names(tensors, None, None).values()}
             if self._moe_ep_spec is None and (problem := config.disagreement(modules)) is not None:
                 warnings.warn(f"adapter {request.lora_name!r}: {problem}", stacklevel=2)
@@ -76,23 +74,31 @@ class AdapterLoader:
                 self._checked.put(state, config)
 
     def load(self, request: LoRARequest) -> LoRAModel:
-        """The request's adapter, read, checked and packed; its tensors may still be mapped from the file.
+        """The request's adapter, read, checked and packed. No number is read before all shapes are known to fit.
 
         Raises:
             FileNotFoundError, ValueError, TypeError: with the adapter's name and path in front.
         """
         with loading(request):
-            config, tensors = self._read(request)
+            state = _state_of(request)
+            if state is None or self._checked.get(state) is None:
+                self._check_shapes(request, *self._read(request, with_numbers=False))
+            config, tensors = self._read(request, with_numbers=True)
             return self._packer.pack(self._model(request, config, tensors, "cpu"))
 
-    def _read(self, request: LoRARequest) -> tuple[PEFTHelper, dict[str, torch.Tensor]]:
+    def _check_shapes(self, request: LoRARequest, config: PEFTHelper, shapes: dict[str, torch.Tensor]) -> None:
+        if not any(shape.dtype in FP8_DTYPES for shape in shapes.values()):
+            self._packer.check(self._model(request, config, shapes, "meta"))
+
+    def _read(self, request: LoRARequest, *, with_numbers: bool) -> tuple[PEFTHelper, dict[str, torch.Tensor]]:
         state = _state_of(request)
         config = None if state is None else self._checked.get(state)
         if config is None:
             config = read_config(request, self._lora_config)
         tensors = read_tensors(
-            request.absolute_path, self._expected_modules, None, None, self._moe_ep_spec, self._packer.most_tensors
-        )
+            request.absolute_path, self._expected_modules, None, None, self._moe_ep_spec, self._packer.most_tensors,
+            with_numbers=with_numbers,
+        )  # fmt: skip
         if config.rank_pattern:
             names = lora_names(tensors, None, None)
             config.validate_legal(self._lora_config, {name.configured for name in names.values()})

@@ -385,7 +385,7 @@ class LoRAModelManager:
         with all_ranks_agree() if missing else nullcontext():
             packed = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
             self._held.check_slots(wanted)
-            staged = [self._writer.stage(lora, mapped=True) for lora in packed]
+            staged = [self._writer.stage(lora) for lora in packed]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
         self._held.enter(staged, wanted)
         for adapter_id in wanted:

@@ -6,10 +6,12 @@ before the names of all have been checked. No pickle is ever read.
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -140,16 +142,19 @@ def read_tensors(
     skip_prefixes: Sequence[str] | None,
     moe_ep_spec: MoEEPSpec | None = None,
     most_tensors: int = MOST_TENSORS,
+    *,
+    with_numbers: bool = True,
 ) -> dict[str, torch.Tensor]:
     """The LoRA tensors of a PEFT folder, and the scales of those in FP8, after all their names have been checked; those
-    of remote experts are left out.
+    of remote experts are left out. Without numbers, on the meta device, if only types and shapes are asked for.
 
-    They are mapped from the file: whoever keeps them copies them, else someone who overwrites the file changes them.
+    They are read, never mapped from the file: whoever overwrites it changes nothing here, and whoever makes it shorter
+    does not kill the process (SIGBUS).
 
     Raises:
         ValueError: only pickled weights (.bin, .pt), which are never read; the file is no safetensors file or has a
-            header too large for `most_tensors` tensors, a name is not a LoRA name, or a module is not in
-            `expected_lora_modules`.
+            header too large for `most_tensors` tensors or became shorter meanwhile, a name is not a LoRA name, or a
+            module is not in `expected_lora_modules`.
         FileNotFoundError: no folder, or no weights in it.
     """
     directory = resolve_adapter_path(folder)
@@ -162,31 +167,54 @@ def read_tensors(
                     "(load it with the peft library and save it with safe_serialization=True)"
                 )
         raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
-    _check_header_size(file, min(MOST_HEADER_BYTES, (1 << 20) + 1024 * most_tensors))
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as handle:
-            keys = set(handle.keys())
-            if len(keys) > most_tensors:
-                raise ValueError(
-                    f"{str(file)!r} has {len(keys)} tensors, an adapter of this model at most {most_tensors}"
-                )
-            own = [key for key in handle.keys() if not is_scale_of_another(key, keys)]  # noqa: SIM118 (no dict)
-            names = lora_names(own, weights_mapper, skip_prefixes)
-            check_any(names)
-            check_expected_modules((name.module for name in names.values()), expected_lora_modules)
-            wanted = [key for key, name in names.items() if not (moe_ep_spec and moe_ep_spec.is_remote(name.module))]
-            scales = [key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys]
-            return {key: handle.get_tensor(key) for key in (*wanted, *scales)}
-    except SafetensorError as error:
-        raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error
+    with file.open("rb") as opened, tempfile.NamedTemporaryFile() as mirror:
+        header = _read_header(opened, file, min(MOST_HEADER_BYTES, (1 << 20) + 1024 * most_tensors))
+        mirror.write(header)
+        mirror.truncate(max(len(header), file.stat().st_size))  # all holes: costs nothing, and safetensors checks sizes
+        mirror.flush()
+        try:
+            with safe_open(mirror.name, framework="pt", device="cpu") as handle:
+                keys = set(handle.keys())
+                if len(keys) > most_tensors:
+                    raise ValueError(
+                        f"{str(file)!r} has {len(keys)} tensors, an adapter of this model at most {most_tensors}"
+                    )
+                own = [key for key in handle.keys() if not is_scale_of_another(key, keys)]  # noqa: SIM118 (no dict)
+                names = lora_names(own, weights_mapper, skip_prefixes)
+                check_any(names)
+                check_expected_modules((name.module for name in names.values()), expected_lora_modules)
+                remote = moe_ep_spec.is_remote if moe_ep_spec else lambda module: False
+                wanted = [key for key, name in names.items() if not remote(name.module)]
+                scales = [key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys]
+                shapes = {key: torch.empty_like(handle.get_tensor(key), device="meta") for key in (*wanted, *scales)}
+        except SafetensorError as error:
+            raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error
+        return _read_numbers(opened, file, header, shapes) if with_numbers else shapes
 
 
-def _check_header_size(file: Path, most: int) -> None:
-    """ValueError if the header, which is parsed as a whole, says it is longer than `most` bytes."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
+def _read_header(opened: BinaryIO, file: Path, most: int) -> bytes:
+    """The header with the eight bytes of its size; ValueError if it says it is longer than `most` bytes."""
+    start = opened.read(8)
+    size = int.from_bytes(start, "little")
     if size > most:
         raise ValueError(
             f"{str(file)!r} is not a valid safetensors file of an adapter: its header has {size} bytes, at most {most} "
             "are read"
         )
+    return start + opened.read(size)
+
+
+def _read_numbers(
+    opened: BinaryIO, file: Path, header: bytes, shapes: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors of these types and shapes, from where the header, which safetensors has checked, says they lie."""
+    entries = json.loads(header[8:])
+    tensors = {}
+    for key, shape in shapes.items():
+        tensors[key] = tensor = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
+        opened.seek(len(header) + entries[key]["data_offsets"][0])
+        if opened.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) < tensor.nbytes:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{str(file)!r} became shorter while it was read; replace a file by renaming another to it"
+            )
+    return tensors

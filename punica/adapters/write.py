@@ -15,7 +15,6 @@ On CUDA nothing makes the host wait. What orders the two streams are events:
 So the copy of one adapter overlaps the decode steps of the others, and no kernel sees a half-written slot.
 """
 
-import copy
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -42,11 +41,8 @@ class CopyHandle(Protocol):
 class SlotWriter(Protocol):
     """Fills slots on all layers of a model."""
 
-    def stage(self, lora: LoRAModel, *, mapped: bool = False) -> LoRAModel:
-        """Prepare a packed adapter, once, when it is registered; returns what the manager keeps and later writes.
-
-        `mapped`: its tensors are mapped from a file, which must not be what is kept: somebody may overwrite it.
-        """
+    def stage(self, lora: LoRAModel) -> LoRAModel:
+        """Prepare a packed adapter, once, when it is registered; returns what the manager keeps and later writes."""
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
         """Replace the slot's content on all layers by a staged adapter.
@@ -90,9 +86,9 @@ class LayerSlotWriter:
     def __init__(self, modules: Mapping[str, BaseLayerWithLoRA]) -> None:
         self._modules = modules
 
-    def stage(self, lora: LoRAModel, *, mapped: bool = False) -> LoRAModel:
-        """The adapter as it is: its tensors already are where slots are filled from, unless that is a file."""
-        return copy.deepcopy(lora) if mapped else lora
+    def stage(self, lora: LoRAModel) -> LoRAModel:
+        """The adapter as it is: its tensors already are where slots are filled from."""
+        return lora
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
         """Fill the slot of every layer; if one of them raises, the slot is cleared on all."""
@@ -172,8 +168,8 @@ class StreamSlotWriter:
         with suppress(AttributeError, RuntimeError):  # not built to the end; or CUDA has ended before this object
             self._stream.synchronize()
 
-    def stage(self, lora: LoRAModel, *, mapped: bool = False) -> LoRAModel:
-        """Copy a packed adapter into page-locked memory, be it mapped or not; the result replaces it."""
+    def stage(self, lora: LoRAModel) -> LoRAModel:
+        """Copy a packed adapter into page-locked memory; the result replaces it."""
         return stage(self._modules, lora, self._table.dtype, pin_memory=True)
 
     def host_bytes(self, lora: LoRAModel) -> int:

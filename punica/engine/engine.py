@@ -257,7 +257,9 @@ class Engine(Generation):
                 continue  # it went with the last unfinished member of its batch
             try:
                 residency.activate(request)
-            except Exception as error:
+            except (OSError, TypeError, ValueError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise  # no fault of the adapter
                 failed += self._fail(request, f"{type(error).__name__}: {error}")
         return failed
 
@@ -321,12 +323,17 @@ class Engine(Generation):
             if layout.requests[row] in served:
                 layout.requests[row].logprobs.append(logprobs)
         for request, token in served.items():
-            request.append(token)
+            try:
+                request.append(token)
+            except Exception as error:  # whatever a tokenizer raises
+                failed += self._fail(request, f"{type(error).__name__}: {error}")
         finished = [request for request in served if request.status is RequestStatus.FINISHED]
         for request in finished:
             del self._requests[request.request_id]
         self.scheduler.retire_finished()
-        results, failures = (tuple(map(self.result_of, ended)) for ended in (finished, failed))
+        ended = [self.result_of(request) for request in (*finished, *failed)]
+        results = tuple(result for result in ended if result.error is None)
+        failures = tuple(result for result in ended if result.error is not None)
         new_tokens = {request.request_id: token for request, token in served.items()}
         return StepOutput(new_tokens, results, statistics, failures)
 

@@ -1,8 +1,8 @@
 """Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs.
 
-Beside that, two promises to tenants. An id stands for one folder as long as somebody uses it, and for nothing
-afterwards. And a request is computed with one *version* of its adapter from its first token to its last, whatever is
-loaded under that id meanwhile:
+Beside that, two promises to tenants. An id stands for one folder as long as somebody uses it or has pinned it, and for
+nothing afterwards. And a request is computed with one *version* of its adapter from its first token to its last,
+whatever is loaded under that id meanwhile:
 
     version 1 of adapter 7, id 7     r1 ========= joined ===================> end: its memory and slot are free
                                      load_inplace: version 1 is renamed, here to -3; r1.weights_id is -3
@@ -12,7 +12,7 @@ loaded under that id meanwhile:
 import itertools
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
 from punica.adapters.request import check_same_source
@@ -52,15 +52,12 @@ class AdapterResidency:
     # --- arrival and departure ---------------------------------------------------------------------------------------
 
     def check(self, adapter: object) -> None:
-        """Refuse an adapter by its name, id and slot; :meth:`check_folder` looks into its folder.
+        """Refuse an adapter by its type and slot; :meth:`check_folder` looks at its id and into its folder.
 
-        TypeError: not a LoRARequest. ValueError: its id stands for another adapter. RuntimeError: every slot is pinned
-        for another adapter, so it could wait for ever.
+        TypeError: not a LoRARequest. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
         """
         if not isinstance(adapter, LoRARequest):
             raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {clip(adapter)}")
-        if not adapter.load_inplace:
-            check_same_source(self._known(adapter.lora_int_id), adapter)
         pinned = self.manager.pinned_adapters
         if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
             raise RuntimeError(
@@ -71,11 +68,13 @@ class AdapterResidency:
     def check_folder(self, adapter: object) -> None:
         """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers.
 
-        FileNotFoundError, ValueError, TypeError: what the folder is or holds.
+        FileNotFoundError, ValueError, TypeError: what the folder is or holds. ValueError: its id stands for another.
         """
         if not isinstance(adapter, LoRARequest):
             return  # an engine that ignores adapters
-        if not adapter.load_inplace and self._is_held(adapter.lora_int_id):
+        if not adapter.load_inplace:
+            check_same_source(self._known(adapter.lora_int_id), adapter)
+        if not adapter.load_inplace and self._is_held(adapter):
             return
         try:
             self.manager.check_adapter(adapter)
@@ -91,12 +90,14 @@ class AdapterResidency:
         """A request whose adapter was checked is queued: until it leaves, the adapter's id stands for that folder."""
         if isinstance(request.adapter, LoRARequest):
             self._users.setdefault(request.adapter_id, {})[request.request_id] = request
-            if request.adapter.load_inplace:
+            if request.adapter.load_inplace or self._replaces(request.adapter):
                 request.weights_id = next(self._new_ids)
 
     def release(self, request: RequestState) -> None:
         """A request has left, for whatever reason; a version that only it used is forgotten if there is a newer one."""
         users = self._users.get(request.adapter_id, {})
+        if request.weights_id < 0 and not request.has_weights:
+            self._hand_on(request, list(users.values()))
         if users.pop(request.request_id, None) is not None and not users:
             del self._users[request.adapter_id]
         if request.has_weights:
@@ -155,13 +156,40 @@ class AdapterResidency:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _known(self, adapter_id: int) -> LoRARequest | None:
-        """What an id stands for: the folder that the last unfinished request named, or that of the registered one."""
+        """What an id stands for: the folder that the last unfinished request named, or that of a pinned adapter."""
         users = self._users.get(adapter_id)
         last = next(reversed(users.values())).adapter if users else None
-        return last if isinstance(last, LoRARequest) else self.manager.request_of(adapter_id)
+        if isinstance(last, LoRARequest):
+            return last
+        return self.manager.request_of(adapter_id) if adapter_id in self.manager.pinned_adapters else None
 
-    def _is_held(self, adapter_id: int) -> bool:
-        return adapter_id in self._versions or self.manager.get_adapter(adapter_id) is not None
+    def _hand_on(self, leaver: RequestState, users: list[RequestState]) -> None:
+        """A load that was asked for and not made is made for the next one who counts on it: who came later for the same
+        folder, while the id still has, or will have, the weights of another one.
+        """
+        sources = {self._held_source(leaver.adapter_id), *map(_source_of, users)} - {None, _source_of(leaver)}
+        later = (other for other in users[users.index(leaver) + 1 :] if _source_of(other) == _source_of(leaver))
+        heir = next(later, None) if sources else None
+        if heir is not None and not heir.has_weights and heir.weights_id > 0:
+            heir.weights_id = next(self._new_ids)
+
+    def _replaces(self, adapter: LoRARequest) -> bool:
+        """Whether its id, that nobody else uses, is still registered for another folder."""
+        alone = len(self._users[adapter.lora_int_id]) == 1 and adapter.lora_int_id not in self.manager.pinned_adapters
+        return alone and self._held_source(adapter.lora_int_id) not in {None, adapter.source}
+
+    def _held_source(self, adapter_id: int) -> tuple | None:
+        """Where the weights under an id came from; ``None`` if there are none, or they came from memory."""
+        version = self._versions.get(adapter_id)
+        held = self.manager.request_of(adapter_id) if version is None else version.source
+        return None if held is None else held.source
+
+    def _is_held(self, adapter: LoRARequest) -> bool:
+        """Whether nothing has to be loaded for it."""
+        if adapter.lora_int_id in self._versions:
+            return True
+        registered = self.manager.get_adapter(adapter.lora_int_id) is not None
+        return registered and self._held_source(adapter.lora_int_id) in {None, adapter.source}
 
     def _make_active(self, request: RequestState, adapter: LoRARequest) -> None:
         if not request.has_weights and request.weights_id < 0:
@@ -199,7 +227,7 @@ class AdapterResidency:
         if version is not None and renamed:
             version.lora = self.manager.rename_adapter(adapter_id, old_id)
         try:
-            self.manager.add_adapter(adapter)
+            self.manager.add_adapter(replace(adapter, load_inplace=True))
         except BaseException:
             if version is not None and renamed:
                 self.manager.remove_adapter(adapter_id)  # if it was its copy into the slot that failed
@@ -210,8 +238,7 @@ class AdapterResidency:
             self.manager.unpin_adapter(old_id)
             self.manager.pin_adapter(adapter_id)
         for other in self._users[adapter_id].values():
-            same = isinstance(other.adapter, LoRARequest) and other.adapter.source == adapter.source
-            if same and not other.has_weights:
+            if _source_of(other) == adapter.source and not other.has_weights:
                 other.weights_id = adapter_id
 
     def _set_apart(self, adapter_id: int, old_id: int) -> None:
@@ -225,3 +252,7 @@ class AdapterResidency:
         for request in self._users[adapter_id].values():
             if request.has_weights and request.weights_id == adapter_id:
                 request.weights_id = old_id
+
+
+def _source_of(request: RequestState) -> tuple | None:
+    return request.adapter.source if isinstance(request.adapter, LoRARequest) else None

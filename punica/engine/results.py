@@ -52,12 +52,17 @@ class GenerationChunk:
 
 
 def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
-    """The result of a request that has ended. RuntimeError for one that has not."""
+    """The result of a request that has ended; it has failed if its text cannot be decoded. RuntimeError for one that
+    has not ended.
+    """
     if state.finish_reason is None:
         raise RuntimeError(f"request {state.request_id!r} has not ended; call step until it has, or abort_request")
     text = None
     if codec is not None:
-        text = codec.decode(state.text_token_ids) if state.text is None else state.text.finish()
+        try:
+            text = codec.decode(state.text_token_ids) if state.text is None else state.text.finish()
+        except Exception as error:  # whatever a tokenizer raises
+            state.fail(state.error or f"{type(error).__name__}: {error}")
     return GenerationResult(
         request_id=state.request_id,
         prompt_token_ids=state.prompt_token_ids,

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from punica.checks import clip
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_LONGEST_CHARACTER = 16  # tokens
 _UNFINISHED = "�"  # what a decoder makes of bytes that are not yet a character
 
 
@@ -64,7 +65,9 @@ class GrowingText:
         """Take the next token."""
         self._ids.append(token_id)
         piece = self._pending()
-        if piece and not piece.endswith(_UNFINISHED):
+        # no character has that many bytes, each a token: what looks unfinished now will stay so
+        settles = piece and not piece.endswith(_UNFINISHED)
+        if settles or len(self._ids) - self._read > _LONGEST_CHARACTER:
             self._before, self._read = self._read, len(self._ids)
             self._extend(piece)
 

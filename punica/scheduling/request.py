@@ -185,7 +185,7 @@ class RequestState:
             self.first_token_s = self.last_token_s
         if token_id in self._ends or (self.text is not None and self._completes_a_string(token_id, self.text)):
             self.status, self.finish_reason = RequestStatus.FINISHED, "stop"
-        elif len(self.output_token_ids) == self.params.max_new_tokens:
+        elif len(self.output_token_ids) >= self.params.max_new_tokens:
             self.status, self.finish_reason = RequestStatus.FINISHED, "length"
 
     def fail(self, error: str) -> None:

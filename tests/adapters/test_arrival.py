@@ -1,6 +1,11 @@
 """What `check_adapter` tells when a request arrives, before anything is loaded."""
 
+import os
+from pathlib import Path
+
 import pytest
+import safetensors
+import torch
 from adapter_world import adapter_tensors, assert_unchanged, full_manager, snapshot
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -58,3 +63,26 @@ def test_what_is_no_id_is_refused_by_name(make_manager, wrong) -> None:
     for call in (*calls, manager.unpin_adapter, manager.deactivate_adapter, manager.request_of):
         with pytest.raises(TypeError, match="adapter_id must be an int"):
             call(wrong)
+
+
+@pytest.mark.parametrize("when", ["opened", "loaded"])
+def test_a_file_that_becomes_shorter_is_an_error_and_never_a_signal(make_manager, tenants, monkeypatch, when) -> None:
+    """What is mapped from a file kills the process when the file is cut: nothing may be."""
+    manager = make_manager()
+    tenants.write(1, adapter_tensors(1))
+    request = tenants.request(1)
+    file = Path(request.lora_path) / "adapter_model.safetensors"
+    if when == "opened":
+        manager.check_adapter(request)
+        real = safetensors.safe_open
+        monkeypatch.setattr(
+            "punica.adapters.read.safe_open", lambda *a, **k: (os.truncate(file, 100), real(*a, **k))[1]
+        )
+        with pytest.raises(ValueError, match="became shorter while it was read"):
+            manager.add_adapter(request)
+        return
+    loaded = manager._loader.load(request)
+    os.truncate(file, 0)
+    total = sum(t.sum() for lora in loaded.loras.values() for t in (lora.lora_a, lora.lora_b) if torch.is_tensor(t))
+    assert torch.isfinite(torch.as_tensor(total))
+    assert file.stat().st_size == 0

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 import torch
-from adapter_world import QKV, adapter, adapter_tensors, all_buffers, assert_unchanged, decode, full_manager, snapshot
+from adapter_world import QKV, adapter, all_buffers, assert_unchanged, decode, full_manager, snapshot
 
 from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel, SlotWriter
 from punica.layers import BaseLayerWithLoRA
@@ -207,31 +207,6 @@ def test_outputs_do_not_depend_on_when_slots_are_written(make_manager, deferred,
         assert torch.equal(*outputs)
 
 
-def test_staging_copies_what_is_mapped_from_a_file_and_nothing_else(make_manager, tenants, monkeypatch):
-    """Tenants may share tensors in memory; a file is left, once, after packing."""
-    manager = make_manager(max_loras=2)
-    calls: list[tuple[bool, LoRAModel, LoRAModel]] = []
-    original = manager._writer.stage
-
-    def stage(lora: LoRAModel, *, mapped: bool = False) -> LoRAModel:
-        staged = original(lora, mapped=mapped)
-        calls.append((mapped, lora, staged))
-        return staged
-
-    monkeypatch.setattr(manager._writer, "stage", stage)
-    tenants.write(1, adapter_tensors(1), lora_alpha=4)  # scaling 1: nothing is computed anew
-    manager.add_adapter(tenants.request(1))
-    in_memory = adapter(2)
-    manager.add_adapter(in_memory)
-    (_, packed, staged), (_, _, kept) = calls
-    assert [mapped for mapped, _, _ in calls] == [True, False]
-    for side in ("lora_a", "lora_b"):
-        one, other = getattr(packed.loras[O_PROJ], side), getattr(staged.loras[O_PROJ], side)
-        assert torch.equal(one, other)
-        assert one.data_ptr() != other.data_ptr()
-    assert kept.loras[O_PROJ].lora_a is in_memory.loras[O_PROJ].lora_a
-
-
 def test_staging_failure_changes_nothing(make_manager, tenants, monkeypatch):
     """Page-locked memory can run out: what was staged before is dropped, nothing is evicted."""
     manager = full_manager(make_manager, tenants)
@@ -239,7 +214,7 @@ def test_staging_failure_changes_nothing(make_manager, tenants, monkeypatch):
         tenants.write(i)
     staged: list[int] = []
 
-    def stage(lora: LoRAModel, *, mapped: bool) -> LoRAModel:
+    def stage(lora: LoRAModel) -> LoRAModel:
         if staged:
             raise RuntimeError("out of page-locked memory")
         staged.append(lora.id)

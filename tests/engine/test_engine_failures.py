@@ -6,13 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest, random_adapter
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestStatus
+from punica.engine.text import TextCodec
 from punica.models import LlamaForCausalLM
+from punica.scheduling import SamplingParams
 from tests.engine.helpers import tokens_of
+from tests.engine.text_world import byte_tokenizer
 
 RULES = ("fcfs", "single_adapter", "static", "static_mixed")
 
@@ -231,15 +235,16 @@ def test_the_id_of_an_adapter_that_failed_is_free_for_another_folder(backbone, t
     assert tokens_of(engine.generate([[1, 2]], [repaired], 4)) == [backbone.generate_merged((1, 2), 2, 4)]
 
 
-def test_the_id_of_a_registered_adapter_is_not_free(backbone, tmp_path) -> None:
+def test_the_id_of_a_pinned_adapter_is_not_free(backbone, tmp_path) -> None:
     adapter, other = copied_adapter(backbone, tmp_path / "a", 9), copied_adapter(backbone, tmp_path / "b", 9)
     engine = backbone.engine()
     engine.generate([[1, 2]], [adapter], 1)
     damage(other)
     replacement = LoRARequest(other.lora_name, 9, other.lora_path, load_inplace=True)
     assert engine.generate([[1, 2]], [replacement], 1)[0].finish_reason == "failed"
-    with pytest.raises(ValueError, match=r"adapter id 9 stands for .*use another id"):
-        engine.generate([[1, 2]], [other], 1)
+    engine.manager.pin_adapter(9)
+    (refused,) = engine.generate([[1, 2]], [other], 1)
+    assert re.search(r"adapter id 9 stands for .*use another id", refused.error)
     assert tokens_of(engine.generate([[1, 2]], [adapter], 4)) == [backbone.generate_merged((1, 2), 2, 4)]
 
 
@@ -284,3 +289,44 @@ def test_engine_says_what_it_is_built_from(backbone) -> None:
         Engine(model, EngineConfig(max_model_len=64))
     with pytest.raises(TypeError, match="engine_config must be of class EngineConfig or None, got dict"):
         Engine(model, LoRAConfig(), {"max_batch_size": 4})
+
+
+def test_memory_that_runs_out_while_an_adapter_is_activated_fails_nobody(backbone, monkeypatch) -> None:
+    engine = backbone.engine()
+    state = engine.add_request(Request("a", [1, 2], 4, backbone.adapters[1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.manager, "add_adapter", _out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step()
+    assert state.status is RequestStatus.WAITING
+    finish(engine)
+    assert state.output_token_ids == backbone.generate_merged((1, 2), 1, 4)
+
+
+def _out_of_memory(adapter: object) -> None:
+    raise torch.OutOfMemoryError("none left")
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",)], ids=["at the end", "at every token"])
+def test_a_tokenizer_that_raises_fails_the_request_and_not_the_engine(backbone, monkeypatch, stop) -> None:
+    engine = backbone.engine()
+    engine.codec = TextCodec(byte_tokenizer())
+    bad = engine.add_request(Request("bad", [1, 2], SamplingParams(4, stop=stop)))
+    good = engine.add_request(Request("good", [3], 5))
+    engine.step()
+    mine = backbone.generate_merged((1, 2), 0, 4)
+    real = engine.codec.decode
+
+    def decode(ids):
+        if list(ids) and list(ids)[-1] in mine and list(ids) != good.output_token_ids:
+            raise KeyError("no such token")
+        return real(ids)
+
+    monkeypatch.setattr(engine.codec, "decode", decode)
+    failed = []
+    while engine.has_unfinished():
+        failed += engine.step().failed
+    assert [(result.request_id, "KeyError" in result.error) for result in failed] == [("bad", True)]
+    assert (bad.status, good.status) == (RequestStatus.FAILED, RequestStatus.FINISHED)
+    assert good.output_token_ids == backbone.generate_merged((3,), 0, 5)
+    assert engine.blocks.num_free == engine.blocks.num_blocks

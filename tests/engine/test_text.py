@@ -84,3 +84,21 @@ def test_what_may_begin_a_stop_string_is_held_back(codec) -> None:
         growing.append(token)
     assert growing.settled == "ab"
     assert growing.finish() == "abcx" == growing.settled
+
+
+def test_unfinished_characters_do_not_pile_up() -> None:
+    """Bytes that never become a character must not be decoded again and again, all of them at every token."""
+    lengths: list[int] = []
+
+    class Counting(TextCodec):
+        def decode(self, token_ids) -> str:
+            lengths.append(len(token_ids))
+            return super().decode(token_ids)
+
+    codec = Counting(byte_tokenizer())
+    growing = GrowingText(codec)
+    half = ids_of(codec, "€")[0]
+    for _ in range(300):
+        growing.append(half)
+    assert max(lengths) < 50
+    assert growing.finish() == codec.decode([half] * 300)

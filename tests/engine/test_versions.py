@@ -135,6 +135,10 @@ def test_replacing_by_hand_under_a_running_request_changes_no_token_of_it(backbo
     assert is_of(backbone, new, 2)
 
 
+def fails(slot: int, lora: object) -> None:
+    raise RuntimeError("the copy fails")
+
+
 @pytest.mark.parametrize("what", ["load", "copy"])
 def test_a_new_version_that_fails_leaves_the_one_before(backbone, tenant, monkeypatch, what) -> None:
     engine = backbone.engine()
@@ -146,7 +150,7 @@ def test_a_new_version_that_fails_leaves_the_one_before(backbone, tenant, monkey
     if what == "load":
         (tenant.folder / "adapter_model.safetensors").write_bytes(b"damaged")
     else:
-        monkeypatch.setattr(engine.manager._writer, "write", lambda slot, lora: 1 / 0)
+        monkeypatch.setattr(engine.manager._writer, "write", fails)
     later = engine.add_request(Request("later", [4, 7], 5, tenant.asks()))
     assert [result.request_id for result in engine.step().failed] == [wanted.request_id]
     monkeypatch.undo()
@@ -217,7 +221,7 @@ def test_random_replacements_preemptions_and_aborts(backbone, tmp_path, seed) ->
 # --- ids ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["abort", "evict", "remove"])
+@pytest.mark.parametrize("how", ["abort", "evict", "remove", "still registered", "in place"])
 def test_an_id_is_free_when_nobody_uses_it(backbone, tenant, how) -> None:
     engine = backbone.engine(max_loras=1)
     other = LoRARequest("other", ID, backbone.adapters[2].lora_path)
@@ -229,9 +233,34 @@ def test_an_id_is_free_when_nobody_uses_it(backbone, tenant, how) -> None:
     finish(engine)
     if how == "evict":
         engine.generate([[1]], [backbone.adapters[3]], 1)
+    elif how == "in place":
+        engine.generate([[1]], LoRARequest("third", ID, backbone.adapters[3].lora_path, load_inplace=True), 1)
     elif how == "remove":
         engine.manager.remove_adapter(ID)
     assert tokens_of(engine.generate([[1, 2]], [other], 4)) == [backbone.generate_merged((1, 2), 2, 4)]
+
+
+def test_an_id_in_use_fails_one_prompt_of_a_call(backbone, tenant) -> None:
+    engine = backbone.engine()
+    other = LoRARequest("other", ID, backbone.adapters[2].lora_path)
+    one, two, three = engine.generate([[1, 2]] * 3, [tenant.asks(), other, None], 4)
+    assert (two.finish_reason, "adapter id 9 stands for" in two.error) == ("failed", True)
+    assert one.token_ids == backbone.generate_merged((1, 2), 1, 4)
+    assert three.token_ids == backbone.generate_merged((1, 2), 0, 4)
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["the other one waits", "the other one runs"])
+def test_an_aborted_replacement_is_made_for_the_next_who_waits_for_it(backbone, tenant, steps) -> None:
+    engine = backbone.engine(max_batch_size=1)
+    first = engine.add_request(Request("first", [1, 7], 6, tenant.asks()))
+    for _ in range(steps):
+        engine.step()
+    path = backbone.adapters[2].lora_path
+    engine.add_request(Request("replaces", [1], 3, LoRARequest("other", ID, path, load_inplace=True)))
+    third = engine.add_request(Request("third", [2, 7], 4, LoRARequest("other", ID, path)))
+    engine.abort_request("replaces")
+    finish(engine)
+    assert (is_of(backbone, first, 1), is_of(backbone, third, 2)) == (True, True)
 
 
 def test_memory_is_bounded_by_what_is_registered(backbone) -> None:
