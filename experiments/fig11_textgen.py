@@ -154,10 +154,12 @@ def whole_stream(bench: StreamBench, system: str, workload: str) -> list[Reading
     predicted += [_throughput(bench.measure(system, workload, draw)) for draw in range(half, DRAWS_OF_A_WHOLE)]
     mean = sum(predicted) / len(predicted)
     return [
-        Reading("stream_throughput", served, "token/s"),
+        Reading("stream_throughput", served.throughput, "token/s"),
         Reading("predicted_throughput", mean, "token/s"),
-        Reading("prediction_over_stream", mean / served, "ratio"),
-        Reading("stream_steps", bench.drawn(system, workload).timeline.steps, "steps", "count", "simulated"),
+        Reading("prediction_over_stream", mean / served.throughput, "ratio"),
+        Reading("stream_mean_batch_size", (served.rows - served.idle_rows) / served.steps, "requests"),
+        Reading("stream_requests", len(served.jobs), "requests", "count"),
+        Reading("stream_steps", served.steps, "steps", "count"),
     ]
 
 

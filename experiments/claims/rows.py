@@ -6,7 +6,7 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 * per figure the largest scale present (paper before laptop);
 * per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` that is there;
 * of a point with repeats that are spread in time, the median of those that nothing disturbed (of all where none was
-  quiet). `Rows.repeats` and `Rows.ends` give the same rows as single repeats had them, and at the ends of intervals.
+  quiet). `Rows.repeats` gives the same rows as single repeats had them.
 """
 
 import itertools
@@ -84,20 +84,9 @@ class Rows:
         """The rows of ``figures`` as each repeat had them; a point without that repeat keeps its number."""
         parts = self._parts[self._parts["figure"].isin(figures)]
         frame = self._frame[self._frame["figure"].isin(figures)]
-        aggregated = frame["ci_low"].notna().to_numpy()
         for _, one in parts.groupby("repeat"):
             values = frame[_POINT].merge(one[[*_POINT, "value"]], on=_POINT, how="left")["value"].to_numpy()
-            own = np.isnan(values) | aggregated
-            yield self._with(frame, np.where(own, frame["value"].to_numpy(dtype=float), values))
-
-    def ends(self, figures: set[str]) -> Iterator[tuple[str, "Rows", "Rows"]]:
-        """For each row of ``figures`` that carries an interval its metric, and the rows with it at either end."""
-        frame = self._frame[self._frame["figure"].isin(figures)]
-        values = frame["value"].to_numpy(dtype=float)
-        for place in np.flatnonzero(frame[["ci_low", "ci_high"]].notna().all(axis=1)):
-            low, high = values.copy(), values.copy()
-            low[place], high[place] = frame["ci_low"].iloc[place], frame["ci_high"].iloc[place]
-            yield frame["metric"].iloc[place], self._with(frame, low), self._with(frame, high)
+            yield self._with(frame, np.where(np.isnan(values), frame["value"].to_numpy(dtype=float), values))
 
     def stirred(self, figures: set[str], by: float, **where: Any) -> "Rows | None":
         """The rows of ``figures``, each one whose columns equal ``where`` times a factor of its own between ``1 - by``
@@ -124,8 +113,7 @@ def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
     text = ["figure", "panel", "system", "workload", "model", "metric", "timer", "scale"]
     frame = frame.assign(**{name: frame[name].fillna("").astype(str) for name in text})
     frame = frame.assign(disturbed=frame["disturbed"].eq(True))
-    numeric = ["repeat", "ci_low", "ci_high", "value"]
-    frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in numeric})
+    frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("repeat", "value")})
     # "count" rows of a sampled metric say how often it was measured; the median beside them is the number
     frame = frame[~((frame["statistic"] == "count") & (frame["unit"] == "samples"))]
     frame = _preferred(frame, "scale", SCALES, ["figure"])

@@ -11,9 +11,6 @@ from experiments.claims.rows import Rows, pick
 from experiments.claims.sec52 import BATCH, LINK, PAPER_LINK, SYSTEM, loads, milliseconds, overlap
 from punica.workload.popularity import PAPER_WORKLOADS
 
-LONG = 1000
-"""Requests of a stream from which its ramp and tail no longer show."""
-
 
 def _known(cell: Serving, system: str, workload: str, metric: str) -> float | None:
     frame = cell.frame
@@ -147,20 +144,14 @@ def baseline_gains(rows: Rows) -> str:
 
 
 @why("C36")
-def batches_run_down(rows: Rows) -> str:
-    """How much of the stream is its tail; or, of a stream that is long enough, what steps hold beside the replay."""
+def batches_are_not_full(rows: Rows) -> str:
+    """What steps of the stream that was served to its end held, beside its limit."""
     cell = Serving(rows, "7B")
-    metrics = "requests", "steps", "mean_batch_size"
+    metrics = "stream_requests", "stream_steps", "stream_mean_batch_size"
     requests, steps, mean = (float(_known(cell, PUNICA, "Distinct", name) or 0) for name in metrics)
-    missing = 100 * (1 - mean / cell.batch)
-    if requests >= LONG:
-        return (
-            f"steps hold {mean:.3g} requests on the mean of a stream of {requests:.0f}, {missing:.0f} % short"
-        )
     return (
-        f"the claim is about {LONG} requests or more; here {requests:.0f} ran {steps:.0f} steps, {steps * mean:.0f} "
-        f"rows of the {steps * cell.batch:.0f} that full batches of {cell.batch:g} would hold: filling up and running "
-        f"down are {missing:.0f} % of so short a stream"
+        f"the {steps:.0f} steps of a stream of {requests:.0f} requests hold {mean:.3g} on the mean, "
+        f"{100 * (1 - mean / cell.batch):.0f} % short of {cell.batch:g}"
     )
 
 

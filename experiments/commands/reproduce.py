@@ -1,6 +1,7 @@
 """Reproduce the paper: measure what is missing or stale of every figure, draw what changed, judge the claims.
 
-Run again, it does nothing; delete one file of rows, and it redoes that figure. `figures=[fig08]` chooses figures by
+Run again, it measures only what
+other work disturbed; delete one file of rows, and it redoes that figure. `figures=[fig08]` chooses figures by
 name or prefix; any other override (`scale=smoke`, `hardware=cpu`, `force=true`, ...) goes to every figure.
 A figure that fails does not stop the others, and the exit code says so at the end.
 
@@ -40,7 +41,7 @@ def reproduce(cfg: DictConfig) -> int:
         report = _report(cfg, bool(changed))
     except RowsError as error:  # a damaged file of any figure: the figures above are done, the verdicts are not
         report, failures["report"] = "", str(error)
-    _say_how_quiet(outcomes.values())
+    _say_what_was_left_out(outcomes.values())
     finish(
         command="reproduce",
         measured=changed,
@@ -55,17 +56,11 @@ def reproduce(cfg: DictConfig) -> int:
     return 1 if failures else 0
 
 
-def _say_how_quiet(outcomes: Iterable[Outcome]) -> None:
-    """The summary line of marks: points times repeats that other work disturbed, and passes that time was too short
-    for.
-    """
-    outcomes = list(outcomes)
-    measured, disturbed = (sum(getattr(one, name) for one in outcomes) for name in ("measured", "disturbed"))
+def _say_what_was_left_out(outcomes: Iterable[Outcome]) -> None:
+    """Which figures time was too short for; the report says how many points were disturbed."""
     short = [one.experiment for one in outcomes if one.passes_left_out]
-    if measured:
-        line = f"{disturbed} of {measured} measurements were disturbed by other work and stay marked"
-        line += f"; too slow here for all passes: {', '.join(short)}" if short else ""
-        print(line, file=sys.stderr, flush=True)
+    if short:
+        print(f"too slow here for all passes: {', '.join(short)}", file=sys.stderr, flush=True)
 
 
 def _report(cfg: DictConfig, changed: bool) -> str:

@@ -22,6 +22,9 @@ from punica.measure.records import Row, RowFile
 
 MakeRow = Callable[..., Row]
 """`make_row(point, **columns of the reading and of its disturbance)`."""
+Loud = Callable[[Point], float | None]
+"""The `other_cpu` of the marked rows of a point that an earlier run left to be measured again; None where it has none.
+"""
 Group = list[Point]
 
 
@@ -40,8 +43,8 @@ class Measured:
 class Passes:
     """The measuring of one experiment under `cfg` into `rows`."""
 
-    def __init__(self, experiment: Experiment, cfg: Config, make_row: MakeRow, rows: RowFile) -> None:
-        self.experiment, self.cfg, self.rows = experiment, cfg, rows
+    def __init__(self, experiment: Experiment, cfg: Config, make_row: MakeRow, rows: RowFile, loud: Loud) -> None:
+        self.experiment, self.cfg, self.rows, self._loud = experiment, cfg, rows, loud
         self.outcome = Measured()
         self._make_row = make_row
         self._marked: list[tuple[Group, Disturbance]] = []
@@ -73,7 +76,11 @@ class Passes:
             progress.set_postfix_str(group[0].label(), refresh=True)
             if group[0].label() not in self._failed and (found := self._visit(group, budget, progress)):
                 readings, disturbance = found
-                self._keep(group, readings, disturbance)
+                before = self._earlier(group)
+                if before is None or _quieter(disturbance, before):
+                    self._keep(group, readings, disturbance)
+                else:
+                    disturbance = before
                 self.outcome.points += len(group)
                 values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
                 progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
@@ -81,6 +88,12 @@ class Passes:
                     self._marked.append((group, disturbance))
             budget.visited(len(group))
             progress.update(len(group))
+
+    def _earlier(self, group: Group) -> Disturbance | None:
+        """What disturbed the rows that an earlier run left of all of `group`; None when one has none."""
+        found = [self._loud(point) for point in group]
+        known = [other for other in found if other is not None]
+        return Disturbance(True, max(known), None, None) if len(known) == len(group) else None
 
     def _visit(self, group: Group, budget: Budget, progress: tqdm) -> tuple[list[list[Reading]], Disturbance] | None:
         """Readings of `group` and what disturbed them; None when a result was wrong, which is noted."""
@@ -94,6 +107,7 @@ class Passes:
         return readings, watch.stop()
 
     def _fail(self, group: Group, error: CheckFailed, progress: tqdm) -> None:
+        self.rows.drop({self._make_row(point, metric="", value=0.0, unit="").point for point in group})
         self._failed.add(group[0].label())
         self.outcome.failed.append(f"{group[0].label()}: {error}")
         progress.write(f"{self.experiment.name}: no row for {group[0].label()}: {error}", file=sys.stderr)

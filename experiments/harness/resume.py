@@ -38,7 +38,8 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     """Measure what is missing or stale of `experiment` under `cfg`, then draw it if its rows changed.
 
     Rows are on disk after every point, so an interruption loses at most the point in progress. A point whose result
-    fails its check is listed in `Outcome.failed` and gets no row. Raises `ConfigError` for a choice that cannot run
+    fails its check is listed in `Outcome.failed` and has no row, whatever was on disk. What is marked as disturbed is
+    measured again, and gives way to a quieter row. Raises `ConfigError` for a choice that cannot run
     and `RowsError` for files that cannot be read or written, both before anything is measured.
     """
     started = time.perf_counter()
@@ -50,7 +51,9 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     grid = list(experiment.points(settled))
     points = [replace(point, repeat=repeat) for repeat in range(settled.scale.passes) for point in grid]
     source = source_of(experiment)
-    done = set() if settled.force else {(row.config_hash, row.repeat) for row in rows.rows if row.source_hash == source}
+    mine = [] if settled.force else [row for row in rows.rows if row.source_hash == source]
+    loud = {(row.config_hash, row.repeat): row.other_cpu or 0.0 for row in mine if row.disturbed}
+    done = {(row.config_hash, row.repeat) for row in mine} - set(loud)  # the marked ones may be quiet this time
     pending = [point for point in points if (digest(point), point.repeat) not in done]
     outcome = Outcome(experiment.name, len(points), skipped=len(points) - len(pending), rows_file=str(rows.path))
     if pending:
@@ -62,11 +65,14 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
         def make_row(point: Point, **found: Any) -> Row:
             return Row(config_hash=digest(point), **columns, **point.columns(), **found)
 
+        def before(point: Point) -> float | None:
+            return loud.get((digest(point), point.repeat))
+
         timed = [point for point in pending if not experiment.is_derived(point)]
         changed = {point.repeat for point in pending}
         derived = [point for point in points if experiment.is_derived(point) and point.repeat in changed]
         try:
-            found = Passes(experiment, settled, make_row, rows).run(timed, derived)
+            found = Passes(experiment, settled, make_row, rows, before).run(timed, derived)
         finally:
             experiment.release()
         outcome.measured, outcome.failed = found.points, found.failed

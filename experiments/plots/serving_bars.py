@@ -108,7 +108,7 @@ class Places:
 
 
 def _bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper: bool) -> None:
-    """One bar with its value per row of `cells`, and its interval where it has one; a disturbed one hollow."""
+    """One bar with its value per row of `cells`; a disturbed one hollow."""
     for cell in cells.itertuples():
         left, value, width = places.left(cell.system, cell.workload, paper), float(cell.value), places.width
         if left is None:
@@ -117,9 +117,6 @@ def _bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper
         if getattr(cell, "disturbed", None) is True:
             look = {"facecolor": "white", "edgecolor": _colour(cell.system), "linewidth": 1.2, "zorder": 3}
         axis.bar(left, value, 0.9 * width, align="edge", **look)
-        low, high = getattr(cell, "ci_low", None), getattr(cell, "ci_high", None)
-        if not relative and pd.notna(low) and pd.notna(high):
-            axis.vlines(left + 0.45 * width, low, high, color="0.2", linewidth=0.9, zorder=4)
         name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
         text, colour = f"{value:.{2 if relative else 0}f}{name}", style.PAPER_GREY if paper else "0.2"
         style.note(axis, text, left + 0.45 * width, value, va="bottom", rotation=90, fontsize=5.5, color=colour)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
 from experiments.systems.check import Agreement, check_tokens
-from experiments.systems.serving import SYSTEMS, ServingSystem, Step
+from experiments.systems.serving import SYSTEMS, Served, ServingSystem, Step
 from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.windows import Window, draw_windows
 from experiments.systems.world import World
@@ -81,9 +81,9 @@ class StreamBench:
             )
         return self._jobs[workload]
 
-    def serve_whole(self, system: str, workload: str) -> float:
-        """Token/s of serving the whole stream: what windows predict. For short streams, or patience."""
-        return self._system(system).serve(self.jobs(workload)).throughput
+    def serve_whole(self, system: str, workload: str) -> Served:
+        """The whole stream, served: what windows predict. For short streams, or patience."""
+        return self._system(system).serve(self.jobs(workload))
 
     def _system(self, name: str) -> ServingSystem:
         if name not in self._systems:

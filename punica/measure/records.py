@@ -12,7 +12,7 @@ in milliseconds.
 import csv
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from io import StringIO
 from pathlib import Path
@@ -66,8 +66,6 @@ class Row:
     numa_nodes: int | None = None
     l3_mib: float | None = None
     repeat: int | None = None  # which of the repeats that are spread in time, 0 first
-    ci_low: float | None = None  # 95 % interval of `value`, in its unit, where the row already is an aggregate
-    ci_high: float | None = None
     disturbed: bool | None = None  # other work on the machine spoilt the interval of this measurement
     other_cpu: float | None = None  # share of CPU time of other processes, and of steal, over that interval
     calib_gemm_us: float | None = None  # a short product and a copy, mean of before and after
@@ -85,7 +83,7 @@ class Row:
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat")
-_NUMBERS = ("value", "l3_mib", "ci_low", "ci_high", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz")
+_NUMBERS = ("value", "l3_mib", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz")
 _FLAGS = {"": None, "True": True, "False": False}
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
 """Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""
@@ -204,3 +202,10 @@ class RowFile:
         changed = [*self.rows[:place], *rows, *filter(stays, self.rows[place:])]
         write_rows(self.path, changed)
         self.rows = changed
+
+    def drop(self, points: Collection[tuple[object, ...]]) -> None:
+        """Remove all rows of `points` (see `Row.point`), whatever their repeat, and write the file."""
+        kept = [row for row in self.rows if row.point not in points]
+        if len(kept) < len(self.rows):
+            write_rows(self.path, kept)
+            self.rows = kept

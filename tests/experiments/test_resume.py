@@ -1,7 +1,9 @@
 """The harness: what is on disk is skipped, what is stale is measured again, what is finished stays."""
 
+from dataclasses import replace
+
 import pytest
-from fakes import Fake, composed
+from fakes import QUIET, Fake, composed
 
 from experiments.harness.command import or_exit
 from experiments.harness.resume import run
@@ -79,6 +81,29 @@ def test_a_wrong_result_gets_no_row_and_is_reported(tmp_path):
     assert len(outcome.failed) == 1
     assert "batch 2" in outcome.failed[0]
     assert "off by one" in outcome.failed[0]
+
+
+def test_a_result_that_turns_wrong_loses_the_rows_it_had(tmp_path):
+    run(composed(tmp_path, *GRID), Fake())
+    outcome = run(composed(tmp_path, *GRID, "force=true"), Fake(wrong=[2]))
+    assert len(outcome.failed) == 1
+    assert sorted({row.batch_size for row in rows_of(tmp_path)}) == [1, 4]
+
+
+def test_marked_rows_are_measured_again_by_the_next_run_and_the_quieter_stays(tmp_path, machine):
+    busy = replace(QUIET, disturbed=True, other_cpu=0.25)
+    machine.script = [QUIET, busy]
+    assert run(composed(tmp_path, *GRID), Fake()).disturbed == 1
+
+    def again(disturbance):
+        machine.script, fake = [disturbance], Fake()
+        outcome = run(composed(tmp_path, *GRID), fake)
+        return fake.measured, outcome.disturbed, {row.other_cpu for row in rows_of(tmp_path) if row.disturbed}
+
+    assert again(replace(busy, other_cpu=0.5)) == ([("Distinct", 2)], 1, {0.25})
+    assert again(replace(busy, other_cpu=0.1)) == ([("Distinct", 2)], 1, {0.1})
+    assert again(QUIET) == ([("Distinct", 2)], 0, set())
+    assert again(QUIET) == ([], 0, set())
 
 
 def test_rows_carry_their_provenance(tmp_path):

@@ -19,7 +19,7 @@ def test_columns_are_the_contract():
     expected = (
         "figure,panel,system,workload,model,hardware,batch_size,seq_len,rank,metric,value,unit,kind,statistic,timer,"
         "scale,config_hash,source_hash,commit,date,device,python,torch,triton,driver,transformers,peft,numa_nodes,l3_mib,"
-        "repeat,ci_low,ci_high,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz"
+        "repeat,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz"
     )
     assert ",".join(COLUMNS) == expected
 
@@ -31,7 +31,7 @@ def test_rows_survive_a_round_trip(tmp_path):
 
 
 def test_what_disturbed_a_repeat_survives_a_round_trip(tmp_path):
-    known = {"numa_nodes": 2, "l3_mib": 32.5, "repeat": 0, "ci_low": 1.5, "ci_high": 2.5, "other_cpu": 0.25}
+    known = {"numa_nodes": 2, "l3_mib": 32.5, "repeat": 0, "other_cpu": 0.25}
     rows = [replace(ROW, **known, disturbed=True, calib_gemm_us=7.0), replace(ROW, disturbed=False, peft="0.18.0")]
     write_rows(tmp_path / "rows.csv", rows)
     assert read_rows(tmp_path / "rows.csv") == rows
@@ -41,7 +41,7 @@ def test_files_from_before_a_column_are_read_and_lack_it(tmp_path):
     path = tmp_path / "rows.csv"
     write_rows(path, [ROW])
     old = [
-        ",".join(line.split(",")[:-11])
+        ",".join(line.split(",")[:-9])
         for line in path.read_text().replace(',"EPYC, ""2 cores""",', ",EPYC,").splitlines()
     ]
     path.write_text("\n".join(old))
@@ -77,7 +77,7 @@ def _lines(path: Path) -> list[str]:
     [
         (lambda lines: [lines[0].replace("rank,", ""), *lines[1:]], ["line 1", "misses the columns rank"]),
         (lambda lines: [], ["line 1", "misses the columns"]),
-        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 37"]),
+        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 35"]),
         (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
         (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
         (
@@ -87,7 +87,7 @@ def _lines(path: Path) -> list[str]:
         (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
         (lambda lines: [lines[0], lines[1].removesuffix(",,,,,") + ",maybe,,,,"], ["line 2", "disturbed is 'maybe'"]),
         (
-            lambda lines: [lines[0].replace("ci_low,ci_high", "ci_high,ci_low"), *lines[1:]],
+            lambda lines: [lines[0].replace("repeat,disturbed", "disturbed,repeat"), *lines[1:]],
             ["line 1", "has the columns"],
         ),
     ],

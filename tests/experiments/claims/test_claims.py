@@ -111,13 +111,25 @@ def test_absolute_times_count_on_an_a100(paper_rows, id):
 
 def test_what_the_engine_measured_is_judged_beside_a_replay():
     batch = {"system": "punica", "workload": "Distinct", "batch_size": 32, "rank": 16, "statistic": "value"}
-    stream = (("requests", 256), ("steps", 317), ("mean_batch_size", 25.4))
-    rows = frame(serving(**LAPTOP_SERVING) + [laptop("11", metric=name, value=n, **batch) for name, n in stream])
-    short = verdict_of(rows, "C36")
-    assert (short.verdict, short.kind) == (DIFFERS, "measured")
-    assert "here 256 ran 317 steps" in short.why
-    long = rows.assign(value=rows["value"].where(rows["metric"] != "mean_batch_size", 31.0))
-    assert verdict_of(long, "C36").verdict == REPRODUCED
+
+    def streamed(requests, mean):
+        stream = (("stream_requests", requests), ("stream_steps", 2000), ("stream_mean_batch_size", mean))
+        return frame(serving(**LAPTOP_SERVING) + [laptop("11", metric=name, value=n, **batch) for name, n in stream])
+
+    assert verdict_of(streamed(1000, 31.0), "C36").verdict == REPRODUCED
+    differs = verdict_of(streamed(1000, 25.6), "C36")
+    assert (differs.verdict, differs.kind) == (DIFFERS, "measured")
+    assert "2000 steps of a stream of 1000 requests hold 25.6 on the mean, 20 % short of 32" in differs.why
+    assert verdict_of(streamed(256, 25.6), "C36").verdict == ARITHMETIC  # the claim is about 1000 requests or more
+
+
+@pytest.mark.parametrize("mean", [25.6, 31.0])
+def test_windows_that_are_drawn_to_agree_with_the_replay_do_not_judge_it(mean):
+    cell = {"system": "punica", "workload": "Distinct", "batch_size": 32, "rank": 16, "statistic": "value"}
+    drawn = (("requests", 1000), ("steps", 31416), ("window_steps", 32), ("mean_batch_size", mean))
+    rows = frame(serving(**LAPTOP_SERVING) + [laptop("11", metric=name, value=n, **cell) for name, n in drawn])
+    judged = verdict_of(rows, "C36")
+    assert (judged.verdict, judged.kind) == (ARITHMETIC, "simulated")
 
 
 def test_small_model_and_short_lengths_stand_in_and_are_named():

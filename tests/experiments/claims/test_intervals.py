@@ -1,18 +1,12 @@
-"""Intervals come from repeats and from rows that carry one; a bound inside is within noise; disturbed points mark."""
-
-import math
+"""Intervals come from repeats; a bound inside is within noise; disturbed points mark."""
 
 import pandas as pd
 import pytest
-from claim_rows import decode, frame, repeated, serving, verdict_of
+from claim_rows import decode, frame, repeated, verdict_of
 
 from experiments.claims import VERDICTS
 
-REPRODUCED, SHAPE, NOISE, DIFFERS, *_ = VERDICTS
-SPEED = {
-    "punica": (900, 920, 930, 1000), "continuous_batching": (100, 102, 113, 1100),
-    "static_batching": (95, 97, 104, 640), "hf_peft": (40, 41, 44, 200),
-}  # fmt: skip
+REPRODUCED, _, NOISE, DIFFERS, *_ = VERDICTS
 
 
 def growths(*values):
@@ -48,39 +42,6 @@ def test_repeats_that_move_together_do_not_move_a_ratio():
     rows = repeated(frame(decode([1, 2, 32], growth=1.45)), 1.0, 1.3, 0.9)
     assert verdict_of(rows, "C01").interval == ""
     assert verdict_of(rows, "C01").verdict == REPRODUCED
-
-
-def with_interval(rows, system, workload, low, high):
-    cell = (rows["system"] == system) & (rows["workload"] == workload)
-    return rows.assign(ci_low=rows["ci_low"].where(~cell, low), ci_high=rows["ci_high"].where(~cell, high))
-
-
-def test_intervals_of_rows_add_in_quadrature():
-    rows = with_interval(frame(serving(**SPEED)), "punica", "Distinct", 870, 930)
-    rows = with_interval(rows, "continuous_batching", "Distinct", 97, 104)
-    low = 9 - math.hypot(9 - 870 / 100, 9 - 900 / 104)
-    high = 9 + math.hypot(930 / 100 - 9, 900 / 97 - 9)
-    judged = verdict_of(rows, "C29")
-    assert judged.interval == f"speedup={low:.4g} to {high:.4g}"
-    assert judged.verdict == SHAPE  # all of it is above 8
-    wide = with_interval(rows, "punica", "Distinct", 780, 1020)
-    assert verdict_of(wide, "C29").verdict == NOISE
-
-
-def test_an_interval_of_another_metric_is_no_interval_of_this_one():
-    rows = frame(serving(**SPEED))
-    other = rows.assign(metric="new_token_throughput", ci_low=1.0, ci_high=2000.0)
-    assert verdict_of(pd.concat([rows, other], ignore_index=True), "C29").interval == ""
-
-
-def test_an_aggregate_with_its_interval_stands_for_its_repeats():
-    rows = frame(serving(**SPEED))
-    whole = with_interval(rows, "punica", "Distinct", 890, 910)
-    judged = verdict_of(pd.concat([whole, repeated(rows, 0.5, 1.0, 2.0)], ignore_index=True), "C29")
-    assert judged.quantities == "speedup=9"
-    low, high = (float(end) for end in judged.interval.removeprefix("speedup=").split(" to "))
-    assert low < 8.9
-    assert high > 9.1  # and the repeats of the baselines, which have no interval of their own
 
 
 def marked(rows, **where):
