@@ -5,7 +5,7 @@
 Batches of Mixtral-8x7B and Qwen3-30B-A3B (1 to 128 rows, 1 and 4 adapters, rank 16, bfloat16), through the wrapper at
 its defaults: w13 and w2 apart, added to their outputs and as a delta (outputs overwritten, which is what the fastest
 public kernel does), and the alignment of rows by adapter and expert, which a layer needs once. One CUDA graph per cell,
-weights from HBM, median of replays, results checked against float32 references, as in `ext_operator_tables`;
+weights from HBM, median of replays, results checked against float32 references, deltas again after a graph replay;
 `paper_results/anchors.csv` holds the public kernels' times.
 """
 
@@ -76,6 +76,7 @@ def lines() -> list[Line]:
 def measure(line: Line) -> list[str]:
     """Fill in the line's microseconds; what failed its check, and so was not timed, comes back."""
     from experiments.benches.expert_sets import ExpertSets, MoELayer
+    from experiments.benches.operator_sets import captured
     from punica.measure.timing import seconds_between_events
 
     sets, failed = ExpertSets(MoELayer(*LAYERS[line.model]), line.tokens, line.adapters, RANK), []
@@ -87,15 +88,14 @@ def measure(line: Line) -> list[str]:
             error = sets.error(name)
             if not error <= TOLERANCE:
                 raise CheckFailed(f"relative error {error:.1e} is above {TOLERANCE:.0e}: not timed")
-            graph, calls = sets.captured(call, CALLS)
+            graph, rounds = captured(call, sets.count, CALLS)
             if name.endswith("delta"):
                 graph.replay()
                 error = sets.error_now(name)
                 if not error <= TOLERANCE:
                     raise CheckFailed(f"after a graph replay the relative error is {error:.1e}: not timed")
-            line.us[name] = statistics.median(
-                seconds_between_events(graph.replay) * 1e6 / calls for _ in range(REPLAYS)
-            )
+            replays = [seconds_between_events(graph.replay) for _ in range(REPLAYS)]
+            line.us[name] = statistics.median(replays) * 1e6 / (rounds * sets.count)
         except CheckFailed as wrong:
             failed.append(f"{line.label} {name}: {wrong}")
     return failed

@@ -156,16 +156,3 @@ class ExpertSets:
     def pairs(self) -> int:
         """Different (adapter, expert) pairs of the first set."""
         return len({(t % self.adapters, e) for t, row in enumerate(self.routing[0][1].tolist()) for e in row})
-
-    def captured(self, call: Call, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
-        """A graph of at least `calls` calls, every set in turn, and how many there are."""
-        for i in range(min(self.count, 2)):
-            call(i)
-        torch.cuda.synchronize()
-        rounds = max(1, calls // self.count)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(rounds):
-                for i in range(self.count):
-                    call(i)
-        return graph, rounds * self.count

@@ -100,16 +100,7 @@ class OperatorSets:
 
     def captured(self, call: Callable[[int], object], calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
         """A graph of `calls` calls or one per set, every set in turn, and how often each set is in it."""
-        rounds = max(1, calls // self.count)
-        for i in range(min(self.count, 2)):
-            call(i)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(rounds):
-                for i in range(self.count):
-                    call(i)
-        return graph, rounds
+        return captured(call, self.count, calls)
 
     def time_graph(self, call: Callable[[int], object], *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
         """Microseconds per call in a graph of at least `calls` calls (median over replays), and the relative error left
@@ -122,6 +113,20 @@ class OperatorSets:
         times = [seconds_between_events(graph.replay) * 1e6 / (rounds * self.count) for _ in range(replays)]
         self.y.zero_()
         return statistics.median(times), error
+
+
+def captured(call: Callable[[int], object], sets: int, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of at least `calls` calls or one for each of `sets`, every set in turn, and how often each is in it."""
+    rounds = max(1, calls // sets)
+    for i in range(min(sets, 2)):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for i in range(sets):
+                call(i)
+    return graph, rounds
 
 
 def seconds_per_eager_call(call: Callable[[int], object], sets: int, calls: int = 300) -> float:

@@ -114,9 +114,10 @@ def expand_config(work: Work) -> Config:
     form, lanes = work.form, block_at_least(work.form.full_rank)
     if expands_by_rows(work):
         block_n = max(32, min(block_at_least(form.width), (8192 if form.width >= 1024 else 4096) // lanes))
+        spread = 1024 <= form.width < 4096 or work.itemsize == 1  # FP8 is made wide in registers
         return {
             "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1, "group_m": 1,
-            "num_warps": 4 if 1024 <= form.width < 4096 else 2, "num_stages": 1,
+            "num_warps": 4 if spread else 2, "num_stages": 1,
         }  # fmt: skip
     blocks = work.tiles * form.slices * cdiv(form.width, 128)
     tiles_n, block_n = _power_below(blocks / WANTED_EXPAND, 16), 128

@@ -49,8 +49,6 @@ OTHERS = [
         {"rank": 64, "tokens": 128, "path": "two_stage", "ranks": False},
     )
 ]
-SPILLED = 16
-"""Bytes that a thread may keep in memory: the form that a search on an H200 found fastest keeps three registers."""
 
 
 def compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +79,7 @@ def test_every_form_compiles_and_fits():
 def test_usual_calls_spill_nothing_and_overlap():
     records = compiled(USUAL)
     check(records)
-    assert not [(record["spilled"], record["case"]) for record in records if record["spilled"] > SPILLED]
+    assert not [(record["spilled"], record["case"]) for record in records if record["spilled"]]
     assert sum(record["waits"] for record in records) == 2 * len(USUAL)  # shrink and expand of each
     early = sum(record["starts_early"] for record in records)
     assert early == len(USUAL) + sum(case["down"] for case in USUAL)  # every expand, and shrink behind an activation
