@@ -4,10 +4,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from punica.adapters.lora_model import LoRAModel
 from punica.adapters.request import LoRARequest
-from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, SlotWriter
 from punica.checks import check_count
+from punica.parallel import all_ranks_agree
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -205,7 +206,7 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
         """Write an adapter into the lowest free slot, or that of the least recently used unpinned one.
 
         `False` if it was active. In any case it counts as just used. ValueError: it is not registered. RuntimeError:
-        :meth:`check_slots`. If the write fails, its slot is free.
+        :meth:`check_slots`. If the write fails on any tensor-parallel rank, it does on all, and its slot is free.
         """
         lora = self.require(adapter_id)
         inactive = adapter_id not in self.active
@@ -215,7 +216,9 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
                 removable = (other for other in self._entries if other in self.active and other not in self._pinned)
                 self.deactivate(next(removable))
             slot = self.index_to_id.index(None)
-            self.active[adapter_id] = Placement(slot, self._writer.write(slot, lora))
+            with all_ranks_agree():
+                copy = self._writer.write(slot, lora)
+            self.active[adapter_id] = Placement(slot, copy)
             self.index_to_id[slot] = adapter_id
         self.touch(adapter_id)
         return inactive

@@ -1,6 +1,7 @@
 """From a request to a packed adapter: everything about the folder that only has to be said once."""
 
 import os
+import threading
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import cast
 import torch
 
 from punica.adapters.hold import LRUCache
+from punica.adapters.lora_model import LoRAModel
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config
 from punica.adapters.read import WEIGHTS_FILE, lora_names, read_tensors
 from punica.adapters.request import LoRARequest, loading
-from punica.adapters.weights import LoRAModel
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
 from punica.ops.quant import FP8_DTYPES
@@ -51,6 +52,7 @@ class AdapterLoader:
         self._vocab_size = vocab_size
         self._moe_ep_spec = moe_ep_spec
         self._checked: LRUCache[tuple, PEFTHelper] = LRUCache(_MOST_REMEMBERED)
+        self._lock = threading.Lock()  # of what is remembered: a folder may be loaded while another one is checked
 
     def check(self, request: LoRARequest) -> None:
         """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers: config, names,
@@ -63,7 +65,7 @@ class AdapterLoader:
         """
         with loading(request):
             state = _state_of(request)
-            if state is not None and self._checked.get(state) is not None:
+            if self._known(state) is not None:
                 return
             config, tensors = self._read(request, with_numbers=False)
             self._check_shapes(request, config, tensors)
@@ -71,7 +73,8 @@ class AdapterLoader:
             if self._moe_ep_spec is None and (problem := config.disagreement(modules)) is not None:
                 warnings.warn(f"adapter {request.lora_name!r}: {problem}", stacklevel=2)
             if state is not None:
-                self._checked.put(state, config)
+                with self._lock:
+                    self._checked.put(state, config)
 
     def load(self, request: LoRARequest) -> LoRAModel:
         """The request's adapter, read, checked and packed. No number is read before all shapes are known to fit.
@@ -81,18 +84,22 @@ class AdapterLoader:
         """
         with loading(request):
             state = _state_of(request)
-            if state is None or self._checked.get(state) is None:
+            if self._known(state) is None:
                 self._check_shapes(request, *self._read(request, with_numbers=False))
             config, tensors = self._read(request, with_numbers=True)
             return self._packer.pack(self._model(request, config, tensors, "cpu"))
+
+    def _known(self, state: tuple | None) -> PEFTHelper | None:
+        """The config of a folder in a state that was checked."""
+        with self._lock:
+            return None if state is None else self._checked.get(state)
 
     def _check_shapes(self, request: LoRARequest, config: PEFTHelper, shapes: dict[str, torch.Tensor]) -> None:
         if not any(shape.dtype in FP8_DTYPES for shape in shapes.values()):
             self._packer.check(self._model(request, config, shapes, "meta"))
 
     def _read(self, request: LoRARequest, *, with_numbers: bool) -> tuple[PEFTHelper, dict[str, torch.Tensor]]:
-        state = _state_of(request)
-        config = None if state is None else self._checked.get(state)
+        config = self._known(_state_of(request))
         if config is None:
             config = read_config(request, self._lora_config)
         tensors = read_tensors(

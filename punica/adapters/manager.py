@@ -18,22 +18,21 @@ import torch
 from torch import nn
 
 from punica.adapters import wrap
-from punica.adapters.hold import HeldAdapters
 from punica.adapters.load import AdapterLoader
+from punica.adapters.lora_model import LoRAModel
 from punica.adapters.pack import AdapterPacker
+from punica.adapters.registered import RegisteredAdapters
 from punica.adapters.request import LoRARequest, check_same_source, distinct_requests
 from punica.adapters.synthetic import DummyAdapters
-from punica.adapters.weights import LoRAModel
-from punica.adapters.write import CopyHandle, make_slot_writer
-from punica.checks import as_int
+from punica.adapters.write import make_slot_writer
 from punica.config import LoRAConfig
 from punica.layers.utils import base_weight
 from punica.metadata import LoRAMapping, RowGroups
-from punica.parallel import all_ranks_agree
+from punica.parallel import all_ranks_agree, check_free_for_all
 from punica.wrapper import get_punica_wrapper
 
 
-class LoRAModelManager:
+class LoRAModelManager(RegisteredAdapters):
     """Adapters of one model: loads, activates and evicts them, and tells the kernels who uses what.
 
     Building it wraps the model's layers in place. One thread uses a manager. On CUDA slots are written asynchronously:
@@ -54,10 +53,13 @@ class LoRAModelManager:
         lora_config: the given one with its dtype resolved.
         punica_wrapper: shared by all layers.
 
+    With tensor parallelism every rank has a manager, and all make the same calls in the same order: what fails on one
+    rank then fails on all, with one error. What adapters it has, and where, is the matter of
+    :class:`~punica.adapters.registered.RegisteredAdapters`.
+
     Raises:
         ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory
-            than is free. RuntimeError: it is wrapped
-            already.
+            than is free. RuntimeError: it is wrapped already. The model is as it was.
     """
 
     def __init__(
@@ -72,14 +74,18 @@ class LoRAModelManager:
         layers = wrap.find_supported_layers(model)
         self.model = model
         self.vocab_size = vocab_size
-        self.lora_config = replace(lora_config)
-        self.lora_config.verify_with_model_config(base_weight(layers[0].layer))
-        wrap.check_memory(model, layers, self.lora_config)
-        self.punica_wrapper = get_punica_wrapper(
-            max_num_batched_tokens, max_num_seqs, device, max_loras=self.lora_slots, lora_config=self.lora_config
-        )
-        wrapped = wrap.wrap_layers(model, layers, self.lora_config, vocab_size)
-        self.modules = {layer.names[0]: layer.layer for layer in wrapped}
+        config = replace(lora_config)
+        with all_ranks_agree():  # one that has too little memory must not leave the others with a wrapped model
+            weight = base_weight(layers[0].layer)
+            config.verify_with_model_config(weight)
+            check_free_for_all([wrap.slots_need(model, config)], weight.device)
+            self.punica_wrapper = get_punica_wrapper(
+                max_num_batched_tokens, max_num_seqs, device, max_loras=config.max_loras, lora_config=config
+            )
+            wrapped = wrap.build_layers(model, layers, config, vocab_size)
+            modules = {layer.names[0]: layer.layer for layer in wrapped}
+            super().__init__(modules, config, make_slot_writer(modules))
+        wrap.put_layers(model, wrapped)
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
         fp8 = cast(torch.dtype | None, self.lora_config.fp8)
@@ -88,60 +94,7 @@ class LoRAModelManager:
             self._packer, wrap.expected_lora_modules(layers), self.lora_config, vocab_size, wrap.moe_ep_spec_of(layers)
         )
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
-        self._writer = make_slot_writer(self.modules)
-        self._held = HeldAdapters(self.capacity, self.lora_slots, self._writer)
         self._last_step: tuple = (None, None)  # as given with the slots of its adapters, and its rows in the wrapper
-
-    # --- capacity and look-ups ---------------------------------------------------------------------------------------
-
-    @property
-    def lora_index_to_id(self) -> list[int | None]:
-        """Adapter id of each slot, `None` = free; a copy."""
-        return list(self._held.index_to_id)
-
-    @property
-    def capacity(self) -> int:
-        """Most registered adapters (`max_cpu_loras`)."""
-        return self.lora_config.max_cpu_loras or self.lora_config.max_loras
-
-    @property
-    def lora_slots(self) -> int:
-        """Slots on the device (`max_loras`): most distinct adapters in one step."""
-        return self.lora_config.max_loras
-
-    @property
-    def adapter_slots(self) -> int:
-        """Same as `lora_slots`."""
-        return self.lora_slots
-
-    @property
-    def slot_bytes(self) -> int:
-        """Device memory of one slot over all layers, in bytes: allocated at construction, whatever adapter fills it."""
-        return sum(layer.slot_bytes for layer in self.modules.values())
-
-    @property
-    def pinned_adapters(self) -> frozenset[int]:
-        """Ids that :meth:`pin_adapter` keeps registered and active."""
-        return self._held.pinned
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def list_adapters(self) -> dict[int, LoRAModel]:
-        """The registered adapters, `{id: adapter as packed for the model}`; a copy."""
-        return dict(self._held.items())
-
-    def get_adapter(self, adapter_id: int) -> LoRAModel | None:
-        """A registered adapter or `None`; looking does not count as use."""
-        return self._held.peek(_checked(adapter_id))
-
-    def adapter_bytes(self, adapter_id: int) -> int:
-        """Host memory of a registered adapter, in bytes. ValueError if it is not registered."""
-        return self._writer.host_bytes(self._held.require(_checked(adapter_id)))
-
-    def request_of(self, adapter_id: int) -> LoRARequest | None:
-        """The request a registered adapter was loaded for; `None` if it is not registered or came as a `LoRAModel`."""
-        return self._held.requests.get(_checked(adapter_id))
 
     # --- registered adapters -----------------------------------------------------------------------------------------
 
@@ -182,92 +135,29 @@ class LoRAModelManager:
         if adapter.id in self._held:
             self._held.touch(adapter.id)
             return False
-        packed = self._packer.pack(adapter)
-        self._held.check_place(packed.id)
-        self._held.enter([self._writer.stage(packed)], {})
+        with all_ranks_agree():
+            packed = self._packer.pack(adapter)
+            self._held.check_place(packed.id)
+            staged = self._writer.stage(packed)
+        self._held.enter([staged], {})
         return True
 
-    def rename_adapter(self, adapter_id: int, new_id: int) -> LoRAModel:
-        """Keep a registered adapter, with its slot and pin, under another id: the old one is free for its successor.
+    def read_adapter(self, request: LoRARequest) -> LoRAModel:
+        """A request's folder, read, checked, packed and staged for :meth:`add_read_adapter`; nothing is registered.
 
-        Steps in flight notice nothing. Returns the adapter as it is registered now.
-
-        Raises:
-            ValueError: `adapter_id` is not registered, or `new_id` is.
+        Another thread than the manager's may call it, meanwhile: it touches nothing that changes. Raises as
+        :meth:`add_adapter` for the folder. Not for tensor-parallel ranks, which have to agree on what they read.
         """
-        if new_id in self._held:
-            raise ValueError(f"cannot rename adapter {adapter_id} to {new_id}, which is registered; remove that first")
-        return self._held.rename(adapter_id, new_id)
+        return self._writer.stage(self._loader.load(request))
 
-    def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
-        """Register what :meth:`get_adapter` once gave and was evicted or removed since, with its request if it had one.
+    def add_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
+        """Register and activate what :meth:`read_adapter` gave for an adapter whose id is not registered.
 
-        Raises:
-            RuntimeError: all that could make room are pinned. Nothing has changed.
+        RuntimeError: all that could make room are pinned; nothing has changed.
         """
-        self._held.check_place(adapter.id)
-        self._held.enter([adapter], {} if request is None else {adapter.id: request})
-
-    def remove_adapter(self, adapter_id: int) -> bool:
-        """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
-        return self._held.pop(_checked(adapter_id)) is not None
-
-    def remove_oldest_adapter(self) -> bool:
-        """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
-        if not len(self):
-            return False
-        self._held.remove_oldest()
-        return True
-
-    def remove_all_adapters(self) -> None:
-        """No adapter registered, every slot free, no pins."""
-        for adapter_id in self.list_adapters():
-            self.remove_adapter(adapter_id)
-
-    # --- active adapters ---------------------------------------------------------------------------------------------
-
-    def activate_adapter(self, adapter_id: int) -> bool:
-        """Copy a registered adapter into the lowest free slot; with none free, into that of the least recently used
-        unpinned adapter.
-
-        Whoever runs steps must not activate more adapters than the step's requests leave slots for: see
-        :meth:`set_active_adapters`. If a layer fails nevertheless, the slot is cleared on all layers and left free.
-
-        Returns:
-            `False` if the adapter already was active (it is marked as just used).
-
-        Raises:
-            ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
-        """
-        return self._held.activate(_checked(adapter_id))
-
-    def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Free the adapter's slot and drop a pin; it stays registered. `False` if it is not active."""
-        return self._held.deactivate(_checked(adapter_id))
-
-    def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
-        """:meth:`activate_adapter` ahead of the step that uses it, with the same evictions and errors, so leave slots
-        for the steps that come before; returns the handle of the latest copy into its slot.
-
-        On CUDA the copy runs beside the steps in flight. Nobody has to call the handle's `wait`: a mapping that uses
-        the adapter implies it.
-        """
-        self.activate_adapter(adapter_id)
-        return self._held.active[adapter_id].copy
-
-    def pin_adapter(self, adapter_id: int) -> bool:
-        """Keep a registered adapter registered and active, activating it if need be, until it is unpinned, deactivated
-        or removed; again is fine. Always `True`.
-
-        Raises:
-            ValueError: the id is not registered. RuntimeError: all slots are pinned already. Nothing has changed.
-        """
-        self._held.pin(_checked(adapter_id))
-        return True
-
-    def unpin_adapter(self, adapter_id: int) -> bool:
-        """Let an adapter make room for others again. `False` if it was not pinned."""
-        return self._held.unpin(_checked(adapter_id))
+        self._held.check_slots([request.lora_int_id])
+        self._held.enter([read], {request.lora_int_id: request})
+        self.activate_adapter(request.lora_int_id)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -361,9 +251,11 @@ class LoRAModelManager:
         adapter_id = request.lora_int_id
         if adapter_id in self._held:
             return False
-        packed = self._packer.pack(self._dummies.get(adapter_id, rank))
-        self._held.check_slots([adapter_id])
-        self._held.enter([self._writer.stage(packed)], {adapter_id: request})
+        with all_ranks_agree():
+            packed = self._packer.pack(self._dummies.get(adapter_id, rank))
+            self._held.check_slots([adapter_id])
+            staged = self._writer.stage(packed)
+        self._held.enter([staged], {adapter_id: request})
         return self.activate_adapter(adapter_id)
 
     def dummy_lora_cache(self) -> AbstractContextManager[None]:
@@ -413,8 +305,3 @@ def _ids_of(mapping: LoRAMapping) -> set[int]:
     if not isinstance(mapping, LoRAMapping):
         raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
     return {*mapping.index_mapping, *mapping.prompt_mapping}
-
-
-def _checked(adapter_id: object) -> int:
-    """TypeError for what is no id: booleans stand for no adapter, and not everything can be looked up."""
-    return as_int("adapter_id", adapter_id)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from punica.adapters.check import check_fits
+from punica.adapters.lora_model import LoRAModel, ModuleWeights
 from punica.adapters.pack_experts import BASE_LAYER, pack_experts
-from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
+from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
 from punica.checks import clip
 from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA

@@ -12,13 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from punica.adapters.weights import (
-    LoRALayerWeights,
-    LoRAModel,
-    ModuleWeights,
-    PackedLoRALayerWeights,
-    StackedLoRALayerWeights,
-)
+from punica.adapters.lora_model import LoRAModel, ModuleWeights
+from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights, StackedLoRALayerWeights
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.layers.packing import LoRAFactor
 from punica.ops.quant import Fp8Matrix

@@ -19,9 +19,10 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 
+from punica.adapters.lora_model import LoRAModel, ModuleWeights
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper
 from punica.adapters.read import PEFT_PREFIX, WEIGHTS_FILE
-from punica.adapters.weights import LoRALayerWeights, LoRAModel, ModuleWeights, PackedLoRALayerWeights
+from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import last_component
 from punica.checks import check_count
 from punica.config import LoRAConfig
@@ -66,20 +67,21 @@ def random_adapter_tensors(
     *,
     target_modules: Sequence[str] = LLAMA_LORA_MODULES,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """PEFT-named random tensors `{...lora_A.weight: [rank, in], ...lora_B.weight: [out, rank]}`.
+    """PEFT-named random tensors `{...lora_A.weight: [rank, in], ...lora_B.weight: [out, rank]}`, drawn on `device`.
 
-    The same seed gives the same bits.
+    The same seed gives the same bits on the same kind of device. A CPU takes a second for an adapter of a 7B model.
 
     Raises:
         ValueError: `rank` < 1 or bad `target_modules`.
     """
     check_count("rank", rank)
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for module, (width, height) in llama_module_shapes(model_config, target_modules).items():
-        a = torch.randn(rank, width, generator=generator, device="cpu") / math.sqrt(width)
-        b = torch.randn(height, rank, generator=generator, device="cpu") / (4 * math.sqrt(rank))
+        a = torch.randn(rank, width, generator=generator, device=device) / math.sqrt(width)
+        b = torch.randn(height, rank, generator=generator, device=device) / (4 * math.sqrt(rank))
         tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = a.to(dtype)
         tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = b.to(dtype)
     return tensors

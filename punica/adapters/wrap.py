@@ -9,6 +9,7 @@ One module can be reached by several names. It is wrapped once, and adapters may
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -16,12 +17,13 @@ from torch import nn
 
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
+from punica.layers.utils import base_weight
 from punica.parallel import (
     FusedMoE,
     LinearBase,
+    Need,
     ParallelLMHead,
     VocabParallelEmbedding,
-    check_free,
     get_tensor_model_parallel_world_size,
 )
 
@@ -146,13 +148,13 @@ def is_in_target_modules(
     return not set(target_modules).isdisjoint({*candidates, *(sibling(name, own) for own in candidates)})
 
 
-def wrap_layers(
+def build_layers(
     model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig, vocab_size: int
 ) -> list[NamedLayer[BaseLayerWithLoRA]]:
-    """Replace each targeted layer in place by its LoRA layer, listed under the first of its names that is targeted.
+    """The LoRA layer of each targeted layer, listed under the first of its names that is targeted, with its slots; the
+    model stays as it is until :func:`put_layers`.
 
-    A language-model head stays; its sibling `logits_processor` is replaced, and listed under the head's name. All LoRA
-    layers are built before the first one is put into the model.
+    Of a language-model head the sibling `logits_processor` is wrapped, and listed under the head's name.
 
     Raises:
         ValueError: the filter selects nothing, a targeted layer has no LoRA class in this configuration, a head has no
@@ -160,7 +162,7 @@ def wrap_layers(
     """
     packed = packed_modules_of(model)
     wrapped: list[NamedLayer[BaseLayerWithLoRA]] = []
-    by_base: dict[int, BaseLayerWithLoRA] = {}  # the replaced module's id -> its replacement
+    by_base: dict[int, BaseLayerWithLoRA] = {}  # by the id of what it replaces
     for layer, names, parts in layers:
         targeted = _targeted(NamedLayer(layer, names, parts), lora_config, packed)
         if not targeted:
@@ -176,12 +178,18 @@ def wrap_layers(
     if not wrapped:
         names = sorted(name for layer in layers for name in layer.names)
         raise ValueError(f"target_modules {lora_config.target_modules} selects none of the model's layers {names}")
-    # An alias, even one outside the filter, still is the same layer, so it must see the same wrapper.
+    return wrapped
+
+
+def put_layers(model: nn.Module, wrapped: Collection[NamedLayer[BaseLayerWithLoRA]]) -> None:
+    """Replace every layer that has been wrapped, in place. An alias, even one outside the filter of
+    :func:`build_layers`, still is the same layer, so it must see the same wrapper.
+    """
+    by_base = {id(named.layer.base_layer): named.layer for named in wrapped}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in by_base:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, by_base[id(module)])
-    return wrapped
 
 
 def _targeted(layer: NamedLayer[nn.Module], lora_config: LoRAConfig, packed: PackedMapping) -> list[str]:
@@ -189,21 +197,26 @@ def _targeted(layer: NamedLayer[nn.Module], lora_config: LoRAConfig, packed: Pac
     return [name for name in layer.names if is_in_target_modules(name, lora_config.target_modules, packed)]
 
 
-def check_memory(model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig) -> None:
-    """ValueError if the slots of the targeted layers take more memory than is free: at least A and B of every weight
-    matrix, one tensor-parallel rank's part of A where that is shared out too.
+def slots_need(model: nn.Module, lora_config: LoRAConfig) -> Need:
+    """What the slots of the targeted layers take on the device, before the model is wrapped: at least A and B of every
+    weight matrix, an A for each of its parts, one tensor-parallel rank's share where A is shared out too.
+
+    Raises as :func:`find_supported_layers`.
     """
-    targeted = [one.layer for one in layers if _targeted(one, lora_config, packed_modules_of(model))]
-    weights = [weight for layer in targeted for weight in layer.parameters(recurse=False) if weight.ndim >= 2]
-    if not weights:
-        return
-    elements = sum(weight[..., 0, 0].numel() * sum(weight.shape[-2:]) for weight in weights)
+    layers = find_supported_layers(model)
+    resolved = replace(lora_config)
+    resolved.verify_with_model_config(base_weight(layers[0].layer))
+    dtype = torch.uint8 if resolved.fp8 is not None else cast(torch.dtype, resolved.lora_dtype)
+    elements = 0
+    for one in layers:
+        if _targeted(one, lora_config, packed_modules_of(model)):
+            slices = 1 if isinstance(one.layer, FusedMoE) else max(1, len(one.parts))
+            weights = [weight for weight in one.layer.parameters(recurse=False) if weight.ndim >= 2]
+            elements += sum(w[..., 0, 0].numel() * (w.shape[-2] + slices * w.shape[-1]) for w in weights)
     elements //= get_tensor_model_parallel_world_size() if lora_config.fully_sharded_loras else 1
-    dtype = torch.uint8 if lora_config.fp8 is not None else cast(torch.dtype, lora_config.lora_dtype)
-    check_free(
+    return Need(
         f"{lora_config.max_loras} adapter slots of rank {lora_config.max_lora_rank}",
         elements * lora_config.max_lora_rank * lora_config.max_loras * dtype.itemsize,
-        weights[0].device,
         "lower LoRAConfig.max_loras or max_lora_rank, or name fewer target_modules",
     )
 

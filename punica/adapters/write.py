@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from punica.adapters.lora_model import LoRAModel
 from punica.adapters.pack import StagedAdapter, stage
-from punica.adapters.weights import LoRAModel
 from punica.layers import BaseLayerWithLoRA
 from punica.ops.quant import Fp8Matrix
 

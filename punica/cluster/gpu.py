@@ -24,6 +24,7 @@ class ClusterRequest:
         adapter_id, rank: of its adapter; 0 and 0 for the plain backbone.
         gpu: where it is placed, ``None`` while it waits in the queue.
         first_step: the step of that GPU in which it was prefilled, ``None`` before.
+        isolated: it is served alone, see `isolation.py`.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class ClusterRequest:
     rank: int
     gpu: "Gpu | None" = None
     first_step: int | None = None
+    isolated: bool = False
 
     @property
     def kv_tokens(self) -> int:
@@ -65,6 +67,7 @@ class Gpu:
         used_pages: held by the members, never more than ``num_pages``.
         requests_of: members per adapter id, without the plain backbone.
         rank_sum: sum of the ranks of the different adapters of the members.
+        closed: nobody new finds room here, since it is set apart for isolated requests.
     """
 
     uuid: str
@@ -78,6 +81,7 @@ class Gpu:
     used_pages: int = field(default=0, init=False)
     requests_of: Counter[int] = field(default_factory=Counter, init=False)
     rank_sum: int = field(default=0, init=False)
+    closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_count("max_batch_size", self.max_batch_size)
@@ -106,6 +110,11 @@ class Gpu:
         """Tokens in the KV cache of all members that were prefilled."""
         return self._offsets + self.num_decoding * self.step
 
+    @property
+    def padded_rank_sum(self) -> int:
+        """What ``rank_sum`` would be if every adapter of the batch were padded to the largest rank among them."""
+        return len(self.requests_of) * max((member.rank for member in self.members.values()), default=0)
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
@@ -115,7 +124,7 @@ class Gpu:
 
         Without those it would be evicted right away (the same rule as a single engine's).
         """
-        if len(self.members) >= self.max_batch_size:
+        if self.closed or len(self.members) >= self.max_batch_size:
             return False
         spare = len(self.members) + 1 if self.members else 0
         return self.pages_for(request.num_tokens) + spare <= self.num_pages - self.used_pages
@@ -158,6 +167,12 @@ class Gpu:
             del self.pending[request.request_id]
             request.first_step = self.step
             self._count(request, self.step, 1)
+
+    def hold_back(self, request: ClusterRequest) -> None:
+        """It was to begin in the last step and did not: it waits for its prefill again, before all others."""
+        self._count(request, self.step, -1)
+        request.first_step = None
+        self.pending = {request.request_id: request, **self.pending}
 
     def _count(self, request: ClusterRequest, first_step: int, by: int) -> None:
         """It holds ``num_tokens + step - first_step`` tokens, and needs a page when that is 1 more than full pages."""

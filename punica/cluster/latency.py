@@ -67,6 +67,19 @@ class StepCost:
         return StepCost(name, **scaled)
 
 
+    def at_bandwidth(self, model: "ModelBytes", before: float, after: float, name: str) -> "StepCost":
+        """The same GPU with memory of ``after`` instead of ``before`` bytes/s: what ``model`` reads takes longer or
+        shorter by its bytes; launches and arithmetic stay. ValueError for a bandwidth that is not positive.
+        """
+        if not (before > 0 and after > 0):
+            raise ValueError(f"bandwidths must be positive bytes/s, got before={before!r}, after={after!r}")
+        per_element = model.itemsize * (1 / after - 1 / before)
+        return StepCost(
+            name, self.base + model.weights * per_element, self.row, self.kv + model.kv * per_element, self.prefill,
+            self.rank + model.lora * per_element,
+        )  # fmt: skip
+
+
 COEFFICIENTS = ("base", "row", "kv", "prefill", "rank")
 
 
@@ -123,11 +136,13 @@ def fit_step_cost(name: str, steps: Sequence[TimedStep], known: Mapping[str, flo
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a step of a Llama model reads: ``weights`` parameters, ``kv`` elements per token of the cache, ``lora``
-    elements per unit of rank of an adapter on all seven projections, ``itemsize`` bytes each.
+    """What a step of a Llama model reads: ``weights`` parameters (``head`` of them the output head's), ``kv`` elements
+    per token of the cache, ``lora`` elements per unit of rank of an adapter on all seven projections, ``itemsize``
+    bytes each. The input embedding, as large as the head, is held and not read: a gather of some rows.
     """
 
     weights: int
+    head: int
     kv: int
     lora: int
     itemsize: int = 2
@@ -136,18 +151,19 @@ class ModelBytes:
     def llama(
         cls, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, itemsize: int = 2
     ) -> "ModelBytes":
-        """From the sizes of a Hugging Face config; the input embedding is a gather and not counted."""
+        """From the sizes of a Hugging Face config."""
         kv_width = hidden // heads * kv_heads
         shapes = [(hidden, hidden)] * 2 + [(hidden, kv_width)] * 2 + [(hidden, intermediate)] * 3
-        weights = layers * sum(a * b for a, b in shapes) + hidden * vocab
-        return cls(weights, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
+        head = hidden * vocab
+        weights = layers * sum(a * b for a, b in shapes) + head
+        return cls(weights, head, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
 
     def pages(self, memory: float, page_size: int, adapters: int, rank: int) -> int:
         """KV pages that fit into ``memory`` bytes beside the weights and ``adapters`` slots of ``rank``.
 
         ValueError when not a single one does.
         """
-        left = memory - self.itemsize * (self.weights + adapters * rank * self.lora)
+        left = memory - self.itemsize * (self.weights + self.head + adapters * rank * self.lora)
         pages = int(left // (self.itemsize * self.kv * page_size))
         if pages < 1:
             raise ValueError(f"{memory:.4g} bytes hold no KV page beside the weights; use a larger GPU or more of them")

@@ -15,22 +15,15 @@ The same object decides for a simulation, for actors on a cluster and in tests: 
 
 import heapq
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from punica.checks import check_count, clip
 from punica.cluster.gpu import ClusterRequest, Gpu
+from punica.cluster.isolation import Isolation, PlacedRequest
 from punica.cluster.placement import SCHEDULING_RULES, SchedulingRule
 from punica.workload import MAX_BATCH
 
 PAGE_SIZE = 16
 """Tokens in a KV page of the released code; the paper leaves it open."""
-
-
-class PlacedRequest(NamedTuple):
-    """A request left the queue for a GPU."""
-
-    request_id: str
-    gpu: str
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,9 @@ class ClusterStep:
 
 @dataclass(frozen=True)
 class ScaleSignal:
-    """``add_gpu``: no GPU is lightly loaded, ask the cloud for one. ``release``: idle GPUs that can be given back."""
+    """``add_gpu``: no GPU is lightly loaded, or the queue's head finds no room: ask the cloud for one. ``release``:
+    idle GPUs that can be given back, none while one is asked for.
+    """
 
     add_gpu: bool
     release: tuple[str, ...]
@@ -64,7 +59,8 @@ class ClusterPolicy:
         rule: name in `SCHEDULING_RULES`; the default is the paper's.
         max_batch_size: most requests on a GPU (the paper's 32).
         page_size: tokens in a KV page.
-        light_load: a GPU with fewer requests is lightly loaded. The paper gives no number; half a batch by default.
+        light_load: a GPU with fewer requests, and room for one more of the mean size of its own, is lightly loaded. The
+            paper gives no number; half a batch by default.
 
     The queue is first come first served: in order of submission, whoever it is that fits; an evicted request goes back
     to its place in that order. After every call a request is in the queue, on one GPU, or gone.
@@ -80,27 +76,33 @@ class ClusterPolicy:
         half = max(1, max_batch_size // 2)
         self.light_load = check_count("light_load", half if light_load is None else light_load)
         self.gpus: dict[str, Gpu] = {}
+        self._isolation = Isolation()
         self.requests: dict[str, ClusterRequest] = {}
         self._queue: list[tuple[int, ClusterRequest]] = []  # a heap by arrival
         self._blocked: ClusterRequest | None = None  # head of the queue that found no room
         self._freed: dict[str, Gpu] = {}  # GPUs that gained room since
+        self._open: dict[str, Gpu] = {}  # GPUs whose batch has room; most others are full
+        self._most_tokens = 0  # that any GPU holds
         self._submitted = 0
 
     @property
     def queued(self) -> tuple[str, ...]:
         """Requests without a GPU, the next to be placed first."""
-        return tuple(request.request_id for _, request in sorted(self._queue, key=lambda entry: entry[0]))
+        queue = [request for _, request in sorted(self._queue, key=lambda entry: entry[0])]
+        return tuple(request.request_id for request in (*self._isolation.queue, *queue))
 
     @property
     def num_queued(self) -> int:
         """Length of the queue."""
-        return len(self._queue)
+        return len(self._queue) + len(self._isolation.queue)
 
     def add_gpu(self, uuid: str, num_pages: int) -> None:
         """A GPU with ``num_pages`` free KV pages joins; ValueError when there is one of that name."""
         if uuid in self.gpus:
             raise ValueError(f"GPU {clip(uuid)} is in the cluster already; remove it first, or choose another name")
-        self.gpus[uuid] = self._freed[uuid] = Gpu(uuid, self.max_batch_size, num_pages, self.page_size)
+        gpu = self.gpus[uuid] = Gpu(uuid, self.max_batch_size, num_pages, self.page_size)
+        self._freed[uuid] = self._open[uuid] = gpu
+        self._most_tokens = max(self._most_tokens, num_pages * self.page_size)
 
     def remove_gpu(self, uuid: str) -> tuple[str, ...]:
         """A GPU crashed or is given back: its requests return to the queue, oldest first, with what they had generated
@@ -110,8 +112,10 @@ class ClusterPolicy:
         members = sorted(gpu.members.values(), key=lambda request: request.arrival)
         for request in members:
             self._requeue(request)
-        del self.gpus[uuid]
+        self._isolation.forget(gpu)
+        del self.gpus[uuid], self._open[uuid]
         self._freed.pop(uuid, None)
+        self._most_tokens = max((one.num_pages * self.page_size for one in self.gpus.values()), default=0)
         return tuple(request.request_id for request in members)
 
     def submit(self, request_id: str, num_tokens: int, final_tokens: int, adapter_id: int = 0, rank: int = 0) -> None:
@@ -124,11 +128,10 @@ class ClusterPolicy:
             raise ValueError(f"request {clip(request_id)} is not finished; request ids are unique among these")
         check_count("num_tokens", num_tokens)
         check_count("final_tokens", final_tokens, num_tokens, "its prompt")
-        largest = max((gpu.num_pages for gpu in self.gpus.values()), default=None)
-        if largest is not None and final_tokens > largest * self.page_size:
+        if self.gpus and final_tokens > self._most_tokens:
             raise ValueError(
                 f"request {clip(request_id)} needs {final_tokens} tokens of KV cache, the largest GPU holds "
-                f"{largest * self.page_size}; shorten its output, or add a GPU with more pages"
+                f"{self._most_tokens}; shorten its output, or add a GPU with more pages"
             )
         request = ClusterRequest(request_id, self._submitted, num_tokens, final_tokens, adapter_id, rank)
         self._submitted += 1
@@ -136,19 +139,18 @@ class ClusterPolicy:
         heapq.heappush(self._queue, (request.arrival, request))
 
     def place(self) -> list[PlacedRequest]:
-        """Give requests a GPU, in the order of the queue, until its head finds no room.
+        """Give requests a GPU, in the order of the queue, until its head finds no room; before them, isolated ones.
 
         A head that found none before asks only GPUs that gained room since; without that, every step of a full cluster
         would look at all of its GPUs.
         """
-        placed = []
+        placed, opened = self._isolation.place(self.gpus.values())
+        if opened is not None:
+            self._freed[opened.uuid] = self._open[opened.uuid] = opened
         while self._queue:
             head = self._queue[0][1]
-            asked = self._freed if head is self._blocked else self.gpus
-            # most GPUs are full, so that is asked first: among 1000 of them it is what a decision costs
-            roomy = [
-                gpu for gpu in asked.values() if len(gpu.members) < self.max_batch_size and self._could_hold(gpu, head)
-            ]
+            asked = self._freed if head is self._blocked else self._open
+            roomy = [gpu for gpu in asked.values() if self._could_hold(gpu, head)]
             if not roomy:
                 self._blocked, self._freed = head, {}
                 break
@@ -156,6 +158,8 @@ class ClusterPolicy:
             heapq.heappop(self._queue)
             chosen = self.rule.choose(head, roomy)
             chosen.place(head)
+            if chosen.working_set == self.max_batch_size:
+                del self._open[chosen.uuid]
             placed.append(PlacedRequest(head.request_id, chosen.uuid))
         return placed
 
@@ -178,12 +182,17 @@ class ClusterPolicy:
             gpu.begin_step(prefills)
         return step
 
-    def end_step(self, uuid: str) -> None:
-        """The step in flight is done: each of its requests has one more token. RuntimeError when there is none."""
+    def end_step(self, uuid: str, held_back: str | None = None) -> None:
+        """The step in flight is done: each of its requests has one more token. RuntimeError when there is none.
+
+        ``held_back``: the one of its prefills that the GPU did not run, and is asked to run first in the next step.
+        """
         gpu = self._gpu(uuid)
         if not gpu.in_flight:
             raise RuntimeError(f"GPU {clip(uuid)} runs no step; call begin_step first")
         gpu.in_flight = False
+        if held_back is not None:
+            gpu.hold_back(self._request(held_back))
 
     def finish(self, request_id: str) -> None:
         """It has all its tokens: free its place. RuntimeError when it waits in the queue, where nothing can finish."""
@@ -196,12 +205,24 @@ class ClusterPolicy:
     def cancel(self, request_id: str) -> None:
         """It is not wanted any more, wherever it is. ValueError for an unknown request."""
         request = self._request(request_id)
-        if request.gpu is None:
-            self._queue.remove((request.arrival, request))
-            heapq.heapify(self._queue)
-        else:
-            self._leave(request.gpu, request)
+        self._take_out(request)
         del self.requests[request_id]
+
+    def isolate(self, request_id: str) -> None:
+        """Serve it alone from now on: not beside others, who could be harmed by it. One such request is served at a
+        time, on a GPU that is set apart for them as long as there are any; in the order of their submission.
+        """
+        request = self._request(request_id)
+        self._take_out(request)
+        request.isolated = True
+        self._requeue(request)
+
+    def end_isolation(self, request_id: str) -> None:
+        """It may run beside others: it goes back to its place in the queue."""
+        request = self._request(request_id)
+        self._take_out(request)
+        request.isolated = False
+        self._requeue(request)
 
     def total_tokens(self, request_id: str) -> int:
         """Prompt plus generated tokens, without those of a step in flight."""
@@ -210,12 +231,24 @@ class ClusterPolicy:
     def scale_signal(self) -> ScaleSignal:
         """Section 5.1: ask for a GPU when none is lightly loaded, give idle ones back.
 
-        One idle GPU stays when no other GPU is lightly loaded, since it would be asked for again at once.
+        One idle GPU stays when no other GPU is lightly loaded, since it would be asked for again at once; all stay that
+        do while requests wait for a place, or may hold one that waits. Call it after `place`.
         """
-        loads = {uuid: gpu.working_set for uuid, gpu in sorted(self.gpus.items())}
-        idle = [uuid for uuid, load in loads.items() if load == 0]
-        lightly = sum(0 < load < self.light_load for load in loads.values())
-        return ScaleSignal(not idle and not lightly, tuple(idle if lightly else idle[:-1]))
+        blocked = self._head_is_blocked()
+        idle = [uuid for uuid, gpu in sorted(self.gpus.items()) if not gpu.members]
+        lightly = any(gpu.members and self._is_lightly_loaded(gpu) for gpu in self.gpus.values())
+        add = blocked or not (idle or lightly)
+        return ScaleSignal(add, () if self._queue else tuple(idle if lightly else idle[:-1]))
+
+    def _head_is_blocked(self) -> bool:
+        """Whether requests wait, and no GPU has room for the one that is next."""
+        return bool(self._queue) and not any(self._could_hold(gpu, self._queue[0][1]) for gpu in self._open.values())
+
+    def _is_lightly_loaded(self, gpu: Gpu) -> bool:
+        """Few requests, and room beside them: pages for one more as large as they are on the mean, and to grow into."""
+        count = gpu.working_set
+        mean = -(-gpu.used_pages // count) if count else 1
+        return count < min(self.light_load, self.max_batch_size) and mean + count + 1 <= gpu.free_pages
 
     def _could_hold(self, gpu: Gpu, request: ClusterRequest) -> bool:
         return gpu.has_room(request) and request.final_tokens <= gpu.num_pages * gpu.page_size
@@ -223,11 +256,24 @@ class ClusterPolicy:
     def _requeue(self, request: ClusterRequest) -> None:
         if request.gpu is not None:
             self._leave(request.gpu, request)
+        if request.isolated:
+            self._isolation.add(request)
+            return
         heapq.heappush(self._queue, (request.arrival, request))
+
+    def _take_out(self, request: ClusterRequest) -> None:
+        """From its GPU or its queue."""
+        if request.gpu is not None:
+            self._leave(request.gpu, request)
+        elif request.isolated:
+            self._isolation.queue.remove(request)
+        else:
+            self._queue.remove((request.arrival, request))
+            heapq.heapify(self._queue)
 
     def _leave(self, gpu: Gpu, request: ClusterRequest) -> None:
         gpu.remove(request)
-        self._freed[gpu.uuid] = gpu
+        self._freed[gpu.uuid] = self._open[gpu.uuid] = gpu
 
     def _gpu(self, uuid: str) -> Gpu:
         if uuid not in self.gpus:

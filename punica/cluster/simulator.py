@@ -47,7 +47,9 @@ class SimulationResult:
         first_token_s, finish_s: [n] float64, on the clock of the arrivals.
         tokens: [seconds] int64, tokens that came out in each second; prompts count when their first token does (the
             paper's throughput, D13), what is computed again after an eviction does not.
-        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second (heat map of Figure 13).
+        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second, as the released code
+            counts for the heat map of Figure 13: one that leaves and the one that takes its place count both, so that a
+            full GPU has more than its largest batch (`seconds_by_batch` never has).
         seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps of so many requests; at 0, nothing.
         longest_queue: most requests that waited for a GPU. ``steps``, ``evictions``: how many.
     """
@@ -77,17 +79,13 @@ class SimulationResult:
         """Share of the busy GPU time in steps of at least ``batch_size`` requests."""
         return float(self.seconds_by_batch[batch_size:].sum()) / self.busy_seconds
 
-    def share_of_cells(self, batch_size: int) -> float:
-        """The same as it is read from the paper's heat map: of GPU seconds with a token, those with so many requests.
 
-        A request that leaves and the one that takes its place in the same second count both.
-        """
-        return float((self.batch >= batch_size).sum() / (self.batch > 0).sum())
-
-
-def simulate(trace: Trace, policy: ClusterPolicy, cost: StepCost) -> SimulationResult:
+def simulate(
+    trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False
+) -> SimulationResult:
     """Serve the whole trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
 
+    ``padded_ranks``: kernels read every adapter of a batch at its largest rank, and not at its own.
     ValueError when it is not, or when a request is larger than any GPU; RuntimeError when a step takes no time.
     """
     if not policy.gpus or policy.requests:
@@ -95,7 +93,7 @@ def simulate(trace: Trace, policy: ClusterPolicy, cost: StepCost) -> SimulationR
             f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; start from one with GPUs and "
             "without requests"
         )
-    return _Simulation(trace, policy, cost).run()
+    return _Simulation(trace, policy, cost, padded_ranks).run()
 
 
 @dataclass(eq=False)
@@ -103,6 +101,7 @@ class _Simulation:
     trace: Trace
     policy: ClusterPolicy
     cost: StepCost
+    padded_ranks: bool
     events: list[tuple[float, str]] = field(default_factory=list)  # ends of steps: time, GPU
     steps: int = 0
     evictions: int = 0
@@ -157,7 +156,8 @@ class _Simulation:
                 left = self.prompts[int(name)] + self.outputs[int(name)] - length
                 self.ends[uuid][gpu.step + left - 1].append((name, gpu.step))
             kv_tokens = gpu.decoding_kv_tokens - prefill_tokens
-            seconds = self.cost.seconds(StepWork(step.num_decodes, kv_tokens, prefill_tokens, gpu.rank_sum))
+            ranks = gpu.padded_rank_sum if self.padded_ranks else gpu.rank_sum
+            seconds = self.cost.seconds(StepWork(step.num_decodes, kv_tokens, prefill_tokens, ranks))
             if not seconds > 0:
                 raise RuntimeError(f"cost model {self.cost.name!r} gives a step of {seconds!r} s; it must be positive")
             self.current[uuid] = now, step

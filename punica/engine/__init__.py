@@ -8,9 +8,11 @@ The way of a request; what it may join, and when, is decided in :mod:`punica.sch
     arrival.py          what is refused, before anything changes
     config.py           how large batch and cache are
     residency.py        its adapter: checked on arrival, loaded and made active when it is admitted, or one step ahead
-    runner.py           the step's rows through the model, one token for each request
+    runner.py           the step's rows through the model, one token for each request; the next step sent meanwhile
     buffers.py          token ids, positions, cache rows and sampled rows, in tensors that every step refills
+    cuda_graph.py       on a GPU: steps captured once for padded sizes, then replayed
     attention.py        each request attends to its own blocks in
+    kernel_attention.py the same on a GPU, varlen.py: the library's part of it
     kv_cache.py         the keys and values of all layers
     sampler.py          the token of each row of logits
     output.py           what a step gives back, results.py: what a request gives back

@@ -1,13 +1,37 @@
-"""What an engine refuses when it is built and when a request arrives, before anything changes."""
+"""Requests that arrive: what is refused of them, before anything changes, and what is noted about those that stay."""
 
-from torch import nn
+import itertools
+from collections.abc import Sequence
 
-from punica.checks import clip
-from punica.config import LoRAConfig
+from punica.checks import check_count, clip
 from punica.engine.config import EngineConfig
-from punica.models import LlamaForCausalLM
-from punica.models.families import how_to_load
-from punica.scheduling import BlockManager, Request, as_sampling_params
+from punica.engine.folder import GenerationDefaults
+from punica.engine.sampler import derived_seed
+from punica.engine.text import GrowingText, TextCodec
+from punica.scheduling import BlockManager, Request, RequestState, as_sampling_params
+
+
+class Arrivals:
+    """What is noted about the requests that come, in their order.
+
+    Args:
+        seed: from which those that sample and bring no seed get theirs, each another one.
+        defaults: the model's end tokens.
+        codec: of the text in which stop strings are looked for, if there is one.
+    """
+
+    def __init__(self, seed: int, defaults: GenerationDefaults, codec: TextCodec | None) -> None:
+        self._seed, self._defaults, self._codec = seed, defaults, codec
+        self._numbers = itertools.count()
+
+    def note(self, request: Request) -> RequestState:
+        """The next one, as it waits."""
+        params, number = as_sampling_params(request.params), next(self._numbers)
+        seed = params.seed
+        if seed is None:
+            seed = 0 if params.is_greedy else derived_seed(self._seed, number)
+        text = GrowingText(self._codec, params.stop) if self._codec is not None and params.stop else None
+        return RequestState(request, seed, self._defaults.eos_token_ids, text)
 
 
 def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> None:
@@ -32,6 +56,20 @@ def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> N
         )
 
 
+def check_generated(request: Request, generated: Sequence[int], vocab_size: int) -> None:
+    """TypeError, ValueError for tokens that a request cannot have generated: no ids of the vocabulary, or as many as it
+    asks for, with which it would have ended.
+    """
+    for place, token in enumerate(generated):
+        if check_count(f"generated[{place}]", token, 0) >= vocab_size:
+            raise ValueError(f"generated[{place}] is {clip(token)}, the vocabulary has {vocab_size} ids")
+    if len(generated) >= request.max_new_tokens:
+        raise ValueError(
+            f"request {clip(request.request_id)} has {len(generated)} generated tokens and asks for "
+            f"{request.max_new_tokens}: it has ended; take its output as it is"
+        )
+
+
 def check_length(request: Request, config: EngineConfig, blocks: BlockManager) -> None:
     """ValueError for a request that is longer than ``max_model_len`` or than the whole KV cache."""
     name, prompt, new = clip(request.request_id), len(request.prompt_token_ids), request.max_new_tokens
@@ -45,39 +83,4 @@ def check_length(request: Request, config: EngineConfig, blocks: BlockManager) -
         raise ValueError(
             f"request {name} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the whole cache "
             f"has {blocks.num_blocks} (of {blocks.block_size} tokens); shorten it or raise EngineConfig.num_blocks"
-        )
-
-
-def check_types(model: object, lora_config: object, engine_config: object) -> None:
-    """TypeError for parts of another class, with advice for a transformers model."""
-    if isinstance(model, nn.Module) and not isinstance(model, LlamaForCausalLM):
-        raise TypeError(f"model is not of this library: {how_to_load(model)}")
-    for name, value, wanted, optional in (
-        ("model", model, LlamaForCausalLM, False),
-        ("lora_config", lora_config, LoRAConfig, True),
-        ("engine_config", engine_config, EngineConfig, True),
-    ):
-        if not isinstance(value, wanted) and not (optional and value is None):
-            suffix = " or None" if optional else ""
-            raise TypeError(
-                f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {clip(value)}"
-            )
-
-
-def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
-    """ValueError for more positions than the model has, for adapters to be both served and ignored, or for a model
-    without weights.
-    """
-    limit, positions = model.max_context, model.config.max_position_embeddings
-    if config.max_model_len > limit:
-        what = f"{limit} positions (max_position_embeddings)" if limit == positions else (
-            f"a sliding window of {limit} tokens, beyond which it would have to forget"
-        )  # fmt: skip
-        raise ValueError(f"max_model_len is {config.max_model_len}, the model has {what}; lower max_model_len")
-    if config.ignore_adapters and lora_config is not None:
-        raise ValueError("ignore_adapters=True is for an engine without LoRA; leave it out, or pass lora_config=None")
-    if not model.has_weights:
-        raise ValueError(
-            "the model's weights were never loaded, it would compute with whatever lies in memory; call "
-            "model.load_weights(folder) or model.init_random_weights() first"
         )

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, in plain torch: the CPU path, and the meaning of every faster one.
+"""Attention over the paged cache, in plain torch: the CPU path, and the meaning of `kernel_attention.py`.
 
 For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens:
 ``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Requests have different lengths, so this is the one part of a
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from punica.engine.kv_cache import KVCache
+from punica.ops.backbone import PackedHeads
 from punica.scheduling import Span
 
 
@@ -23,20 +24,21 @@ class PagedAttention:
         self._spans: Sequence[Span] = ()
         self._kv_rows: Tensor | None = None
 
-    def begin(self, spans: Sequence[Span], kv_rows: Tensor) -> None:
+    def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
         """Start a step. ``spans``: its requests in row order. ``kv_rows``: row of the cache that each of the T rows
-        writes, int64 ``[T]`` on the device.
+        writes, int64 ``[T]`` on the device. ``num_prompt_rows`` is for kernels; here every span says what it is.
         """
         self._spans = spans
         self._kv_rows = kv_rows
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [T, H, D]``, ``k``, ``v`` ``[T, Hkv, D]`` to ``[T, H, D]``; stores k and v in the cache first.
+    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
+        """Heads of T rows to ``[T, H, D]``; keys and values are stored in the cache first.
 
         RuntimeError before the first ``begin``.
         """
         if self._kv_rows is None:
             raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
+        q, k, v = packed.rotated()
         self.cache.write(layer_index, self._kv_rows, k, v)
         tokens, heads, size = q.shape
         kv_heads = k.shape[1]
@@ -47,7 +49,7 @@ class PagedAttention:
         for span in self._spans:
             if span.length == span.kv_length:
                 rows = slice(span.start, span.start + span.length)
-                output[rows] = _causal(q[rows], k[rows], v[rows])
+                output[rows] = attend_prompt(q[rows], k[rows], v[rows])
             else:
                 keys, values = self.cache.read(layer_index, span.block_table, span.kv_length)
                 attended = F.scaled_dot_product_attention(q_rows[span.start], keys, values)
@@ -55,8 +57,8 @@ class PagedAttention:
         return output
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A whole prompt: ``[n, H, D]``, ``[n, Hkv, D]`` to ``[n, H, D]``."""
+def attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A whole prompt, causal: ``[n, H, D]``, ``[n, Hkv, D]`` to ``[n, H, D]``."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
     return attended.squeeze(0).transpose(0, 1)

@@ -24,6 +24,14 @@ class EngineConfig:
         ignore_adapters: for an engine without LoRA: requests may name adapters, which then steer admission and
             nothing else. This is how backbone-only baselines serve the stream of a multi-LoRA workload. Without it
             such a request is refused.
+        cuda_graphs: on GPUs, run steps as CUDA graphs (`punica.engine.cuda_graph`), on tensor-parallel ranks with their
+            NCCL collectives; without them every kernel is launched by the host, which then has no time to prepare the
+            next step meanwhile.
+        batch_invariant: on a GPU, a request's logits have the same bits whatever else is in its batch: dense products
+            and attention keep one form each. Adapters must have ``LoRAConfig.batch_invariant`` then, and nobody may be
+            preempted, so ``num_blocks`` must be enough for all; on at most 2 tensor-parallel ranks.
+        fp8_kv_cache: keys and values take one byte per element (float8_e4m3fn) instead of the model's two or four:
+            twice the requests or context in the same memory, for tokens that may differ from the model's.
         seed: of the draws of requests that name none; each gets its own from this and the number of its arrival.
     """
 
@@ -33,6 +41,9 @@ class EngineConfig:
     num_blocks: int | None = None
     adapter_index_rule: str = "per_request"
     ignore_adapters: bool = False
+    cuda_graphs: bool = True
+    batch_invariant: bool = False
+    fp8_kv_cache: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,19 +60,33 @@ class EngineConfig:
             raise ValueError(
                 f"adapter_index_rule is {self.adapter_index_rule!r}, must be one of {list(ADAPTER_INDEX_RULES)}"
             )
-        if not isinstance(self.ignore_adapters, bool):
-            raise TypeError(f"ignore_adapters must be a bool, got {self.ignore_adapters!r}")
+        for name in ("ignore_adapters", "cuda_graphs", "batch_invariant", "fp8_kv_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
 
     @property
     def total_blocks(self) -> int:
         """``num_blocks``, or the number that never runs out."""
-        return self.num_blocks or self.max_batch_size * -(-self.max_model_len // self.block_size)
+        return self.num_blocks or self.full_blocks
+
+    @property
+    def full_blocks(self) -> int:
+        """What a full batch of the longest requests takes, so that none is ever preempted."""
+        return self.max_batch_size * -(-self.max_model_len // self.block_size)
 
     @property
     def max_num_batched_tokens(self) -> int:
         """Most token rows in one step: the longest prompt beside a full batch of decode rows."""
         return self.max_model_len + self.max_batch_size
 
+    @property
+    def full_slots(self) -> int:
+        """Adapter slots with which no request ever waits for one: one per place in the batch, and one into which the
+        adapter of the request that joins next is copied beside the steps before (section 5.2 of the paper).
+        """
+        return self.max_batch_size + 1
+
     def lora_config(self, max_lora_rank: int = 16, **fields: Any) -> LoRAConfig:
-        """A ``LoRAConfig`` with one slot per place in the batch, so that no request ever waits for a slot."""
-        return LoRAConfig(**{"max_lora_rank": max_lora_rank, "max_loras": self.max_batch_size, **fields})
+        """A ``LoRAConfig`` with :attr:`full_slots`."""
+        sizes = {"max_lora_rank": max_lora_rank, "max_loras": self.full_slots}
+        return LoRAConfig(**{**sizes, "batch_invariant": self.batch_invariant, **fields})

@@ -7,32 +7,39 @@ Sections 5 and 6 of the paper.
 Continuous batching: requests join and leave between steps, whatever their adapters are.
 """
 
-import itertools
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from punica.adapters import LoRAModelManager, LoRARequest
-from punica.checks import clip
+from punica.checks import check_count, clip
 from punica.config import LoRAConfig
-from punica.engine.arrival import check_fits, check_length, check_tokens, check_types
-from punica.engine.attention import PagedAttention
+from punica.engine.arrival import Arrivals, check_generated, check_length, check_tokens
 from punica.engine.config import EngineConfig
+from punica.engine.construction import check_fits, check_types
 from punica.engine.folder import GenerationDefaults
 from punica.engine.generation import Generation
 from punica.engine.kv_cache import KVCache
 from punica.engine.output import StepOutput, StepStatistics
 from punica.engine.pretrained import as_requests, load_pretrained
 from punica.engine.residency import AdapterResidency
-from punica.engine.results import GenerationResult, result_of
-from punica.engine.runner import ModelRunner, StepTokens
-from punica.engine.sampler import derived_seed
-from punica.engine.sizes import EngineMemory, memory_of
-from punica.engine.text import GrowingText, TextCodec
+from punica.engine.results import GenerationResult, no_token_error, result_of
+from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
+from punica.engine.sampler import NO_TOKEN
+from punica.engine.sizes import EngineMemory, check_cache, check_memory, memory_of
+from punica.engine.text import TextCodec
 from punica.models import LlamaForCausalLM
+from punica.parallel import (
+    all_ranks_agree,
+    check_batch_invariant,
+    check_in_step,
+    dense_layers,
+    get_tensor_model_parallel_world_size,
+    set_batch_invariant,
+)
 from punica.scheduling import (
     ADMISSION_RULES,
     BlockManager,
@@ -42,8 +49,8 @@ from punica.scheduling import (
     Scheduler,
     StepLayout,
     StepPlan,
-    as_sampling_params,
     lay_out,
+    one_token_later,
 )
 
 
@@ -55,20 +62,26 @@ class Engine(Generation):
 
     Requests are served first come, first served, and nobody overtakes. So none starves: with L the longest
     ``max_new_tokens``, one that has n unfinished requests before it when it arrives joins within (n + 1) L steps,
-    however many adapters, slots and pins there are (a preempted request keeps its place and its tokens).
+    however many adapters, slots and pins there are (a preempted request keeps its place and its tokens). Under
+    ``"resident_first"`` at most 32 later ones overtake it, and the bound is (n + 33) L. On a GPU the time comes on top
+    in which folders are read that are not in host memory: it passes in the queue, the steps of others go on.
 
     Args:
         model: a backbone with its weights. With LoRA its layers are replaced in place, so it belongs to this engine.
         lora_config: slots and ranks, e.g. ``engine_config.lora_config(max_lora_rank=16)``; ``None`` serves the
             backbone alone, with no LoRA layer at all.
         engine_config: sizes.
-        admission: name of an admission rule: ``"fcfs"`` (Punica), ``"single_adapter"``, ``"static"``.
+        admission: name of an admission rule: ``"fcfs"`` (Punica), ``"fcfs_many"``, ``"resident_first"`` (more adapters
+            than slots), ``"single_adapter"``, ``"static"``.
         tokenizer: a transformers tokenizer, for text in and text out.
         defaults: end tokens of the model, and how tokens are chosen where ``generate`` is not told; without it there
             are no end tokens, and decoding is greedy.
+        cache: keys and values; ``None`` makes one of ``engine_config``'s size. Engines that take turns, none of which
+            has requests while another one serves, may share one: give each the same.
 
     Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
-    ``max_model_len`` beyond the model's positions.
+    ``max_model_len`` beyond the model's positions, for a cache and slots that take more memory than is free (on any
+    rank: then all of them raise), for a given ``cache`` of other blocks or of too few.
     """
 
     def __init__(
@@ -79,6 +92,7 @@ class Engine(Generation):
         admission: str = "fcfs",
         tokenizer: Any = None,
         defaults: GenerationDefaults | None = None,
+        cache: KVCache | None = None,
     ) -> None:
         super().__init__()
         rule = ADMISSION_RULES.get(admission)()
@@ -87,31 +101,42 @@ class Engine(Generation):
         check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
-        cache = KVCache(model, config.total_blocks, config.block_size)  # first: it may not fit, and changes nothing
+        with all_ranks_agree():  # first: what does not fit on one rank changes nothing on any
+            if cache is None:
+                check_memory(model, lora_config, config)
+                cache = KVCache(model, config.total_blocks, config.block_size, fp8=config.fp8_kv_cache)
+            check_cache(cache, model, config)
+        layers = dense_layers(model)
+        if config.batch_invariant:
+            check_batch_invariant(layers)
         self.manager: LoRAModelManager | None = None
         self._residency: AdapterResidency | None = None
         if lora_config is not None:
-            self.manager = LoRAModelManager(
-                model, config.max_batch_size, max_tokens, self.vocab_size, lora_config, device
-            )
-            self._residency = AdapterResidency(self.manager)
+            rows = max_step_rows(config)
+            self.manager = LoRAModelManager(model, config.max_batch_size, rows, self.vocab_size, lora_config, device)
+            alone = get_tensor_model_parallel_world_size() == 1
+            self._residency = AdapterResidency(self.manager, reads_beside=alone and device.type == "cuda")
+        set_batch_invariant(layers, config.batch_invariant)
         self.blocks = BlockManager(config.total_blocks, config.block_size)
-        self.runner = ModelRunner(model, PagedAttention(cache), self.manager, max_tokens)
+        self.runner = ModelRunner(model, cache, self.manager, config)
         max_adapters = None if self.manager is None else self.manager.lora_slots
         self.scheduler = Scheduler(rule, self.blocks, config.max_batch_size, max_tokens, max_adapters)
         if self._residency is not None:
-            self.scheduler.on_leave = self._residency.release
+            self.scheduler.on_leave, self.scheduler.is_resident = self._residency.release, self._residency.is_resident
+            self.scheduler.is_loaded = self._residency.is_loaded
+        self._expected: StepLayout | None = None  # the next step, unless somebody joins, leaves or stops
         self._requests: dict[str, RequestState] = {}  # waiting and running
-        self._arrivals = itertools.count()
         self.codec = None if tokenizer is None else TextCodec(tokenizer)
         self.defaults = defaults or GenerationDefaults()
+        self._arrivals = Arrivals(config.seed, self.defaults, self.codec)
 
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, adapters: LoRARequest | Iterable[LoRARequest] = (), *,
         dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
         max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
-        num_blocks: int | None = None, seed: int = 0, admission: str = "fcfs", **lora: Any,
+        num_blocks: int | None = None, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
+        batch_invariant: bool = False, seed: int = 0, admission: str = "fcfs", **lora: Any,
     ) -> "Engine":  # fmt: skip
         """An engine for the checkpoint in ``folder`` (nothing is downloaded), with these adapters loaded.
 
@@ -125,12 +150,14 @@ class Engine(Generation):
             device: ``None``: the current GPU, or the CPU where there is none.
             max_model_len: most tokens of a request; ``None``: what the model means (its positions, its sliding window),
                 8192 and what the cache holds, whichever is least.
-            memory_fraction: how much of the memory that is free once the weights are loaded slots and cache may take.
-            max_batch_size, block_size, num_blocks, seed: as in :class:`EngineConfig`; ``num_blocks=None``: enough for
-                all requests of a full batch at full length, or what fits.
+            memory_fraction: how much of the memory that is free once the weights are loaded slots and cache may take;
+                less on a GPU where CUDA graphs would not fit beside them.
+            max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, seed: as in
+                :class:`EngineConfig`; ``num_blocks=None``: enough for all requests of a full batch at full length, or
+                what fits.
             lora: fields of a :class:`LoRAConfig`. Unless given, ``max_lora_rank`` is that of the widest adapter and
-                ``max_loras`` the number of adapters, at most ``max_batch_size``. Without adapters and without any of
-                these the engine has no LoRA layers.
+                ``max_loras`` the number of adapters, at most one more than ``max_batch_size``. Without adapters and
+                without any of these the engine has no LoRA layers.
 
         What it costs is in :attr:`memory`: a slot takes ``max_lora_rank`` times the sum of all inputs and outputs of
         the adapted layers, whatever the rank of what it holds.
@@ -138,7 +165,10 @@ class Engine(Generation):
         Raises FileNotFoundError, ValueError, TypeError (folder, adapters, arguments), RuntimeError (memory).
         """
         requests = as_requests(adapters)
-        sizes = {"max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks, "seed": seed}
+        sizes = {
+            "max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks,
+            "fp8_kv_cache": fp8_kv_cache, "cuda_graphs": cuda_graphs, "batch_invariant": batch_invariant, "seed": seed,
+        }  # fmt: skip
         parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
         tokenizer = None if parts.codec is None else parts.codec.tokenizer
         engine = cls(parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults)
@@ -147,8 +177,12 @@ class Engine(Generation):
                 engine.manager.add_adapter(request)
         return engine
 
-    def add_request(self, request: Request) -> RequestState:
+    def add_request(self, request: Request, generated: Sequence[int] = ()) -> RequestState:
         """Queue a request; returns what the engine knows about it from now on: its status and its output so far.
+
+        ``generated``: tokens that it has generated already, in another engine. They are computed again with its prompt
+        and generation goes on behind them, as after a preemption; with a seed of its own it goes on as it would have
+        there. Log-probabilities are only of what is generated here.
 
         All checks are made here and change nothing when they fail, so that a queued request can always run. If its
         adapter breaks all the same before it is loaded (its files are damaged meanwhile), the request ends as FAILED.
@@ -157,32 +191,34 @@ class Engine(Generation):
             TypeError: not a Request; its adapter is no LoRARequest.
             ValueError: its id is in use; a token or stop token outside the vocabulary; stop strings without a
                 tokenizer; longer than ``max_model_len`` or than the whole KV cache; an adapter for an engine without
-                LoRA; an adapter that is not legal here.
+                LoRA; an adapter that is not legal here; generated tokens with which it would have ended.
             FileNotFoundError: its adapter is neither registered nor in a folder.
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
         self._check(request)
+        check_generated(request, generated, self.vocab_size)
         self._check_folder(request)
-        return self._queue(request)
+        return self._queue(request, generated)
 
-    def add_or_fail(self, request: Request) -> RequestState:
+    def add_or_fail(self, request: Request, generated: Sequence[int] = ()) -> RequestState:
         """As :meth:`add_request`, but an adapter's folder that is refused fails the request, which has ended then."""
         self._check(request)
+        check_generated(request, generated, self.vocab_size)
         try:
             self._check_folder(request)
         except (OSError, TypeError, ValueError) as error:
-            state = self._state_of(request)
+            state = self._arrivals.note(request)
             state.fail(f"{type(error).__name__}: {error}")
             return state
-        return self._queue(request)
+        return self._queue(request, generated)
 
     def is_in_use(self, request_id: str) -> bool:
-        """Whether a request of this name has not left yet."""
-        return request_id in self._requests or bool(self.blocks.block_table(request_id))
+        """Whether a request of this name has not left yet, or belongs to a call that is not over."""
+        return request_id in self._requests or request_id in self._own or bool(self.blocks.block_table(request_id))
 
     def has_unfinished(self) -> bool:
-        """True while a request waits or runs."""
-        return bool(self._requests)
+        """True while :meth:`step` has something to bring: a request waits or runs, or a result is kept for it."""
+        return bool(self._requests or self._kept)
 
     def abort_request(self, request_id: str) -> GenerationResult:
         """Take an unfinished request out; its result, with the output it has so far. ValueError for an unknown id."""
@@ -197,31 +233,36 @@ class Engine(Generation):
         """One model invocation over everything that can run; with nothing to run, an empty output.
 
         A request whose adapter turns out to be unloadable ends as FAILED, with the error, and costs nobody else
-        anything. So does the head of the queue when pinned adapters leave it no slot and nothing runs that could give
-        its own up: no later step would change that. While others run it waits for them.
+        anything. So does one whose logits hold NaN, as those of an adapter with huge weights may, and the head of the
+        queue when pinned adapters leave it no slot and nothing runs that could give its own up: no later step would
+        change that. While others run it waits for them.
 
         After any other error (out of memory, an interrupt) no request has lost anything: those that were to join wait
-        again at the head of the queue, and the next ``step`` goes on.
+        again at the head of the queue, and the next ``step`` goes on. Its output begins with results that nobody has
+        seen yet, see :class:`StepOutput`. Only on several tensor-parallel ranks one that failed while the model ran is
+        out of step with the others: every further ``step`` is a RuntimeError there; restart the processes.
         """
+        check_in_step()
         start = time.perf_counter()
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
         plan = self.scheduler.schedule(pinned)
         failed = self._fail_shut_out(pinned) if plan.is_empty else []
         try:
             if self._residency is not None:
-                failed += self._activate(self._residency, plan)
+                self._activate(self._residency, plan, failed)
                 plan = self._without(plan, failed)
             if plan.is_empty:
                 idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
-                return StepOutput({}, (), idle, tuple(map(self.result_of, failed)))
+                return self._with_kept(StepOutput({}, (), idle, tuple(map(self.result_of, failed))))
             slots = None if self._residency is None else self._residency.slots()
-            layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule)
+            layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, self._expected)
             scheduled = time.perf_counter()
-            tokens = self.runner.run(layout, lambda: self._prefetch(pinned))
+            tokens = self.runner.run(layout, lambda tokens: self._work_ahead(layout, tokens, pinned))
         except BaseException:
             for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
                 if request.request_id in self._requests:
                     self.scheduler.put_back(request)
+            self._keep(map(self.result_of, failed))
             raise
         statistics = StepStatistics(
             batch_size=len(layout.requests),
@@ -242,16 +283,29 @@ class Engine(Generation):
     @property
     def memory(self) -> EngineMemory:
         """Bytes that this engine holds on its device."""
-        return memory_of(self.runner.model, self.manager, self.config)
+        graphs = self.runner.graphs
+        return memory_of(self.runner.model, self.manager, self.config, 0 if graphs is None else graphs.statistics.bytes)
+
+    def capture_graphs(self, prompt_tokens: int = 0) -> None:
+        """On a GPU, capture now the CUDA graphs that steps would else capture when the first of them needs each: those
+        of all steps that only decode, and of all with up to ``prompt_tokens`` tokens of prompts (with ``"fcfs_many"``
+        and the static rules, those of several prompts together), beside decodes and alone.
+
+        It costs two steps launched by the host for each graph, and the time to compile kernels that are new. With LoRA
+        there are up to four for each of ``decode_sizes(max_batch_size)`` and up to six for each of
+        ``prompt_sizes(prompt_tokens)`` (`punica.engine.cuda_graph`): 24 and 48 for 32 requests and 512 tokens; without,
+        one and two. What they hold is in :attr:`memory`; where that ends, the host launches those steps. Nothing
+        happens without graphs. All ranks must come here. TypeError, ValueError: not an integer of at least 0.
+        """
+        self.runner.capture_graphs(check_count("prompt_tokens", prompt_tokens, 0))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _activate(self, residency: AdapterResidency, plan: StepPlan) -> list[RequestState]:
-        """Make the adapters of the step active; the requests that failed because theirs cannot be.
+    def _activate(self, residency: AdapterResidency, plan: StepPlan, failed: list[RequestState]) -> None:
+        """Make the adapters of the step active; requests that fail because theirs cannot be come to ``failed``.
 
         Those of running requests come first, so that none of them makes room for one that joins.
         """
-        failed: list[RequestState] = []
         for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
             if request not in self.scheduler.running:
                 continue  # it went with the last unfinished member of its batch
@@ -261,7 +315,6 @@ class Engine(Generation):
                 if isinstance(error, torch.OutOfMemoryError):
                     raise  # no fault of the adapter
                 failed += self._fail(request, f"{type(error).__name__}: {error}")
-        return failed
 
     def _fail(self, request: RequestState, error: str) -> list[RequestState]:
         """Take a request out for good, as failed unless it is a finished member of the batch; those that failed."""
@@ -282,6 +335,15 @@ class Engine(Generation):
             for part in (plan.prefills, plan.decodes, plan.idle)
         )
         return StepPlan(prefills, decodes, idle, plan.preempted)
+
+    def _work_ahead(self, layout: StepLayout, tokens: torch.Tensor, pinned: Collection[int]) -> None:
+        """While the device computes the step ``layout`` and its ``tokens``: load what joins next, and lay out and send
+        the next step, as far as that can be foreseen.
+        """
+        self._prefetch(pinned)
+        self._expected = one_token_later(layout, self.blocks) if self.runner.works_ahead else None
+        if self._expected is not None:
+            self.runner.stage_ahead(self._expected, tokens)
 
     def _prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue if there is a slot to spare.
@@ -305,20 +367,14 @@ class Engine(Generation):
             f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
 
-    def _state_of(self, request: Request) -> RequestState:
-        """What the engine will note about a request that it takes."""
-        params, number = as_sampling_params(request.params), next(self._arrivals)
-        seed = params.seed
-        if seed is None:
-            seed = 0 if params.is_greedy else derived_seed(self.config.seed, number)
-        text = GrowingText(self.codec, params.stop) if self.codec is not None and params.stop else None
-        return RequestState(request, seed, self.defaults.eos_token_ids, text)
-
     def _deliver(
         self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
     ) -> StepOutput:
         pairs = zip(layout.requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
+        for request in [request for request, token in served.items() if token == NO_TOKEN]:
+            del served[request]
+            failed += self._fail(request, no_token_error(request))
         for row, logprobs in tokens.logprobs.items():
             if layout.requests[row] in served:
                 layout.requests[row].logprobs.append(logprobs)
@@ -335,7 +391,7 @@ class Engine(Generation):
         results = tuple(result for result in ended if result.error is None)
         failures = tuple(result for result in ended if result.error is not None)
         new_tokens = {request.request_id: token for request, token in served.items()}
-        return StepOutput(new_tokens, results, statistics, failures)
+        return self._with_kept(StepOutput(new_tokens, results, statistics, failures))
 
     def _check(self, request: Request) -> None:
         """All that is refused on arrival, except for what is in the adapter's folder."""
@@ -359,8 +415,9 @@ class Engine(Generation):
         if self._residency is not None and request.adapter is not None:
             self._residency.check_folder(request.adapter)
 
-    def _queue(self, request: Request) -> RequestState:
-        state = self._requests[request.request_id] = self._state_of(request)
+    def _queue(self, request: Request, generated: Sequence[int]) -> RequestState:
+        state = self._requests[request.request_id] = self._arrivals.note(request)
+        state.resume(generated)
         if self._residency is not None:
             self._residency.add(state)
         self.scheduler.add(state)

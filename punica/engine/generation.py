@@ -2,7 +2,8 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -24,6 +25,10 @@ class Generation(ABC):
 
     A prompt is a text, a chat (a list of messages with role and content) or a list of token ids; the first two need a
     tokenizer.
+
+    Whose steps these are does not matter: a call of :meth:`generate` or :meth:`stream` makes steps for all requests of
+    the engine, and its own go on in whatever steps others make. Results of requests that were added one by one and end
+    in steps of such a call, or in a step that raises, are kept for the next :meth:`step` that somebody makes himself.
     """
 
     codec: TextCodec | None
@@ -31,6 +36,8 @@ class Generation(ABC):
 
     def __init__(self) -> None:
         self._names = itertools.count()
+        self._own: set[str] = set()  # names of the requests of calls that are not over
+        self._kept: list[GenerationResult] = []  # of requests of nobody's call
 
     @abstractmethod
     def add_or_fail(self, request: Request) -> RequestState:
@@ -74,7 +81,7 @@ class Generation(ABC):
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
                 for request in requests:
-                    states.append(self.add_or_fail(request))
+                    states.append(self._take(request))
                 tokens, ended = 0, 0
                 while ended < len(states):  # in their order, so that a step costs no look at each of them
                     if states[ended].has_ended:
@@ -83,33 +90,74 @@ class Generation(ABC):
                         bar.set_postfix(tokens=tokens, refresh=False)
                         bar.update()
                     else:
-                        self.step()
+                        self._step_for_all()
             finally:
-                self._abort(states)
+                self._let_go(states)
         return [self.result_of(state) for state in states]
 
     def stream(self, prompts: Any, adapters: Adapters = None, params: Params = None) -> Iterator[GenerationChunk]:
         """As :meth:`generate`, but what comes as it comes: after every step a chunk for each prompt that has something
-        new. Steps are made while you iterate; whoever stops early aborts the rest.
+        new. Steps are made while you iterate; whoever stops early aborts the rest. A request whose tokens cannot be
+        decoded fails, and nobody else.
         """
         states: list[RequestState] = []
         try:
             for request in self._requests_of(prompts, adapters, params):
-                states.append(self.add_or_fail(request))
+                states.append(self._take(request))
             tails = [_Tail(index, state, self.codec) for index, state in enumerate(states)]
             while tails:
-                self.step()
+                self._step_for_all()
                 for tail in tails:  # also of what somebody else's steps have added
                     if tail.has_news:
-                        yield tail.chunk(self.result_of(tail.state) if tail.state.has_ended else None)
+                        yield self._chunk_of(tail)
                 tails = [tail for tail in tails if not tail.is_complete]
         finally:
-            self._abort(states)
+            self._let_go(states)
 
-    def _abort(self, states: Sequence[RequestState]) -> None:
+    def _take(self, request: Request) -> RequestState:
+        """A request of a call."""
+        state = self.add_or_fail(request)
+        self._own.add(state.request_id)
+        return state
+
+    def _let_go(self, states: Sequence[RequestState]) -> None:
+        """A call is over; what it left unfinished is aborted."""
         for state in states:
             if not state.has_ended:
                 self.abort_request(state.request_id)
+            self._own.discard(state.request_id)
+
+    def _step_for_all(self) -> None:
+        """A step for a call, which finds its own results in its requests' states."""
+        kept, self._kept = self._kept, []  # not for this step to bring
+        try:
+            output = self.step()
+            self._keep((*output.finished, *output.failed))
+        finally:
+            kept += self._kept
+            self._kept = kept
+
+    def _keep(self, results: Iterable[GenerationResult]) -> None:
+        """Let the next step bring results that nobody would see otherwise."""
+        self._kept += [result for result in results if result.request_id not in self._own]
+
+    def _with_kept(self, output: StepOutput) -> StepOutput:
+        """What a step brings, after what was kept for it."""
+        kept, self._kept = self._kept, []
+        finished = [result for result in kept if result.error is None]
+        failed = [result for result in kept if result.error is not None]
+        return replace(output, finished=(*finished, *output.finished), failed=(*failed, *output.failed))
+
+    def _chunk_of(self, tail: "_Tail") -> GenerationChunk:
+        """What is new of a request; if that is no text, the request has failed."""
+        state = tail.state
+        try:
+            return tail.chunk(self.result_of(state) if state.has_ended else None)
+        except Exception as error:  # whatever a tokenizer raises
+            if not state.has_ended:
+                self.abort_request(state.request_id)
+            state.fail(f"{type(error).__name__}: {error}")
+            return tail.last_chunk(self.result_of(state))
 
     def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:
         prompts = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else _listed("prompts", prompts)
@@ -165,17 +213,21 @@ class _Tail:
         return self.state.num_generated > self._tokens or self.state.has_ended
 
     def chunk(self, result: GenerationResult | None) -> GenerationChunk:
-        """What is new; the last one has the result."""
-        self.is_complete = result is not None
-        start, self._tokens = self._tokens, self.state.num_generated
-        text = None
+        """What is new; the last one has the result. Raises what the tokenizer raises, and is none the wiser then."""
+        start, text = self._tokens, None
         if self._text is not None:
             for token in self.state.text_token_ids[start:]:
                 self._text.append(token)
             whole = self._text.settled if result is None else self._text.finish()
             text, self._characters = whole[self._characters :], len(whole)
-        tokens = self.state.output_token_ids[start:]
-        return GenerationChunk(self._index, tokens, text, result)
+        self.is_complete = result is not None
+        self._tokens = self.state.num_generated
+        return GenerationChunk(self._index, self.state.output_token_ids[start:], text, result)
+
+    def last_chunk(self, result: GenerationResult) -> GenerationChunk:
+        """What is new when it cannot be decoded: tokens and the result, without text."""
+        self.is_complete = True
+        return GenerationChunk(self._index, self.state.output_token_ids[self._tokens :], None, result)
 
 
 def _is_chat(prompt: Any) -> bool:

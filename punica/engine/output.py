@@ -29,6 +29,9 @@ class StepStatistics:
 class StepOutput:
     """Tokens of one step, ``{request_id: token}``, the results of the requests that finished with it and of those that
     failed in it, and its statistics.
+
+    Before them, results that were kept for it: of requests (added one by one) that ended in a step of ``generate`` or
+    ``stream``, or in one that raised. Tokens are not kept: they are in the results, and in the requests' states.
     """
 
     tokens: dict[str, int]

@@ -1,7 +1,7 @@
 """From a checkpoint folder to the parts of an engine, in sizes that fit the adapters and the machine."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,9 @@ def load_pretrained(
     with all_ranks_agree():  # ranks need not see the same disk
         _check_folder(folder)
         asked = sizes if max_model_len is None else {**sizes, "max_model_len": max_model_len}
-        lora_config = fit_lora_config(adapters, EngineConfig(**asked).max_batch_size, lora)
+        lora_config = fit_lora_config(adapters, EngineConfig(**asked).full_slots, lora)
+        if lora_config is not None and asked.get("batch_invariant"):
+            lora_config = replace(lora_config, batch_invariant=True)
         codec = load_codec(folder)
         model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
         defaults = read_generation_defaults(folder, model.config)
@@ -56,16 +58,16 @@ def load_pretrained(
     config = EngineConfig(**{**sizes, "max_model_len": length})
     if config.num_blocks is None:
         slots = 0 if lora_config is None else lora_config.max_loras * _slot_bytes(model, lora_config)
-        blocks = fit_blocks(model, config.total_blocks, config.block_size, slots, fraction)
+        blocks = fit_blocks(model, config, slots, fraction)
         if max_model_len is None:
             length = min(length, blocks * config.block_size)
         config = EngineConfig(**{**sizes, "max_model_len": length, "num_blocks": blocks})
     return Pretrained(model, lora_config, config, codec, defaults)
 
 
-def fit_lora_config(adapters: Sequence[LoRARequest], max_batch_size: int, fields: dict[str, Any]) -> LoRAConfig | None:
-    """Slots for these adapters: as wide as the widest, as many as they are and as can be in one batch, and host memory
-    for all of them; ``fields`` that are given (and not ``None``) stand as they are. ``None`` when nobody asks for LoRA.
+def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: dict[str, Any]) -> LoRAConfig | None:
+    """Slots for these adapters: as wide as the widest, as many as they are and as can be of use, and host memory for
+    all of them; ``fields`` that are given (and not ``None``) stand as they are. ``None`` when nobody asks for LoRA.
 
     Raises what reading ``adapter_config.json`` raises.
     """
@@ -75,7 +77,7 @@ def fit_lora_config(adapters: Sequence[LoRARequest], max_batch_size: int, fields
     if "max_lora_rank" not in given:
         ranks = [_widest(request) for request in adapters]
         given |= {"max_lora_rank": max(ranks)} if ranks else {}
-    slots = given.setdefault("max_loras", min(max(len(adapters), 1), max_batch_size) if adapters else max_batch_size)
+    slots = given.setdefault("max_loras", min(len(adapters), full_slots) if adapters else full_slots)
     given.setdefault("max_cpu_loras", max(len(adapters), check_count("max_loras", slots)))
     return LoRAConfig(**given)
 

@@ -11,6 +11,7 @@ whatever is loaded under that id meanwhile:
 
 import itertools
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -40,10 +41,16 @@ class AdapterResidency:
     ``load_inplace`` asks for what the folder holds after the request has arrived: of several that wait for the same
     folder the first one loads it for all. What was read for a request that has begun is kept in host memory until the
     request leaves, even if the manager needs its place.
+
+    With ``reads_beside`` folders are read by a thread of their own: a request whose adapter is not in host memory waits
+    for it in the queue, while those that run go on. It is for a device that computes meanwhile, and for one rank. Only
+    a ``load_inplace`` is read between two steps.
     """
 
-    def __init__(self, manager: LoRAModelManager) -> None:
+    def __init__(self, manager: LoRAModelManager, *, reads_beside: bool = False) -> None:
         self.manager = manager
+        self._reader = ThreadPoolExecutor(1, "punica-adapters") if reads_beside else None
+        self._reading: dict[str, Future[LoRAModel]] = {}  # by the request that waits for it
         self._users: dict[int, dict[str, RequestState]] = {}  # of each id, who is not done, in order of arrival
         self._versions: dict[int, _Version] = {}  # in use, by weights_id
         self._new_ids = itertools.count(-1, -1)
@@ -95,8 +102,10 @@ class AdapterResidency:
 
     def release(self, request: RequestState) -> None:
         """A request has left, for whatever reason; a version that only it used is forgotten if there is a newer one."""
+        if (reading := self._reading.pop(request.request_id, None)) is not None:
+            reading.cancel()
         users = self._users.get(request.adapter_id, {})
-        if request.weights_id < 0 and not request.has_weights:
+        if _loads_anew(request):
             self._hand_on(request, list(users.values()))
         if users.pop(request.request_id, None) is not None and not users:
             del self._users[request.adapter_id]
@@ -137,15 +146,40 @@ class AdapterResidency:
         """Make the adapter of a waiting request active, beside the step that is running.
 
         For a request whose adapter can have a slot now; tried once for each. One that cannot be loaded stays as it is:
-        the error belongs to the step in which the request joins.
+        the error belongs to the step in which the request joins. Not between two steps: only those who run in this one
+        have just used their adapters, so that none of them makes room.
         """
         adapter, tried = request.adapter, self._prefetched == request.request_id
-        loads_anew = request.weights_id < 0 and not request.has_weights
-        if not isinstance(adapter, LoRARequest) or loads_anew or tried:
+        if not isinstance(adapter, LoRARequest) or _loads_anew(request) or tried:
             return
+        if not self._is_read(request, adapter) or self._read_failed(request):
+            return  # and is tried again in the next step
         self._prefetched = request.request_id
         with suppress(Exception):
             self._make_active(request, adapter)
+
+    def is_resident(self, request: RequestState) -> bool:
+        """Whether the weights that a request would run with lie in a slot, or are on their way into one.
+
+        Not while somebody waits for the same adapter to be loaded anew: who came later counts on that load.
+        """
+        if not isinstance(request.adapter, LoRARequest):
+            return True
+        users = self._users.get(request.adapter_id, {}).values()
+        return self.manager.is_active(request.weights_id) and not any(
+            _loads_anew(other) for other in users
+        )
+
+    def is_loaded(self, request: RequestState) -> bool:
+        """Whether a waiting request can join without those who run having to wait for its folder; if not, that is read
+        from now on. The copy into a slot it may join with: the step comes behind it on the device, by 2 ms at most.
+
+        What cannot be read counts as loaded: the error belongs to the step in which the request joins.
+        """
+        adapter = request.adapter
+        if self._reader is None or not isinstance(adapter, LoRARequest) or _loads_anew(request):
+            return True
+        return self._is_read(request, adapter)
 
     def slots(self) -> dict[int, int]:
         """Slot of the active adapters by ``weights_id``."""
@@ -154,6 +188,22 @@ class AdapterResidency:
         }
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _is_read(self, request: RequestState, adapter: LoRARequest) -> bool:
+        """Whether the adapter of a waiting request needs no reading by the thread, or that is done; else it is read
+        from now on.
+        """
+        held = request.weights_id in self._versions or self.manager.get_adapter(request.weights_id) is not None
+        if self._reader is None or held:
+            return True
+        if request.request_id not in self._reading:
+            self._reading[request.request_id] = self._reader.submit(self.manager.read_adapter, adapter)
+        return self._reading[request.request_id].done()
+
+    def _read_failed(self, request: RequestState) -> bool:
+        """Of one whose reading is done."""
+        reading = self._reading.get(request.request_id)
+        return reading is not None and reading.exception() is not None
 
     def _known(self, adapter_id: int) -> LoRARequest | None:
         """What an id stands for: the folder that the last unfinished request named, or that of a pinned adapter."""
@@ -192,14 +242,18 @@ class AdapterResidency:
         return registered and self._held_source(adapter.lora_int_id) in {None, adapter.source}
 
     def _make_active(self, request: RequestState, adapter: LoRARequest) -> None:
-        if not request.has_weights and request.weights_id < 0:
+        if _loads_anew(request):
             self._load_new_version(request, adapter)
             return
         self._settle(request.weights_id)
         if request.has_weights:
             self._settle(request.weights_id)  # under an id of its own, if somebody took its place
         if self.manager.get_adapter(request.weights_id) is None:
-            self.manager.add_adapter(adapter)
+            reading = self._reading.pop(request.request_id, None)
+            if reading is None:
+                self.manager.add_adapter(adapter)
+            else:
+                self.manager.add_read_adapter(adapter, reading.result())
             return
         if not request.has_weights:
             check_same_source(self.manager.request_of(request.weights_id), adapter)
@@ -256,3 +310,8 @@ class AdapterResidency:
 
 def _source_of(request: RequestState) -> tuple | None:
     return request.adapter.source if isinstance(request.adapter, LoRARequest) else None
+
+
+def _loads_anew(request: RequestState) -> bool:
+    """Whether it waits to load its folder again, under an id that others have."""
+    return request.weights_id < 0 and not request.has_weights

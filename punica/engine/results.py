@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from punica.checks import clip
 from punica.engine.text import TextCodec
 from punica.scheduling import FinishReason, RequestState
 
@@ -42,7 +43,8 @@ class GenerationChunk:
 
     ``index``: of the prompt. ``token_ids``: new tokens, in order. ``text``: new text; whole characters, without what
     may become a stop string, so it may be empty or lag behind the tokens, and all chunks together are the text of the
-    result (``None`` on an engine without a tokenizer). ``result``: in the last chunk of a prompt, else ``None``.
+    result (``None`` on an engine without a tokenizer, and where decoding failed). ``result``: in the last chunk of a
+    prompt, else ``None``.
     """
 
     index: int
@@ -75,3 +77,17 @@ def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
         first_token_s=state.first_token_s,
         last_token_s=state.last_token_s,
     )
+
+
+def no_token_error(state: RequestState) -> str:
+    """Why a request fails whose logits hold NaN."""
+    adapter = state.adapter
+    if adapter is None:
+        cause = "it runs without an adapter: look for NaN in the model's weights, or serve them in a wider dtype"
+    else:
+        name = clip(getattr(adapter, "lora_name", None))
+        cause = (
+            f"the likely cause is its adapter {name} (id {state.adapter_id}), whose weights or scaling take products "
+            "out of the range of the model's dtype; train it with smaller ones, or serve it in a wider dtype"
+        )
+    return f"ValueError: the logits of request {clip(state.request_id)} hold NaN at token {state.num_tokens}: {cause}"

@@ -1,17 +1,24 @@
 """Running a laid-out step: buffers and metadata once, the model once, one token for each request."""
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from punica.adapters import LoRAModelManager
-from punica.engine.attention import PagedAttention
-from punica.engine.buffers import StepBuffers
-from punica.engine.sampler import choose_tokens, token_logprobs
+from punica.engine.buffers import StepBuffers, StepRows
+from punica.engine.config import EngineConfig
+from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, decode_sizes, prompt_sizes
+from punica.engine.kernel_attention import INVARIANT_SPLITS, KernelAttention, attention_for
+from punica.engine.kv_cache import KVCache
+from punica.engine.sampler import choose_tokens, greedy_tokens, token_logprobs
+from punica.metadata import RowGroups
 from punica.models import LlamaForCausalLM
-from punica.scheduling import StepLayout
+from punica.parallel import collectives_can_be_captured, in_step
+from punica.scheduling import Span, StepLayout
 
 
 class StepTokens(NamedTuple):
@@ -25,37 +32,177 @@ class StepTokens(NamedTuple):
     model_s: float
 
 
+def max_step_rows(config: EngineConfig) -> int:
+    """Most rows of a step: the longest prompt beside a full batch, padded as its graphs are."""
+    return prompt_sizes(config.max_num_batched_tokens)[-1] + decode_sizes(config.max_batch_size)[-1]
+
+
+class _StagedStep(NamedTuple):
+    """A step whose buffers are filled: its spans as laid out (which identify it), as padded for the graph of ``shape``
+    (``None``: no graph, no padding), and its rows.
+    """
+
+    spans: tuple[Span, ...]
+    padded: StepLayout
+    shape: GraphShape | None
+    rows: StepRows
+
+
 class ModelRunner:
     """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share.
 
-    Steps have at most ``max_tokens`` rows.
+    On a GPU steps run as CUDA graphs, unless the config says otherwise, a group's collectives cannot be part of one
+    (gloo's), attention has no kernel there, or memory for a graph is lacking; steps with prompts where the library's
+    attention can be captured (16-bit elements).
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, attention: PagedAttention, manager: LoRAModelManager | None, max_tokens: int
+        self, model: LlamaForCausalLM, cache: KVCache, manager: LoRAModelManager | None, config: EngineConfig
     ) -> None:
-        self.model = model
-        self.attention = attention
-        self.manager = manager
-        self.buffers = StepBuffers(max_tokens, attention.cache.keys[0].device)
+        self.model, self.manager = model, manager
+        device, self._max_requests = cache.keys[0].device, decode_sizes(config.max_batch_size)[-1]
+        splits = INVARIANT_SPLITS if config.batch_invariant else None
+        self.attention = attention_for(cache, self._max_requests, -(-config.max_model_len // cache.block_size), splits)
+        self.buffers = StepBuffers(max_step_rows(config), device)
+        self.graphs: StepGraphs | None = None
+        self._staged: _StagedStep | None = None
+        self._results: StepResult | None = None
+        if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
+            slots = 0 if manager is None else manager.lora_slots
+            prompt_rows = config.max_num_batched_tokens if self.attention.takes_prompts_in_graphs else 0
+            this = weakref.proxy(self)  # a cycle would keep the KV cache of a dropped engine
+            self.graphs = StepGraphs(
+                lambda shape: this._begin_any(shape), lambda shape: this._forward_shape(shape),
+                config.max_batch_size, prompt_rows, slots, device,
+            )  # fmt: skip
 
     @torch.inference_mode()
-    def run(self, layout: StepLayout, meanwhile: Callable[[], None]) -> StepTokens:
-        """Tokens of a step; how they are chosen is the matter of ``sampler.py``. ``meanwhile`` is called when all
-        has been given to the device and before the tokens are read, which waits for it.
+    def run(self, layout: StepLayout, meanwhile: Callable[[Tensor], None]) -> StepTokens:
+        """Tokens of a step; how they are chosen is the matter of ``sampler.py``. ``meanwhile`` is called with them when
+        all has been given to the device, and before the host reads them, which waits for it. What fails on one of
+        several ranks, ``meanwhile`` aside, puts them out of step (:func:`~punica.parallel.in_step`).
         """
         start = time.perf_counter()
-        rows = self.buffers.fill(layout)
-        self.attention.begin(layout.spans, rows.kv_rows)
-        if self.manager is not None:
-            is_prefill = layout.num_prefill_rows > 0
-            self.manager.begin_step(layout.segments, layout.sampled_slots, is_prefill=is_prefill)
-        ready = time.perf_counter()
-        hidden = self.model(rows.token_ids, rows.positions, self.attention)
-        if layout.num_prefill_rows:
+        staged = self._take_staged(layout)
+        with in_step():
+            if self.manager is not None:
+                is_prefill, padded = layout.num_prefill_rows > 0, staged.padded
+                self.manager.begin_step(padded.segments, padded.sampled_slots, is_prefill=is_prefill)
+            ready = time.perf_counter()
+            if staged.shape is None or self.graphs is None:
+                logits, best = self._forward(staged.rows, samples_all=not layout.num_prefill_rows)
+            else:
+                logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
+            tokens = choose_tokens(logits, layout.requests, best)
+            logprobs = token_logprobs(logits, tokens, layout.requests)
+        meanwhile(tokens)
+        with in_step():
+            return StepTokens(tokens.tolist(), logprobs.read(), ready - start, time.perf_counter() - ready)
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether :meth:`stage_ahead` saves time: steps are graphs, which leave the host idle while the device runs. A
+        host that launches every kernel itself, on a CPU or with ``cuda_graphs=False``, has no time to spare.
+        """
+        return self.graphs is not None
+
+    @torch.inference_mode()
+    def stage_ahead(self, layout: StepLayout, tokens: Tensor) -> None:
+        """Send what the next step needs while the device is busy with this one. ``layout``: one decode row for each of
+        the requests of this step, in their order; ``tokens [S]``: those that it continues with, on the device, where
+        this step leaves them. A next step that is another one is staged anew.
+        """
+        shape = self._shape_of(layout)
+        if self._has(shape):
+            self._staged = self._stage(layout, shape)
+            self._staged.rows.token_ids[: len(tokens)].copy_(tokens.clamp(min=0))  # NO_TOKEN: an idle row
+
+    @torch.inference_mode()
+    def capture_graphs(self, prompt_rows: int) -> None:
+        """Capture the graphs of all steps with up to that many rows of prompts now, instead of when a first step needs
+        each; nothing where there are none.
+        """
+        self._staged = None
+        if self.graphs is not None:
+            for shape in self.graphs.shapes(prompt_rows):
+                self.graphs.prepare(shape)
+
+    @torch.inference_mode()
+    def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
+        """Capture now the graph of a step of that many rows of prompts and rows that decode, the latter with so many
+        different adapters (``uses_lora``: any row of the step has one); nothing where the host launches such a step.
+        """
+        self._staged = None
+        if self.graphs is not None:
+            shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
+            if shape is not None:
+                self.graphs.prepare(shape)
+
+    def _take_staged(self, layout: StepLayout) -> _StagedStep:
+        """The step as sent ahead, if it is this one and its graph has not been released since; else sent now."""
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.spans is layout.spans and self._has(staged.shape):
+            return staged
+        shape = self._shape_of(layout)
+        if shape is not None and self.graphs is not None and not self.graphs.prepare(shape):
+            shape = None
+        return self._stage(layout, shape)
+
+    def _has(self, shape: GraphShape | None) -> bool:
+        """Whether a step of that shape can run: its graph is there, or the host launches it."""
+        return shape is None or (self.graphs is not None and self.graphs.has(shape))
+
+    def _stage(self, layout: StepLayout, shape: GraphShape | None) -> _StagedStep:
+        """Fill the buffers, as the graph of ``shape`` wants them (captured before: that overwrites them)."""
+        padded = layout if shape is None else layout.padded(shape.prompt_rows)
+        rows = self.buffers.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
+        self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
+        return _StagedStep(layout.spans, padded, shape, rows)
+
+    def _shape_of(self, layout: StepLayout) -> GraphShape | None:
+        """Of the graph that runs the step; ``None``: the host launches it."""
+        if self.graphs is None:
+            return None
+        slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True)
+                 if span.start >= layout.num_prefill_rows]  # fmt: skip
+        uses_lora = any(slot >= 0 for slot in layout.sampled_slots)
+        return self.graphs.shape(layout.num_prefill_rows, len(slots), len({*slots} - {-1}), uses_lora=uses_lora)
+
+    def _begin_any(self, shape: GraphShape) -> None:
+        """Fill the buffers with a step of this shape that writes nothing: one prompt, and decode rows among which slots
+        are shared out evenly.
+        """
+        prompts, decodes, adapters = shape
+        num_rows, num_sampled = self._rows_of(shape)
+        rows = self.buffers.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
+        self.attention.begin((), rows.kv_rows, prompts)
+        if self.manager is None:
+            return
+        slots = [0, *((i + (prompts > 0)) % self.manager.lora_slots for i in range(adapters))] if adapters else [-1]
+        shares = [decodes // adapters + (i < decodes % adapters) for i in range(adapters)]
+        tokens, sampled = (
+            RowGroups.of_runs(slots, [rows - sum(shares), *shares]) for rows in (num_rows, num_sampled)
+        )  # fmt: skip
+        self.manager.punica_wrapper.begin_step(tokens, sampled, self.manager.vocab_size)
+
+    def _rows_of(self, shape: GraphShape) -> tuple[int, int]:
+        """Rows of a shape, and how many of them are sampled: beside a prompt, as many as there may be requests."""
+        sampled = self._max_requests if shape.prompt_rows else shape.decode_rows
+        return shape.prompt_rows + shape.decode_rows, sampled
+
+    def _forward_shape(self, shape: GraphShape) -> StepResult:
+        """The result of any shape in the same place: graphs that kept theirs would share less memory."""
+        found = self._forward(self.buffers.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
+        if self._results is None:
+            self._results = StepResult(*(part.new_empty(self._max_requests, *part.shape[1:]) for part in found))
+        kept = StepResult(*(whole[: len(part)] for whole, part in zip(self._results, found, strict=True)))
+        for place, part in zip(kept, found, strict=True):
+            place.copy_(part)
+        return kept
+
+    def _forward(self, rows: StepRows, *, samples_all: bool) -> StepResult:
+        hidden: Tensor = self.model(rows.token_ids, rows.positions, self.attention)
+        if not samples_all:
             hidden = hidden[rows.sampled_rows]
         logits = self.model.compute_logits(hidden)
-        tokens = choose_tokens(logits, layout.requests)
-        meanwhile()
-        logprobs = token_logprobs(logits, tokens, layout.requests)
-        return StepTokens(tokens.tolist(), logprobs, ready - start, time.perf_counter() - ready)
+        return StepResult(logits, greedy_tokens(logits))

@@ -9,17 +9,26 @@ Sums of integers are the same in any order, and ``u`` is a function of the reque
 generated (Philox, a counter-based generator). So a row's token depends on its logits, its parameters and its seed: not
 on its batch, not on preemption, not on the tensor-parallel rank. Tokens less probable than 2**-40 of the most probable
 one are never drawn.
+
+A row that holds NaN says nothing about tokens: it gets ``NO_TOKEN``, and the engine fails its request.
+
+The host never waits here: what a draw needs is sent asynchronously, and nothing is read back before all that the step
+has for the device has been given to it.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from punica.metadata.staging import send
 from punica.scheduling import SamplingParams
+from punica.scheduling.sampling_params import MOST_LOGPROBS
 
+NO_TOKEN = -1
+"""In place of the token of a row whose logits hold NaN."""
 _ONE = 2.0**40
 
 
@@ -43,33 +52,64 @@ class SampledRequest(Protocol):
         """Output tokens so far: the number of its next draw."""
 
 
-def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
-    """Next token of each of the S requests, int64 ``[S]``, from ``logits [S, vocab]``.
+class PendingLogprobs(NamedTuple):
+    """Log-probabilities on the device: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
 
-    Of equal maxima the lowest id. When all requests are greedy this is ``argmax`` alone.
+    counts: dict[int, int]
+    table: Tensor | None
+
+    def read(self) -> dict[int, dict[int, float]]:
+        """``{row: {token id: logprob}}``: the chosen token first, then the most probable ones in falling order. The
+        host waits for the device.
+        """
+        tables = [] if self.table is None else self.table.tolist()
+        found = {}
+        for (row, count), (ids, values) in zip(self.counts.items(), tables, strict=True):
+            found[row] = dict(zip(map(int, ids[: 1 + count]), values[: 1 + count], strict=True))
+        return found
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """The id of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``. ``NO_TOKEN``
+    for a row that holds NaN.
     """
-    tokens = logits.argmax(dim=-1)
+    best = logits.argmax(dim=-1)  # counts NaN as the highest: one look tells whether there is any
+    highest = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    return best.masked_fill(highest.isnan(), NO_TOKEN)
+
+
+def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest], best: Tensor | None = None) -> Tensor:
+    """Next token of each of the S requests, int64 ``[S]``, from ``logits [S, vocab]``; ``best [S]``: their
+    :func:`greedy_tokens`, where they are known. ``NO_TOKEN`` for a row that holds NaN.
+
+    When all requests are greedy this is ``best`` alone.
+    """
+    best = greedy_tokens(logits) if best is None else best
     rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-    if rows:
-        index = torch.tensor(rows, device=logits.device)
-        tokens[index] = _sample(logits.index_select(0, index).float(), [requests[row] for row in rows])
+    if not rows:
+        return best
+    index = send(rows, torch.int64, logits.device)
+    drawn = _sample(logits.index_select(0, index).float(), [requests[row] for row in rows])
+    tokens = best.clone()
+    tokens[index] = drawn.masked_fill_(best[index] < 0, NO_TOKEN)
     return tokens
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledRequest]) -> dict[int, dict[int, float]]:
-    """Log-probabilities ``{row: {token id: logprob}}`` of the rows whose requests ask for them.
-
-    The chosen token (``tokens [S]``) first, then the most probable ones in falling order.
+def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledRequest]) -> PendingLogprobs:
+    """Log-probabilities of the chosen tokens (``tokens [S]``) and of the most probable ones, for the rows whose
+    requests ask for them; to be read when the device has been given all its work.
     """
-    found = {}
-    for row, request in enumerate(requests):
-        count = request.params.logprobs
-        if count is not None:
-            logprobs = torch.log_softmax(logits[row].float(), dim=-1)
-            best = logprobs.topk(min(count, len(logprobs)))
-            ids = torch.cat((tokens[row : row + 1], best.indices))
-            found[row] = dict(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
-    return found
+    counts = {row: one.params.logprobs for row, one in enumerate(requests) if one.params.logprobs is not None}
+    if not counts:
+        return PendingLogprobs({}, None)
+    index = send(list(counts), torch.int64, logits.device)
+    logprobs = torch.log_softmax(logits.index_select(0, index).float(), dim=-1)
+    # as many for everybody, so that which of equal ones are listed does not depend on what others ask for
+    best = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]))
+    chosen = tokens.index_select(0, index).clamp_(min=0).unsqueeze(-1)
+    ids = torch.cat((chosen, best.indices), dim=-1)
+    values = torch.cat((logprobs.gather(-1, chosen), best.values), dim=-1)
+    return PendingLogprobs(counts, torch.stack((ids.double(), values.double()), dim=1))
 
 
 def uniform(seed: int, position: int) -> float:
@@ -91,13 +131,13 @@ def draw(
     The lists have an entry per row; ``top_k`` is at least 1, ``vocab`` or more keeps all.
     """
     vocab = scores.shape[-1]
-    table = torch.tensor([temperature, top_k, top_p, min_p, uniforms], dtype=torch.float64, device=scores.device)
+    table = send([temperature, top_k, top_p, min_p, uniforms], torch.float64, scores.device)
     temperatures, most, mass, least, u = table.unsqueeze(-1)  # each [S, 1]
     scaled = (scores - scores.amax(dim=-1, keepdim=True)).double().div_(temperatures)
     weights = scaled.nan_to_num_(nan=0.0).exp_().mul_(_ONE).long()  # inf - inf: such a score is the highest
     cut = [row for row, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if k < vocab or p < 1.0]
     if cut:
-        index = torch.tensor(cut, device=scores.device)
+        index = send(cut, torch.int64, scores.device)
         weights[index] = _most_probable(scores[index], weights[index], most[index], mass[index])
     weights.masked_fill_(weights < least * _ONE, 0)  # the highest weight is 2**40
     sums = weights.cumsum(dim=-1)
@@ -118,12 +158,7 @@ def _most_probable(scores: Tensor, weights: Tensor, most: Tensor, mass: Tensor) 
 
 def _sample(scores: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     params = [request.params for request in requests]
-    for row, request in enumerate(requests):
-        penalty = request.params.repetition_penalty
-        if penalty != 1.0:
-            seen = torch.tensor(sorted(set(request.token_ids)), device=scores.device)
-            values = scores[row, seen]
-            scores[row, seen] = torch.where(values < 0, values * penalty, values / penalty)
+    _penalise(scores, requests)
     vocab = scores.shape[-1]
     greedy = [one.temperature == 0.0 for one in params]
     return draw(
@@ -134,3 +169,16 @@ def _sample(scores: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         [one.min_p for one in params],
         [uniform(request.seed, request.num_generated) for request in requests],
     )
+
+
+def _penalise(scores: Tensor, requests: Sequence[SampledRequest]) -> None:
+    """Apply repetition penalties in place, equal ones together."""
+    seen: dict[float, list[np.ndarray]] = {}
+    for row, request in enumerate(requests):
+        if request.params.repetition_penalty != 1.0:
+            tokens = np.unique(request.token_ids)
+            seen.setdefault(request.params.repetition_penalty, []).append(np.stack((np.full_like(tokens, row), tokens)))
+    for penalty, places in seen.items():
+        rows, tokens = send(np.concatenate(places, axis=1), torch.int64, scores.device)
+        values = scores[rows, tokens]
+        scores[rows, tokens] = torch.where(values < 0, values * penalty, values / penalty)

@@ -81,7 +81,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
-        beside = getattr(wrapper, "takes_aside", False) and not (self.fp8_keywords or has_no_lora(wrapper))
+        beside = getattr(wrapper, "takes_aside", False) and not has_no_lora(wrapper)
         streams = self._streams if beside else None
         aside = None if streams is None else streams.begin(rows)
         output = self._base_output(x, bias)

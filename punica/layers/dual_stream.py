@@ -80,8 +80,8 @@ def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | No
     """The second stream of a LoRA layer, ``None`` where everything stays on the current stream.
 
     That is: without ``dual_stream``, on a CPU, with fully sharded adapters (the collective between shrink and expand
-    must keep its place among the others), and for a second LoRA layer over the same base layer. Slots in FP8 and
-    wrappers that do not take ``aside`` leave it unused.
+    must keep its place among the others), and for a second LoRA layer over the same base layer. Wrappers that do not
+    take ``aside`` leave it unused.
     """
     wanted = getattr(lora_config, "dual_stream", False) and not lora_config.fully_sharded_loras
     if not wanted or lora_layer.device.type != "cuda":

@@ -1,7 +1,8 @@
 """Rules that all LoRA layers share: which base layer a class replaces, where slots live, what `set_lora` accepts."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,9 +127,25 @@ def has_no_lora(wrapper: object) -> bool:
     return getattr(wrapper, "no_lora", False)
 
 
+_rehearsing = False
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside, layers do what they would do in a capture, so that a graph finds its kernels compiled and loaded."""
+    global _rehearsing
+    _rehearsing = True
+    try:
+        yield
+    finally:
+        _rehearsing = False
+
+
 def is_being_captured(tensor: Tensor) -> bool:
-    """Whether work on ``tensor`` goes into a CUDA graph now: then what is left out stays left out at every replay."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether work on ``tensor`` goes into a CUDA graph now (or in its `rehearsal`): then what is left out stays left
+    out at every replay.
+    """
+    return tensor.is_cuda and (_rehearsing or torch.cuda.is_current_stream_capturing())
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -71,6 +71,9 @@ class Row:
     calib_gemm_us: float | None = None  # a short product and a copy, mean of before and after
     calib_copy_us: float | None = None
     sm_clock_mhz: float | None = None  # of the GPU's multiprocessors, at the end of that interval
+    t_s: float | None = None  # of a series over time: seconds from its start
+    gpu: int | None = None  # of a quantity of one GPU among many: its number from 0
+    cost_model: str = ""  # of a simulated row: what told it the time of a step
 
     @property
     def point(self) -> tuple[object, ...]:
@@ -82,8 +85,8 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-_INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat")
-_NUMBERS = ("value", "l3_mib", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz")
+_INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat", "gpu")
+_NUMBERS = ("value", "l3_mib", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz", "t_s")
 _FLAGS = {"": None, "True": True, "False": False}
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
 """Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""

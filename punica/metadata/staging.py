@@ -1,4 +1,6 @@
-"""`StagedBuffer`: integers of one step, allocated once and refilled from the host with a single copy.
+"""How numbers get from the host to the device without the host waiting: `StagedBuffer` and `send`.
+
+`StagedBuffer` holds integers of one step, allocated once and refilled from the host with a single copy.
 
 Captured CUDA graphs and kernels hold the address of the device tensor, so it never moves. On a CPU the host array *is*
 the tensor and nothing is copied. For a GPU there are two pinned host arrays: the copy is asynchronous, so while it may
@@ -6,6 +8,7 @@ still be reading one of them the next step fills the other, and an event tells w
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -55,6 +58,16 @@ class StagedBuffer:
             event = self._copied[self._turn] or torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.tensor.device))
             self._copied[self._turn] = event
+
+
+def send(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of any count as a tensor of their own on `device`; the copy is asynchronous on CUDA.
+
+    It starts from page-locked memory that torch caches, in powers of two, and does not hand out again before the copy
+    has ended: only the first of a size waits for the system.
+    """
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def aligned_offsets(lengths: list[int], multiple: int = 32) -> tuple[list[int], int]:

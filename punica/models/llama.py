@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from punica.models.checkpoint import CheckpointEntry, fill_random, find_tensors, load_tensors
 from punica.models.families import DENSE, resolve_config
-from punica.models.rotary import RotaryEmbedding, rotate
+from punica.models.rotary import RotaryEmbedding
+from punica.ops.backbone import HeadNorms, PackedHeads, add_rms_norm, swiglu
 from punica.parallel import (
     LinearBase,
     LogitsProcessor,
@@ -38,10 +38,10 @@ from punica.parallel import (
 
 
 class Attention(Protocol):
-    """What the model asks of the engine: store this layer's keys and values, and attend."""
+    """What the model asks of the engine: rotate queries and keys, store this layer's keys and values, and attend."""
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]`` (this rank's heads, rotated) to ``[T, H, D]``."""
+    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
+        """This rank's heads of T rows, which it may overwrite, to ``[T, H, D]``."""
 
 
 class LlamaAttention(nn.Module):
@@ -64,19 +64,14 @@ class LlamaAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_size)
-        rotated = rotate(self.normalized(heads[:, : self.num_heads + self.num_kv_heads]), cos, sin)
-        q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        v = heads[:, self.num_heads + self.num_kv_heads :]
-        return self.o_proj(attention.attend(self.layer_index, q, k, v).flatten(1))
+        packed = PackedHeads(heads, self.num_kv_heads, cos, sin, self._norms())
+        return self.o_proj(attention.attend(self.layer_index, packed).flatten(1))
 
-    def normalized(self, heads: Tensor) -> Tensor:
-        """Query and key heads, side by side ``[T, H + Hkv, D]``, before they are rotated: as they are, or each by the
-        norm of its kind.
-        """
+    def _norms(self) -> HeadNorms | None:
+        """The norms of query and key heads, where the family has them."""
         if self.q_norm is None or self.k_norm is None:
-            return heads
-        q, k = heads.split((self.num_heads, self.num_kv_heads), dim=1)
-        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, cast(float, self.q_norm.eps))
 
 
 class LlamaMLP(nn.Module):
@@ -91,12 +86,14 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and with a residual connection."""
+    """Attention and MLP, each behind a norm and with a residual connection.
+
+    What a block adds to the residual stream is added where the next norm reads it, in one launch on a GPU.
+    """
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
@@ -104,14 +101,21 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """``x [T, hidden]`` to ``[T, hidden]``."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        """``x [T, hidden]``, the residual stream, gains ``delta`` (from the layer before, ``None`` for the first) and
+        what attention makes of it, in place; returned is what the MLP adds, for the next one to add.
+        """
+        delta = self.self_attn(normed(self.input_layernorm, x, delta), cos, sin, attention)
+        return self.mlp(normed(self.post_attention_layernorm, x, delta))
 
     def make_parts(self, config: Any, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
         """Attention, and what comes after it."""
         return LlamaAttention(config, layer_index), LlamaMLP(config)
+
+
+def normed(norm: nn.RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
+    """The norm of the residual stream ``x [T, hidden]`` once it has gained ``delta``, in place."""
+    return add_rms_norm(x, delta, norm.weight, cast(float, norm.eps))
 
 
 class LlamaModel(nn.Module):
@@ -129,9 +133,10 @@ class LlamaModel(nn.Module):
         """``token_ids [T]`` and ``positions [T]`` (int64) to hidden states ``[T, hidden]``."""
         x = self.embed_tokens(token_ids)
         cos, sin = self.rotary(positions)  # once per step, not per layer
+        delta = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attention)
-        return self.norm(x)
+            delta = layer(x, delta, cos, sin, attention)
+        return normed(self.norm, x, delta)
 
 
 class LlamaForCausalLM(nn.Module):

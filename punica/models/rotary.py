@@ -1,4 +1,5 @@
-"""Rotary position embedding (RoPE): a query and a key are rotated by angles that grow with their position.
+"""Rotary position embedding (RoPE): a query and a key are rotated by angles that grow with their position. Here are the
+angles; what turns by them is in :mod:`punica.ops.backbone`.
 
 For a head of size D, pair i (0 <= i < D/2) of a vector at position m is turned by the angle ``m * f_i``:
 
@@ -57,10 +58,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions ``[T]`` (int64) to ``(cos, sin)``, each ``[T, 1, D/2]``: float32 angles, the model's dtype."""
         angles = (positions.unsqueeze(-1) * self.inverse_frequencies).unsqueeze(1)
-        return (angles.cos() * self.factor).to(self.dtype), (angles.sin() * self.factor).to(self.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads ``x [T, H, D]`` by ``(cos, sin)`` of :class:`RotaryEmbedding`; returns a new tensor."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        if self.factor != 1.0:
+            cos, sin = cos * self.factor, sin * self.factor
+        return cos.to(self.dtype), sin.to(self.dtype)

@@ -2,10 +2,10 @@
 
 :mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` and
 :mod:`~punica.ops.moe_torch` compute it fast on a CPU, :mod:`~punica.ops.baselines` holds what the paper compares with,
-``punica.ops.triton_ops`` the GPU kernels. These are imported on first use of ``lora_shrink``, ``lora_expand``, their
-``_fp8`` kin, ``lora_linear``, ``fused_moe_lora`` or ``moe_lora_align_block_size``, so the CPU path needs no Triton. The
-six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones. FP8 weights:
-:mod:`~punica.ops.quant` makes them, :mod:`~punica.ops.fp8_ops` is the CPU path.
+``punica.ops.triton_ops`` the GPU kernels. These are imported on first use of ``lora_shrink``, ``lora_expand``,
+``lora_linear``, their ``_fp8`` kin, ``fused_moe_lora`` or ``moe_lora_align_block_size``, so the CPU path needs no
+Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones. FP8
+weights: :mod:`~punica.ops.quant` makes them, :mod:`~punica.ops.fp8_ops` is the CPU path.
 """
 
 import importlib
@@ -36,6 +36,7 @@ _TRITON_OPS = {
     "lora_expand": "lora_expand",
     "lora_expand_fp8": "lora_expand_fp8",
     "lora_linear": "lora_linear",
+    "lora_linear_fp8": "lora_linear_fp8",
     "lora_shrink": "lora_shrink",
     "lora_shrink_fp8": "lora_shrink_fp8",
     "fused_moe_lora": "fused_moe_lora",

@@ -6,6 +6,9 @@ the scales mean is said in `punica.ops.fp8_checks`; any block size is legal here
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from punica.ops import torch_ops
 from punica.ops.checks import (
     FLOATS,
     STEP,
+    Names,
     Weights,
     check_input,
     check_low_rank,
@@ -118,45 +122,59 @@ def linear_fp8(
         y, x, lora_a_stacked, lora_b_stacked, batch, lora_a_scale, lora_b_scale, a_scale, shrink, expand, lora_ranks
     )
     run_linear(
-        shrink_fp8, expand_fp8, y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale,
-        a_scale, shrink, expand, add_inputs, lora_ranks, buffer,
+        _TORCH, y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale, a_scale, shrink, expand,
+        add_inputs, lora_ranks, buffer,
     )  # fmt: skip
 
 
+class Parts(NamedTuple):
+    """What a linear consists of: the two products, and how activations are quantised per token."""
+
+    shrink: Callable[..., None]
+    expand: Callable[..., None]
+    quantize: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+_TORCH = Parts(shrink_fp8, expand_fp8, partial(quantize_per_token, check=False))
+
+
 def run_linear(
-    shrink_op: Callable[..., None], expand_op: Callable[..., None],
-    y: Tensor, x: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], batch: LoRABatch, scale: float,
+    parts: Parts,
+    y: Tensor, x: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], batch: Any, scale: float,
     lora_a_scale: Sequence[Tensor] | None, lora_b_scale: Sequence[Tensor] | None, a_scale: Tensor | None,
     shrink: Scheme, expand: Scheme, add_inputs: bool, lora_ranks: Tensor | None, buffer: Tensor | None = None,
+    aside: Callable[[], AbstractContextManager] = nullcontext,
 ) -> None:  # fmt: skip
-    """`linear_fp8` of checked operands by the given pair of operators."""
+    """`linear_fp8` of checked operands by the given parts; the first product in the context ``aside``."""
     if not x.shape[0]:
         return
-    if shrink.use_fp8_w8a8 and x.dtype not in FP8_DTYPES:
-        x, a_scale = quantize_per_token(x, shrink.group_k, check=False)
-    low = buffer
-    if low is None:
-        shape = (len(lora_a), x.shape[0], lora_a[0].shape[-2])
-        low = torch.empty(shape, dtype=torch.float32, device=x.device)
-    shrink_op(x, lora_a, low, batch, scale, b_scale=lora_a_scale, a_scale=a_scale, scheme=shrink, lora_ranks=lora_ranks)
+    with aside():
+        if shrink.use_fp8_w8a8 and x.dtype not in FP8_DTYPES:
+            x, a_scale = parts.quantize(x, shrink.group_k)
+        low = buffer
+        if low is None:
+            shape = (len(lora_a), x.shape[0], lora_a[0].shape[-2])
+            low = torch.empty(shape, dtype=torch.float32, device=x.device)
+        given = {"b_scale": lora_a_scale, "a_scale": a_scale, "scheme": shrink, "lora_ranks": lora_ranks}
+        parts.shrink(x, lora_a, low, batch, scale, **given)
     h, h_scale = low, None
     if expand.use_fp8_w8a8:
-        h, h_scale = quantize_per_token(low, expand.group_k, check=False)
-    expand_op(
+        h, h_scale = parts.quantize(low, expand.group_k)
+    parts.expand(
         h, lora_b, y, batch, 0, add_inputs, b_scale=lora_b_scale, a_scale=h_scale, scheme=expand, lora_ranks=lora_ranks
     )
 
 
 def check_linear_fp8(
-    y: Tensor, x: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], batch: LoRABatch,
+    y: Tensor, x: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], batch: Any,
     lora_a_scale: Sequence[Tensor] | None, lora_b_scale: Sequence[Tensor] | None, a_scale: Tensor | None,
-    shrink: Scheme, expand: Scheme, lora_ranks: Tensor | None,
+    shrink: Scheme, expand: Scheme, lora_ranks: Tensor | None, names: Names = STEP,
 ) -> None:  # fmt: skip
     """All that `linear_fp8` objects to, before anything is written."""
     shrink.check()
     expand.check()
-    a, b = describe_fp8(STEP, lora_a, -2), describe_fp8(STEP, lora_b, -1)
-    check_pair(a, b, STEP)
+    a, b = describe_fp8(names, lora_a, -2), describe_fp8(names, lora_b, -1)
+    check_pair(a, b, names)
     if shrink.use_fp8_w8a8 != expand.use_fp8_w8a8:
         raise ValueError("use_fp8_w8a8 differs between shrink and expand; quantise the activations of both or neither")
     check_scales("lora_a_scale", forms_of("lora_a_scale", lora_a_scale), a, True, shrink)
@@ -166,11 +184,11 @@ def check_linear_fp8(
         raise ValueError(f"a_scale is given, but x has dtype {x.dtype}: it is quantised here, leave a_scale out")
     a_form = None if a_scale is None else form_of("a_scale", a_scale)
     if not quantised_here:
-        check_activation(STEP.input, x, a_form, a.widths[0], shrink, a)
-    check_input(STEP.input, x, a._replace(dtype=x.dtype), STEP.a)
-    check_output(STEP.output, y, b, 0)
+        check_activation(names.input, x, a_form, a.widths[0], shrink, a)
+    check_input(names.input, x, a._replace(dtype=x.dtype), names.a)
+    check_output(names.output, y, b, 0)
     if x.shape[0] != y.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} rows and y has {y.shape[0]}; they must be equal")
+        raise ValueError(f"{names.input} has {x.shape[0]} rows and {names.output} has {y.shape[0]}; must be equal")
     batch.check_rows(x.shape[0])
     check_ranks(lora_ranks, a)
 

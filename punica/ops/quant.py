@@ -32,6 +32,11 @@ LEAST = 1e-12
 """What counts as the largest element of a unit of zeros."""
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` cast to an FP8 ``dtype`` without a scale; beyond its range the largest value stands, NaN stays NaN."""
+    return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+
+
 def quantize_per_tensor(w: Tensor, dtype: torch.dtype = E4M3, *, check: bool = True) -> tuple[Tensor, Tensor]:
     """``w`` of any shape as (values of the same shape, 0-d scale)."""
     _check_source("w", w, dtype, check)
@@ -234,8 +239,7 @@ def _scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _stored(w: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = FP8_MAX[dtype]
-    return (w.float() / scale).clamp(-limit, limit).to(dtype)
+    return saturated(w.float() / scale, dtype)
 
 
 def _counts(w: Tensor, block: tuple[int, int]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ These are minimal: enough of a parallel Transformer to test and use the library 
 vLLM's layers, so that code written against those can be carried over.
 
     group.py            who shares a layer with whom, and the collectives; launch.py starts the processes
-    agreement.py        what fails on one rank fails on all
+    agreement.py        what fails on one rank fails on all, or ends the group
     embedding.py        token ids to rows of the table; the head is its mirror image
     linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
     matmul.py           their dense product
@@ -13,12 +13,14 @@ vLLM's layers, so that code written against those can be carried over.
     logits.py           hidden states and the head to logits
 """
 
-from punica.parallel.agreement import all_ranks_agree
+from punica.parallel.agreement import all_ranks_agree, check_in_step, check_same_on_all_ranks, in_step
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShardIndices
 from punica.parallel.group import (
     SingleProcessGroup,
     TensorParallelGroup,
     TorchDistGroup,
+    collectives_can_be_captured,
+    current_group,
     divide,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -38,7 +40,10 @@ from punica.parallel.linear import (
     ReplicatedLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
+    check_batch_invariant,
+    dense_layers,
+    set_batch_invariant,
 )
 from punica.parallel.logits import LogitsProcessor
-from punica.parallel.memory import check_free, free_bytes
+from punica.parallel.memory import Need, check_free, check_free_for_all, free_bytes
 from punica.parallel.moe import FusedMoE, MoEConfig, MoEParallelConfig, place_experts, route

@@ -1,17 +1,19 @@
-"""What fails on one rank fails on all of them, before any of them goes on.
+"""What fails on one rank fails on all of them, before any of them goes on; or, inside of a step, ends the group.
 
 Ranks read the same folders, but not the same disks. If one of them cannot load an adapter and the others compute with
 it, the ranks never meet again in the same collective: everybody's requests end in a time-out that names no cause.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from punica.parallel.group import current_group
+from punica.parallel.group import check_not_broken, current_group
 
-_KINDS: tuple[type[Exception], ...] = (FileNotFoundError, TypeError, ValueError, RuntimeError)
+_KINDS: tuple[type[Exception], ...] = (
+    FileNotFoundError, TypeError, ValueError, MemoryError, torch.OutOfMemoryError, RuntimeError,
+)  # fmt: skip
 _MESSAGE_BYTES = 2048
 
 
@@ -20,8 +22,10 @@ def all_ranks_agree() -> Iterator[None]:
     """Inside, this rank does what all ranks of the group do; on leaving they tell each other whether it worked.
 
     If it failed anywhere, every rank raises: the kind of error and the message of the first rank that failed, with its
-    number in front. FileNotFoundError, TypeError and ValueError stay what they are, others become a RuntimeError. With
-    one rank nothing is exchanged. All ranks must come here, in the same order as to their other collectives.
+    number in front. FileNotFoundError, TypeError, ValueError and what tells of too little memory stay what they are,
+    others become a RuntimeError. With one rank nothing is exchanged. All ranks must come here, in the same order as to
+    their other collectives, so never inside of another agreement: a rank that failed there would not come. Nor may
+    there be collectives inside, in which the others would wait for it: :func:`in_step` is for those.
     """
     group = current_group()
     if group.world_size == 1:
@@ -33,7 +37,7 @@ def all_ranks_agree() -> Iterator[None]:
     except Exception as error:
         failure = error
     device = getattr(group, "message_device", torch.device("cpu"))
-    kind = 0 if failure is None else 1 + next((i for i, k in enumerate(_KINDS) if isinstance(failure, k)), 3)
+    kind = 0 if failure is None else next((i for i, k in enumerate(_KINDS, 1) if isinstance(failure, k)), len(_KINDS))
     verdicts = group.all_gather(torch.tensor([kind], dtype=torch.int64, device=device), 0).tolist()
     if not any(verdicts):
         return
@@ -41,6 +45,46 @@ def all_ranks_agree() -> Iterator[None]:
     rank = next(rank for rank, verdict in enumerate(verdicts) if verdict)
     text = bytes(texts[rank].tolist()).rstrip(b"\0").decode("utf-8", errors="replace")
     raise _KINDS[verdicts[rank] - 1](f"rank {rank} of {group.world_size}: {text}") from failure
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Inside, ranks meet in collectives as the layers need them, without asking whether all will come: a forward pass.
+
+    Of a failure there they cannot tell each other: the others wait in the next collective (on GPUs in kernels that are
+    enqueued already), and would take whatever this rank sends for that. So it breaks the group on this rank, where all
+    further collectives, and steps, are a RuntimeError that says to restart; the others fail by their backend's
+    time-out, or as soon as this process ends. With one rank nothing happens.
+    """
+    try:
+        yield
+    except BaseException as error:
+        group = current_group()
+        if group.world_size > 1 and (break_off := getattr(group, "break_off", None)) is not None:
+            break_off(f"{type(error).__name__}: {error}")
+        raise
+
+
+def check_in_step() -> None:
+    """RuntimeError on a rank that failed :func:`in_step`."""
+    check_not_broken(current_group())
+
+
+def check_same_on_all_ranks(what: str, values: Sequence[int]) -> None:
+    """RuntimeError on every rank unless all of them come with the same integers, as many on each; ``what`` they are.
+
+    With one rank nothing is exchanged. All ranks must come here, in the same order as to their other collectives.
+    """
+    group = current_group()
+    if group.world_size == 1:
+        return
+    device = getattr(group, "message_device", torch.device("cpu"))
+    found = group.all_gather(torch.tensor([list(values)], dtype=torch.int64, device=device), 0).tolist()
+    if any(other != found[0] for other in found):
+        raise RuntimeError(
+            f"{what} must be the same on all ranks, got {found} in rank order; give every rank the same requests in "
+            "the same order, with the same config"
+        )
 
 
 def _as_bytes(failure: Exception | None) -> torch.Tensor:

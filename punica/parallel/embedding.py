@@ -151,6 +151,8 @@ class VocabParallelEmbedding(nn.Module):
         such an id reads some valid row or zeros. Other dtypes: ``TypeError``.
         """
         self._check_ids(input_)
+        if self.tp_size == 1 and self.num_embeddings == self.org_vocab_size:
+            return F.embedding(input_.clamp(0, self.num_embeddings - 1) if input_.is_cuda else input_, self.weight)
         shard = self.shard_indices
         org = (input_ >= shard.org_vocab_start_index) & (input_ < shard.org_vocab_end_index)
         added = (input_ >= shard.added_vocab_start_index) & (input_ < shard.added_vocab_end_index)

@@ -4,7 +4,10 @@ Tensor parallelism (Megatron-LM) splits the weight of one layer over ``tp_size``
 leaves each rank with a slice of the output (joined by an *all-gather*), a row-parallel layer leaves each rank with a
 partial sum (joined by an *all-reduce*). A *group* is any object with ``rank``, ``world_size``, ``all_reduce(t)``,
 ``all_gather(t, dim)`` and ``gather(t, dst, dim)``; two are provided, :class:`SingleProcessGroup` (one rank, every
-collective is the identity) and :class:`TorchDistGroup` (``torch.distributed``: gloo on CPUs, NCCL on GPUs).
+collective is the identity) and :class:`TorchDistGroup` (``torch.distributed``: gloo on CPUs, NCCL on GPUs). A group
+whose collectives can be part of a CUDA graph says so by ``can_be_captured`` and tells by ``before_close`` when it ends.
+One that ``break_off(reason)`` has told that its ranks no longer meet in the same collectives refuses all further ones;
+``broken`` is the reason.
 
 The layers call the ``tensor_model_parallel_*`` functions, which look the current group up at call time. With one rank
 they return their input untouched, so a single-GPU forward pays nothing for the seam.
@@ -14,7 +17,7 @@ import inspect
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -49,6 +52,7 @@ class SingleProcessGroup:
 
     rank = 0
     world_size = 1
+    can_be_captured = True
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over one rank."""
@@ -82,12 +86,34 @@ class TorchDistGroup:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._process_group = process_group
         self._closed = False
+        self.broken = ""
         self._place: tuple[int, int] = (0, 1)
         self._world: weakref.ref[dist.ProcessGroup] | None = None  # the world in which _place was looked up
+        self._dependents: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        """Call the bound method ``release`` when the group ends, unless its object is gone by then.
+
+        For CUDA graphs with collectives: NCCL waits for the last of them before it lets go of its communicator, for
+        ever if somebody still holds one.
+        """
+        self._dependents.append(weakref.WeakMethod(release))
 
     def close(self) -> None:
         """Let go of the process group, which must not outlive ``torch.distributed``; no collective afterwards."""
+        for dependent in self._dependents:
+            if (release := dependent()) is not None:
+                release()
+        self._dependents.clear()
         self._process_group, self._closed = None, True
+
+    def break_off(self, reason: str) -> None:
+        """Every later collective of this rank is a RuntimeError that names ``reason``, the first one that is given.
+
+        The communicator is left alone: what this rank has sent was met by the others, and to those that wait for more
+        nothing that it could do here would get through. They fail when this process ends, or by their time-out.
+        """
+        self.broken = self.broken or reason
 
     def _rank_and_size(self) -> tuple[int, int]:
         """This rank's place, asked of ``torch.distributed`` once per world: every layer of every step wants it."""
@@ -115,6 +141,7 @@ class TorchDistGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place where ``tensor`` is contiguous; returns the result."""
         self._rank_and_size()
+        check_not_broken(self)
         tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self._process_group)
         return tensor
@@ -122,6 +149,7 @@ class TorchDistGroup:
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Every rank's tensor, concatenated along ``dim`` in rank order, on every rank."""
         _, size = self._rank_and_size()
+        check_not_broken(self)
         self._check_same_shape(tensor)
         parts = tensor.new_empty(size, *tensor.shape)
         _all_gather_flat(parts.view(-1), tensor.contiguous().view(-1), group=self._process_group)
@@ -130,6 +158,7 @@ class TorchDistGroup:
     def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
         """As :meth:`all_gather`, but only rank ``dst`` of the group receives the result."""
         rank, size = self._rank_and_size()
+        check_not_broken(self)
         self._check_same_shape(tensor)
         parts = tensor.new_empty(size, *tensor.shape) if rank == dst else None
         views = None if parts is None else list(parts.unbind(0))
@@ -142,6 +171,12 @@ class TorchDistGroup:
         self._rank_and_size()
         reached = dist.get_backend_config(self._process_group)
         return torch.device("cpu") if "cpu" in reached else torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether collectives of CUDA tensors can be part of a CUDA graph: NCCL's can."""
+        self._rank_and_size()
+        return "cuda:nccl" in dist.get_backend_config(self._process_group)
 
     def _check_same_shape(self, tensor: Tensor) -> None:
         """Compare shapes and dtypes over ranks on CPU; on CUDA a read-back would stall the stream, so the caller does.
@@ -160,6 +195,15 @@ class TorchDistGroup:
         found: list[object] = [None] * self.world_size
         dist.all_gather_object(found, own, group=self._process_group)
         raise ValueError(f"tensors to gather must have one shape and dtype on all ranks, got {found} in rank order")
+
+
+def check_not_broken(group: TensorParallelGroup) -> None:
+    """RuntimeError when ``group`` was broken off."""
+    if reason := getattr(group, "broken", ""):
+        raise RuntimeError(
+            f"the tensor-parallel ranks are out of step: rank {group.rank} failed inside of a step ({reason}), so that "
+            "they cannot meet again; restart the processes of all ranks"
+        )
 
 
 def _concatenate(parts: Tensor, dim: int) -> Tensor:
@@ -225,6 +269,11 @@ def get_tensor_model_parallel_rank() -> int:
 def get_tensor_model_parallel_world_size() -> int:
     """Number of ranks in the current group; 1 when none is set."""
     return current_group().world_size
+
+
+def collectives_can_be_captured() -> bool:
+    """Whether what a step sends between the ranks of the current group can be part of a CUDA graph."""
+    return bool(getattr(current_group(), "can_be_captured", False))
 
 
 def tensor_model_parallel_all_reduce(tensor: Tensor) -> Tensor:

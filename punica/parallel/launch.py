@@ -178,11 +178,22 @@ def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
     if tp_size < world.size:
         process_group, _ = dist.new_subgroups(tp_size)
         undo.callback(dist.destroy_process_group, process_group)
-    if world.uses_nccl:  # the first collective connects the ranks, which it must not do while a graph is captured
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
+    for met in {None, process_group}:  # the world, and if that is another one the own group
+        _meet(world, met)
     group = TorchDistGroup(process_group)
     undo.callback(group.close)
     return group
+
+
+def _meet(world: _World, process_group: dist.ProcessGroup | None) -> None:
+    """A first collective: all ranks are connected to this one when it returns.
+
+    NCCL connects them then, which it must not do while a graph is captured. gloo has done so, but a rank that has its
+    own connections must not leave, and so close them, while another one is still about to see that it has them.
+    """
+    for backend, device in (("nccl", "cuda"), ("gloo", "cpu")):
+        if backend in world.backend:
+            dist.all_reduce(torch.zeros(1, device=device), group=process_group)
 
 
 def spawn_tensor_parallel(

@@ -11,7 +11,7 @@ Attribute names follow vLLM. Inference only: no parameter requires a gradient. P
 (``torch.empty``) in the default device and ``params_dtype``; a model fills them through ``weight_loader``.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from punica.parallel.group import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from punica.parallel.matmul import linear
+from punica.parallel.matmul import invariant_linear, linear
 
 LinearOutput = Tensor | tuple[Tensor, Tensor | None]
 
@@ -38,6 +38,41 @@ class UnquantizedLinearMethod:
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., in]`` to ``[..., out]`` with the weight of ``layer``."""
         return linear(x, layer.weight, bias)
+
+
+class BatchInvariantLinearMethod:
+    """``x @ weight^T (+ bias)`` with one kernel form for any number of rows, so that a row's bits do not depend on what
+    else is in the batch: on a GPU, 64 rows at a time, which costs a prompt several readings of the weights.
+    """
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., in]`` to ``[..., out]`` with the weight of ``layer``."""
+        return invariant_linear(x, layer.weight, bias)
+
+
+PLAIN_METHODS = (UnquantizedLinearMethod, BatchInvariantLinearMethod)
+
+
+def dense_layers(model: nn.Module) -> dict[str, Any]:
+    """Linear layers and heads of ``model`` by name, as they are before LoRA replaces them."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "quant_method")}
+
+
+def check_batch_invariant(layers: Mapping[str, Any]) -> None:
+    """ValueError: a layer whose product is no plain one (experts, quantised layers), or one that is not on a GPU."""
+    for name, layer in layers.items():
+        if type(layer.quant_method) not in PLAIN_METHODS or not layer.weight.is_cuda:
+            raise ValueError(
+                f"batch_invariant needs plain linear layers on a GPU, {name} multiplies by "
+                f"{type(layer.quant_method).__name__}; serve this model without batch_invariant"
+            )
+
+
+def set_batch_invariant(layers: Mapping[str, Any], wanted: bool) -> None:
+    """Whether the products of those ``layers`` that have plain ones are batch invariant from now on."""
+    for layer in layers.values():
+        if type(layer.quant_method) in PLAIN_METHODS:
+            layer.quant_method = PLAIN_METHODS[wanted]()
 
 
 def resolve_tp(tp_rank: int | None, tp_size: int | None) -> tuple[int, int]:

@@ -1,19 +1,81 @@
 """What this rank can still allocate, asked before something large is."""
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
 import psutil
 import torch
 
 from punica.parallel.group import get_tensor_model_parallel_world_size
 
 
+class Need(NamedTuple):
+    """One of several large allocations: ``what`` takes ``nbytes``, ``remedy`` takes fewer."""
+
+    what: str
+    nbytes: int
+    remedy: str
+
+
+class _Accounting(NamedTuple):
+    """Where a version of Linux's control groups tells what the processes of a group may take, and what they have."""
+
+    root: str
+    limit: str
+    used: str
+    file_cache: tuple[str, str]  # lines of memory.stat: what the kernel gives back before it refuses anybody
+
+
+_V1 = _Accounting(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)  # fmt: skip
+_V2 = _Accounting("sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on a device: on CUDA also what torch has reserved and does not use; on a CPU,
-    what the operating system can give without swapping, shared out over the ranks of this group.
+    what the operating system can give without swapping, and the container that this process is in, shared out over the
+    ranks of this group.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available // get_tensor_model_parallel_world_size()
+    available = min([psutil.virtual_memory().available, *container_bytes()])
+    return max(0, available) // get_tensor_model_parallel_world_size()
+
+
+def container_bytes(root: Path = Path("/")) -> Iterator[int]:
+    """What each control group that this process is in, with a limit or without, leaves it to allocate; nothing where
+    the operating system has none. ``root``: of the file system that tells.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        accounting = _V1 if controllers else _V2
+        top = root / accounting.root
+        group = top / path.strip("/")
+        # in a container the path may be that on the host, and all there is to see is the top
+        for level in (group, *group.parents):
+            if level.is_relative_to(top) and (left := _left_in(level, accounting)) is not None:
+                yield left
+
+
+def _left_in(group: Path, accounting: _Accounting) -> int | None:
+    """What one group leaves to allocate, ``None`` if it tells of no limit."""
+    try:
+        limit = int((group / accounting.limit).read_text(encoding="utf-8"))  # "max" is no limit
+        used = int((group / accounting.used).read_text(encoding="utf-8"))
+        pairs = [line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()]
+        cached = sum(int(value) for name, value in pairs if name in accounting.file_cache)
+    except (OSError, ValueError):
+        return None
+    return limit - max(0, used - cached)
 
 
 def check_free(what: str, wanted: int, device: torch.device, remedy: str) -> None:
@@ -23,3 +85,10 @@ def check_free(what: str, wanted: int, device: torch.device, remedy: str) -> Non
     """
     if device.type != "meta" and wanted > (free := free_bytes(device)):
         raise ValueError(f"{what} would take {wanted} bytes, {free} are free on {device}; {remedy}")
+
+
+def check_free_for_all(needs: Sequence[Need], device: torch.device) -> None:
+    """As :func:`check_free`, for several allocations that are all still to be made."""
+    named = [need.what if len(needs) == 1 else f"{need.what} ({need.nbytes} bytes)" for need in needs]
+    remedies = ", or ".join(need.remedy for need in needs)
+    check_free(" and ".join(named), sum(need.nbytes for need in needs), device, remedies)

@@ -8,12 +8,11 @@ layout and the segments are made once per invocation and used by every LoRA laye
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.request import RequestState
+from punica.scheduling.request import RequestState, RequestStatus
 from punica.scheduling.scheduler import StepPlan
 
 ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
@@ -68,12 +67,35 @@ class StepLayout:
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """``(slot, number of rows)`` of every run of rows with one slot, in row order; slot -1: rows without adapter.
+        """``(slot, number of rows)`` of every run of rows with one slot, in row order; slot -1: rows without adapter,
+        or of no span.
 
-        Neighbouring segments have different slots, and the lengths sum to T.
+        Neighbouring segments have different slots, and the lengths sum to the rows up to the last span's.
         """
-        runs = groupby(zip(self.sampled_slots, self.spans, strict=True), key=lambda pair: pair[0])
-        return tuple((slot, sum(span.length for _, span in run)) for slot, run in runs)
+        runs: list[list[int]] = []
+        end = 0
+        for slot, span in zip(self.sampled_slots, self.spans, strict=True):
+            for run in ((-1, span.start - end), (slot, span.length)):
+                if runs and runs[-1][0] == run[0]:
+                    runs[-1][1] += run[1]
+                elif run[1]:
+                    runs.append([*run])
+            end = span.start + span.length
+        return tuple((slot, length) for slot, length in runs)
+
+    def padded(self, prompt_rows: int) -> "StepLayout":
+        """The same step with rows of no span behind those of its prompts, which take ``prompt_rows`` together: token 0
+        at position 0, and no row of the cache (-1).
+        """
+        first, gap = self.num_prefill_rows, prompt_rows - self.num_prefill_rows
+        if not gap:
+            return self
+        spans = tuple(span if span.start < first else replace(span, start=span.start + gap) for span in self.spans)
+        token_ids, positions, kv_rows = (
+            [*values[:first], *[nothing] * gap, *values[first:]]
+            for values, nothing in ((self.token_ids, 0), (self.positions, 0), (self.kv_rows, -1))
+        )
+        return StepLayout(self.requests, spans, self.sampled_slots, token_ids, positions, kv_rows, prompt_rows)
 
     @property
     def num_segments(self) -> int:
@@ -81,12 +103,40 @@ class StepLayout:
         return sum(slot >= 0 for slot, _ in self.segments)
 
 
+def one_token_later(layout: StepLayout, blocks: BlockManager) -> StepLayout | None:
+    """The step behind ``layout`` if nobody joins, leaves or stops: every request computes its next token (whichever
+    that is: its id stands as 0), and idle members of a batch their last one again. ``None`` where somebody's output
+    ends with this step, the step has a prompt, or blocks run out. Blocks for the new tokens are reserved.
+    """
+    grows = [request.status is RequestStatus.RUNNING for request in layout.requests]
+    if layout.num_prefill_rows or any(
+        request.num_generated + 1 >= request.params.max_new_tokens if running else not _is_idle(request)
+        for request, running in zip(layout.requests, grows, strict=True)
+    ):
+        return None
+    spans = []
+    for request, span, more in zip(layout.requests, layout.spans, grows, strict=True):
+        if more and not blocks.reserve(request.request_id, span.kv_length + 1):
+            return None
+        spans.append(Span(span.start, 1, span.kv_length + more, blocks.block_table(request.request_id)))
+    return replace(
+        layout,
+        spans=tuple(spans),
+        token_ids=[0] * len(spans),
+        positions=[position + more for position, more in zip(layout.positions, grows, strict=True)],
+        kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
+    )
+
+
 def lay_out(
-    plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request"
-) -> StepLayout:
+    plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request",
+    expected: StepLayout | None = None,
+) -> StepLayout:  # fmt: skip
     """Rows of ``plan``: prompts first, then decode rows by ascending slot, those without adapter before them.
 
     ``slots``: ``weights_id`` to slot, for every request of the plan; ``None`` when nothing applies adapters.
+    ``expected``: what :func:`one_token_later` made of the step before; if that came true its parts are returned, with
+    the token ids that are known now.
 
     ``index_rule="last_admitted"`` reproduces the released text-generation harness (disagreement D04 of
     ``paper_results/README.md``): every decode row takes the adapter of the request admitted last, so each step has a
@@ -101,13 +151,15 @@ def lay_out(
     if index_rule == "last_admitted":
         newest = (plan.prefills or plan.decodes)[-1]
         sampled_slots = (slot_of(newest),) * len(requests)
+    if expected is not None and not plan.prefills and _came_true(expected, requests, sampled_slots):
+        return replace(expected, token_ids=[request.token_at(_end_of(request) - 1) for request in requests])
     spans: list[Span] = []
     token_ids: list[int] = []
     for request in requests:
-        end = max(request.num_tokens - 1, 1) if request in plan.idle else request.num_tokens
+        end = _end_of(request)
         length = end if request in plan.prefills else 1
         spans.append(Span(len(token_ids), length, end, blocks.block_table(request.request_id)))
-        token_ids += request.token_ids[end - length : end]
+        token_ids += [request.token_at(end - 1)] if length == 1 else request.token_ids[end - length : end]
     return StepLayout(
         requests,
         tuple(spans),
@@ -117,3 +169,21 @@ def lay_out(
         kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
         num_prefill_rows=sum(request.num_tokens for request in plan.prefills),
     )
+
+
+def _came_true(expected: StepLayout, requests: tuple[RequestState, ...], sampled_slots: tuple[int, ...]) -> bool:
+    return (expected.requests, expected.sampled_slots) == (requests, sampled_slots) and all(
+        _end_of(request) == span.kv_length for request, span in zip(requests, expected.spans, strict=True)
+    )
+
+
+def _is_idle(request: RequestState) -> bool:
+    """A finished member of a batch that leaves together."""
+    return request.status is RequestStatus.FINISHED
+
+
+def _end_of(request: RequestState) -> int:
+    """Tokens that a request has once the step is computed; of an idle one, whose last token was never computed, those
+    before it.
+    """
+    return max(request.num_tokens - 1, 1) if _is_idle(request) else request.num_tokens

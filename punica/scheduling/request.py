@@ -108,6 +108,7 @@ class RequestState:
         status: WAITING, RUNNING, FINISHED, FAILED with the reason in ``error``, or ABORTED.
         finish_reason: why it ended, ``None`` before.
         preemptions: how often it was sent back to the queue for want of blocks or slots.
+        overtaken: how often, while it waited, one that stood behind it joined.
         weights_id: which adapter weights it needs; two requests share a slot if theirs are equal. That of the adapter,
             unless a new version of it was or is to be loaded: see ``punica.engine.residency``.
         has_weights: it has joined, and keeps the version of its adapter that it began with.
@@ -129,6 +130,7 @@ class RequestState:
     finish_reason: FinishReason | None = field(default=None, init=False)
     error: str | None = field(default=None, init=False)
     preemptions: int = field(default=0, init=False)
+    overtaken: int = field(default=0, init=False)
     weights_id: int = field(init=False)
     has_weights: bool = field(default=False, init=False)
     arrival_s: float = field(default_factory=time.perf_counter, init=False)
@@ -150,6 +152,11 @@ class RequestState:
     def token_ids(self) -> list[int]:
         """Prompt and output so far."""
         return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def token_at(self, position: int) -> int:
+        """``token_ids[position]``, of which a step needs one, without making the list."""
+        behind = position - len(self.prompt_token_ids)
+        return self.prompt_token_ids[position] if behind < 0 else self.output_token_ids[behind]
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +183,13 @@ class RequestState:
     def final_kv_length(self) -> int:
         """As :attr:`Request.final_kv_length`."""
         return self.request.final_kv_length
+
+    def resume(self, generated: Sequence[int]) -> None:
+        """Begin with tokens that were generated elsewhere, as if it had been preempted behind them."""
+        self.output_token_ids.extend(generated)
+        if self.text is not None:
+            for token_id in generated:
+                self.text.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Take the next generated token; the request is finished when it was the last one."""

@@ -1,14 +1,15 @@
 """Which requests run in the next step: admission, growth and preemption.
 
 Only the *admission rule* differs from one serving system to another. Everything here is the same for all of them: the
-queue is first come first served, the batch is bounded, a request needs KV blocks and, with LoRA, a slot.
+queue is in order of arrival, the batch is bounded, a request needs KV blocks and, with LoRA, a slot.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from punica.scheduling.admission import AdmissionRule
+from punica.scheduling.admission import AdmissionRule, IsResident
 from punica.scheduling.block_manager import BlockManager
 from punica.scheduling.request import RequestState, RequestStatus
 
@@ -44,7 +45,9 @@ class Scheduler:
         max_tokens: most token rows in one invocation; only rules with several prefills per step meet it.
         max_adapters: distinct adapters that can be active at once (``None``: no limit, the engine runs no LoRA).
 
-    ``on_leave`` may be set; it is told of every request that is in neither queue nor batch any more.
+    ``on_leave`` may be set; it is told of every request that is in neither queue nor batch any more. ``is_resident``
+    and ``is_loaded`` too, where adapters come and go: the first tells rules whose adapter lies in a slot, the second
+    whether a request that could join has to wait for its adapter so that those who run need not.
 
     After every call, a request is in the queue or in the batch or gone, and exactly those in the batch own blocks.
     """
@@ -57,6 +60,8 @@ class Scheduler:
     waiting: deque[RequestState] = field(default_factory=deque, init=False)
     running: list[RequestState] = field(default_factory=list, init=False)
     on_leave: Callable[[RequestState], None] = field(default_factory=lambda: _nobody_asks, init=False)
+    is_resident: IsResident = field(default_factory=lambda: _always, init=False)
+    is_loaded: IsResident = field(default_factory=lambda: _always, init=False)
 
     def add(self, request: RequestState) -> None:
         """Put a request at the end of the queue."""
@@ -159,14 +164,24 @@ class Scheduler:
 
     def _admit(self, num_rows: int, pinned: Collection[int]) -> list[RequestState]:
         admitted: list[RequestState] = []
-        while self.waiting and self._may_join(self.waiting[0], admitted, num_rows, pinned):
-            request = self.waiting.popleft()
+        while self.waiting:
+            request = self.rule.candidate(self.waiting, self.is_resident)
+            if not self._may_join(request, admitted, num_rows, pinned):
+                break
+            self._take_from_queue(request)
             self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             admitted.append(request)
             num_rows += request.num_tokens
         return admitted
+
+    def _take_from_queue(self, request: RequestState) -> None:
+        """It leaves the queue to join; those before it, who came earlier, are overtaken."""
+        place = self.waiting.index(request)
+        for earlier in itertools.islice(self.waiting, place):
+            earlier.overtaken += 1
+        del self.waiting[place]
 
     def _may_join(
         self, candidate: RequestState, admitted: list[RequestState], num_rows: int, pinned: Collection[int]
@@ -177,6 +192,7 @@ class Scheduler:
             and self.rule.allows(candidate, self.running, admitted)
             and self.has_slot(candidate, pinned)
             and self._has_blocks(candidate)
+            and (self.rule.inseparable or not self.running or self.is_loaded(candidate))
         )
 
     def _tokens_to_reserve(self, request: RequestState) -> int:
@@ -193,3 +209,8 @@ class Scheduler:
 
 def _nobody_asks(request: RequestState) -> None:
     """Nothing is to be done when a request leaves."""
+
+
+def _always(request: RequestState) -> bool:
+    """Nothing has to be loaded for anybody."""
+    return True

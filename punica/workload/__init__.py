@@ -22,6 +22,15 @@ from punica.workload.arrivals import (
     released_rate,
 )
 from punica.workload.lengths import RequestLengths, released_lengths, rescaled, scaled_lengths, stated_lengths
-from punica.workload.popularity import PAPER_WORKLOADS, RELEASED_SEED, WORKLOADS, Popularity, popularity, zipf
+from punica.workload.popularity import (
+    PAPER_WORKLOADS,
+    RELEASED_SEED,
+    WORKLOADS,
+    Popularity,
+    adapter_shares,
+    drawn_adapters,
+    popularity,
+    zipf,
+)
 from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
 from punica.workload.timeline import FEATURES, POLICIES, Stretch, Timeline

@@ -10,11 +10,15 @@ Skewed     a geometric series of ratio 1.5: sizes floor(1.5^0), floor(1.5^1), ..
            what is left is one more group; the largest group comes first. The paper calls it "Zipf-1.5", which
            it is not (disagreement D09)
 Identical  one group of n: every row has the same adapter
-Zipf       not in the paper: a true Zipf law, the i-th adapter gets a share proportional to 1 / i^1.5
+Zipf       not in the paper: what it calls its Skewed, a true Zipf law; the i-th adapter gets a share proportional to
+           1 / i^1.5 (G. K. Zipf, Human Behavior and the Principle of Least Effort, 1949)
 =========  ==================================================================================================
 
 Adapters are numbered from 0 in group order. A batch wants its rows in group order (`Popularity.slots`); a stream of
 requests arrives shuffled (`Popularity.requests`).
+
+The paper's rules let the number of requests decide how many adapters there are. Where that number is given, each
+request draws its adapter (`drawn_adapters`) by the shares of the same patterns (`adapter_shares`).
 """
 
 import math
@@ -35,6 +39,12 @@ PAPER_WORKLOADS = ("Distinct", "Uniform", "Skewed", "Identical")
 """The four patterns of the paper, in the order of its figures."""
 
 ORDERS = ("shuffled", "grouped", "round_robin")
+
+ZIPF_EXPONENT = 1.5
+"""Of the law that the paper names. Requests for web pages follow 0.64 to 0.83 (Breslau et al., INFOCOM 1999): adapters
+that are asked for like these lie between Zipf and Uniform."""
+SKEWED_RATIO = 1.5
+"""Of one adapter's requests to those of the next one, under Skewed."""
 
 GroupRule = Callable[[int], list[int]]
 WORKLOADS: Registry[GroupRule] = Registry("workload")
@@ -78,7 +88,7 @@ def identical(n: int) -> list[int]:
 
 
 @WORKLOADS.register("Zipf")
-def zipf(n: int, s: float = 1.5) -> list[int]:
+def zipf(n: int, s: float = ZIPF_EXPONENT) -> list[int]:
     """Shares proportional to 1 / i^s over n possible adapters, rounded by largest remainder; empty groups are dropped.
 
     >>> zipf(10)
@@ -97,6 +107,36 @@ def rounded_shares(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]
     largest_remainder_first = np.argsort(sizes - shares, kind="stable")
     sizes[largest_remainder_first[: total - int(sizes.sum())]] += 1
     return sizes
+
+
+def adapter_shares(name: str, adapters: int) -> NDArray[np.float64]:
+    """Part of the requests that each of `adapters` adapters gets, [adapters], descending, with sum 1.
+
+    ``Uniform``: equal ones. ``Skewed``: each 1.5 times the next, so that some twenty adapters get nearly all, however
+    many there are. ``Zipf``: proportional to 1 / i^1.5. ValueError for another pattern, which says how many adapters
+    there are itself.
+
+    >>> adapter_shares("Zipf", 3).round(3).tolist()
+    [0.647, 0.229, 0.124]
+    """
+    places = np.arange(as_count("adapters", adapters, 1, "adapter"), dtype=np.float64)
+    weights = {
+        "Uniform": lambda: np.ones(adapters),
+        "Skewed": lambda: SKEWED_RATIO**-places,
+        "Zipf": lambda: (places + 1) ** -ZIPF_EXPONENT,
+    }
+    if name not in weights:
+        known = ", ".join(weights)
+        raise ValueError(f"popularity {name!r} has no shares over a given number of adapters; choose one of {known}")
+    found = weights[name]()
+    return found / found.sum()
+
+
+def drawn_adapters(name: str, adapters: int, n: int, seed: int = RELEASED_SEED) -> NDArray[np.int64]:
+    """Adapter index in [0, adapters) of each of n requests, [n] int64, drawn independently by `adapter_shares`."""
+    shares = adapter_shares(name, adapters)
+    requests = as_count("n", n, 1, "request")
+    return np.random.Generator(np.random.PCG64(seed)).choice(len(shares), size=requests, p=shares).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ A *step* is one invocation of the model. The policies are the admission rules of
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from punica.workload.lengths import RequestLengths
 
 POLICIES = ("fcfs", "single_adapter", "static", "static_mixed")
-FEATURES = ("tokens", "rows", "context", "adapters")
+FEATURES = ("tokens", "rows", "context", "adapters", "prompts", "prefills")
 """What a step costs and yields: tokens of prompts and new ones, requests in the batch, tokens whose keys are read,
-different adapters."""
+different adapters, tokens of prompts alone, and whether there are any (1 or 0)."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,16 @@ class Timeline:
         members = tuple((request, self._grown(request, done, passed)) for request, done in found.members)
         return Stretch(step, 1, members, 0 if passed else found.joined, found.waiting)
 
+    def between(self, first: int, end: int) -> Iterator[Stretch]:
+        """The stretches of steps ``[first, end)``, cut where these begin and end."""
+        while first < min(end, self.steps):
+            whole = self.stretches[bisect_right(self._starts, first) - 1]
+            steps = min(end, whole.first + whole.steps) - first
+            yield replace(self.at(first), steps=steps)
+            first += steps
+
     def features(self) -> NDArray[np.float64]:
-        """`FEATURES` of every step, ``[steps, 4]``; made anew, since a million steps are 32 MB."""
+        """`FEATURES` of every step, ``[steps, 6]``; made anew, since a million steps are 48 MB."""
         return np.concatenate([self._features(stretch) for stretch in self.stretches])
 
     @cached_property
@@ -96,7 +104,9 @@ class Timeline:
             found[:left, 0] += 1
             found[:, 2] += self.prompts[request] + np.minimum(done + passed, self.outputs[request] - 1)
         joined = stretch.members[len(stretch.members) - stretch.joined :]
-        found[0, 0] += sum(self.prompts[request] for request, _ in joined)
+        found[0, 4] = sum(self.prompts[request] for request, _ in joined)
+        found[0, 5] = bool(joined)
+        found[0, 0] += found[0, 4]
         return found
 
     @cached_property

@@ -95,7 +95,7 @@ class ExpertMethods(MoEMethods):
             y, x, lora_a_stacked, lora_b_stacked, topk_weights, *aligned, mapping, adapter_enabled, None,
             kwargs.get("lora_ranks"),
         )  # fmt: skip
-        given = given if fp8 is None else _with_fp8(given, fp8)
+        given = given if fp8 is None else self._with_scales(given, fp8)
         switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
         self._add_experts(given, max_lora_rank, top_k_num, switches, configs)
 
@@ -125,7 +125,7 @@ class ExpertMethods(MoEMethods):
             y.view(num_tokens, top_k, -1), x, lora_a_stacked, lora_b_stacked, topk_weights,
             *_by_slot(lora_a_stacked, ids, experts, counts), mapping, adapter_enabled, None, kwargs.get("lora_ranks"),
         )  # fmt: skip
-        given = given if fp8 is None else _with_fp8(given, fp8)
+        given = given if fp8 is None else self._with_scales(given, fp8)
         switches = Switches(False, fully_sharded, 0, add_inputs)
         tuned = "w13" if use_tuned_config else None
         self._add_experts(given, lora_a_stacked[0].shape[-2], top_k, switches, None, tuned=tuned)
@@ -160,7 +160,7 @@ class ExpertMethods(MoEMethods):
             y.view(num_tokens, top_k, -1), x, lora_a_stacked, lora_b_stacked, topk_weights, *aligned, mapping,
             adapter_enabled, None, kwargs.get("lora_ranks"),
         )  # fmt: skip
-        given = given if fp8 is None else _with_fp8(given, fp8)
+        given = given if fp8 is None else self._with_scales(given, fp8)
         switches = Switches(True, fully_sharded, offset, add_inputs)
         tuned = "w2" if use_tuned_config else None
         self._add_experts(given, lora_a_stacked[0].shape[-2], top_k, switches, None, tuned=tuned)
@@ -186,6 +186,20 @@ class ExpertMethods(MoEMethods):
             raise ValueError(f"num_tokens is {num_tokens}; the step has room for {own.shape[0]} tokens")
         return own[:num_tokens]
 
+    def _with_scales(self, given: Experts, fp8: Fp8Keywords) -> Experts:
+        """The operands with the scales of FP8 weights, and x quantised where it is to be and is not."""
+        if fp8.shrink.use_fp8_w8a8 != fp8.expand.use_fp8_w8a8:
+            raise ValueError("use_fp8_w8a8 differs between shrink and expand; give it once for both")
+        x, x_scale = given.x, fp8.a_scale
+        if fp8.shrink.use_fp8_w8a8 and isinstance(x, Tensor) and x.dtype in FLOATS:
+            if x_scale is not None:
+                raise ValueError(
+                    f"a_scale is given, but x has dtype {x.dtype}: it is quantised here, leave a_scale out"
+                )
+            x, x_scale = self._quantize(x, fp8.shrink.group_k)
+        scales = Fp8Experts(fp8.lora_a_scale or (), fp8.lora_b_scale or (), x_scale, None, fp8.shrink, fp8.expand)
+        return given._replace(x=x, fp8=scales)
+
     def _is_own(self, mapping: Tensor) -> bool:
         """Whether it is a view of the step's mapping. A tracer's stand-in has no address: then every slot counts."""
         if type(mapping) is not Tensor and is_fake(mapping):
@@ -197,6 +211,10 @@ class ExpertMethods(MoEMethods):
         return min(slots, max(1, self.batch.shape.adapters)) if self._is_own(mapping) else slots
 
     # --- the backend -------------------------------------------------------------------------------------------------
+
+    def _quantize(self, x: Tensor, group_k: int) -> tuple[Tensor, Tensor]:
+        """Backend: `punica.ops.quant.quantize_per_token` without its check."""
+        return quantize_per_token(x, group_k, check=False)
 
     def _align(
         self, topk_ids: Tensor, mapping: Tensor,
@@ -219,19 +237,6 @@ class ExpertMethods(MoEMethods):
     ) -> None:  # fmt: skip
         """Backend: the fused op. ``configs`` None: its own choice, from the tuned files of site ``tuned`` if given."""
         self._no_moe("add_lora_fused_moe")
-
-
-def _with_fp8(given: Experts, fp8: Fp8Keywords) -> Experts:
-    """The operands with the scales of FP8 weights, and x quantised where it is to be and is not."""
-    if fp8.shrink.use_fp8_w8a8 != fp8.expand.use_fp8_w8a8:
-        raise ValueError("use_fp8_w8a8 differs between shrink and expand; give it once for both")
-    x, x_scale = given.x, fp8.a_scale
-    if fp8.shrink.use_fp8_w8a8 and isinstance(x, Tensor) and x.dtype in FLOATS:
-        if x_scale is not None:
-            raise ValueError(f"a_scale is given, but x has dtype {x.dtype}: it is quantised here, leave a_scale out")
-        x, x_scale = quantize_per_token(x, fp8.shrink.group_k, check=False)
-    scales = Fp8Experts(fp8.lora_a_scale or (), fp8.lora_b_scale or (), x_scale, None, fp8.shrink, fp8.expand)
-    return given._replace(x=x, fp8=scales)
 
 
 def _by_slot(

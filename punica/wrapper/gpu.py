@@ -48,6 +48,7 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
             expand_fp8,
             linear,
             linear_fp8,
+            quantized_rows,
             shrink,
             shrink_fp8,
             verify_indices,
@@ -64,6 +65,7 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
         self._shrink_fp8 = partial(shrink_fp8, options=options)  # type: ignore[method-assign]
         self._expand_fp8 = partial(expand_fp8, options=options)  # type: ignore[method-assign]
         self._linear_fp8 = partial(linear_fp8, options=options)  # type: ignore[method-assign]
+        self._quantize = quantized_rows  # type: ignore[method-assign]
         self._verify_indices = verify_indices if lora_config.debug_checks else None
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta

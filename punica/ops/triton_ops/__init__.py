@@ -11,9 +11,10 @@ from punica.ops.triton_ops.fused_moe_lora_fp8 import fused_moe_lora_fp8
 from punica.ops.triton_ops.lora_expand import expand, lora_expand
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, lora_expand_fp8
 from punica.ops.triton_ops.lora_linear import linear, lora_linear
-from punica.ops.triton_ops.lora_linear_fp8 import linear_fp8
+from punica.ops.triton_ops.lora_linear_fp8 import linear_fp8, lora_linear_fp8
 from punica.ops.triton_ops.lora_shrink import lora_shrink, shrink
 from punica.ops.triton_ops.lora_shrink_fp8 import lora_shrink_fp8, shrink_fp8
 from punica.ops.triton_ops.moe_align import moe_lora_align_block_size
 from punica.ops.triton_ops.op import Options
+from punica.ops.triton_ops.quantize_rows import quantize_rows, quantized_rows
 from punica.ops.triton_ops.tensor_batch import verify_indices

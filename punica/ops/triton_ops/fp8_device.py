@@ -1,8 +1,8 @@
 """What the FP8 kernels share: FP8 values made wide in registers, where their scales lie, and how they are launched.
 
-Weights are read as FP8, so memory moves half the bytes, and every value is made wide exactly: e5m2 is the upper byte of
-a float16, e4m3 converts in hardware from compute capability 8.9 on (and by its bits before that). All products are
-those of the wide type, 16-bit on the tensor cores or float32: these operators wait for memory, so FP8 instructions
+Weights are read as FP8, so memory moves half the bytes, and every value is made wide exactly: in hardware from compute
+capability 8.9 on, by its bits before that (and in the interpreter, which converts FP8 wrongly). All products are those
+of the wide type, 16-bit on the tensor cores or float32: these operators wait for memory, so FP8 instructions
 could gain no time, and would lose bits of the sums and pad a rank of 16 to 32.
 """
 
@@ -29,10 +29,10 @@ def fp8_format(dtype: torch.dtype) -> int:
 
 
 def as_operand(tensor: Tensor) -> Tensor:
-    """``tensor`` as a kernel takes it: FP8 as bytes on GPUs whose compiler does not know e4m3."""
-    if tensor.dtype not in FP8_DTYPES or INTERPRETED or not tensor.is_cuda:
+    """``tensor`` as a kernel takes it: FP8 as bytes in the interpreter and on GPUs whose compiler knows no e4m3."""
+    if tensor.dtype not in FP8_DTYPES or not (INTERPRETED or tensor.is_cuda):
         return tensor
-    known = torch.cuda.get_device_capability(tensor.device) >= (8, 9)
+    known = not INTERPRETED and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
     return tensor if known else tensor.view(torch.uint8)
 
 
@@ -94,15 +94,47 @@ def pick_from(values, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def widened(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """`stored` as DTYPE, exactly; FORMAT 0: it is wide already."""
-    if FORMAT == 2:
-        value = (stored.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    elif FORMAT == 1 and stored.dtype == tl.uint8:
+    """`stored` as DTYPE, exactly, NaN as NaN; FORMAT 0: it is wide already. To bfloat16 through float32, two
+    instructions for a value: from FP8 itself the compiler takes one that runs at a quarter of their rate.
+    """
+    if FORMAT == 0:
+        value = stored
+    elif stored.dtype != tl.uint8:
+        value = stored.to(tl.float32 if DTYPE == tl.bfloat16 else DTYPE)  # noqa: SIM300 (as Triton compares)
+    elif FORMAT == 1:
         bits = stored.to(tl.uint16)  # exponents of float16 are 8 higher
         value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     else:
-        value = stored
+        value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True)  # the upper byte of a float16
     return value.to(DTYPE)
+
+
+@triton.jit
+def _codes(real, MANTISSA: tl.constexpr):
+    """The bytes of e4m3 (MANTISSA 3) or e5m2 (2) that are nearest to float32 values in range, ties to even."""
+    CUT: tl.constexpr = 23 - MANTISSA
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    bits = real.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    code = ((size + ((1 << (CUT - 1)) - 1) + ((size >> CUT) & 1)) >> CUT) - ((127 - BIAS) << MANTISSA)
+    # below the least normal number: a sum whose last bit is worth the least number of all rounds to multiples of that
+    FIXED: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    fixed = (tl.abs(real) + FIXED).to(tl.int32, bitcast=True) - ((151 - BIAS - MANTISSA) << 23)
+    code = tl.where(size < ((128 - BIAS) << 23), fixed, code)
+    code = tl.where(real == real, code, 0x7F)
+    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
+
+
+@triton.jit
+def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr):
+    """float32 values in FP8, as `as_operand` gives its tensors (TYPE); beyond LIMIT the largest value stands."""
+    real = tl.where(real > LIMIT, LIMIT, tl.where(real < -LIMIT, -LIMIT, real))  # a NaN stays
+    if TYPE == tl.uint8:  # noqa: SIM300 (as Triton compares)
+        values = _codes(real, MANTISSA)
+    else:
+        values = real.to(TYPE)
+    return values
 
 
 @triton.jit

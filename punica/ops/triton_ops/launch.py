@@ -45,6 +45,14 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many `device` has; an H200's where there is no GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
     """`stages`, or as many as leave room in shared memory for what a kernel needs besides (at least 1)."""
     return max(1, min(stages, (shared_memory(device) - (8 << 10)) // stage_bytes))

@@ -4,26 +4,29 @@ Weight-only it is what `punica.ops.triton_ops.lora_linear` is: two launches, spl
 started early. With w8a8, x (unless it comes as FP8 with scales) and the float32 intermediate are quantised per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
-from triton import cdiv
 
 from punica.metadata import LoRABatch
 from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
 from punica.ops.fp8_checks import Form, Scales, Scheme, check_activation, check_scales, forms_of
-from punica.ops.fp8_ops import check_linear_fp8, run_linear
+from punica.ops.fp8_ops import Parts, check_linear_fp8, run_linear
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.triton_ops.configs import Config, choose
+from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
-from punica.ops.triton_ops.launch import block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
+from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
 from punica.ops.triton_ops.lora_linear import LinearPlan, plan_linear
 from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8, shrink_fp8
-from punica.ops.triton_ops.op import Call, Options, Plans, is_traced
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, names_of
 from punica.ops.triton_ops.plan import Batch
+from punica.ops.triton_ops.quantize_rows import quantized_rows
+from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 Stored = tuple[Weights, Scales, Scheme]
 Described = tuple[tuple[Weights, tuple[Form, ...]], tuple[Weights, tuple[Form, ...]]]
@@ -40,7 +43,7 @@ def _describe(
 
 def _plan(call: Call, forms: Described) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
-    names, x, y, lora_ranks, batch, (add_inputs, shrink, expand, options) = call
+    names, x, y, lora_ranks, batch, (add_inputs, shrink, expand, options, apart) = call
     (a, a_scales), (b, b_scales) = forms
     shrink.check()
     expand.check()
@@ -62,15 +65,17 @@ def _plan(call: Call, forms: Described) -> LinearPlan | None:
         return None
     return plan_linear_fp8(
         y, x, (a, a_lie, shrink), (b, b_lie, expand), batch, options, add_inputs=add_inputs, has_ranks=has_ranks,
-        pdl=options.pdl and supports_pdl(x.device),
+        pdl=options.pdl and supports_pdl(x.device), apart=apart,
     )  # fmt: skip
 
 
 def plan_linear_fp8(
     y: Tensor, x: Tensor, given_a: Stored, given_b: Stored, batch: Batch, options: Options,
-    *, add_inputs: bool, has_ranks: bool, pdl: bool,
+    *, add_inputs: bool, has_ranks: bool, pdl: bool, apart: bool = False,
 ) -> LinearPlan:  # fmt: skip
-    """The two launches for weights, how their scales lie, and the scheme of these."""
+    """The two launches for weights, how their scales lie, and the scheme of these; ``apart``: not behind one another,
+    so that FP8's own kernels are launched plainly.
+    """
     (a, a_lie, shrink), (b, b_lie, expand) = given_a, given_b
     tokens, k, slices, width, shape = x.shape[0], a.widths[0], len(a.widths), max(b.widths), batch.shape
     held_a, held_b = held_as(a, a_lie, shrink, [a.rank] * slices), held_as(b, b_lie, expand, b.widths)
@@ -79,11 +84,14 @@ def plan_linear_fp8(
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
     second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, first["split_k"], b.row_major)
     if held is not None and options.tuned_dir is None:  # what a tuned table says stays
-        first, second = _shrink_in_fp8(first, a.rank, tokens / shape.adapters), _expand_in_fp8(second, b, tokens)
+        first = shrink_in_fp8(first, shape, tokens, a.rank)
+        second = expand_in_fp8(second, shape, tokens, b.widths, b.rank)
     if held is not None:
         return plan_linear(
-            y, x, a, b, batch, first, second, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, held=held
-        )
+            y, x, a, b, batch, first, second,
+            add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, apart=apart, held=held,
+        )  # fmt: skip
+    pdl = pdl and not apart
     planes, low = (first["split_k"], slices, tokens, a.rank), torch.float32
     return LinearPlan(
         plan_shrink_fp8(
@@ -97,62 +105,88 @@ def plan_linear_fp8(
     )  # fmt: skip
 
 
-def _shrink_in_fp8(config: Config, rank: int, mean: float) -> Config:
-    """The rule's choice for 16 bits, changed where half the bytes, and making them wide, want another (by search)."""
-    if not config["row_wise"]:
-        return config
-    if rank > 16:
-        return {**config, "block_r": 4, "block_k": min(config["block_k"], 2048), "num_warps": 4}
-    return {**config, "block_r": min(config["block_r"], 4)} if mean >= 3 else config
-
-
-def _expand_in_fp8(config: Config, b: Weights, tokens: int) -> Config:
-    """The same: threads read as many bytes at once, that is twice the columns, but hold as many wide values, so that
-    they take fewer ranks, and fewer still where that lets all programs run at the same time.
-    """
-    if not config["row_wise"]:
-        return config
-    block_n = min(2 * config["block_n"], block_at_least(max(b.widths), 32))
-    config = {**config, "block_n": block_n}
-    if b.rank <= 16 or config["ahead"]:
-        return config
-    programs = tokens * sum([cdiv(width, block_n) for width in b.widths])
-    return {**config, "block_k": 8 if programs <= 600 else 4}
-
-
 _PLANS = Plans(_describe, _plan)
+_HERE = nullcontext()
 
 
 def linear_fp8(
-    y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: LoRABatch,
+    y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: Batch,
     scale: float = 1.0,
     *, lora_a_scale: Sequence[Tensor] | None, lora_b_scale: Sequence[Tensor] | None, a_scale: Tensor | None = None,
     shrink: Scheme = Scheme(), expand: Scheme = Scheme(), add_inputs: bool = True, lora_ranks: Tensor | None = None,
-    options: Options = Options(),
+    options: Options = Options(), aside: Callable[[], AbstractContextManager] | None = None,
 ) -> None:  # fmt: skip
-    """``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T`` with FP8 weights, arguments and errors as of
-    `punica.ops.fp8_ops.linear_fp8`.
+    """`lora_linear_fp8` on a step: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T`` with FP8 weights, arguments
+    and errors as of `punica.ops.fp8_ops.linear_fp8`; ``aside`` as in `punica.ops.triton_ops.lora_linear.linear`.
     """
     if batch.no_lora:
-        return
-    if shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None or is_traced():
-        check_linear_fp8(
-            y, x, lora_a_stacked, lora_b_stacked, batch, lora_a_scale, lora_b_scale, a_scale, shrink, expand, lora_ranks
-        )
-        pair = partial(shrink_fp8, options=options), partial(expand_fp8, options=options)
-        run_linear(
-            *pair, y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale, a_scale, shrink,
-            expand, add_inputs, lora_ranks,
-        )  # fmt: skip
         return
     a_scales = () if lora_a_scale is None else lora_a_scale
     b_scales = () if lora_b_scale is None else lora_b_scale
     weights = (lora_a_stacked, lora_b_stacked, a_scales, b_scales)
-    plan, aligned = _PLANS.find(x, y, weights, lora_ranks, batch, (add_inputs, shrink, expand, options), scale)
+    if isinstance(batch, LoRABatch) and is_traced():
+        call_flat(
+            lora_linear_fp8, (y, x, lora_a_stacked, lora_b_stacked), batch, x.shape[0], scaling=scale,
+            lora_a_scale=a_scales, lora_b_scale=b_scales, a_scale=a_scale,
+            schemes=[int(field) for field in (*shrink, *expand)], add_inputs=add_inputs, lora_ranks=lora_ranks,
+            **options._asdict(),
+        )  # fmt: skip
+        return
+    if shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None:
+        check_linear_fp8(
+            y, x, lora_a_stacked, lora_b_stacked, batch, lora_a_scale, lora_b_scale, a_scale, shrink, expand,
+            lora_ranks, names_of(batch),
+        )  # fmt: skip
+        parts = Parts(partial(shrink_fp8, options=options), partial(expand_fp8, options=options), quantized_rows)
+        run_linear(
+            parts, y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale, a_scale, shrink,
+            expand, add_inputs, lora_ranks, aside=nullcontext if aside is None else aside,
+        )  # fmt: skip
+        return
+    switches = (add_inputs, shrink, expand, options, aside is not None)
+    plan, aligned = _PLANS.find(x, y, weights, lora_ranks, batch, switches, scale)
     if plan is None:
         return
     with on_device(x.get_device()):
-        planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-        first, second = operands(lora_a_stacked, a_scales, None), operands(lora_b_stacked, b_scales, None)
-        plan.shrink.run(x, first, planes, batch, lora_ranks, aligned, float(scale))
-        plan.expand.run(planes, second, y, batch, lora_ranks, aligned)
+        with aside() if aside is not None else _HERE:
+            planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
+            plan.shrink.run(
+                x, operands(lora_a_stacked, a_scales, None), planes, batch, lora_ranks, aligned, float(scale)
+            )
+        plan.expand.run(planes, operands(lora_b_stacked, b_scales, None), y, batch, lora_ranks, aligned)
+
+
+@custom_op(mutates="output_tensor")
+def lora_linear_fp8(
+    output_tensor: Tensor, inputs: Tensor, lora_a_weights: Sequence[Tensor], lora_b_weights: Sequence[Tensor],
+    token_lora_mapping: Tensor, token_indices_sorted_by_lora_ids: Tensor, num_tokens_per_lora: Tensor,
+    lora_token_start_loc: Tensor, lora_ids: Tensor, no_lora_flag_cpu: Tensor,
+    scaling: float, lora_a_scale: Sequence[Tensor], lora_b_scale: Sequence[Tensor], a_scale: Tensor | None = None,
+    *, schemes: Sequence[int], num_active_loras: int | Tensor | None = None, add_inputs: bool = True,
+    lora_ranks: Tensor | None = None, batch_invariant: bool = False, pdl: bool = True, tuned_dir: str | None = None,
+) -> None:  # fmt: skip
+    """``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T`` with A and B in FP8, in place.
+
+    Args:
+        output_tensor: [T, W] with last stride 1.
+        inputs: [T, K] float16, bfloat16 or float32, any strides, or (w8a8) float8 with ``a_scale``.
+        lora_a_weights, lora_b_weights: n x [L, (1,) r, K] and n x [L, (1,) N_i, r], all of one float8 dtype.
+        lora_a_scale, lora_b_scale: of A as ``b_scale`` of `lora_shrink_fp8`, of B as that of `lora_expand_fp8`.
+        schemes: the fields of both `punica.ops.fp8_checks.Scheme`, ``(group_k, group_n, use_fp8_w8a8,
+            per_channel_quant)`` of A and then of B.
+
+    The other arguments, the treatment of rows at slot -1 and the errors are those of `lora_linear`, `lora_shrink_fp8`
+    and `lora_expand_fp8`.
+    """
+    batch = TensorBatch.given(
+        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
+        flag=no_lora_flag_cpu, count=num_active_loras,
+    )  # fmt: skip
+    if len(schemes) != 2 * len(Scheme._fields):
+        raise ValueError(f"schemes has {len(schemes)} entries; expected the fields of two Schemes, {2 * len(Scheme())}")
+    shrink, expand = (Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (schemes[:4], schemes[4:]))
+    linear_fp8(
+        output_tensor, inputs, lora_a_weights, lora_b_weights, batch, scaling,
+        lora_a_scale=lora_a_scale, lora_b_scale=lora_b_scale, a_scale=a_scale, shrink=shrink, expand=expand,
+        add_inputs=add_inputs, lora_ranks=lora_ranks, options=Options(batch_invariant, pdl, tuned_dir),
+    )  # fmt: skip

@@ -3,7 +3,6 @@
 `moe_rules` chooses, or the numbers that the caller gives, or the tuned files. Launches hold numbers only.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,14 @@ from punica.ops.triton_ops.device import max_tiles
 from punica.ops.triton_ops.fp8_device import TYPES
 from punica.ops.triton_ops.fused_moe_kernels import moe_expand_kernel, moe_shrink_kernel
 from punica.ops.triton_ops.fused_moe_single import _fused_moe_lora_small_batch_kernel, moe_one_shot_kernel
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit, supports_pdl
+from punica.ops.triton_ops.launch import (
+    INTERPRETED,
+    Launch,
+    block_at_least,
+    multiprocessors,
+    stages_that_fit,
+    supports_pdl,
+)
 from punica.ops.triton_ops.moe_reading import Reading, reading_of, stage_bytes
 from punica.ops.triton_ops.op import check_runnable
 
@@ -38,13 +44,6 @@ class How(NamedTuple):
     site: str | None = None
     path: str | None = None
     options: Options = Options()
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class MoEPlan(NamedTuple):
@@ -193,7 +192,7 @@ def _plan_one_shot(common: _Common) -> MoEPlan:
     block_r, block_n = block_at_least(form.rank), 128 if common.wide_bytes == 2 else 64
     block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
     programs = common.num_tiles * form.slices
-    parts = rules.one_shot_parts(programs, form.hidden, form.width, _multiprocessors(common.device))
+    parts = rules.one_shot_parts(programs, form.hidden, form.width, multiprocessors(common.device))
     read_a, read_b = common.reads
     per_stage = stage_bytes(read_a, common.wide_bytes, common.block_m * block_k, block_r * block_k)
     constants = common.constants | common.writes | common.ranks | {
@@ -210,7 +209,7 @@ def _plan_small_batch(common: _Common) -> MoEPlan:
     form, given = common.form, common.given
     block_r = block_at_least(form.rank)
     block_n, block_k = min(128, block_at_least(form.width)), min(max(64, 8192 // block_r), block_at_least(form.hidden))
-    sms, tiles = _multiprocessors(common.device), triton.cdiv(form.width, block_n)
+    sms, tiles = multiprocessors(common.device), triton.cdiv(form.width, block_n)
     per_chunk = rules.pick_small_batch_chunk(form.pairs * form.slices, tiles, sms)
     chunks = triton.cdiv(tiles, per_chunk)
     work_total = form.pairs * form.slices * chunks

@@ -8,5 +8,6 @@ early launch (compute capability 9.0) each waits for the kernel in front before 
 
 from punica.ops.triton_ops.backbone.decode_attention import choose_splits, decode_attention
 from punica.ops.triton_ops.backbone.norm import add_rms_norm
-from punica.ops.triton_ops.backbone.rotary import HeadNorms, rotate_and_store
+from punica.ops.triton_ops.backbone.rotary import rotate_and_store
+from punica.ops.triton_ops.backbone.skinny_gemm import MAX_TOKENS, skinny_gemm
 from punica.ops.triton_ops.backbone.swiglu import swiglu

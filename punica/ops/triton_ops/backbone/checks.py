@@ -1,9 +1,9 @@
 """What the backbone's kernels ask of their operands."""
 
-import torch
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from punica.ops.backbone import KERNEL_DTYPES
+from punica.ops.quant import E4M3
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -19,8 +19,8 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> tup
 
 def check_same(like: Tensor, **tensors: Tensor) -> None:
     """TypeError when ``like`` is of a dtype that no kernel has, or one of ``tensors`` of another dtype or device."""
-    if like.dtype not in DTYPES:
-        raise TypeError(f"dtype must be one of {list(DTYPES)}, got {like.dtype}; convert the model")
+    if like.dtype not in KERNEL_DTYPES:
+        raise TypeError(f"dtype must be one of {list(KERNEL_DTYPES)}, got {like.dtype}; convert the model")
     for name, tensor in tensors.items():
         if tensor.dtype != like.dtype or tensor.device != like.device:
             raise TypeError(
@@ -30,10 +30,15 @@ def check_same(like: Tensor, **tensors: Tensor) -> None:
 
 
 def check_cache(keys: Tensor, values: Tensor, like: Tensor) -> None:
-    """Keys and values of one layer, ``[rows, Hkv, D]`` with at least one head, contiguous, typed as ``like``."""
+    """Keys and values of one layer, ``[rows, Hkv, D]`` with at least one head, contiguous, typed as ``like`` or both in
+    float8_e4m3fn.
+    """
     check_shape("keys", keys, (None, None, None))
     check_shape("values", values, tuple(keys.shape))
-    check_same(like, keys=keys, values=values)
+    if keys.dtype == values.dtype == E4M3 and keys.device == values.device == like.device:
+        check_same(like)
+    else:
+        check_same(like, keys=keys, values=values)
     if not keys.shape[1] or not keys.shape[2]:
         raise ValueError(f"keys must have at least one head and one element per head, got {list(keys.shape)}")
     if not (keys.is_contiguous() and values.is_contiguous()):

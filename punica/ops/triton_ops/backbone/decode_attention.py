@@ -15,7 +15,6 @@ depends on the request's own length and on ``SPLITS``: with ``splits`` given, a 
 else is in the batch.
 """
 
-import functools
 import math
 
 import torch
@@ -23,13 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from punica.ops.backbone import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
 from punica.ops.triton_ops.device import dot
+from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, widened
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
     Launch,
     all_aligned,
     block_at_least,
+    multiprocessors,
     on_device,
     supports_pdl,
 )
@@ -38,11 +40,8 @@ from punica.ops.triton_ops.op import check_runnable
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
 """As many programs as keep enough loads under way; more splits would only add planes to read again."""
-MAX_HEAD_SIZE = 256
 _STAGES = 3
-"""Block ids are read two tiles ahead and, from their places, keys and values one: 32 KiB under way per program for
-heads of 128 in 16 bits, and room for five programs on a multiprocessor. Two tiles ahead would take five stages.
-"""
+"""Block ids are read two tiles ahead and, from their places, keys and values one. Two tiles ahead were slower."""
 _NUM_WARPS = 4
 
 
@@ -50,7 +49,7 @@ _NUM_WARPS = 4
 def _attend(
     q, keys_ptr, values_ptr, table_ptr, begin, end, row_stride,
     SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SCALE: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    SCALE: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Tokens [begin, end) of one request: sums of values [BLOCK_G, BLOCK_D], largest scores (base 2) and sums of
     weights, each [BLOCK_G]. No token: 0, -inf, 0.
@@ -72,6 +71,7 @@ def _attend(
         values = tl.load(
             values_ptr + rows[:, None] + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0
         )  # fmt: skip
+        keys, values = widened(keys, FORMAT, q.dtype), widened(values, FORMAT, q.dtype)
         scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, INTERPRETED) * SCALE
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
@@ -89,10 +89,10 @@ def _decode_attention_kernel(
     q_stride, out_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    FORMAT: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """``out``: the result [T, H, D], or with more than one split the parts [T, H, SPLITS, D] in float32, and ``sums``
-    their log-sum-exp (base 2) [T, H, SPLITS].
+    their log-sum-exp (base 2) [T, H, SPLITS]. FORMAT: of keys and values, as of `fp8_format`.
     """
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -100,23 +100,23 @@ def _decode_attention_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + offs_g
     mask = (offs_g < GROUP)[:, None] & (offs_d < SIZE)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    length = tl.load(lengths_ptr + row)
+    length = tl.load(lengths_ptr + row)  # no kernel writes it, nor the table
     part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
     begin = tl.minimum(split * part, length)
     end = tl.minimum(begin + part, length)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     q = tl.load(q_ptr + row * q_stride + heads[:, None] * SIZE + offs_d[None, :], mask=mask, other=0.0)
     acc, largest, total = _attend(
         q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end,
-        KV_HEADS * SIZE, SIZE, PAGE, BLOCK_G, BLOCK_N, BLOCK_D, SCALE, STAGES, INTERPRETED,
+        KV_HEADS * SIZE, SIZE, PAGE, BLOCK_G, BLOCK_N, BLOCK_D, SCALE, STAGES, FORMAT, INTERPRETED,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
-        places = row * out_stride + heads[:, None] * SIZE + offs_d[None, :]
-        tl.store(out_ptr + places, mean.to(out_ptr.dtype.element_ty), mask=mask)
+        targets = row * out_stride + heads[:, None] * SIZE + offs_d[None, :]
+        tl.store(out_ptr + targets, mean.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         plane = (row * HEADS + heads) * SPLITS + split
         sums = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
@@ -150,18 +150,19 @@ def _combine_kernel(
     tl.store(out_ptr + row * out_stride + head * SIZE + offs_d, mean.to(out_ptr.dtype.element_ty), mask=offs_d < SIZE)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """Of `device`; an H200's where there is no GPU to ask."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def choose_splits(requests: int, kv_heads: int, device: torch.device) -> int:
     """Parts that the tokens of each request are cut into, a power of two up to ``MAX_SPLITS``: enough programs for the
     device when few requests with few kv heads run. Not a function of the lengths.
     """
-    wanted = PROGRAMS_PER_SM * _multiprocessors(device)
+    wanted = PROGRAMS_PER_SM * multiprocessors(device)
     return min(MAX_SPLITS, block_at_least(-(-wanted // (requests * kv_heads)), 1))
+
+
+def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
+    """Tokens of a tile: 32 KiB of keys and values under way suit a program whose queries share a kv head, where others
+    are read as fast with twice that (heads of 128 elements, H200).
+    """
+    return max(16, min(128, (64 if group > 1 else 128) * 256 // (block_at_least(size) * itemsize)))
 
 
 def decode_attention(
@@ -172,9 +173,9 @@ def decode_attention(
 
     Args:
         out: ``[R, H, D]``, overwritten; rows may be apart, heads lie side by side.
-        q: ``[R, H, D]``, in the same way, rotated; float16, bfloat16 or float32 as the cache.
+        q: ``[R, H, D]``, in the same way, rotated; float16, bfloat16 or float32 as the cache, unless that is FP8.
         keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv, D at
-            most 256.
+            most 256. float8_e4m3fn is made wide, exactly, before it is multiplied.
         values: as ``keys``.
         block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the
             last token's are not read.
@@ -183,8 +184,9 @@ def decode_attention(
         block_size: tokens of a block.
         splits: a power of two up to 32; ``None``: :func:`choose_splits`.
 
-    What lies in the table and in ``lengths`` is on the device and not checked. ValueError, TypeError: shapes, layouts,
-    dtypes or devices; RuntimeError: no Triton kernel runs on this device.
+    What lies in the table and in ``lengths`` is on the device and not checked; it is read ahead of the kernel in front,
+    which must not have written it. ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton
+    kernel runs on this device.
     """
     _check(out, q, keys, values, block_table, lengths, block_size, splits)
     requests, heads, size = q.shape
@@ -192,22 +194,22 @@ def decode_attention(
     if requests == 0:
         return
     splits = splits or choose_splits(requests, kv_heads, q.device)
-    block_d, block_n = block_at_least(size), 32 if q.dtype == torch.float32 else 64
+    block_d, block_n = block_at_least(size), _tokens_at_once(heads // kv_heads, size, q.element_size())
     pdl = supports_pdl(q.device)
     constants = {
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "SIZE": size, "PAGE": block_size, "SPLITS": splits,
         "BLOCK_G": block_at_least(heads // kv_heads), "BLOCK_N": block_n, "BLOCK_D": block_d,
         "SCALE": math.log2(math.e) / math.sqrt(size),
-        "STAGES": _STAGES, "PDL": pdl, "INTERPRETED": INTERPRETED,
+        "STAGES": _STAGES, "FORMAT": fp8_format(keys.dtype), "PDL": pdl, "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     parts, sums = out, out  # stand for what one split does not need
     if splits > 1:
         parts = torch.empty(requests, heads, splits, size, dtype=torch.float32, device=q.device)
         sums = parts.new_empty(requests, heads, splits)
-    tensors = (q, keys, values, block_table, lengths, parts, sums)
+    tensors = (q, as_operand(keys), as_operand(values), block_table, lengths, parts, sums)
     attend = Launch(
-        _decode_attention_kernel, (kv_heads, requests, splits), (q.dtype,), (q.stride(0), out.stride(0)), constants,
-        num_warps=_NUM_WARPS, pdl=pdl, device=q.device,
+        _decode_attention_kernel, (kv_heads, requests, splits), (q.dtype, keys.dtype), (q.stride(0), out.stride(0)),
+        constants, num_warps=_NUM_WARPS, pdl=pdl, device=q.device,
     )  # fmt: skip
     with on_device(q.get_device()):
         attend(tensors, (block_table.shape[1],), not INTERPRETED and all_aligned(*tensors))

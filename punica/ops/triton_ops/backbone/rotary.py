@@ -9,27 +9,20 @@ values stay where the projection put them, so the attention of a prompt finds al
 takes a few heads of one token.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from punica.ops.backbone import HeadNorms
+from punica.ops.quant import FP8_MAX
 from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
+from punica.ops.triton_ops.fp8_device import as_operand, narrowed
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 _HEADS_PER_PROGRAM = 8
 _NUM_WARPS = 4
-
-
-class HeadNorms(NamedTuple):
-    """Weights ``[D]`` of the norms of query and key heads, of the model's dtype, and their eps."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
 
 
 @triton.jit
@@ -50,8 +43,9 @@ def _normalised(
 def _rotate_and_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, kv_rows_ptr, keys_ptr, values_ptr, q_weight_ptr, k_weight_ptr, qkv_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORMS: tl.constexpr, EPS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FP8_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """FP8_LIMIT: the largest value of the cache's format, e4m3; 0: it has the dtype of ``qkv``."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
@@ -81,6 +75,9 @@ def _rotate_and_store_kernel(
     stored = kv_row >= 0
     is_key = (heads >= HEADS) & (heads < HEADS + KV_HEADS) & stored
     is_value = (heads >= HEADS + KV_HEADS) & stored
+    if FP8_LIMIT > 0:
+        first = narrowed(first.to(tl.float32), keys_ptr.dtype.element_ty, 3, FP8_LIMIT)
+        second = narrowed(second.to(tl.float32), keys_ptr.dtype.element_ty, 3, FP8_LIMIT)
     key_ptr = keys_ptr + (kv_row * KV_HEADS - HEADS) * (2 * HALF)
     value_ptr = values_ptr + (kv_row * KV_HEADS - HEADS - KV_HEADS) * (2 * HALF)
     tl.store(key_ptr + places, first, mask=mask & is_key[:, None])
@@ -102,7 +99,8 @@ def rotate_and_store(
             gives them.
         kv_rows: int64 ``[T]``: row of the cache that each token writes, no row twice; negative (a row that pads a
             captured batch): none.
-        keys, values: ``[num_blocks * block_size, Hkv, D]``, contiguous.
+        keys, values: ``[num_blocks * block_size, Hkv, D]``, contiguous; of the same dtype, or float8_e4m3fn, where
+            values beyond its range become the largest.
         norms: of query and key heads; ``None``: they have none.
 
     What lies in ``kv_rows`` is on the device and not checked. ValueError, TypeError: shapes, layouts, dtypes or
@@ -121,15 +119,16 @@ def rotate_and_store(
     pdl, block_h = supports_pdl(qkv.device), min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "HALF": size // 2, "HAS_NORMS": norms is not None,
-        "EPS": norms.eps if norms else 0.0, "BLOCK_H": block_h, "BLOCK_D": block_at_least(size // 2), "PDL": pdl,
+        "EPS": norms.eps if norms else 0.0, "BLOCK_H": block_h, "BLOCK_D": block_at_least(size // 2),
+        "FP8_LIMIT": FP8_MAX.get(keys.dtype, 0.0), "PDL": pdl,
     }  # fmt: skip
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h), 1)
     launch = Launch(
-        _rotate_and_store_kernel, grid, (qkv.dtype,), (qkv.stride(0),), constants,
+        _rotate_and_store_kernel, grid, (qkv.dtype, keys.dtype), (qkv.stride(0),), constants,
         num_warps=_NUM_WARPS, pdl=pdl, device=qkv.device,
     )  # fmt: skip
     weights = (norms.q_weight, norms.k_weight) if norms else (cos, cos)  # stand for what the kernel does not look at
-    tensors = (qkv, cos, sin, kv_rows, keys, values, *weights)
+    tensors = (qkv, cos, sin, kv_rows, as_operand(keys), as_operand(values), *weights)
     with on_device(qkv.get_device()):
         launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
 

@@ -1,0 +1,352 @@
+"""A dense projection of few rows: the GEMM of a decode step, whose time is that of reading the weight once.
+
+    out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n]          x [T, K], weight [N, K], T up to 64, sums in float32
+
+Two kernels, one meaning:
+
+* **rows**, for up to four: multiply and add. Weights go from memory to registers, one tile ahead of what is summed.
+* **tiles**: the weight is the tensor cores' *left* operand, so that the instruction's 64 rows are rows of the weight,
+  and the tokens its right one, which may be as narrow as 8. Weights stream through shared memory.
+
+With early launch (compute capability 9.0) a program asks for its first weights before the kernel in front has ended,
+which wrote x but no weight. K may be cut among programs so that there are enough of them: each writes a plane of
+float32, and the one that arrives last at a tile adds the planes in ascending order. So the bits repeat from run to run.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.device import dot
+from punica.ops.triton_ops.launch import (
+    INTERPRETED,
+    Launch,
+    all_aligned,
+    block_at_least,
+    multiprocessors,
+    on_device,
+    stages_that_fit,
+    supports_pdl,
+)
+from punica.ops.triton_ops.op import check_runnable
+
+MAX_TOKENS = 64
+"""More rows are no longer a matter of reading the weight: that is what cuBLAS is for."""
+MAX_ROWS = 2
+"""Rows up to which multiplying and adding beats the tensor cores on an H200 (see `choose_form`)."""
+
+
+class RowsForm(NamedTuple):
+    """The rows kernel and its block of the weight."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+class TilesForm(NamedTuple):
+    """The tiles kernel and how it cuts the work."""
+
+    block_t: int
+    """Tokens that the tensor cores multiply at once, at least T."""
+    block_n: int
+    block_k: int
+    split_k: int
+    num_stages: int
+    """Tiles of weights under way or in use in shared memory."""
+    num_warps: int
+    ahead: int
+    """Weights of each row that are brought into the L2 cache before the kernel in front has ended (early launch)."""
+
+
+GemmForm = RowsForm | TilesForm
+
+
+@triton.jit
+def bring_near(ptrs, width):
+    """Ask for `width` elements behind each of these pointers (multiples of 16 bytes, or none) in the L2 cache."""
+    size = width * (ptrs.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [ptrs, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_front(PDL: tl.constexpr):
+    """With early launch: wait for the kernel in front, and let the one behind start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def is_last(arrived_ptr, tile, SPLIT_K: tl.constexpr):
+    """Whether all other programs of this tile have written their planes; then the count is that of no program again."""
+    tl.debug_barrier()  # what all threads have written comes before the count
+    last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    if last:
+        tl.store(arrived_ptr + tile, 0)
+    return last
+
+
+@triton.jit
+def sum_planes(places, plane_size, SPLIT_K: tl.constexpr):
+    """In ascending order; four loads are under way at once, since more of them take too many registers."""
+    total = tl.load(places, cache_modifier=".cg")
+    for first in tl.range(1, SPLIT_K, 4, num_stages=1):
+        for split in tl.static_range(4):
+            there = first + split < SPLIT_K
+            total += tl.load(places + (first + split) * plane_size, mask=there, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _store(out_ptrs, total, bias_ptr, offs_n, mask, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + offs_n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, total.to(out_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, TOKENS: tl.constexpr, EVEN_K: tl.constexpr):
+    """Every token's sums with the products of one tile, those of a vector added up."""
+    weights = w.to(tl.float32)
+    mask = offs_k < (1 << 30 if EVEN_K else left)
+    added: tl.tuple = ()
+    for t in tl.static_range(TOKENS):
+        x = tl.load(x_ptrs + t * x_stride, mask=mask, other=0.0).to(tl.float32)
+        added = added + (sums[t] + tl.sum(weights * x[:, None, :], 2),)  # noqa: RUF005 (Triton has no starred tuples)
+    return added
+
+
+@triton.jit
+def _gemm_rows_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, x_stride, w_stride, out_stride,
+    TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    VECTOR: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of the weight, all tokens. VECTOR: neighbours along K that one thread loads, and adds up first."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PARTS: tl.constexpr = BLOCK_K // VECTOR
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, PARTS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    w_rows = w_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
+    w_ptrs = w_rows[None, :, None] + offs_k[:, None, :]
+    x_ptrs = x_ptr + offs_k
+    sums: tl.tuple = ()
+    for _ in tl.static_range(TOKENS):
+        sums = sums + (tl.zeros([PARTS, BLOCK_N], tl.float32),)  # noqa: RUF005 (Triton has no starred tuples)
+    w = tl.load(w_ptrs, mask=(offs_k < K)[:, None, :], other=0.0)
+    wait_for_front(PDL)
+    for step in tl.range(0, STEPS, num_stages=1):
+        start = step * BLOCK_K
+        left = tl.where(step + 1 < STEPS, K - start - BLOCK_K, 0)
+        w_next = tl.load(w_ptrs + start + BLOCK_K, mask=(offs_k < left)[:, None, :], other=0.0)
+        sums = _add_products(sums, w, x_ptrs + start, x_stride, K - start, offs_k, TOKENS, EVEN_K)
+        w = w_next
+    for t in tl.static_range(TOKENS):
+        _store(out_ptr + t * out_stride + offs_n, tl.sum(sums[t], 0), bias_ptr, offs_n, offs_n < N, HAS_BIAS)
+
+
+@triton.jit
+def add_tiles(
+    acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_T] with the products of the tiles `first` to `end` of K."""
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    for step in tl.range(first, end, num_stages=STAGES):
+        start = step * BLOCK_K
+        if EVEN_K:
+            w = tl.load(w_ptrs + start)
+            x = tl.load(x_ptrs + start, mask=mask_t[:, None], other=0.0)
+        else:
+            mask_k = offs_k < K - start
+            w = tl.load(w_ptrs + start, mask=mask_k[:, None], other=0.0)
+            x = tl.load(x_ptrs + start, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
+        acc = dot(x, w, acc, True, INTERPRETED)
+    return acc
+
+
+@triton.jit
+def finish_tile(
+    acc, out_ptr, bias_ptr, planes_ptr, arrived_ptr, tile, split, offs_n, offs_t, mask_t, out_stride,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile, or with SPLIT_K this program's part of it; the last to arrive then adds the parts up."""
+    out_ptrs = out_ptr + offs_t[None, :] * out_stride + offs_n[:, None]
+    mask = (offs_n < N)[:, None] & mask_t[None, :]
+    if SPLIT_K == 1:
+        _store(out_ptrs, acc, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, HAS_BIAS)
+    else:
+        PLANE: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * BLOCK_N * BLOCK_T
+        places = planes_ptr + offs_n[:, None] * BLOCK_T + offs_t[None, :]
+        tl.store(places + split * PLANE, acc)
+        if is_last(arrived_ptr, tile, SPLIT_K):
+            total = sum_planes(places, PLANE, SPLIT_K)
+            _store(out_ptrs, total, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _gemm_tiles_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tokens, x_stride, w_stride, out_stride,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of the weight, all tokens (BLOCK_T or fewer). A token's bits follow neither from `tokens` nor from
+    BLOCK_T.
+    """
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    tile, split = tl.program_id(0), tl.program_id(1)
+    first, end = STEPS * split // SPLIT_K, STEPS * (split + 1) // SPLIT_K
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_t, offs_k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    mask_t = offs_t < tokens
+    w_rows = w_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
+    if PDL and AHEAD > 0:
+        bring_near(w_rows + first * BLOCK_K, tl.minimum(tl.minimum(end * BLOCK_K, K) - first * BLOCK_K, AHEAD))
+    wait_for_front(PDL)
+    x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    w_ptrs = w_rows[None, :] + offs_k[:, None]
+    acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, K, BLOCK_K, STAGES, INTERPRETED)
+    finish_tile(
+        acc, out_ptr, bias_ptr, planes_ptr, arrived_ptr, tile, split, offs_n, offs_t, mask_t, out_stride,
+        N, BLOCK_N, BLOCK_T, SPLIT_K, HAS_BIAS,
+    )  # fmt: skip
+
+
+# --- the rule --------------------------------------------------------------------------------------------------------
+
+
+def choose_form(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int, batch_invariant: bool) -> GemmForm:
+    """The kernel for a shape. ``batch_invariant``: the same for every number of tokens.
+
+    Fitted on an H200 to the projections of Llama-2 7B and 13B, each behind the kernel that it follows in a layer. One
+    row takes 3.3 ms for all weights of the 7B, where their bytes take 3.1 and cuBLAS 3.8; 32 rows 3.7 and 4.0.
+    """
+    wide = dtype == torch.float32
+    if tokens <= MAX_ROWS and not batch_invariant and (tokens == 1 or k % 2048 == 0):
+        if k % 2048 == 0 and not wide:
+            return RowsForm(2, 2048, 8 if tokens == 1 else 4)
+        block_k = min(1024 if k > 8192 else 512, block_at_least(k))
+        return RowsForm(4, block_k, 4)
+    return choose_tiles(n, k, tokens, dtype, processors)
+
+
+def choose_tiles(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
+    """How the tiles kernel cuts a shape, whatever the number of tokens that it multiplies at once."""
+    block_k = min(32 if dtype == torch.float32 else 128, block_at_least(k))
+    split_k = _splits(triton.cdiv(n, 64), 2 * processors, triton.cdiv(k, 4 * block_k))
+    return TilesForm(block_at_least(tokens), 64, block_k, split_k, 4, 4, block_k)
+
+
+def _splits(tiles: int, wanted: int, most: int) -> int:
+    """Parts of K: about `wanted` programs at once, each with something to do."""
+    return max(1, min(wanted // tiles, most, 8))
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+_ARRIVED = WeakTensorKeyDictionary()
+"""Per weight, the programs that have arrived at each of its tiles: zeros between launches."""
+
+
+def arrivals(weight: Tensor) -> Tensor:
+    known = _ARRIVED.get(weight)
+    if known is None:
+        known = torch.zeros(weight.shape[0], dtype=torch.int32, device=weight.device)
+        if weight.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it is the graph's
+            _ARRIVED[weight] = known
+    return known
+
+
+def skinny_gemm(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False
+) -> None:
+    """``out = x @ weight^T + bias`` for few rows.
+
+    Args:
+        out: ``[T, N]`` in float16, bfloat16 or float32, overwritten; elements of a row side by side, here and
+            in all of these.
+        x: ``[T, K]``, T at most 64, of the same dtype.
+        weight: ``[N, K]``, as `torch.nn.Linear` keeps it. Calls with one weight must not overlap on two streams
+            (programs that share a tile count their arrivals beside it).
+        bias: ``[N]``, or None.
+        batch_invariant: a row's bits do not depend on T; few rows then pay for the form of many.
+
+    float32 takes IEEE products. ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton
+    kernel runs on this device.
+    """
+    _check(out, x, weight, bias)
+    (tokens, k), n = x.shape, weight.shape[0]
+    if tokens == 0 or n == 0:
+        return
+    form = choose_form(n, k, tokens, x.dtype, multiprocessors(x.device), batch_invariant)
+    run_form(out, x, weight, bias, form)
+
+
+def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: GemmForm) -> None:
+    """`skinny_gemm` in a given form, on operands known to be right."""
+    (tokens, k), n, pdl = x.shape, weight.shape[0], supports_pdl(x.device)
+    tiles = triton.cdiv(n, form.block_n)
+    constants: dict[str, Any] = {"N": n, "K": k, "BLOCK_N": form.block_n, "BLOCK_K": form.block_k}
+    constants |= {"HAS_BIAS": bias is not None, "PDL": pdl}
+    strides = x.stride(0), weight.stride(0), out.stride(0)
+    tensors: tuple[Tensor, ...] = (x, weight, weight if bias is None else bias, out)
+    shared: dict[str, Any] = {"num_warps": form.num_warps, "pdl": pdl, "device": x.device}
+    if isinstance(form, RowsForm):
+        constants |= {"TOKENS": tokens, "VECTOR": 16 // x.element_size()}
+        launch = Launch(_gemm_rows_kernel, (tiles, 1, 1), (x.dtype,), strides, constants, **shared)
+    else:
+        constants |= {"BLOCK_T": form.block_t, "SPLIT_K": form.split_k, "STAGES": stages_of(form, x)}
+        constants |= {"AHEAD": form.ahead if prefetches(weight) else 0, "INTERPRETED": INTERPRETED}
+        planes, arrived = split_workspace(out, weight, form)
+        tensors += (planes, arrived)
+        grid = (tiles, form.split_k, 1)
+        launch = Launch(_gemm_tiles_kernel, grid, (x.dtype, form.split_k > 1), strides, constants, **shared)
+    with on_device(x.get_device()):
+        launch(tensors, () if isinstance(form, RowsForm) else (tokens,), not INTERPRETED and all_aligned(*tensors))
+
+
+def stages_of(form: TilesForm, x: Tensor) -> int:
+    """The stages of a form that fit into shared memory."""
+    return stages_that_fit(form.num_stages, form.block_k * (form.block_n + form.block_t) * x.element_size(), x.device)
+
+
+def prefetches(weight: Tensor) -> bool:
+    """Whether rows of the weight can be brought into the L2 cache by instructions that move multiples of 16 bytes."""
+    return weight.data_ptr() % 16 == 0 and (weight.shape[1] | weight.stride(0)) * weight.element_size() % 16 == 0
+
+
+def split_workspace(out: Tensor, weight: Tensor, form: TilesForm) -> tuple[Tensor, Tensor]:
+    """Planes and counters of the splits of K; `out` stands for what one split does not need."""
+    if form.split_k == 1:
+        return out, out
+    size = form.split_k * form.block_t * triton.cdiv(weight.shape[0], form.block_n) * form.block_n
+    return torch.empty(size, dtype=torch.float32, device=out.device), arrivals(weight)
+
+
+def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_runnable(x.device)
+    tokens, k = check_shape("x", x, (None, None))
+    n, _ = check_shape("weight", weight, (None, k))
+    operands = {"out": out, "x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    check_shape("out", out, (tokens, n))
+    if bias is not None:
+        check_shape("bias", bias, (n,))
+    if tokens > MAX_TOKENS or k == 0:
+        raise ValueError(
+            f"skinny_gemm takes up to {MAX_TOKENS} rows of at least one element, got {list(x.shape)}; use F.linear"
+        )
+    for name, tensor in operands.items():
+        check_rows(name, tensor)
+    check_same(x, **operands)

@@ -1,0 +1,142 @@
+"""Activations to FP8 in one launch: what `punica.ops.quant.quantize_per_token` computes, bit for bit.
+
+    scale[t, g] = max(max |x[i, t, j]|, 1e-12) / fp8_max      over the slices i and the columns j of group g
+    values[i, t, j] = cast(clamp(x[i, t, j] / scale[t, g]))
+
+A program takes one group of columns of one row, or of several rows where groups are short. Where it holds them in
+registers x is read once; else twice, from the cache the second time. Nothing waits for the host, so a forward pass may
+call it and a CUDA graph capture it.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.checks import WITH_DOUBLE, check_dtype
+from punica.ops.quant import E4M3, FP8_MAX, LEAST
+from punica.ops.triton_ops.fp8_device import as_operand, narrowed
+from punica.ops.triton_ops.launch import Launch, block_at_least, on_device
+from punica.ops.triton_ops.op import check_runnable, custom_op
+
+MOST_COLUMNS = 8192
+"""Columns of a program; longer groups are taken in steps."""
+
+
+@triton.jit
+def _look_at(x, largest, nan):
+    """Magnitudes of x [rows, columns] into ``largest`` [rows], and a NaN, which `tl.max` may drop, into ``nan``."""
+    is_number = x == x
+    largest = tl.maximum(largest, tl.max(tl.where(is_number, tl.abs(x), 0.0), 1))
+    return largest, nan + tl.sum(tl.where(is_number, 0.0, x), 1)
+
+
+@triton.jit
+def _store_rounded(x, scale, values_ptrs, mask, MANTISSA: tl.constexpr, LIMIT: tl.constexpr):
+    real = tl.div_rn(x, scale[:, None].broadcast_to(x.shape[0], x.shape[1]))
+    tl.store(values_ptrs, narrowed(real, values_ptrs.dtype.element_ty, MANTISSA, LIMIT), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_rows_kernel(
+    x_ptr, values_ptr, scale_ptr, num_rows, stride_xs, stride_xt, stride_xk,
+    K: tl.constexpr, GROUP: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr, LIMIT: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows x one group of GROUP columns, BLOCK at a time, of all slices."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    STEPS: tl.constexpr = (GROUP + BLOCK - 1) // BLOCK
+    group = tl.program_id(1)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask_rows = rows < num_rows
+    offs, first = tl.arange(0, BLOCK), tl.zeros([], tl.int64)  # slices may lie far apart
+    x_ptrs = x_ptr + rows[:, None] * stride_xt + (group * GROUP + offs)[None, :] * stride_xk
+    values_ptrs = values_ptr + rows[:, None] * K + (group * GROUP + offs)[None, :]
+    largest, nan = tl.full([ROWS], LEAST, tl.float32), tl.zeros([ROWS], tl.float32)
+    if SLICES * STEPS == 1:
+        mask = mask_rows[:, None] & ((offs < GROUP) & (group * GROUP + offs < K))[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        largest, nan = _look_at(x, largest, nan)
+    else:
+        for piece in tl.range(0, SLICES * STEPS):
+            step, at = piece % STEPS * BLOCK, first + piece // STEPS
+            mask = mask_rows[:, None] & ((offs < GROUP - step) & (group * GROUP + step + offs < K))[None, :]
+            x = tl.load(x_ptrs + at * stride_xs + step * stride_xk, mask=mask, other=0.0).to(tl.float32)
+            largest, nan = _look_at(x, largest, nan)
+    scale = tl.div_rn(largest + nan, tl.full([ROWS], LIMIT, tl.float32))
+    tl.store(scale_ptr + rows * GROUPS + group, scale, mask=mask_rows)
+    if SLICES * STEPS == 1:
+        _store_rounded(x, scale, values_ptrs, mask, MANTISSA, LIMIT)
+    else:
+        for piece in tl.range(0, SLICES * STEPS):
+            step, at = piece % STEPS * BLOCK, first + piece // STEPS
+            mask = mask_rows[:, None] & ((offs < GROUP - step) & (group * GROUP + step + offs < K))[None, :]
+            x = tl.load(x_ptrs + at * stride_xs + step * stride_xk, mask=mask, other=0.0).to(tl.float32)
+            _store_rounded(x, scale, values_ptrs + at * num_rows * K + step, mask, MANTISSA, LIMIT)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    shape: torch.Size, strides: tuple[int, ...], kinds: tuple[torch.dtype, torch.dtype], group: int,
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """For x ``[n, T, K]`` of these strides."""
+    slices, rows, columns = shape
+    block = min(block_at_least(group), MOST_COLUMNS)
+    per_program = max(1, 1024 // block)
+    constants: dict[str, float] = {"K": columns, "GROUP": group, "SLICES": slices, "ROWS": per_program, "BLOCK": block}
+    constants |= {"MANTISSA": 3 if kinds[1] == E4M3 else 2, "LIMIT": FP8_MAX[kinds[1]], "LEAST": LEAST}
+    grid = (triton.cdiv(rows, per_program), triton.cdiv(columns, group), 1)
+    warps = max(1, min(8, per_program * block // 1024))
+    return Launch(_quantize_rows_kernel, grid, kinds, strides, constants, num_warps=warps, pdl=False, device=device)
+
+
+@custom_op(mutates=("values", "scale"))
+def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 0) -> None:
+    """``inputs`` as ``values * scale``, both written in place.
+
+    Args:
+        inputs: [T, K] or [n, T, K] float16, bfloat16, float32 or float64, any strides.
+        values: float8, contiguous, of the inputs' shape.
+        scale: float32 [T, 1] contiguous, or [T, ceil(K/group_k)] with one scale per group of ``group_k`` columns.
+
+    TypeError for dtypes, ValueError for shapes, before any write.
+    """
+    check_dtype("inputs", inputs, WITH_DOUBLE)
+    check_dtype("values", values, tuple(FP8_MAX))
+    check_dtype("scale", scale, (torch.float32,))
+    wanted = _scale_shape(inputs, group_k)
+    if values.shape != inputs.shape or tuple(scale.shape) != wanted:
+        raise ValueError(
+            f"values has shape {tuple(values.shape)} and scale {tuple(scale.shape)}; inputs of {tuple(inputs.shape)} "
+            f"need {tuple(inputs.shape)} and {wanted}"
+        )
+    if not (values.is_contiguous() and scale.is_contiguous()):
+        raise ValueError(f"values has strides {values.stride()} and scale {scale.stride()}; both must be contiguous")
+    check_runnable(inputs.device)
+    if not inputs.numel():
+        return
+    x = inputs if inputs.ndim == 3 else inputs.unsqueeze(0)
+    launch = _launch(x.shape, x.stride(), (x.dtype, values.dtype), group_k or x.shape[2], x.device)
+    aligned = not (x.data_ptr() | values.data_ptr() | scale.data_ptr()) & 15
+    with on_device(x.get_device()):
+        launch((x, as_operand(values), scale), (x.shape[1],), aligned)
+
+
+def quantized_rows(x: Tensor, group_k: int = 0, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """`punica.ops.quant.quantize_per_token`, without its check of values."""
+    check_dtype("x", x, WITH_DOUBLE)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty(_scale_shape(x, group_k), dtype=torch.float32, device=x.device)
+    if not x.shape[-1]:
+        scale.fill_(LEAST / FP8_MAX[dtype])
+    quantize_rows(x, values, scale, group_k)
+    return values, scale
+
+
+def _scale_shape(x: Tensor, group_k: int) -> tuple[int, int]:
+    if x.ndim not in (2, 3) or group_k < 0:
+        raise ValueError(f"inputs of shape {tuple(x.shape)} with group_k {group_k}; expected [T, K] or [n, T, K], >= 0")
+    return x.shape[-2], -(-x.shape[-1] // group_k) if group_k else 1
