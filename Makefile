@@ -7,6 +7,8 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# A test process per core (8 at most, a GB each), each on one thread; ARGS="-n 0" runs all in one, e.g. for a debugger.
+PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup reproduce figure figures report record smoke notebooks test test-slow test-gpu lint tune compare clean
@@ -28,7 +30,7 @@ $(VENV)/.experiments: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.experiments
 	@echo "Installing what the tests and notebooks need"
-	@$(PIP) -e '.[dev,notebooks]'
+	@$(PIP) -e '.[dev,notebooks,cluster]'
 	@touch $@
 
 setup: $(VENV)/.dev ## Create .venv and install everything, pinned by constraints.txt
@@ -56,10 +58,10 @@ notebooks: $(VENV)/.dev ## Execute the notebooks again on the recorded rows
 	@set -e; for source in notebooks/[0-9]*.py; do $(BIN)/jupytext --to ipynb --execute $$source; done
 
 test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
-	@$(RUN) -m pytest -m "not slow and not gpu and not multi_gpu" $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the tests that `make test` leaves out on a machine without a GPU
-	@$(RUN) -m pytest -m "slow and not gpu and not multi_gpu" $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDIA, compute capability 8.0 or newer)
 	@$(RUN) -m pytest -m "gpu or multi_gpu" $(ARGS)

@@ -1,4 +1,4 @@
-"""Extension: the paper's popularity sweep carried to mixtures of experts, with adapters on the experts.
+r"""Extension: the paper's popularity sweep carried to mixtures of experts, with adapters on the experts.
 
 Not in the paper, whose models are dense. A token meets k experts, and its adapter has weights of its own in each of
 them: rows which share an adapter share its weights only where they also share an expert. Claim: batching rows of
@@ -14,6 +14,19 @@ of experts with and without LoRA; and a decode step of a model of `layers` layer
 second. Random weights, rank-16 adapters on all experts, in FP8 with `figure.fp8=float8_e4m3fn`. Widths are those of the
 two models over `divisor` (8 at scale=laptop, 1 at scale=paper); numbers of experts are theirs.
 
+A last row of axes is the engine: a decode step from `Engine.step` to the tokens, with an adapter per request as the
+popularity has it (`engine`) and with none (`backbone engine`), of a model of `engine_layers` layers: `step_latency`
+and `engine_throughput`. Its clock is the host's, so on a GPU it has rows with timer=host_clock only; a figure takes the
+best clock that each metric has. FP8 adapters are panels of their own. All of Qwen3-30B-A3B on an H200, 61 GB of weights
+and 53 of adapters (27 in FP8), expected to take a minute and a half each:
+
+    python -m experiments.ext_moe scale=gpu timer=host_clock 'system.names=[engine,backbone_engine]' \
+        'figure.models=[qwen3-30b-a3b]' figure.engine_layers=48 'figure.batch_sizes=[1,8,32]' figure.context=512 \
+        'workload.names=[Distinct,Identical]' scale.repeats=48
+    python -m experiments.ext_moe scale=gpu timer=host_clock 'system.names=[engine,backbone_engine]' \
+        'figure.models=[qwen3-30b-a3b]' figure.engine_layers=48 'figure.batch_sizes=[1,8,32]' figure.context=512 \
+        'workload.names=[Distinct,Identical]' scale.repeats=48 figure.fp8=float8_e4m3fn
+
 Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 """
 
@@ -21,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 
@@ -30,8 +43,10 @@ from experiments.harness.schema import DType
 
 if TYPE_CHECKING:
     from experiments.benches.moe_bench import MoEBench
+    from experiments.benches.moe_engine import MoEEngine
 
 LAYER, MODEL = ("layer", "backbone layer"), ("model", "backbone model")
+ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
 
 
 @dataclass
@@ -41,6 +56,7 @@ class MoEConf(FigureConf):
     models: list[str] = field(default_factory=list)
     batch_sizes: list[int] = MISSING
     layers: int = MISSING
+    engine_layers: int = MISSING  # of the model that the engine serves
     divisor: int = MISSING
     context: int = MISSING  # cached tokens of every request
     dtype: DType = MISSING
@@ -56,20 +72,28 @@ class MixtureOfExperts(Experiment):
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(MoEConf, cfg.figure)
-        settings = {
+        settings: dict[str, Any] = {
             "layers": figure.layers, "divisor": figure.divisor, "context": figure.context, "dtype": figure.dtype.name,
             "slots": self._slots(cfg),
         }  # fmt: skip
         if figure.fp8 is not None:
             settings["fp8"] = figure.fp8
+        through_engine = {**settings, "layers": figure.engine_layers, "slots": max(figure.batch_sizes)}
         return [
-            Point(model, system, workload, model, batch, figure.context, rank, settings)
+            Point(panel_of(model, figure.fp8), system, workload, model, batch, figure.context, rank, of_system)
             for model in figure.models
             for rank in cfg.adapters.ranks
+            for systems, of_system in zip(self._systems(cfg), (settings, through_engine), strict=True)
             for batch in figure.batch_sizes
             for workload in cfg.workload.names
-            for system in cfg.system.names
+            for system in systems
         ]
+
+    def _systems(self, cfg: Config) -> tuple[list[str], list[str]]:
+        """Those of the first rows of axes, and those of the engine, which the host's clock times."""
+        engine = [name for name in cfg.system.names if name in (ENGINE, BACKBONE_ENGINE)]
+        rest = [name for name in cfg.system.names if name not in engine]
+        return rest, engine if cfg.timer.name == "host_clock" else []
 
     def _slots(self, cfg: Config) -> int:
         return cfg.adapters.slots or max(cast(MoEConf, cfg.figure).batch_sizes)
@@ -80,10 +104,40 @@ class MixtureOfExperts(Experiment):
 
         first = points[0]
         batch = cast(int, first.batch_size)
+        if first.system in (ENGINE, BACKBONE_ENGINE):
+            return self._engine_steps(cfg, points)
         bench = self._bench(cfg, first.model, cast(int, first.rank))
         calls = bench.checked_calls([int(slot) for slot in popularity(first.workload).slots(batch)])
         samples = microseconds(cfg, {point.system: calls[point.system] for point in points})
         return [_readings(point.system, batch, samples[point.system]) for point in points]
+
+    def _engine_steps(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        from experiments.benches.engine_steps import StepShape
+        from experiments.benches.operators import protocol
+        from punica.workload.popularity import popularity
+
+        first = points[0]
+        batch, context = cast(int, first.batch_size), cast(int, first.seq_len)
+        adapters = tuple(int(slot) + 1 for slot in popularity(first.workload).slots(batch))
+        of_system = {ENGINE: adapters, BACKBONE_ENGINE: (0,) * batch}
+        shapes = {system: StepShape(batch, context, 0, ids) for system, ids in of_system.items()}
+        seconds = self._engine(cfg, first.model, cast(int, first.rank)).decode_seconds(shapes, protocol(cfg))
+        found = []
+        for point in points:
+            latency = sampled("step_latency", [1e3 * one for one in seconds[point.system]], "ms")
+            rate = sampled("engine_throughput", [batch / one for one in seconds[point.system]], "token/s")
+            found.append([*latency, *rate])
+        return found
+
+    def _engine(self, cfg: Config, model: str, rank: int) -> MoEEngine:
+        from experiments.benches.moe_engine import MoEEngine
+
+        figure = cast(MoEConf, cfg.figure)
+        sizes = (figure.engine_layers, figure.divisor, max(figure.batch_sizes), figure.context)
+        key = (ENGINE, model, rank, *sizes, figure.dtype, figure.fp8)
+        return self.kept(
+            key, lambda: MoEEngine(model, rank, *sizes, figure.dtype.name, cfg.hardware.device, fp8=figure.fp8)
+        )
 
     def _bench(self, cfg: Config, model: str, rank: int) -> MoEBench:
         from experiments.benches.moe_bench import MoEBench
@@ -94,6 +148,11 @@ class MixtureOfExperts(Experiment):
         return self.kept(
             key, lambda: MoEBench(model, rank, *sizes, figure.dtype.name, cfg.hardware.device, fp8=figure.fp8)
         )
+
+
+def panel_of(model: str, fp8: str | None) -> str:
+    """The panel of a model whose adapters lie in slots of the format `fp8`, or as wide as everything else."""
+    return model if fp8 is None else f"{model}, {fp8} adapters"
 
 
 def _readings(system: str, batch: int, samples: Sequence[float]) -> list[Reading]:

@@ -8,10 +8,11 @@ context, straight prefill lines.
 Timed: one batched invocation of the backbone without LoRA and without the output head's sampling: `prefill`
 computes `batch` prompts of the full length, `decode` one token of `batch` requests with that many cached tokens.
 The timer is the host's clock, a step at a time; a prefill that takes longer than `scale.seconds_per_point` is timed
-once per pass. Before anything is timed, decoding through the paged cache is checked against computing the whole
-sequence at once.
+once per pass. On a GPU steps run as in the engine, as the replay of a CUDA graph; prompts of more rows than the engine
+has in a step are launched kernel by kernel. Before anything is timed, decoding through the paged cache is checked
+against computing the whole sequence at once.
 
-Cost at scale=laptop: about 2 minutes on two cores, 3 GB.
+Cost at scale=laptop: about 1 minute on two cores, 3 GB; at scale=gpu a minute per model.
 """
 
 from __future__ import annotations
@@ -70,23 +71,19 @@ class Fig01(Experiment):
         ]
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        import torch
-
-        from experiments.benches.model_steps import spans
+        from experiments.benches.model_steps import MOST_CAPTURED_ROWS
         from experiments.benches.operators import protocol
         from punica.measure.timing import time_side_by_side
 
-        invocation = self._invocation(cfg)
-        new = point.seq_len if point.panel == "prefill" else 1
-        tokens, positions = invocation.begin(spans(point.batch_size, new, point.seq_len))
-
-        @torch.inference_mode()
-        def step() -> None:
-            invocation.llama(tokens, positions, invocation.attention)
-
-        clock = protocol(cfg)
-        if point.panel == "prefill":  # seconds each: once is enough, and the check above has warmed up
-            clock = replace(clock, warmup=0, min_repeats=1)
+        invocation, clock = self._invocation(cfg), protocol(cfg)
+        rows, length = cast(int, point.batch_size), cast(int, point.seq_len)
+        if point.panel == "decode":
+            step = invocation.decode_step(rows, length)
+        else:
+            step = invocation.prefill_step(rows, length)
+            # What a first call finds, memory and kernels, is lost in the time of many rows, and on a CPU of any.
+            warm = cfg.hardware.device == "cuda" and rows * length <= MOST_CAPTURED_ROWS
+            clock = replace(clock, warmup=int(warm), min_repeats=1)  # seconds each: once is enough
         samples = time_side_by_side({"step": [step]}, clock)["step"]
         return sampled("step_latency", [1e3 * seconds for seconds in samples], "ms")
 
@@ -98,15 +95,19 @@ class Fig01(Experiment):
             figure = cast(BatchingConf, cfg.figure)
             longest = max(fits(figure.seq_lens + figure.prefill_seq_lens, cfg))
             needed = step_tokens(max(figure.batch_sizes), longest)
-            invocation = Invocation(random_llama(cfg.model, cfg.hardware.device), needed)
+            invocation = Invocation(random_llama(cfg.model, cfg.hardware.device), needed, max(2, *figure.batch_sizes))
             check_decode(invocation)
             return invocation
 
         return self.kept(cfg.model.name, checked)
 
     def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`frame` with the context length as a line name."""
-        return frame.assign(length="len " + frame["seq_len"].astype("Int64").astype(str))
+        """`frame` with the context length as a line name, and panels by model: the paper's, whose part one plays."""
+        from experiments.plots.frames import role_of
+
+        models = frame["model"].map(lambda name: role_of(name) or name).astype(str)
+        lengths = "len " + frame["seq_len"].astype("Int64").astype(str)
+        return frame.assign(length=lengths, panel=models + ", " + frame["panel"])
 
 
 EXPERIMENT = Fig01()

@@ -7,10 +7,11 @@ context.
 
 Timed: one decoder layer (norms, seven projections with rank-16 adapters, paged attention, SwiGLU) on one row per
 request, all with the same context length. Segment metadata is set outside the timing, once per step as a server
-does for all layers. Every slot holds an adapter of its own. Before timing, rows of the batch are checked against
-the same rows run alone, with and without their adapter.
+does for all layers. On a GPU many calls make one CUDA graph, as layers make the engine's: their weights, more than the
+caches hold, come from memory every time. Every slot holds an adapter of its own. Before timing, rows of the batch are
+checked against the same rows run alone, with and without their adapter.
 
-Cost at scale=laptop: about 1 minute on two cores, 2 GB.
+Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 40 seconds per model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figure 11: throughput of serving systems when requests ask for many adapters.
+r"""Figure 11: throughput of serving systems when requests ask for many adapters.
 
 Claim (section 7.2): Punica keeps its throughput whatever the popularity, and is 12 times faster than the best baseline
 where requests differ (Distinct), because a baseline's batch holds one adapter and so, nearly always, one request.
@@ -7,23 +7,53 @@ Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, clos
 The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start
 (lengths are scaled to `scale.max_len`). It takes 31 000 steps at batch 32 and a million at batch 1, so what is timed
 are windows of it (`experiments.systems.windows`): the scheduler is replayed without a model, runs of consecutive steps
-are drawn whose tokens per step, requests and contexts agree with the stream's (rows `tokens_per_step` and
-`stream_tokens_per_step`, `mean_context` and `stream_mean_context`), and a system runs them as it would there: with
-prefills, joins, departures, adapter loads, over a KV cache full of noise. Every pass takes another draw, and goes over
-all systems and workloads, so that a slow minute cannot fall on one column. `figure.whole_stream=true` serves the stream
-to its end instead and says what windows predict (choose a short one: `scale.requests=64 scale.passes=1`).
+are drawn whose tokens per step, requests, contexts and prompts agree with the stream's when steps with a prefill weigh
+as much as in the stream (rows `tokens_per_step` and `stream_tokens_per_step`, and so on), and a system runs them as it
+would there: with prefills, joins, departures, adapter loads, over a KV cache full of noise. Every pass takes another
+draw, and goes over all systems and workloads, so that a slow minute cannot fall on one column.
+
+`figure.whole_stream=true` serves the stream to its end instead and prints what windows predict beside it; streams of
+different lengths have rows side by side. A short one takes about 5 minutes on two cores:
+
+    python -m experiments.fig11_textgen figure.whole_stream=true scale.requests=64 scale.passes=1 scale.tries=0 \
+        system=punica workload=distinct draw=false
 
 Throughput counts prompt and new tokens (D13); `new_token_throughput` only new ones. The paper's vLLM,
 FasterTransformer and DeepSpeed are policy baselines on our engine, without LoRA (`experiments.systems`); Hugging Face
-with PEFT is the real thing. All systems have the same matrix product. Switching adapters is charged to Punica and not
-to the baselines. `punica_last_admitted` is Punica with the released harness's index rule (D04).
+with PEFT is the real thing. All systems have the same matrix product (on a GPU, `hf_peft` has the faster of ours and
+torch's, alone and in full batches). Switching adapters is charged to Punica and not to the baselines.
+`punica_last_admitted` is Punica with the released harness's index rule (D04). On a GPU all systems of the engine run as
+CUDA graphs, captured before the clock.
 
-Before timing, the tokens of a few requests are compared with Hugging Face's, one request at a time; this also warms up.
+Before timing, the first tokens of a few requests of each workload are compared with Hugging Face's, one request at a
+time, which also warms up; and once for each system on our engine those of `figure.whole_requests` up to
+`figure.whole_tokens`: on a GPU 16 requests from end to end, on a laptop 3 up to 32 tokens (`systems.check`).
 Where all systems involved were measured, ratio rows follow, per draw: speed-up over the best baseline, and over PEFT's
 mixed batches split into `operator_gain` (punica_static / hf_peft_mixed) and `continuous_batching_gain` (punica /
-punica_static).
+punica_static); across workloads, Punica on Distinct and Identical over the backbone alone on Identical, and over each
+other. The report holds them against what was asked of an H200.
 
-Cost at scale=laptop: about 6 minutes on two cores, 6 GB.
+Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six windows of 100 steps per cell (40 of PEFT's
+mixed batches), two in each of three passes, expected to take an H200 10 minutes for model=llama2-7b and 13 for
+model=llama2-13b, which PEFT's mixed batches take half of; 75 and 120 GB. A command there ends after 8 minutes
+(`scale.minutes`), and the same command again goes on where it ended. In pieces, of 13B the last one split by workloads:
+
+    python -m experiments.fig11_textgen scale=paper model=llama2-7b draw=false \
+        system.names=[punica,punica_static,punica_last_admitted,static_batching,continuous_batching]
+    python -m experiments.fig11_textgen scale=paper model=llama2-7b
+    python -m experiments.fig11_textgen scale=paper model=llama2-13b draw=false \
+        system.names=[punica,punica_static,punica_last_admitted,static_batching,continuous_batching]
+    python -m experiments.fig11_textgen scale=paper model=llama2-13b draw=false workload.names=[Distinct,Uniform]
+    python -m experiments.fig11_textgen scale=paper model=llama2-13b
+
+In full, once: 256 requests per cell, and 1,024 on Distinct; what a serving takes is served once, not in passes:
+
+    python -m experiments.fig11_textgen scale=paper model=llama2-7b figure.whole_stream=true scale.requests=256 \
+        scale.passes=1 scale.tries=0 system=punica draw=false
+    python -m experiments.fig11_textgen scale=paper model=llama2-13b figure.whole_stream=true scale.requests=256 \
+        scale.passes=1 scale.tries=0 system=punica draw=false
+    python -m experiments.fig11_textgen scale=paper model=llama2-7b figure.whole_stream=true scale.requests=1024 \
+        scale.passes=1 scale.tries=0 system=punica workload=distinct draw=false
 """
 
 from __future__ import annotations
@@ -43,13 +73,13 @@ from punica.measure.records import Row, read_rows
 if TYPE_CHECKING:
     from experiments.systems import StreamBench
 
-RATIOS = "ratios"
+RATIOS, ACROSS = "ratios", "across workloads"
+BACKBONE = "continuous_batching"
 BASELINES = ("hf_peft", "static_batching", "continuous_batching")
 """One adapter per batch; PEFT's mixed batches are compared on their own."""
 WITHOUT_LORA = ("static_batching", "continuous_batching")
+SLOW = ("hf_peft_mixed",)
 LENGTHS = ("released", "stated")
-DRAWS_OF_A_WHOLE = 6
-"""Draws that predict a whole stream, half of them timed before it and half after."""
 
 
 @dataclass
@@ -58,9 +88,12 @@ class TextgenConf(FigureConf):
 
     lengths: str = MISSING  # released or stated, see systems.stream
     pieces: int = MISSING  # runs of steps in a draw ...
-    steps: int = MISSING  # ... and steps in a run
+    steps: int = MISSING  # ... and steps in a run ...
+    slow_steps: int = MISSING  # ... and in one of a system of `SLOW`
     check_requests: int = MISSING
     check_tokens: int = MISSING
+    whole_requests: int | None = None  # of those that are compared over whole sequences; none: none are
+    whole_tokens: int | None = None
     whole_stream: bool = False
 
 
@@ -75,18 +108,25 @@ class Fig11(Experiment):
     clock, drawn_by = "host_clock", "serving_bars.draw_serving"
 
     def points(self, cfg: Config) -> list[Point]:
-        _check_sizes(cfg)
+        check_sizes(cfg)
         whole = cast(TextgenConf, cfg.figure).whole_stream
-        panel, settings = f"{cfg.model.paper_name} Model{', whole stream' if whole else ''}", _settings(cfg)
+        panel = f"{cfg.model.paper_name} Model{whole_stream(cfg)}"
         limit, points = cfg.engine.max_batch_size, []
         for workload in cfg.workload.names:
             for rank in cfg.adapters.ranks:
                 for system in cfg.system.names:
                     used = None if system in WITHOUT_LORA else rank
+                    settings = settings_of(cfg, slow=system in SLOW)
                     points.append(Point(panel, system, workload, cfg.model.name, limit, None, used, settings))
                 if not whole and {"punica", "punica_static", "hf_peft_mixed", *BASELINES} <= set(cfg.system.names):
                     ratio_panel = f"{panel} {RATIOS}"
+                    settings = settings_of(cfg)
                     points.append(Point(ratio_panel, "punica", workload, cfg.model.name, limit, None, rank, settings))
+        across = {"punica", BACKBONE} <= set(cfg.system.names) and {"Distinct", "Identical"} <= set(cfg.workload.names)
+        if across and not whole:
+            for rank in cfg.adapters.ranks:
+                place = f"{panel}, {ACROSS} {RATIOS}", "punica", "Distinct", cfg.model.name, limit, None, rank
+                points.append(Point(*place, settings_of(cfg)))
         return points
 
     def is_derived(self, point: Point) -> bool:
@@ -97,41 +137,73 @@ class Fig11(Experiment):
             return self._ratios(cfg, point)
         bench = self._bench(cfg, point)
         if cast(TextgenConf, cfg.figure).whole_stream:
-            return whole_stream(bench, point.system, point.workload)
+            return self._whole(bench, point)
         return bench.measure(point.system, point.workload, point.repeat)
+
+    def _whole(self, bench: StreamBench, point: Point) -> list[Reading]:
+        from tqdm import tqdm
+
+        from experiments.systems.whole_stream import compare
+
+        found = compare(bench, point.system, point.workload)
+        tqdm.write(f"\n{found}\n")  # on stdout, past the bar
+        return found.readings()
 
     def _bench(self, cfg: Config, point: Point) -> StreamBench:
         """Systems, adapters and backbone, built once per rank; systems without LoRA take what is there."""
         from experiments.systems import Limits, StreamBench, StreamConf, World
+        from experiments.systems.whole_stream import DRAWS
 
         figure, scale, engine, adapters = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine, cfg.adapters
         rank = point.rank or adapters.ranks[0]
         key = (cfg.model.name, rank, engine.max_batch_size, scale.max_len, figure.lengths, cfg.hardware.device)
         limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
-        draws = DRAWS_OF_A_WHOLE if figure.whole_stream else scale.passes
-        stream = StreamConf(figure.lengths, scale.requests, scale.max_len, draws, figure.pieces, figure.steps)
+        draws = DRAWS if figure.whole_stream else scale.passes
+        windows = (draws, figure.pieces, figure.steps, figure.slow_steps)
+        stream = StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
+
+        asked = figure.whole_requests, figure.whole_tokens
+        whole = None if None in asked else cast(tuple[int, int], asked)
 
         def build() -> StreamBench:
             world = World(cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
-            return StreamBench(world, stream, figure.check_requests, figure.check_tokens)
+            return StreamBench(world, stream, figure.check_requests, figure.check_tokens, whole)
 
         return self.kept(key, build)
 
     def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
         """From the rows on disk of the same repeat. `CheckFailed` when one is missing because its check failed."""
+        panel, across = point.panel.removesuffix(f" {RATIOS}"), point.panel.endswith(f"{ACROSS} {RATIOS}")
+        found = self._throughputs(cfg, point, panel.removesuffix(f", {ACROSS}"))
+        workloads = ("Distinct", "Identical") if across else (point.workload,)
+        systems = ("punica", BACKBONE) if across else cfg.system.names
+        cells = [(system, workload) for system in systems for workload in workloads]
+        if missing := [system if not across else f"{system} on {load}" for system, load in cells
+                       if (system, load) not in found]:  # fmt: skip
+            raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")
+        disturbed = any(found[cell].disturbed for cell in cells)
+        values = {cell: found[cell].value for cell in cells}
+        if across:
+            return across_workloads(values, disturbed)
+        return ratios({system: value for (system, _), value in values.items()}, disturbed)
+
+    def _throughputs(self, cfg: Config, point: Point, panel: str) -> dict[tuple[str, str], Row]:
+        """By system and workload, of the repeat of `point` and the code of today."""
         rows = read_rows(folders(cfg).fresh_rows / f"{self.name}.csv")
-        panel, source = point.panel.removesuffix(f" {RATIOS}"), source_of(self)
-        cell = (panel, point.workload, point.model, point.batch_size, cfg.scale.name, cfg.timer.name, point.repeat)
+        source = source_of(self)
+        cell = (panel, point.model, point.batch_size, cfg.scale.name, cfg.timer.name, point.repeat)
 
         def belongs(row: Row) -> bool:
-            mine = (row.panel, row.workload, row.model, row.batch_size, row.scale, row.timer, row.repeat)
+            mine = (row.panel, row.model, row.batch_size, row.scale, row.timer, row.repeat)
             return mine == cell and row.rank in (None, point.rank) and row.source_hash == source
 
-        found = {row.system: row for row in rows if row.metric == "throughput" and belongs(row)}
-        if missing := [name for name in cfg.system.names if name not in found]:
-            raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")
-        disturbed = any(row.disturbed for row in found.values())
-        return ratios({name: row.value for name, row in found.items()}, disturbed)
+        return {(row.system, row.workload): row for row in rows if row.metric == "throughput" and belongs(row)}
+
+
+def whole_stream(cfg: Config) -> str:
+    """What a panel of whole streams adds to its name; streams of other lengths are other panels."""
+    whole = cast(TextgenConf, cfg.figure).whole_stream
+    return f", whole stream, {cfg.scale.requests} requests" if whole else ""
 
 
 def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> list[Reading]:
@@ -146,44 +218,39 @@ def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> li
     return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in found.items()]
 
 
-def whole_stream(bench: StreamBench, system: str, workload: str) -> list[Reading]:
-    """The stream served to its end, between two halves of the windows that predict it."""
-    half = DRAWS_OF_A_WHOLE // 2
-    predicted = [_throughput(bench.measure(system, workload, draw)) for draw in range(half)]
-    served = bench.serve_whole(system, workload)
-    predicted += [_throughput(bench.measure(system, workload, draw)) for draw in range(half, DRAWS_OF_A_WHOLE)]
-    mean = sum(predicted) / len(predicted)
-    return [
-        Reading("stream_throughput", served.throughput, "token/s"),
-        Reading("predicted_throughput", mean, "token/s"),
-        Reading("prediction_over_stream", mean / served.throughput, "ratio"),
-        Reading("stream_mean_batch_size", (served.rows - served.idle_rows) / served.steps, "requests"),
-        Reading("stream_requests", len(served.jobs), "requests", "count"),
-        Reading("stream_steps", served.steps, "steps", "count"),
-    ]
+def across_workloads(throughput: Mapping[tuple[str, str], float], disturbed: bool | None = None) -> list[Reading]:
+    """What different adapters, and adapters at all, cost Punica, from throughputs by system and workload."""
+    distinct, identical = (throughput["punica", workload] for workload in ("Distinct", "Identical"))
+    backbone = throughput[BACKBONE, "Identical"]
+    found = {
+        "distinct_over_backbone_identical": distinct / backbone,
+        "identical_over_backbone_identical": identical / backbone,
+        "distinct_over_own_identical": distinct / identical,
+    }
+    return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in found.items()]
 
 
-def _throughput(readings: list[Reading]) -> float:
-    return next(reading.value for reading in readings if reading.metric == "throughput")
-
-
-def _settings(cfg: Config) -> dict[str, Any]:
+def settings_of(cfg: Config, slow: bool = False) -> dict[str, Any]:
     """What decides the numbers beside the columns of a point."""
     figure, scale, engine = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine
     return {
         "model": model_settings(cfg.model),
         "stream": {"lengths": figure.lengths, "requests": scale.requests, "max_len": scale.max_len},
-        "windows": {"pieces": figure.pieces, "steps": figure.steps},
+        "windows": {"pieces": figure.pieces, "steps": figure.slow_steps if slow else figure.steps},
         "engine": {"block_size": engine.block_size, "num_blocks": engine.num_blocks},
         "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
-        "check": [figure.check_requests, figure.check_tokens],
+        "check": [figure.check_requests, figure.check_tokens, figure.whole_requests, figure.whole_tokens],
     }
 
 
-def _check_sizes(cfg: Config) -> None:
-    """Raise `ConfigError` for unknown lengths and for a stream that the model or the KV pool cannot hold."""
+def check_sizes(cfg: Config) -> None:
+    """Raise `ConfigError` for unknown lengths, a stream that the model or the KV pool cannot hold, and a whole stream
+    that is to be drawn.
+    """
     scale, engine, positions = cfg.scale, cfg.engine, cfg.model.max_position_embeddings
     lengths = cast(TextgenConf, cfg.figure).lengths
+    if cast(TextgenConf, cfg.figure).whole_stream and cfg.draw:
+        raise ConfigError("figure.whole_stream=true compares numbers and has nothing to draw: choose draw=false")
     if lengths not in LENGTHS:
         raise ConfigError(f"figure.lengths={lengths!r} must be one of {', '.join(LENGTHS)}: choose {LENGTHS[0]}")
     if not 4 <= scale.max_len <= positions:

@@ -53,8 +53,15 @@ class LayerBench:
         return cos, sin
 
     def run(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The layer: `[T, hidden]` to the same shape."""
-        return self.layer(x, cos, sin, self.invocation.attention)
+        """The layer as the model calls it: the residual stream `x [T, hidden]` gains what attention makes of it, in
+        place; returned is what the MLP adds, which the layer behind adds to it.
+        """
+        return self.layer(x, None, cos, sin, self.invocation.attention)
+
+    def output(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """What the layer makes of `x`, which stays as it is: `[T, hidden]` to the same shape."""
+        x = x.clone()
+        return x.add_(self.run(x, cos, sin))
 
     @torch.inference_mode()
     def check(self, adapter_ids: list[int], kv_length: int) -> None:
@@ -64,10 +71,10 @@ class LayerBench:
         """
         batch_size = len(adapter_ids)
         x = self.rows(batch_size)
-        together = self.run(x, *self.begin(adapter_ids, kv_length))
+        together = self.output(x, *self.begin(adapter_ids, kv_length))
         for row in {0, batch_size - 1}:
-            alone = self.run(x[row : row + 1], *self.begin([adapter_ids[row]], kv_length, row))
-            plain = self.run(x[row : row + 1], *self.begin([0], kv_length, row))
+            alone = self.output(x[row : row + 1], *self.begin([adapter_ids[row]], kv_length, row))
+            plain = self.output(x[row : row + 1], *self.begin([0], kv_length, row))
             error = difference(together[row : row + 1], alone)
             if not error <= TOLERANCE[self.dtype]:
                 raise CheckFailed(f"row {row} of {batch_size} differs by {error:.2e} from the same row alone")

@@ -4,11 +4,14 @@
 runs decode steps whose adapters lie in the slots beside. It can tell whether the spare slot really holds an adapter.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
+from experiments.benches.captured import CapturedRun
 from experiments.benches.model_steps import (
     TOLERANCE,
     Invocation,
@@ -24,12 +27,15 @@ from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, rando
 from punica.adapters.synthetic import LLAMA_LORA_MODULES, llama_module_shapes
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
-from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
 from punica.ops.quant import Fp8Matrix
 from punica.workload.popularity import popularity
 
 MOST_ADAPTERS = 256
+DIFFERENT = 4
+"""Adapters with weights of their own. The others have a copy of one of them in other memory: drawing hundreds takes
+longer than timing them, and those that follow one another still differ.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,13 @@ class Decode:
     def adapters(self) -> int:
         """Distinct adapters in a step."""
         return popularity(self.workload).number_of_adapters(self.rows)
+
+
+def _adapters(ids: Sequence[int], drawn: Callable[[int], LoRAModel]) -> list[LoRAModel]:
+    """One adapter per id, no two in the same memory."""
+    different = [drawn(i) for i in ids[:DIFFERENT]]
+    copies = [copy.deepcopy(different[place % DIFFERENT]).clone(i) for place, i in enumerate(ids[DIFFERENT:])]
+    return different + copies
 
 
 class Bench:
@@ -81,7 +94,7 @@ class Bench:
         neighbours = decode.adapters if decode else 0
         count = min(max(2, -(-rotate_bytes // self.bytes)), MOST_ADAPTERS)
         ids = range(neighbours + 1, neighbours + count + 1)
-        self.adapters = [random_adapter(i, config, rank, seed + i, dtype=self.dtype) for i in ids]
+        self.adapters = _adapters(ids, lambda i: random_adapter(i, config, rank, seed + i, dtype=self.dtype))
         # loading does not read the weights, so only steps need some
         llama = random_llama(model, device, layers) if decode else LlamaForCausalLM(config, self.dtype, device)
         rows, self.slot = decode.rows if decode else 1, neighbours
@@ -162,44 +175,32 @@ def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Decode) -> Callable[[], torch.Tensor]:
-    """One decode step as a server runs it: who uses which slot, then the model, on a GPU as a CUDA graph. Checked to
+    """One decode step as the engine runs it: the step's segments, then the model, on a GPU as a CUDA graph. Checked to
     depend on the adapters.
     """
     invocation = Invocation(llama, step_tokens(decode.rows, decode.seq_len))
     tokens, positions = invocation.begin(spans(decode.rows, 1, decode.seq_len))
-    ids = [int(slot) + 1 for slot in popularity(decode.workload).slots(decode.rows)]
+    own = [int(slot) for slot in popularity(decode.workload).slots(decode.rows)]  # adapter i lies in slot i - 1
 
     @torch.inference_mode()
     def run() -> torch.Tensor:
         return llama(tokens, positions, invocation.attention)
 
-    def step(mapping: LoRAMapping) -> torch.Tensor:
-        manager.set_adapter_mapping(mapping)
+    def begin(slots: Sequence[int]) -> None:
+        manager.begin_step([(slot, len(list(rows))) for slot, rows in groupby(slots)], slots)
+
+    def step(slots: Sequence[int]) -> torch.Tensor:
+        begin(slots)
         return run()
 
-    own, none = LoRAMapping(ids, ids), LoRAMapping([0] * decode.rows, [0] * decode.rows)
-    if difference(step(none), step(own)) <= TOLERANCE[invocation.cache.keys[0].dtype]:
+    if difference(step([-1] * decode.rows), step(own)) <= TOLERANCE[invocation.cache.keys[0].dtype]:
         raise CheckFailed("a decode step comes out as if its rows had no adapters")
     if invocation.device.type != "cuda":
         return lambda: step(own)
     captured = CapturedRun(run)
 
     def replay() -> torch.Tensor:
-        manager.set_adapter_mapping(own)
+        begin(own)
         return captured()
 
     return replay
-
-
-class CapturedRun:
-    """A function as a CUDA graph; `function` is kept because it holds what the graph reads by address."""
-
-    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
-        self.function, self.graph = function, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.output = function()
-
-    def __call__(self) -> torch.Tensor:
-        """Run it again; the result is overwritten by the next call."""
-        self.graph.replay()
-        return self.output

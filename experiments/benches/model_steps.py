@@ -3,22 +3,30 @@
 `Invocation` lays rows out as the engine does (`punica.scheduling.layout`) but without requests: row i of a decode step
 attends to `seq_len` cached tokens in blocks of its own, and a prefill computes whole prompts. The cache holds noise;
 time does not depend on its values. What a server does once per step (layout, segment indices) happens outside the
-timing.
+timing. On a GPU a step is what the engine makes of it: a CUDA graph, which the host replays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from transformers import LlamaConfig
 
+from experiments.benches.captured import CapturedRun
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
-from punica.engine.attention import PagedAttention
+from punica.engine.kernel_attention import attention_for
 from punica.engine.kv_cache import KVCache
 from punica.models import LlamaForCausalLM
 from punica.scheduling import Span
 
 BLOCK_SIZE = 16  # as in the released code
+MOST_REQUESTS = 256  # of a step
+MOST_CAPTURED_ROWS = 8192
+"""Rows of prompts up to which they are a CUDA graph: more than the engine has in a step. Beyond, the host is far ahead
+of the device.
+"""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest relative difference between decoding through KV blocks and computing the whole sequence at once."""
 
@@ -45,29 +53,78 @@ def random_llama(model: ModelConf, device: str, layers: int | None = None) -> Ll
     return llama
 
 
-class Invocation:
-    """One model with a cache of `max_tokens` places, ready to run steps on."""
+class StepInputs(NamedTuple):
+    """Token ids, positions and cache rows of a step, each int64 `[T]` on the device."""
 
-    def __init__(self, llama: LlamaForCausalLM, max_tokens: int) -> None:
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    kv_rows: torch.Tensor
+
+
+class Invocation:
+    """One model with a cache of `max_tokens` places, ready to run steps of up to `max_requests` requests on."""
+
+    def __init__(self, llama: LlamaForCausalLM, max_tokens: int, max_requests: int = MOST_REQUESTS) -> None:
         self.llama = llama
         self.device = llama.lm_head.weight.device
         self.cache = KVCache(llama, -(-max_tokens // BLOCK_SIZE), BLOCK_SIZE)
-        self.attention = PagedAttention(self.cache)
-        self._fill()
-
-    def _fill(self) -> None:
-        """Noise in every block of the cache: one random block, copied over."""
-        block = torch.randn(BLOCK_SIZE, *self.cache.keys[0].shape[1:]).to(self.cache.keys[0])
-        for rows in (*self.cache.keys, *self.cache.values):
-            rows.view(-1, *block.shape).copy_(block.expand(rows.shape[0] // BLOCK_SIZE, *block.shape))
+        self.attention = attention_for(self.cache, max_requests, self.cache.num_blocks)
+        self._captured: dict[int, tuple[StepInputs, CapturedRun]] = {}
+        fill_with_noise(self.cache)
 
     def begin(self, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tell the attention the layout of a step; its token ids and positions, both int64 `[T]`."""
+        tokens, positions, kv_rows = self._inputs(spans)
+        self.attention.begin(spans, kv_rows)
+        return tokens, positions
+
+    @torch.inference_mode()  # else nobody could refill inputs that were made in it
+    def decode_step(self, batch_size: int, kv_length: int) -> Callable[[], torch.Tensor]:
+        """A decode step of `batch_size` requests with `kv_length` cached tokens each, begun: the call that runs it.
+
+        On a GPU that replays a graph, captured once per batch size: as in the engine the context lies in buffers that
+        are refilled, so that only the call of the step begun last is of use. Returns hidden states `[T, hidden]`.
+        """
+        layout = spans(batch_size, 1, kv_length)
+        if self.device.type != "cuda":
+            return partial(self.forward, *self.begin(layout))
+        inputs = self._inputs(layout)
+        held, captured = self._captured.get(batch_size, (inputs, None))
+        for mine, new in zip(held, inputs, strict=True):
+            mine.copy_(new)
+        self.attention.begin(layout, held.kv_rows)
+        if captured is None:
+            captured = CapturedRun(partial(self.forward, held.tokens, held.positions))
+            self._captured[batch_size] = held, captured
+        return captured
+
+    def prefill_step(self, batch_size: int, length: int) -> Callable[[], torch.Tensor]:
+        """The computation of `batch_size` prompts of `length` tokens, begun: the call that runs it.
+
+        On a GPU that replays a graph, as in the engine, up to `MOST_CAPTURED_ROWS` rows. Returns as `decode_step`.
+        """
+        step = partial(self.forward, *self.begin(spans(batch_size, length, length)))
+        if self.device.type != "cuda" or batch_size * length > MOST_CAPTURED_ROWS:
+            return step
+        return CapturedRun(step)  # captured for every use: its activations take too much memory to be kept
+
+    @torch.inference_mode()
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[T, hidden]` of the step that was begun, launched by the host."""
+        return self.llama(tokens, positions, self.attention)
+
+    def _inputs(self, spans: Sequence[Span]) -> StepInputs:
         positions = [position for span in spans for position in span.positions]
         rows = [row for span in spans for row in span.kv_rows(BLOCK_SIZE)]
         tokens = [(7 * i + 1) % self.llama.config.vocab_size for i in range(len(positions))]
-        self.attention.begin(spans, torch.tensor(rows, device=self.device))
-        return torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device)
+        return StepInputs(*(torch.tensor(values, device=self.device) for values in (tokens, positions, rows)))
+
+
+def fill_with_noise(cache: KVCache) -> None:
+    """Noise in every block: one random block, copied over."""
+    block = torch.randn(cache.block_size, *cache.keys[0].shape[1:]).to(cache.keys[0])
+    for rows in (*cache.keys, *cache.values):
+        rows.view(-1, *block.shape).copy_(block.expand(cache.num_blocks, *block.shape))
 
 
 def spans(batch_size: int, length: int, kv_length: int) -> list[Span]:
@@ -84,7 +141,8 @@ def step_tokens(batch_size: int, kv_length: int) -> int:
 
 @torch.inference_mode()
 def check_decode(invocation: Invocation) -> None:
-    """Prefill 19 tokens of two requests and decode the 20th: the same hidden states as computing all 20 at once.
+    """Prefill 19 tokens of two requests and decode the 20th: the same hidden states as computing all 20 at once, and
+    `prefill_step` and `decode_step` do what the host launches, the latter also once it has run with another context.
 
     Raises `CheckFailed` when they differ: paging, positions or masks are wrong then, and no time would mean anything.
     """
@@ -101,6 +159,13 @@ def check_decode(invocation: Invocation) -> None:
     error = difference(found, expected)
     if not error <= TOLERANCE[found.dtype]:
         raise CheckFailed(f"decoding through KV blocks differs from the whole sequence by {error:.2e} (relative)")
+    invocation.decode_step(2, length - 3)()
+    for name, step, rows in (("decode", invocation.decode_step, 1), ("prefill", invocation.prefill_step, length)):
+        found = step(2, length)().clone()
+        expected = invocation.forward(*invocation.begin(spans(2, rows, length)))
+        error = difference(found, expected)
+        if not error <= TOLERANCE[found.dtype]:
+            raise CheckFailed(f"a {name} step differs by {error:.2e} (relative) from what the host launches")
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

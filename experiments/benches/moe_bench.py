@@ -76,8 +76,7 @@ class MoEBench:
         self.manager = LoRAModelManager(model, batch, batch, model.config.vocab_size, lora, device)
         self.layers = [cast(FusedMoEWithLoRA, layer) for layer in self.manager.modules.values()]
         self.contexts = [layer.base_layer.routed_experts.lora_context for layer in self.layers]
-        one = LoRAModel(1, rank, {name: _random_experts(name, layer, rank, self.dtype)
-                                  for name, layer in self.manager.modules.items()})  # fmt: skip
+        one = random_experts(self.manager, rank)
         for slot in range(slots):
             self.manager.add_adapter(one.clone(slot + 1))
             self.manager.activate_adapter(slot + 1)
@@ -198,10 +197,19 @@ def _run(layer: FusedMoEWithLoRA, x: torch.Tensor, logits: torch.Tensor) -> torc
     return layer(x, logits)
 
 
-def _random_experts(name: str, layer: Any, rank: int, dtype: torch.dtype) -> PackedLoRALayerWeights:
-    """A ~ N(0, 1/in), B ~ N(0, 1/rank) of w1, w2 and w3 of every expert."""
-    a, b = layer.zero_factors(rank, dtype)
-    generator = torch.Generator().manual_seed(11)
-    for one in (*a, *b):
-        one.normal_(0.0, one.shape[-1] ** -0.5, generator=generator)
-    return PackedLoRALayerWeights(name, rank, a, b)
+def random_experts(manager: LoRAModelManager, rank: int) -> LoRAModel:
+    """Adapter 1, for the experts of every layer: A ~ N(0, 1/in), B ~ N(0, 1/rank) of w1, w2 and w3 of every expert, in
+    host memory.
+    """
+    loras: dict[str, Any] = {}
+    for name, layer in manager.modules.items():
+        experts = cast(FusedMoEWithLoRA, layer)
+        dtype, device = experts.base_layer.routed_experts.w2_weight.dtype, experts.device
+        generator = torch.Generator(device).manual_seed(11)
+        a, b = experts.zero_factors(rank, dtype)
+        for one in (*a, *b):  # a GPU draws the billion numbers of a large model in no time
+            factor = cast(torch.Tensor, one)
+            drawn = torch.empty(factor.shape, dtype=dtype, device=device)
+            factor.copy_(drawn.normal_(0.0, factor.shape[-1] ** -0.5, generator=generator))
+        loras[name] = PackedLoRALayerWeights(name, rank, a, b)
+    return LoRAModel(1, rank, loras)

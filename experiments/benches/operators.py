@@ -292,7 +292,7 @@ def checked(name: str, prepared: Sequence[Prepared]) -> list[Call]:
     """The calls of `prepared`, the first of them checked, as in `prepare_checked`; y must be 0 where it is added to."""
     prepared[0].call()
     result = prepared[0].result()
-    _check(name, result, prepared[0].expected(), TOLERANCE[DType(str(result.dtype).removeprefix("torch."))])
+    check(name, result, prepared[0].expected(), TOLERANCE[DType(str(result.dtype).removeprefix("torch."))])
     return [one.call for one in prepared]
 
 
@@ -308,7 +308,7 @@ def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
     w = (torch.randn(copies, h1, h2, generator=generator, device=device) * h1**-0.5).to(kind)
     out = torch.empty(copies, batch_size, h2, dtype=kind, device=device)
     torch.mm(x[0], w[0], out=out[0])
-    _check("backbone X@W", out[0], x[0].double() @ w[0].double(), TOLERANCE[dtype])
+    check("backbone X@W", out[0], x[0].double() @ w[0].double(), TOLERANCE[dtype])
     return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(copies)]
 
 
@@ -331,7 +331,8 @@ def protocol(cfg: Config) -> Protocol:
     )
 
 
-def _check(name: str, result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def check(name: str, result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """`CheckFailed` when `result` differs from `expected` by more than `tolerance`, relative."""
     error = float((result.double() - expected).norm() / expected.double().norm())
     if not error <= tolerance:
         raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative), above {tolerance:.0e}")

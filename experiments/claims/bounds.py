@@ -138,6 +138,15 @@ def outcome_of(
     return Outcome.HOLDS if applied else Outcome.MISSING
 
 
+def missed_bounds(
+    bounds: Sequence[Bound], quantities: Mapping[str, float], hardware: str = "", models: Sequence[str] = ()
+) -> str:
+    """The bounds of one test that do not hold, with our value, e.g. ``peak is 10, not peak >= 16``."""
+    known = [bound for bound in bounds if bound.quantity in quantities and bound.counts(hardware, models)]
+    missed = [bound for bound in known if not bound.holds(quantities[bound.quantity])]
+    return ", ".join(f"{bound.quantity} is {quantities[bound.quantity]:.4g}, not {bound}" for bound in missed)
+
+
 def described(bounds: Sequence[Bound]) -> str:
     """All bounds of one test in a line, e.g. ``1.3 <= ratio <= 3, batching_gain >= 10``."""
     said = [str(b) + WHERE[b.where] + (" (where measured)" if b.when == "measured" else "") for b in bounds]

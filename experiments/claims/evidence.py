@@ -1,4 +1,5 @@
-"""How sure a claim's quantities are: their intervals, and whether they rest on points that other work disturbed.
+"""How sure a claim's quantities are: their intervals, and whether they rest on points that other work disturbed, or
+that were measured once.
 
 A quantity is a function of many rows, so its interval is found by asking the claim's function again, once for each
 repeat that is spread in time: it is the span of these answers. Rows without repeats have no interval, and none is
@@ -12,7 +13,7 @@ from experiments.claims.finding import ClaimFunction, Finding
 from experiments.claims.rows import NoVerdict, Rows
 
 SHIFT = 0.1
-"""By how much disturbed rows are changed to see whether a quantity depends on them."""
+"""By how much rows are changed to see whether a quantity depends on them."""
 
 
 def intervals(function: ClaimFunction, rows: Rows, finding: Finding, figures: set[str]) -> dict[str, Interval]:
@@ -25,9 +26,11 @@ def intervals(function: ClaimFunction, rows: Rows, finding: Finding, figures: se
     return {name: ends for name, ends in known.items() if not math.isclose(*ends, rel_tol=1e-9)}
 
 
-def rests_on_disturbed(function: ClaimFunction, rows: Rows, finding: Finding, figures: set[str]) -> bool:
-    """Whether any quantity would be another if the disturbed points of ``figures`` were up to a tenth off."""
-    return any(_changes(function, finding, rows.stirred(figures, by, disturbed=True)) for by in (SHIFT, -SHIFT))
+def rests_on(function: ClaimFunction, rows: Rows, finding: Finding, figures: set[str], what: str) -> bool:
+    """Whether any quantity would be another if the points of ``figures`` that are ``what`` (a column: ``disturbed``,
+    ``once``) were up to a tenth off.
+    """
+    return any(_changes(function, finding, rows.stirred(figures, by, **{what: True})) for by in (SHIFT, -SHIFT))
 
 
 def _changes(function: ClaimFunction, finding: Finding, changed: Rows | None) -> bool:

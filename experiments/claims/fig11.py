@@ -12,7 +12,6 @@ from experiments.claims.rows import (
     at,
     curve,
     model_for,
-    models_in,
     pick,
     smallest_step,
 )
@@ -24,18 +23,35 @@ BASELINES = (HF, "deepspeed", STATIC, CONTINUOUS)
 """Systems of the paper whose batches hold one adapter; PEFT's mixed batches are not among them."""
 MIXED = ("Distinct", "Uniform", "Skewed")
 LAYERS_7B = 32
+PAPER_GPUS = 8
+"""Over which the paper cuts 70B."""
 
 
 class Serving:
-    """Throughput in token/s of one model, by system and workload, at batch 32 (or the largest limit there is)."""
+    """Throughput in token/s of one model, by system and workload, at batch 32 (or the largest limit there is). Of a
+    model that was cut over several numbers of GPUs, on the most.
+    """
 
     def __init__(self, rows: Rows, role: str) -> None:
         self.role = role
         frame = rows.figure("12" if role == "70B" else "11")
         self.model = model_for(frame, role)
         frame = pick(frame, model=self.model)
+        sizes = frame["panel"].str.extract(r", tp (\d+)")[0].astype(float)
+        self.gpus = None if sizes.isna().all() else int(sizes.max())  # the paper's own rows do not say
+        frame = frame if self.gpus is None else frame[sizes == self.gpus]
         self.batch = 32 if (frame["batch_size"] == 32).any() else frame["batch_size"].max()
         self.frame = frame[(frame["batch_size"] == self.batch) | frame["batch_size"].isna()]
+
+    @property
+    def as_in_the_paper(self) -> bool:
+        """Whether as many GPUs share the model as in the paper."""
+        return self.gpus in (None, PAPER_GPUS)
+
+    @property
+    def measured_model(self) -> str:
+        """The model, and on how many GPUs if those are not as many as the paper's."""
+        return self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
 
     def has(self, system: str) -> bool:
         return bool(((self.frame["system"] == system) & (self.frame["metric"] == "throughput")).any())
@@ -55,6 +71,15 @@ class Serving:
         self.get(CONTINUOUS, workload)
         return max(self.get(system, workload) for system in BASELINES if self.has(system))
 
+    def longest_stream(self, system: str, workload: str) -> dict[str, float]:
+        """The numbers of the longest stream that was served to its end, by metric; none where none was."""
+        cells = self.frame[(self.frame["system"] == system) & (self.frame["workload"] == workload)]
+        streams = cells[cells["metric"] == "stream_requests"].sort_values("value", kind="stable")
+        if streams.empty:
+            return {}
+        chosen = cells[cells["panel"] == streams["panel"].iloc[-1]]
+        return dict(zip(chosen["metric"], chosen["value"].astype(float), strict=True))
+
     def collapse(self, system: str) -> float:
         """What is left of a system's throughput on Identical when all requests differ: Distinct over Identical."""
         return self.get(system, "Distinct") / self.get(system, "Identical")
@@ -72,8 +97,15 @@ class Serving:
 
 def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
     """One `Serving` per role that was measured; NotMeasured when none was."""
-    frame = rows.figure("11", "12") if "70B" in roles else rows.figure("11")
-    return [Serving(rows, role) for role in models_in(frame, roles)]
+    found, missing = [], []
+    for role in roles:
+        try:
+            found.append(Serving(rows, role))
+        except NotMeasured as reason:
+            missing.append(str(reason))
+    if not found:
+        raise NotMeasured("; ".join(dict.fromkeys(missing)))
+    return found
 
 
 @claim("C26", role="7B")
@@ -84,11 +116,11 @@ def flat(rows: Rows, role: str) -> Finding:
     cell = Serving(rows, role)
     values = [cell.get(PUNICA, workload) for workload in PAPER_WORKLOADS]
     flat = min(values) / max(values)
-    text = f"{', '.join(f'{value:.4g}' for value in values)} token/s, min/max {flat:.3f} ({cell.model})"
+    text = f"{', '.join(f'{value:.4g}' for value in values)} token/s, min/max {flat:.3f} ({cell.measured_model})"
     if cell.has(RELEASED_RULE):
         released = cell.throughput(RELEASED_RULE)
         text += f"; with the released index rule (D04) min/max {released.min() / released.max():.3f}"
-    return Finding({"min_over_max": flat}, text)
+    return Finding({"min_over_max": flat}, text, models=(cell.measured_model,))
 
 
 @claim("C25")
@@ -115,7 +147,7 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
 def distinct_costs_no_more(rows: Rows) -> Finding:
     """Punica on Distinct over Punica on Identical, with the right index per request and with the released rule."""
     cells = serving(rows, ("7B", "13B", "70B"))
-    correct = {cell.model: cell.collapse(PUNICA) for cell in cells}
+    correct = {cell.measured_model: cell.collapse(PUNICA) for cell in cells}
     released = [cell.collapse(RELEASED_RULE) for cell in cells if cell.has(RELEASED_RULE)]
     text = ", ".join(f"{value:.3f} ({model})" for model, value in correct.items())
     quantities = {"correct_rule": min(correct.values())}
@@ -139,14 +171,15 @@ def twelvefold(rows: Rows) -> Finding:
 def speedup_by_workload(rows: Rows) -> Finding:
     """Punica over the best baseline on Distinct, Uniform, Skewed, for every model that was measured."""
     quantities: dict[str, float] = {}
-    texts, steps, cells = [], [], serving(rows, ("7B", "13B", "70B"))
+    texts, steps, smallest, cells = [], [], [], serving(rows, ("7B", "13B", "70B"))
     for cell in cells:
         speedup = [cell.get(PUNICA, workload) / cell.best_baseline(workload) for workload in MIXED]
-        quantities |= {f"{cell.role} {w}": value for w, value in zip(MIXED, speedup, strict=True)}
+        if cell.as_in_the_paper:
+            quantities |= {f"{cell.role} {w}": value for w, value in zip(MIXED, speedup, strict=True)}
         steps.append(smallest_step(speedup[::-1]))
-        texts.append(f"{cell.model}: {', '.join(f'{value:.2f}' for value in speedup)}")
-    smallest = min(quantities.values())
-    quantities |= {"smallest_step": min(steps), "smallest": smallest}
+        smallest.append(min(speedup))
+        texts.append(f"{cell.measured_model}: {', '.join(f'{value:.2f}' for value in speedup)}")
+    quantities |= {"smallest_step": min(steps), "smallest": min(smallest)}
     return Finding(quantities, "; ".join(texts), models=tuple(cell.model for cell in cells))
 
 
@@ -155,8 +188,9 @@ def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
     """Continuous batching without LoRA over Punica, Identical."""
     cells = serving(rows, ("7B", "13B", "70B"))
     gain = {cell.role: cell.get(CONTINUOUS, "Identical") / cell.get(PUNICA, "Identical") for cell in cells}
-    text = ", ".join(f"{gain[cell.role]:.3f} ({cell.model})" for cell in cells)
-    return Finding({**gain, "smallest": min(gain.values()), "largest": max(gain.values())}, text)
+    text = ", ".join(f"{gain[cell.role]:.3f} ({cell.measured_model})" for cell in cells)
+    papers = {cell.role: gain[cell.role] for cell in cells if cell.as_in_the_paper}
+    return Finding({**papers, "smallest": min(gain.values()), "largest": max(gain.values())}, text)
 
 
 @claim("C32")
@@ -184,7 +218,7 @@ def order_with_one_model(rows: Rows) -> Finding:
 def baselines_collapse(rows: Rows) -> Finding:
     """Continuous batching of one adapter: Distinct over Identical."""
     cells = serving(rows, ("7B", "13B", "70B"))
-    left = {cell.model: cell.collapse(CONTINUOUS) for cell in cells}
+    left = {cell.measured_model: cell.collapse(CONTINUOUS) for cell in cells}
     text = ", ".join(f"{value:.3f} ({model})" for model, value in left.items())
     return Finding({"largest": max(left.values()), "smallest": min(left.values())}, text)
 
@@ -203,8 +237,8 @@ def baseline_collapses_70b(rows: Rows) -> Finding:
     cell = Serving(rows, "70B")
     left = cell.collapse(CONTINUOUS)
     speedup = cell.get(PUNICA, "Distinct") / cell.get(CONTINUOUS, "Distinct")
-    text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.model})"
-    return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.model,))
+    text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.measured_model})"
+    return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.measured_model,))
 
 
 @claim("C40")
@@ -212,7 +246,7 @@ def alike_70b(rows: Rows) -> Finding:
     """70B: Punica over the baseline, Identical."""
     cell = Serving(rows, "70B")
     share = cell.get(PUNICA, "Identical") / cell.get(CONTINUOUS, "Identical")
-    return Finding({"ratio": share}, f"{share:.3f} ({cell.model})")
+    return Finding({"ratio": share}, f"{share:.3f} ({cell.measured_model})", models=(cell.measured_model,))
 
 
 @claim("C41")

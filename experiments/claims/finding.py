@@ -21,13 +21,15 @@ class Finding:
 
     ``quantities`` are the numbers that the bounds speak about; one that could not be measured is absent. ``text`` says
     the same for people, with the model, batch sizes and lengths that were really used. ``kind`` is ``simulated`` for
-    arithmetic and replays that need no measurement. ``models`` are those that were measured, none for an operator.
+    arithmetic and replays that need no measurement, and for simulations, which name what told them the time of a step
+    (``cost_model``). ``models`` are those that were measured, none for an operator.
     """
 
     quantities: Mapping[str, float]
     text: str
     kind: str = MEASURED
     models: tuple[str, ...] = ()
+    cost_model: str = ""
 
 
 T = TypeVar("T")

@@ -1,13 +1,20 @@
-"""Whether the machine was quiet enough: which points other work disturbed, and how many verdicts noise leaves open."""
+"""Whether the machine was quiet enough: which points other work disturbed, and how many verdicts noise leaves open.
+
+A verdict is decided when no bound lies inside an interval. One that rests on disturbed points and on points of a single
+run is not: it has no interval that could tell what the disturbance did.
+"""
 
 from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.claims.judge import DECIDED, JUDGED, Verdict
+from experiments.claims.judge import DECIDED, JUDGED, NOISE, Verdict
+from experiments.claims.table import ONCE
 
 FIT = 0.8
 """Share of the verdicts on measurements that must be decided."""
+IDLE = 0.05
+"""Share of the points that is disturbed, at most, on a machine that does nothing else."""
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "repeat"]
 
 
@@ -28,7 +35,9 @@ def disturbance(rows: pd.DataFrame) -> str:
         return "Disturbed points: not known, these rows do not say."
     total = sum(disturbed.values())
     where = "".join(f"; figure {figure}: {count}" for figure, count in disturbed.items())
-    return f"Disturbed points: {total} of {known} ({100 * total / known:.1f} %){where}."
+    text = f"Disturbed points: {total} of {known} ({100 * total / known:.1f} %){where}."
+    busy = f" This machine was not idle: one that is has at most {100 * IDLE:.0f} %."
+    return text + (busy if total > IDLE * known else "")
 
 
 def certainty(verdicts: Sequence[Verdict]) -> str:
@@ -36,11 +45,11 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     measured = [verdict for verdict in verdicts if verdict.verdict in JUDGED and verdict.kind == "measured"]
     if not measured:
         return ""
-    unknown = sum(not verdict.interval for verdict in measured)
-    decided = sum(verdict.verdict in DECIDED for verdict in measured)
+    once = sum(verdict.once for verdict in measured)
+    decided = sum(verdict.verdict in DECIDED and not (verdict.disturbed and verdict.once) for verdict in measured)
     text = f"Verdicts on measurements: {decided} of {len(measured)} decided"
-    if unknown:
-        text += f", {unknown} with the interval unknown (no repeats spread in time): as if their values were exact"
+    if once:
+        text += f"; {once} rest on points of a single run ({ONCE}), so they have no interval and cannot be {NOISE}"
     if decided < FIT * len(measured):
         text += f". Below {100 * FIT:.0f} %: this machine, as it was, is unfit; leave it idle and measure again"
     return f"{text}."

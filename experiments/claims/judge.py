@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.bounds import Bound, Interval, Outcome, described, outcome_of, read_bounds
-from experiments.claims.evidence import intervals, rests_on_disturbed
+from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
+from experiments.claims.evidence import intervals, rests_on
 from experiments.claims.finding import CLAIMS, SIMULATED, WHYS, Finding
 from experiments.claims.paper import Statement, read_claims
 from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
@@ -16,20 +16,25 @@ from punica.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
 ARITHMETIC = "holds by arithmetic"
+SIMULATED_TOO, SIMULATED_SHAPE = "reproduced in simulation", "shape holds in simulation"
 NOT_MEASURED, NOT_TESTABLE = "not measured here", "not testable on this hardware"
 NOT_IMPLEMENTED = "not implemented"
 DECIDED = (REPRODUCED, SHAPE, DIFFERS)
 JUDGED = (*DECIDED, NOISE)
 """Verdicts on measurements."""
-VERDICTS = (REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, NOT_MEASURED, NOT_TESTABLE, NOT_IMPLEMENTED)
+VERDICTS = (
+    REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
+    NOT_IMPLEMENTED,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Verdict:
     """One claim, judged. ``quantities`` are the numbers that the bounds apply to and ``interval`` those of them whose
-    interval is known; ``why`` says what makes our value differ; ``disturbed`` whether it rests on disturbed points;
-    ``reason`` is what was missing and ``command`` what would measure it; ``older_source`` are the claim's figures whose
-    rows were measured by other code than is here now.
+    interval is known; ``why`` says what makes our value differ, and what a simulation misses whose shape alone holds;
+    ``disturbed`` whether it rests on disturbed points and ``once`` whether on points that were measured once, whose
+    interval nobody knows; ``reason`` is what was missing and ``command`` what would measure it; ``older_source`` are
+    the claim's figures whose rows were measured by other code than is here now.
     """
 
     id: str
@@ -47,6 +52,7 @@ class Verdict:
     quantities: str
     interval: str
     disturbed: bool
+    once: bool
     kind: str
     hardware: str
     older_source: str = ""
@@ -95,7 +101,7 @@ def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, row
 
 _EMPTY: Mapping[str, str | bool] = dict.fromkeys(
     ("our_value", "why", "reason", "command", "quantities", "interval", "kind"), ""
-) | {"disturbed": False}
+) | {"disturbed": False, "once": False}
 
 
 def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, str]:
@@ -114,28 +120,40 @@ def _judged(
 ) -> dict[str, str | bool]:
     function, figures = CLAIMS[statement.id], set(rows.asked)
     known: dict[str, Interval] = {}
-    disturbed = False
+    disturbed = once = False
     if finding.kind != SIMULATED:
         known = intervals(function, rows, finding, figures)
-        disturbed = rests_on_disturbed(function, rows, finding, figures)
+        disturbed, once = (rests_on(function, rows, finding, figures, what) for what in ("disturbed", "once"))
     relation, shape = (
         outcome_of(bounds[test], finding.quantities, known, hardware, finding.models) for test in ("relation", "shape")
     )
     verdict = decide(relation, shape)
     if finding.kind == SIMULATED and verdict in (REPRODUCED, SHAPE):
-        verdict = ARITHMETIC
+        exact = SIMULATED_TOO if verdict == REPRODUCED else SIMULATED_SHAPE
+        verdict = exact if finding.cost_model else ARITHMETIC
     unmeasured = verdict == NOT_MEASURED
     return {
-        "our_value": finding.text,
+        "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
         "verdict": verdict,
-        "why": _why(statement, rows) if verdict == DIFFERS else "",
+        "why": _said(verdict, statement, bounds, finding, rows, hardware),
         "reason": _missing(bounds["shape"], finding) if unmeasured else "",
         "command": command(statement, hardware) if unmeasured else "",
         "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
         "interval": "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
         "disturbed": disturbed,
+        "once": once,
         "kind": finding.kind,
     }
+
+
+def _said(
+    verdict: str, statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows, hardware: str
+) -> str:
+    """Why it differs; of a simulation whose shape alone holds also which bounds of the paper it misses."""
+    if verdict == SIMULATED_SHAPE:
+        missed = missed_bounds(bounds["relation"], finding.quantities, hardware, finding.models)
+        return "; ".join(part for part in (missed, _why(statement, rows)) if part)
+    return _why(statement, rows) if verdict == DIFFERS else ""
 
 
 def _why(statement: Statement, rows: Rows) -> str:

@@ -95,6 +95,7 @@ def as_rows(paper: pd.DataFrame, scale: str = "paper") -> pd.DataFrame:
     return pd.DataFrame(
         {
             **{name: "" for name in COLUMNS},
+            **dict.fromkeys(("t_s", "gpu"), float("nan")),
             **{name: paper[name] for name in COLUMNS if name in paper},
             "system": paper["system"].map(lambda name: SYSTEMS.get(name, name)),
             "hardware": "a100",

@@ -3,7 +3,7 @@
 A folder of rows can hold several scales, timers and statistics of one point. A claim sees one number per point:
 
 * central statistics only (median, single value, count), and never rows of ``scale=smoke``;
-* per figure the largest scale present (paper before laptop);
+* per figure the largest scale present (paper before gpu before laptop);
 * per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` that is there;
 * of a point with repeats that are spread in time, the median of those that nothing disturbed (of all where none was
   quiet). `Rows.repeats` gives the same rows as single repeats had them.
@@ -19,7 +19,7 @@ import pandas as pd
 from punica.measure.records import TIMERS
 
 CENTRAL = ("median", "value", "count")
-SCALES = ("paper", "laptop")
+SCALES = ("paper", "gpu", "laptop")
 MODELS = {"7B": ("llama2-7b", "7B"), "13B": ("llama2-13b", "13B"), "70B": ("llama2-70b", "70B")}
 """The paper's model -> ours of that size, and its name in the paper's own rows."""
 STAND_INS = {"llama-small": "7B"}
@@ -28,7 +28,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 """Unit of time -> seconds."""
 
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
-_POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
+_POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
 
 
 class NoVerdict(Exception):
@@ -113,7 +113,7 @@ def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
     text = ["figure", "panel", "system", "workload", "model", "metric", "timer", "scale"]
     frame = frame.assign(**{name: frame[name].fillna("").astype(str) for name in text})
     frame = frame.assign(disturbed=frame["disturbed"].eq(True))
-    frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("repeat", "value")})
+    frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("repeat", "value", "t_s", "gpu")})
     # "count" rows of a sampled metric say how often it was measured; the median beside them is the number
     frame = frame[~((frame["statistic"] == "count") & (frame["unit"] == "samples"))]
     frame = _preferred(frame, "scale", SCALES, ["figure"])
@@ -122,7 +122,11 @@ def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows that are an aggregate already, and one with the median for each point that has repeats alone."""
+    """Rows that are an aggregate already, and one with the median for each point that has repeats alone. The column
+    ``once`` says which points have fewer than two repeats.
+    """
+    times = frame.groupby(_POINT, dropna=False)["repeat"].transform("nunique")
+    frame = frame.assign(once=times < 2)
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
     if parts.empty:
         return whole

@@ -32,6 +32,13 @@ def _measured(rows: Rows, system: str, workload: str, metric: str) -> float | No
     return float(cell["value"].iloc[0]) if len(cell) else None
 
 
+def _longest_stream(rows: Rows) -> dict[str, float]:
+    try:
+        return Serving(rows, "7B").longest_stream(PUNICA, "Distinct")
+    except NotMeasured:
+        return {}
+
+
 def _beside(name: str, value: float | None) -> str:
     return "" if value is None else f"; {name} {value:.3g} in this machine's figure 11"
 
@@ -58,8 +65,8 @@ def punica_runs_full(rows: Rows) -> Finding:
     full = steps.share(MAX_BATCH, MAX_BATCH)
     text = f"{steps.mean_batch:.1f}; {full:.3f} (1024 requests replayed)"
     quantities = {"mean_batch": steps.mean_batch, "share_full": full}
-    requests = _measured(rows, PUNICA, "Distinct", "stream_requests") or 0
-    measured = _measured(rows, PUNICA, "Distinct", "stream_mean_batch_size") if requests >= LONG else None
+    stream = _longest_stream(rows)
+    measured = stream["stream_mean_batch_size"] if stream.get("stream_requests", 0) >= LONG else None
     if measured is not None:
         quantities["measured_mean_batch"] = measured
     return Finding(quantities, text + _beside("mean batch", measured), SIMULATED if measured is None else MEASURED)

@@ -7,8 +7,8 @@ from pathlib import Path
 from experiments.claims.judge import VERDICTS, Verdict, counts
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
-MARK = "\u2020"
-"""After a verdict that rests on disturbed points."""
+DISTURBED, ONCE = "\u2020", "\u2021"
+"""After a verdict that rests on disturbed points, and on points of a single run."""
 
 
 def total(verdicts: Sequence[Verdict]) -> str:
@@ -44,7 +44,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _marked(verdict: Verdict) -> str:
-    return verdict.verdict + (MARK if verdict.disturbed else "")
+    return verdict.verdict + (DISTURBED if verdict.disturbed else "") + (ONCE if verdict.once else "")
 
 
 def _line(verdict: Verdict, figures: Path, target: Path) -> str:

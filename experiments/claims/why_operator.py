@@ -13,6 +13,7 @@ import pandas as pd
 from experiments.claims.fig08 import BACKBONE, RANK, README, SHARED
 from experiments.claims.finding import why
 from experiments.claims.rows import Rows, at, curve, pick, ratio
+from experiments.claims.sec6 import BATCH, norms
 from punica.measure.roofline import sgmv_io_bytes
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
@@ -268,4 +269,16 @@ def add_on_is_not_small(rows: Rows) -> str:
     return (
         f"batch {size}: the add-on moves {100 * moved:.0f} % of the projection's bytes and takes {at(sgmv, size):.3g} "
         f"us beside {at(base, size):.3g} us"
+    )
+
+
+@why("C45")
+def norm_is_not_all_launches(rows: Rows) -> str:
+    """What each form takes for one row, where it is launches alone, and for a full step."""
+    unfused, fused = norms(rows)
+    first = int(min(unfused.index))
+    return (
+        f"{first} row: {at(unfused, first):.3g} us unfused and {at(fused, first):.3g} fused; {BATCH} rows: "
+        f"{at(unfused, BATCH):.3g} and {at(fused, BATCH):.3g}: launches of single operations are not most of the time "
+        "here, or the fused one costs as much as several of them"
     )

@@ -148,7 +148,8 @@ def batches_are_not_full(rows: Rows) -> str:
     """What steps of the stream that was served to its end held, beside its limit."""
     cell = Serving(rows, "7B")
     metrics = "stream_requests", "stream_steps", "stream_mean_batch_size"
-    requests, steps, mean = (float(_known(cell, PUNICA, "Distinct", name) or 0) for name in metrics)
+    stream = cell.longest_stream(PUNICA, "Distinct")
+    requests, steps, mean = (stream.get(name, 0.0) for name in metrics)
     return (
         f"the {steps:.0f} steps of a stream of {requests:.0f} requests hold {mean:.3g} on the mean, "
         f"{100 * (1 - mean / cell.batch):.0f} % short of {cell.batch:g}"

@@ -1,5 +1,6 @@
-"""The hour of Figure 13: its rate, the released lengths, Skewed popularity; and the GPUs it was served on."""
+"""The hour of Figure 13: its rate, the released lengths, a popularity; and the GPUs it was served on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,28 +26,32 @@ MEMORY_FRACTION = 0.8
 """What the released runner takes of it for weights, adapters and KV pages."""
 
 
-def paper_hour(folder: str | Path, seed: int = RELEASED_SEED) -> Trace:
-    """About 18 000 requests of one hour: Poisson arrivals at the rate plotted in Figure 13.
+def paper_hour(
+    folder: str | Path, seconds: float = DURATION_S, seed: int = RELEASED_SEED, workload: str = "Skewed",
+    ranks: Sequence[int] = (RANK,), load: float = 1.0,
+) -> Trace:  # fmt: skip
+    """About 18 000 requests in one hour: Poisson arrivals at ``load`` times the rate plotted in Figure 13, of which the
+    first ``seconds`` are kept.
 
-    ``folder``: path of `paper_results`. Arrivals, lengths and popularity have seeds of their own, all from ``seed``.
+    ``folder``: path of `paper_results`. Every adapter of ``workload`` has one of ``ranks``, each as likely. Arrivals,
+    lengths, popularity and ranks have seeds of their own, all from ``seed``.
     """
     points = read_figure(folder, "13").query("metric == 'request_rate'").sort_values("t_s")
-    rates = points["value"].tolist()
-    gaps, lengths, adapters = independent_seeds(seed, 3)
+    rates = [load * rate for rate in points["value"].tolist()]
+    gaps, lengths, adapters, widths = independent_seeds(seed, 4)
     arrivals = profile_arrivals(plotted_rate(points["t_s"].tolist(), rates), max(rates), DURATION_S, gaps)
+    arrivals = arrivals[arrivals < seconds]
     count = len(arrivals)
-    return Trace(
-        arrivals,
-        released_lengths(count, seed=lengths),
-        popularity("Skewed").requests(count, seed=adapters) + 1,
-        np.full(count, RANK),
-    )
+    asked = popularity(workload).requests(count, seed=adapters)
+    rank_of = np.random.default_rng(widths).choice(np.asarray(ranks), asked.max(initial=0) + 1)
+    return Trace(arrivals, released_lengths(count, seed=lengths), asked + 1, rank_of[asked])
 
 
-def paper_cluster(rule: str, size: ModelBytes, num_gpus: int = NUM_GPUS) -> ClusterPolicy:
-    """GPUs as the paper's, empty, with the KV pages that a model of ``size`` and a batch of adapters leave."""
+def paper_cluster(rule: str, size: ModelBytes, num_gpus: int = NUM_GPUS, rank: int = RANK) -> ClusterPolicy:
+    """GPUs as the paper's, empty, with the KV pages that a model of ``size`` and a batch of adapters of ``rank`` leave.
+    """
     policy = ClusterPolicy(rule)
-    pages = size.pages(MEMORY_FRACTION * GPU_BYTES, policy.page_size, MAX_BATCH, RANK)
+    pages = size.pages(MEMORY_FRACTION * GPU_BYTES, policy.page_size, MAX_BATCH, rank)
     for i in range(num_gpus):
         policy.add_gpu(f"gpu-{i:04}", pages)
     return policy

@@ -25,6 +25,7 @@ from experiments.plots.frames import distinct, frame_of
 from punica.measure.records import TIMERS, RowsError, read_rows
 
 KEY = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "statistic"]
+KEY += ["t_s", "gpu"]
 COLUMNS = [*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better"]
 HEADER = ",".join(COLUMNS).encode()
 TIMES = ("s", "ms", "us", "ns")
@@ -78,7 +79,7 @@ def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     it says nothing: a value that is zero, negative or not finite. Raises `ConfigError` when there are no pairs or their
     units differ.
     """
-    whole = dict.fromkeys(("batch_size", "seq_len", "rank"), "Int64")
+    whole = dict.fromkeys(("batch_size", "seq_len", "rank", "gpu"), "Int64") | {"t_s": "Float64"}
     last = [side.drop_duplicates([*KEY, "timer"], keep="last").astype(whole) for side in (a, b)]
     ours, theirs = (side[[*KEY, "unit", "timer", "value"]].assign(row=side.index) for side in last)
     both = ours.merge(theirs, on=KEY, suffixes=("_a", "_b")).rename(columns={"value_a": "a", "value_b": "b"})

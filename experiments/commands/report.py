@@ -11,7 +11,8 @@ a second table sets the verdicts of all recorded machines side by side.
 
 It runs with whatever rows exist: a claim without rows is `not measured here`, with the command that measures it. Rows
 that other code measured than is here now are judged too, and named: a line above the table, `older_source` in
-`claims.csv`. A dagger marks verdicts that rest on points which other work on the machine disturbed.
+`claims.csv`. A dagger marks verdicts that rest on points which other work on the machine disturbed, a double dagger
+those that rest on points of a single run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,11 @@ import pandas as pd
 from omegaconf import DictConfig
 
 from experiments.claims import Verdict, as_frame, counts, judge
+from experiments.claims.asked import asked, asked_table
 from experiments.claims.fitness import certainty, disturbance
+from experiments.claims.on_ranks import ranks_table
+from experiments.claims.placement import placement_verdicts
+from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.claims.rows import STAND_INS
 from experiments.claims.table import machine_table, total, verdict_table
 from experiments.commands.batch import batch_main, sides
@@ -101,11 +106,50 @@ def write_report(
         *(f"* {note}" for note in notes),
         "",
     ]
-    parts += [*verdict_table(verdicts, figures, target), ""]
+    parts += [*verdict_table(verdicts, figures, target), "", *_ranks(frame), *_predicted(frame, paper), *_placed(frame)]
     if len(machines) > 1:
-        parts += ["## Every machine that was measured", "", *machine_table(machines), ""]
+        sure = [f"* {name}: {certainty(found)}" for name, found in machines.items()]
+        parts += ["## Every machine that was measured", "", *machine_table(machines), "", *sure, ""]
     (target / f"{name}.md").write_text("\n".join(parts), encoding="utf-8")
     return Report(verdicts, notes, target / f"{name}.md")
+
+
+def _asked(rows: pd.DataFrame) -> list[str]:
+    """Ratios that the engine was asked to reach, beside the paper's claims; nothing without their rows."""
+    found = asked(rows)
+    intro = (
+        "Ratios of rows of the same machine; `runs` is their span over repeats, each of which is another draw of "
+        "windows. Bounds are of an H200; a machine without a GPU has none."
+    )
+    return ["## Asked of an H200", "", intro, "", *asked_table(found), ""] if found else []
+
+
+def _predicted(rows: pd.DataFrame, paper: Path) -> list[str]:
+    """What simulations predicted of the paper, and what their cost models rest on; nothing without such rows."""
+    found = predictions(rows, paper)
+    if not found:
+        return []
+    intro = (
+        "Simulated, not measured: a virtual clock around the cluster's scheduling policy, with steps that take what a "
+        "cost model says. Nothing in this table was fitted to what it is compared with."
+    )
+    fits = "What the cost models were fitted to, and how far they are from it:"
+    table, residuals = prediction_table(found), residual_table(rows)
+    said = [line for one in (remains(found), sensitivity(rows, paper)) if one for line in (one, "")]
+    return ["## Predicted and published", "", intro, "", *table, "", *said, fits, "", *residuals, ""]
+
+
+def _ranks(rows: pd.DataFrame) -> list[str]:
+    """Figure 12's bounds at every number of ranks; nothing without such rows."""
+    table = ranks_table(rows)
+    intro = "Asked of 70B on data-centre GPUs; on a CPU, where a toy model is cut, the numbers say only that it works."
+    return ["## Figure 12 at every number of ranks", "", intro, "", *table, ""] if table else []
+
+
+def _placed(rows: pd.DataFrame) -> list[str]:
+    """A sentence about each scheduling rule beside Punica's; nothing without such rows."""
+    said = placement_verdicts(rows)
+    return ["## Other scheduling rules, simulated", "", *(f"* {sentence}" for sentence in said), ""] if said else []
 
 
 def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:

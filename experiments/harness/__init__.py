@@ -49,8 +49,8 @@ Nothing else: `experiments.harness.catalogue` finds the script by its name (`fig
 that decides a point's number must be a column of its `Point` or in its `settings`: that is what makes rows stale.
 A grid is measured in `scale.passes` passes, forth and back; rows say which (`repeat`), and what else the machine did
 meanwhile. A figure that `make reproduce` runs on a CPU has its minutes in `conf/scale/laptop.yaml`; samples
-(`cfg.scale.seconds_per_point`) and then passes give way to keep them. A point that is computed from rows of others
-(`is_derived`) is taken last.
+(`cfg.scale.seconds_per_point`), then passes, then points give way to keep them (`harness.budget`). A point that is
+computed from rows of others (`is_derived`) is taken last.
 To time several systems interleaved, set `differing` (the columns in which they differ) and override `measure_together`.
 """
 

@@ -55,6 +55,7 @@ class Experiment(ABC):
     overlay: ClassVar[Overlay | None] = None  # how rows are drawn; None: by `drawn_by`
     drawn_by: ClassVar[str] = ""  # `module.function` of experiments.plots that makes a figure of (rows, the paper's)
     differing: ClassVar[Sequence[str]] = ()  # columns of the points that are timed side by side; (): each point alone
+    passes: ClassVar[int | None] = None  # over the grid; None: `scale.passes`
     version: ClassVar[int] = 1  # raise it when `measure` changes what its numbers mean: old rows become stale
     _kept: tuple[object, object] = (None, None)
 
@@ -86,7 +87,9 @@ class Experiment(ABC):
         return cfg.figure.systems
 
     def is_derived(self, point: Point) -> bool:
-        """Whether `point` is computed from the rows of other points of its repeat: it is taken when those are final."""
+        """Whether `point` is computed and not timed, perhaps from rows of its repeat: it is taken when those are final,
+        and no other work on the machine disturbs it.
+        """
         return False
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:

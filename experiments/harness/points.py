@@ -56,6 +56,9 @@ class Reading:
     statistic: str = "value"
     kind: str = "measured"
     disturbed: bool | None = None
+    t_s: float | None = None  # of a series over time: seconds from its start
+    gpu: int | None = None  # of one GPU among many
+    cost_model: str = ""  # of a simulated number: what told it the time of a step
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:

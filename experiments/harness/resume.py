@@ -8,7 +8,9 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.harness.budget import Budget
 from experiments.harness.experiment import Experiment, config_hash
+from experiments.harness.on_disk import machine
 from experiments.harness.passes import Passes
 from experiments.harness.points import Point
 from experiments.harness.schema import Config, ConfigError
@@ -28,14 +30,16 @@ class Outcome:
     skipped: int = 0
     failed: list[str] = field(default_factory=list)
     disturbed: int = 0
-    passes_left_out: int = 0
+    left_out: int = 0
     rows_file: str = ""
     figures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
-def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
+def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -> Outcome:
     """Measure what is missing or stale of `experiment` under `cfg`, then draw it if its rows changed.
+
+    `budget`: its share of a longer run; None: `scale.minutes`, in which repeats alone give way.
 
     Rows are on disk after every point, so an interruption loses at most the point in progress. A point whose result
     fails its check is listed in `Outcome.failed` and has no row, whatever was on disk. What is marked as disturbed is
@@ -44,12 +48,14 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
     """
     started = time.perf_counter()
     settled = settle(cfg, experiment)
+    minutes = settled.scale.minutes.get(experiment.name)
+    budget = budget or Budget(None if minutes is None else 60 * minutes)
     places = folders(settled)
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
-    machine = {"device": environment.device_name(), "torch": environment.installed("torch")}
-    digest = partial(config_hash, experiment, settled, machine=machine)
+    digest = partial(config_hash, experiment, settled, machine=machine())
     grid = list(experiment.points(settled))
-    points = [replace(point, repeat=repeat) for repeat in range(settled.scale.passes) for point in grid]
+    passes = experiment.passes or settled.scale.passes
+    points = [replace(point, repeat=repeat) for repeat in range(passes) for point in grid]
     source = source_of(experiment)
     mine = [] if settled.force else [row for row in rows.rows if row.source_hash == source]
     loud = {(row.config_hash, row.repeat): row.other_cpu or 0.0 for row in mine if row.disturbed}
@@ -72,11 +78,11 @@ def run(cfg: DictConfig, experiment: Experiment) -> Outcome:
         changed = {point.repeat for point in pending}
         derived = [point for point in points if experiment.is_derived(point) and point.repeat in changed]
         try:
-            found = Passes(experiment, settled, make_row, rows, before).run(timed, derived)
+            found = Passes(experiment, settled, make_row, rows, before, budget).run(timed, derived)
         finally:
             experiment.release()
         outcome.measured, outcome.failed = found.points, found.failed
-        outcome.disturbed, outcome.passes_left_out = found.disturbed, found.passes_left_out
+        outcome.disturbed, outcome.left_out = found.disturbed, found.left_out
     if settled.draw and rows.rows:
         outcome.figures = _draw(experiment, rows, places)
     outcome.seconds = round(time.perf_counter() - started, 2)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import lru_cache
 from inspect import formatannotation
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,8 @@ from punica.workload.popularity import PAPER_WORKLOADS, WORKLOADS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
+ROOM = 0.4
+"""Part of a GPU that keys and values, adapter slots and graphs of a serving system are left."""
 
 
 class ConfigError(ValueError):
@@ -40,6 +43,13 @@ class DType(Enum):
     @property
     def bytes(self) -> int:
         return 4 if self is DType.float32 else 2
+
+
+class Runtime(Enum):
+    """The world in which Figure 13's hour is served."""
+
+    simulated = "simulated"
+    ray = "ray"
 
 
 def low(minimum: int, default: Any = MISSING) -> Any:
@@ -101,6 +111,10 @@ class ModelConf:
         per_layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
         return self.num_hidden_layers * per_layer + 2 * self.vocab_size * hidden + hidden
 
+    def kv_elements(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_hidden_layers * self._key_value_width()
+
     def _key_value_width(self) -> int:
         return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
 
@@ -161,7 +175,7 @@ class TimerConf:
 
 @dataclass
 class ScaleConf:
-    """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,paper}.yaml`)."""
+    """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,gpu,paper}.yaml`)."""
 
     name: str = MISSING
     warmup: int = low(0)  # untimed calls per system and point
@@ -183,7 +197,11 @@ class ScaleConf:
     requests: int = MISSING  # figure 11
     max_len: int = low(3)  # figure 11: longest prompt + output
     window_pieces: int = MISSING  # figure 11: runs of consecutive steps that one repeat times, see systems.windows
-    window_steps: int = MISSING  # figure 11: steps of such a run
+    window_steps: int = MISSING  # figure 11: steps of such a run ...
+    window_slow_steps: int = MISSING  # ... and of one of PEFT's mixed batches
+    whole_requests: int = MISSING  # figure 11: requests whose tokens are compared from end to end ...
+    whole_tokens: int = MISSING  # ... or to this token
+    cluster_seconds: int = MISSING  # figure 13: so much of the hour is served, from its start
 
 
 @dataclass
@@ -219,6 +237,8 @@ class Config:
     timer: TimerConf = MISSING
     scale: ScaleConf = MISSING
     paths: PathsConf = MISSING
+    runtime: Runtime = Runtime.simulated  # figure 13: the world that serves its hour
+    address: str = ""  # figure 13 on Ray: of a cluster, host:6379 or auto; none: a new one on this machine
     force: bool = False  # measure again what is already on disk
     draw: bool = True  # draw the figure after measuring
 
@@ -245,14 +265,44 @@ def _detected(what: str) -> str:
     return {"name": name, "device": "cpu" if on_cpu else "cuda", "dtype": "float32" if on_cpu else "float16"}[what]
 
 
+def ranks_here(device: str) -> int:
+    """How many tensor-parallel ranks this machine has room for: the largest power of two of its GPUs, 8 at most, or two
+    processes on a CPU.
+    """
+    gpus = len(environment.gpu_query("index")) if device == "cuda" else 2
+    return max(size for size in (1, 2, 4, 8) if size <= max(1, gpus))
+
+
+@lru_cache(maxsize=8)
+def fitting_model(device: str, scale: str) -> str:
+    """The largest of the paper's models whose weights, shared out over all GPUs of this machine, leave `ROOM` of each
+    for the rest; `llama-tiny` on a CPU, and at scale=smoke.
+    """
+    if device == "cpu" or scale == "smoke":
+        return "llama-tiny"
+    mib = min((float(gpu["memory.total"].split()[0]) for gpu in environment.gpu_query("memory.total")), default=0.0)
+    for name in ("llama2-70b", "llama2-13b"):
+        model = model_conf(name)
+        if model.dtype.bytes * model.backbone_parameters() / ranks_here(device) <= (1 - ROOM) * mib * 2**20:
+            return name
+    return "llama2-7b"
+
+
+def _fitting(field: str, device: str, scale: str) -> Any:
+    """One field of it, for `conf/model/fitting.yaml`."""
+    value = getattr(model_conf(fitting_model(device, scale)), field)
+    return value.name if isinstance(value, DType) else value
+
+
 def choice(name: str) -> str:
     """How the command line spells a name: `skewed`, `gather_bmm`, and `backbone` for its projection X@W too."""
     return re.sub(r"\W+", "_", name.removesuffix(" X@W").lower())
 
 
 def register_schemas() -> None:
-    """Put schemas, choices of `workload=` and `timer=` and the one resolver where Hydra finds them; may be repeated."""
+    """Put schemas, choices of `workload=` and `timer=` and the resolvers where Hydra finds them; may be repeated."""
     OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
+    OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)
     store = ConfigStore.instance()
     store.store(name="run", group="schema", node=Config, package="_global_")
     store.store(name="batch", group="schema", node=BatchConf, package="_global_")

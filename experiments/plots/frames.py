@@ -22,12 +22,13 @@ def distinct(rows: pd.DataFrame, column: str) -> list[str]:
 
 
 def measured_frame(path: Path) -> pd.DataFrame:
-    """All measured rows of `path`, repeats made one; of several timers only the first of `TIMERS` that is there."""
+    """All measured rows of `path`, repeats made one; of several timers only the first of `TIMERS` that a metric has, as
+    the claims choose it.
+    """
     frame = frame_of(read_rows(path))
-    for timer in TIMERS:
-        if (frame["timer"] == timer).any():
-            return one_of_repeats(frame[frame["timer"].isin([timer, ""])].reset_index(drop=True))
-    return one_of_repeats(frame)
+    place = frame["timer"].map({timer: place for place, timer in enumerate(TIMERS)})  # nan: not timed
+    best = place.groupby(frame["metric"]).transform("min")
+    return one_of_repeats(frame[place.isna() | (place == best)].reset_index(drop=True))
 
 
 def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
@@ -35,27 +36,28 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
 
     As the claims do: the median of those that nothing disturbed, or of all where none was quiet, and then the point
     stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered; a
-    count is the median one, too.
+    count is the median one, too. `lowest` and `highest` are the least and the largest value of those that count.
     """
-    frame = frame.assign(repeats=1)
+    frame = frame.assign(repeats=1, lowest=frame["value"], highest=frame["value"])
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
     if parts.empty:
         return frame
     key = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "scale", "metric"]
-    key += ["statistic", "kind"]
+    key += ["statistic", "kind", "t_s", "gpu"]
     point = parts.groupby(key, dropna=False, sort=False)
     parts = parts.assign(disturbed=parts["disturbed"].eq(True), repeats=point["value"].transform("size"))
     loud = parts.groupby(key, dropna=False, sort=False)["disturbed"].transform("all")
     counted = parts[loud | ~parts["disturbed"]]
     made = [counted[counted["statistic"] == name] for name in dict.fromkeys(counted["statistic"])]
-    made = [part.assign(value=_over_repeats(part, key)).drop_duplicates(key) for part in made]
+    made = [part.assign(**_over_repeats(part, key)).drop_duplicates(key) for part in made]
     return pd.concat([part for part in (whole, *made) if not part.empty], ignore_index=True)
 
 
-def _over_repeats(rows: pd.DataFrame, key: list[str]) -> pd.Series:
-    """What stands for the repeats of each of `rows`, which are all of one statistic."""
+def _over_repeats(rows: pd.DataFrame, key: list[str]) -> dict[str, pd.Series]:
+    """What stands for the repeats of each of `rows`, which are all of one statistic, and between what they lie."""
     of = {"p10": "min", "p90": "max"}.get(rows["statistic"].iloc[0], "median")
-    return rows.groupby(key, dropna=False, sort=False)["value"].transform(of)
+    values = rows.groupby(key, dropna=False, sort=False)["value"]
+    return {name: values.transform(how) for name, how in (("value", of), ("lowest", "min"), ("highest", "max"))}
 
 
 def paper_frame(folder: Path, figure: str) -> pd.DataFrame:

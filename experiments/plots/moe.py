@@ -9,26 +9,32 @@ from matplotlib.figure import Figure
 from experiments.plots import style
 from experiments.plots.frames import centre, described, disturbed_at
 
+LINES = (
+    ("latency", "w13 and w2", "alignment", "w13 and w2 LoRA (µs)"),
+    ("layer_latency", "layer", "backbone layer", "layer (µs)"),
+    ("throughput", "model", "backbone model", "decode (token/s)"),
+    ("step_latency", "engine", "backbone engine", "engine step (ms)"),
+)
+"""Metric, system, what stands beside it, and label of each row of axes."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
 
 
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Latency of both LoRA products (and of the grouping, dashed), of the layer, and throughput, per popularity; grey:
-    without LoRA.
+    """Latency of both LoRA products (and of the grouping, dashed), of the layer, throughput, and a step of the engine,
+    per popularity; grey: without LoRA. Axes for what was measured.
     """
-    models = list(dict.fromkeys(rows["panel"]))
+    models, systems = list(dict.fromkeys(rows["panel"])), set(rows["system"])
+    lines = [line for line in LINES if line[1] in systems]
     width = max(style.PANEL_WIDTH * len(models), 4.2) + 0.6
-    figure, axes = style.grid(3, len(models), width, 3 * style.PANEL_HEIGHT + 1.2)
+    figure, axes = style.grid(len(lines), len(models), width, len(lines) * style.PANEL_HEIGHT + 1.2)
     for model, column in zip(models, axes.T, strict=True):
         mine = rows[rows["panel"] == model]
         column[0].set_title(model)
-        _lines(column[0], mine, "latency", "w13 and w2", "alignment")
-        _lines(column[1], mine, "layer_latency", "layer", "backbone layer")
-        _lines(column[2], mine, "throughput", "model", "backbone model")
-        column[2].set_xlabel("batch size")
-    labels = ("w13 and w2 LoRA (µs)", "layer (µs)", "decode (token/s)")
-    for axis, label in zip(axes[:, 0], labels, strict=True):
-        axis.set_ylabel(label)
+        for axis, (metric, system, beside, _) in zip(column, lines, strict=True):
+            _lines(axis, mine, metric, system, beside)
+        column[-1].set_xlabel("batch size")
+    for axis, line in zip(axes[:, 0], lines, strict=True):
+        axis.set_ylabel(line[3])
     entries: dict[str, Any] = {}
     for axis in axes.flat:
         handles, names = axis.get_legend_handles_labels()

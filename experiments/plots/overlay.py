@@ -30,21 +30,24 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
         mine = rows[rows[spec.panel] == name] if spec.panel else rows
         theirs = paper[paper[spec.panel] == name] if spec.panel else paper
         fill(axes[0, column], axes[1, column], mine, theirs, spec)
-        axes[0, column].set_title(named(name, mine))
+        axes[0, column].set_title(named(name, mine, beside=not theirs.empty))
     label(axes[0, 0], axes[1, 0], rows, spec)
     finish(figure, spec.title, rows, paper, spec.line, spec.part)
     return figure
 
 
-def named(panel: str, rows: pd.DataFrame) -> str:
-    """The title of a panel: where it is called by the paper's model, by the one that was measured, too.
+def named(panel: str, rows: pd.DataFrame, beside: bool = True) -> str:
+    """The title of a panel: where it is called by the paper's model, by the one that was measured, and by the paper's
+    too if that has lines `beside` it.
 
     >>> named("7B, len=512", pd.DataFrame({"model": ["llama-small"]}))
     'llama-small, len=512\\n(paper: 7B)'
     """
     models = distinct(rows, "model")
     role = role_of(models[0]) if len(models) == 1 else ""
-    return f"{panel.replace(role, models[0], 1)}\n(paper: {role})" if role and panel.startswith(role) else panel
+    if not role or not panel.startswith(role):
+        return panel
+    return panel.replace(role, models[0], 1) + (f"\n(paper: {role})" if beside else "")
 
 
 def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> None:

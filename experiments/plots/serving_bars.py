@@ -17,8 +17,10 @@ INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for s
 """What is written on a bar that the paper alone has."""
 REFERENCE = "punica"
 ONE_MODEL = "Identical"
-SHADES = {"punica_static": 0.6, "punica_last_admitted": 0.3}
+SHADES = {"punica_static": 0.6, "punica_sharded": 0.6, "punica_last_admitted": 0.3}
 """Variants of Punica are lighter shades of its colour."""
+SPAN = ("lowest", "highest")
+"""Columns of the span over repeats, where there are several (`frames.one_of_repeats`)."""
 GROUP = 0.86  # of the distance between groups
 
 
@@ -33,7 +35,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         places = Places(mine, theirs)
         for axis, relative in zip(axes[:, column], (False, True), strict=True):
             for frame, paper_bar in ((mine, False), (theirs, True)):
-                _bars(axis, relative_to_best(frame) if relative else frame, places, relative, paper_bar)
+                bars(axis, relative_to_best(frame) if relative else frame, places, relative, paper_bar)
             axis.set_yscale("log")
             axis.set_xticks(range(len(places.workloads)), places.workloads)
             axis.grid(axis="x", visible=False)
@@ -70,7 +72,8 @@ def regime(rows: pd.DataFrame) -> str:
 def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
     """Values divided by the largest on Identical, of the same machine; nothing where Identical was not served."""
     best = frame.loc[frame["workload"] == ONE_MODEL, "value"].max()
-    return frame.assign(value=frame["value"] / best).dropna(subset=["value"])
+    values = [name for name in ("value", *SPAN) if name in frame]
+    return frame.assign(**{name: frame[name] / best for name in values}).dropna(subset=["value"])
 
 
 def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
@@ -78,7 +81,7 @@ def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
     return paper.assign(system=paper["system"].map(SYSTEMS)).dropna(subset=["system"])
 
 
-def _colour(system: str) -> tuple[float, float, float]:
+def colour_of(system: str) -> tuple[float, float, float]:
     """The system's colour, or a mixture of Punica's and white."""
     if system not in SHADES:
         return style.look(system)[0]
@@ -107,31 +110,34 @@ class Places:
         return (system, False) not in self.slots
 
 
-def _bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper: bool) -> None:
-    """One bar with its value per row of `cells`; a disturbed one hollow."""
+def bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper: bool) -> None:
+    """One bar with its value per row of `cells`, and a line over the span of its repeats; a disturbed one hollow."""
     for cell in cells.itertuples():
         left, value, width = places.left(cell.system, cell.workload, paper), float(cell.value), places.width
         if left is None:
             continue
-        look = {**_PAPER, "zorder": 2} if paper else {"color": _colour(cell.system), "zorder": 3}
+        look = {**PAPER_BAR, "zorder": 2} if paper else {"color": colour_of(cell.system), "zorder": 3}
         if getattr(cell, "disturbed", None) is True:
-            look = {"facecolor": "white", "edgecolor": _colour(cell.system), "linewidth": 1.2, "zorder": 3}
+            look = {"facecolor": "white", "edgecolor": colour_of(cell.system), "linewidth": 1.2, "zorder": 3}
         axis.bar(left, value, 0.9 * width, align="edge", **look)
+        low, high = (float(getattr(cell, name, value)) for name in SPAN)
+        if low < high:
+            axis.vlines(left + 0.45 * width, low, high, color="0.1", linewidth=0.8, zorder=4)
         name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
         text, colour = f"{value:.{2 if relative else 0}f}{name}", style.PAPER_GREY if paper else "0.2"
         style.note(axis, text, left + 0.45 * width, value, va="bottom", rotation=90, fontsize=5.5, color=colour)
 
 
-_PAPER = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}
+PAPER_BAR = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}
 
 
 def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str) -> None:
     ours = list(dict.fromkeys(rows["system"]))
     known = [system for system in PAPER_NAMES if (paper["system"] == PAPER_NAMES[system]).any()]
     names = {system: f"{system} ({PAPER_NAMES[system]})" if system in known else system for system in ours}
-    handles = [Patch(color=_colour(system), label=names[system]) for system in ours]
+    handles = [Patch(color=colour_of(system), label=names[system]) for system in ours]
     alone = [f"{INITIALS[system]}: {PAPER_NAMES[system]}" for system in known if system not in ours]
-    handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **_PAPER))
+    handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **PAPER_BAR))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     of = "" if set(rows["figure"]) == {"11"} else f" ({', '.join(dict.fromkeys(rows['figure']))})"
     title = f"Figure 11: text generation, at most {limit} requests per batch{of}"

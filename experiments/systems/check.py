@@ -1,10 +1,16 @@
 """No throughput without the right tokens: every system against Hugging Face, one request at a time.
 
 The reference is the plain Hugging Face model, unbatched and unpadded, with the request's adapter applied by PEFT (or
-with none, for systems without LoRA). In float32 all tokens of all checked requests must agree. In half precision
-rounding decides close calls between tokens, and one different token changes all later ones; there system and reference
-go on with the same tokens (teacher forcing, over the whole sequences) and are compared at every position: the logits
-must agree within rounding, and the tokens that they choose nearly always.
+with none, for systems without LoRA): one invocation over the prompt and all tokens after it, which gives the logits of
+every position of the sequence given the tokens before (teacher forcing).
+
+In float32 the tokens are the system's own, and each has to be the one that the reference chooses there; so they are
+what Hugging Face would have generated. In half precision rounding decides close calls between tokens, and one different
+token changes all later ones; there both go on with the same tokens, drawn at random, and are compared at every
+position: the logits must agree within rounding, and the tokens that they choose nearly always.
+
+How much of a request is compared is what `jobs` ask for: `StreamBench` has a few requests cut short for each workload,
+and whole ones, or as long as a scale has time for, once for each system on our engine.
 """
 
 from collections.abc import Sequence
@@ -26,11 +32,18 @@ logits, so that more calls are close than with a trained model."""
 @dataclass(frozen=True)
 class Agreement:
     """Share of the positions with the reference's token, and the largest relative error of a position's logits (0 where
-    tokens were compared alone).
+    tokens were compared alone); and how many positions.
     """
 
     tokens: float
     logit_error: float
+    positions: int
+
+    def __and__(self, other: "Agreement") -> "Agreement":
+        """Of both together."""
+        positions = self.positions + other.positions
+        tokens = (self.tokens * self.positions + other.tokens * other.positions) / positions
+        return Agreement(tokens, max(self.logit_error, other.logit_error), positions)
 
 
 def check_tokens(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
@@ -44,29 +57,44 @@ def check_tokens(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
 
 
 def _check_exactly(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
-    expected = reference_tokens(system.world, jobs, system.lora)
-    if system.lora and expected == reference_tokens(system.world, jobs, lora=False):
-        raise CheckFailed("the adapters change no token of the checked requests, so the check could not see them")
     found = [list(tokens) for tokens in system.serve(jobs).tokens]
+    expected = [chosen(system.world, job, own, system.lora) for job, own in zip(jobs, found, strict=True)]
+    if system.lora and expected == [
+        chosen(system.world, job, own, lora=False) for job, own in zip(jobs, found, strict=True)
+    ]:
+        raise CheckFailed("the adapters change no token of the checked requests, so the check could not see them")
     agree = [ours == theirs for ours, theirs in zip(found, expected, strict=True)]
     if not all(agree):
         first = agree.index(False)
         raise CheckFailed(
             f"{type(system).__name__} generates {found[first]} for request {first} (adapter {jobs[first].adapter_id}, "
-            f"{len(jobs[first].prompt)} prompt tokens), Hugging Face {expected[first]}; {agree.count(False)} of "
-            f"{len(jobs)} checked requests differ"
+            f"{len(jobs[first].prompt)} prompt tokens), Hugging Face {expected[first]} given the tokens before; "
+            f"{agree.count(False)} of {len(jobs)} checked requests differ"
         )
-    return Agreement(1.0, 0.0)
+    return Agreement(1.0, 0.0, sum(map(len, found)))
+
+
+def chosen(world: World, job: Job, tokens: Sequence[int], lora: bool) -> list[int]:
+    """The tokens that Hugging Face chooses for a job alone, each given those of `tokens` before it."""
+    best: list[int] = world.reference(job, tokens, lora).argmax(dim=-1).tolist()
+    return best
+
+
+def drawn_tokens(jobs: Sequence[Job], vocab_size: int) -> list[list[int]]:
+    """Tokens to go on with, as many as each job wants; the same whatever the system."""
+    words = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (job.new_tokens,), generator=words).tolist() for job in jobs]
 
 
 def _check_forced(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
     world, limit = system.world, TOLERANCE[system.world.dtype]
-    tokens = reference_tokens(world, jobs, system.lora)
-    expected = [reference_logits(world, job, own, system.lora) for job, own in zip(jobs, tokens, strict=True)]
-    plain = [reference_logits(world, job, own, lora=False) for job, own in zip(jobs, tokens, strict=True)]
-    if system.lora and max(map(difference, plain, expected)) <= limit:
+    forced = drawn_tokens(jobs, world.vocab_size)
+    expected = [world.reference(job, tokens, system.lora) for job, tokens in zip(jobs, forced, strict=True)]
+    plain = [world.reference(job, tokens[:1], lora=False) for job, tokens in zip(jobs, forced, strict=True)]
+    changes = [difference(without, own[:1]) for without, own in zip(plain, expected, strict=True)]
+    if system.lora and max(changes) <= limit:  # at the first positions, which go on from nothing but a prompt
         raise CheckFailed("the adapters change no logits of the checked requests, so the check could not see them")
-    found = system.forced(jobs, tokens)
+    found = system.forced(jobs, forced)
     errors = [_largest_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
     worst = max(range(len(jobs)), key=errors.__getitem__)
     if not errors[worst] <= limit:
@@ -82,24 +110,9 @@ def _check_forced(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
             f"{type(system).__name__} chooses Hugging Face's token at {share:.3f} of {len(same)} positions, below "
             f"{AGREEMENT}, given the same tokens before"
         )
-    return Agreement(share, errors[worst])
+    return Agreement(share, errors[worst], len(same))
 
 
 def _largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Over the positions of `[positions, vocabulary]`."""
     return max(difference(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-
-
-def reference_tokens(world: World, jobs: Sequence[Job], lora: bool) -> list[list[int]]:
-    """Tokens of each job, generated alone by Hugging Face; computed once per world and job."""
-    for job in jobs:
-        if (job, lora) not in world.references:
-            with world.peft.adapter(job.adapter_id if lora else None):
-                world.references[job, lora] = world.peft.generate([job.prompt], job.new_tokens).tokens[0]
-    return [world.references[job, lora] for job in jobs]
-
-
-def reference_logits(world: World, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
-    """Logits `[its tokens, vocabulary]` of a job alone in Hugging Face's model, going on with `tokens`."""
-    with world.peft.adapter(job.adapter_id if lora else None):
-        return world.peft.forced([job.prompt], [list(tokens)])[0]

@@ -8,19 +8,22 @@ state in which a window of the stream begins.
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
+from unittest.mock import patch
 
 import torch
 
+from experiments.benches.engine_state import clear, put
+from experiments.harness.experiment import CheckFailed
 from experiments.systems.serving import SYSTEMS, WARM_STEPS, Served, ServingSystem, Step
-from experiments.systems.stream import Job
+from experiments.systems.stream import Job, timeline_of
 from experiments.systems.world import World
-from punica.adapters import LoRAModel, LoRARequest
-from punica.engine import Engine, Request
-from punica.engine.runner import ModelRunner
-from punica.scheduling import RequestState, RequestStatus, StepLayout
+from punica.adapters import LoRARequest
+from punica.config import LoRAConfig
+from punica.engine import Engine, EngineConfig, Request, runner
+from punica.scheduling import RequestState
 from punica.workload import Stretch, Timeline
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors
@@ -30,44 +33,58 @@ class EngineSystem(ServingSystem):
     """An engine with `admission`, with or without LoRA."""
 
     index_rule: ClassVar[str] = "per_request"
+    fully_sharded: ClassVar[bool] = False
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         config = world.limits.engine_config(self.lora, self.index_rule)
-        lora_config = config.lora_config(world.rank, max_cpu_loras=MOST_ADAPTERS) if self.lora else None
-        self.engine = Engine(world.backbone(), lora_config, config, self.admission)
-        self.engine.runner.attention.cache = world.kv_cache  # one for all systems: they take turns
-        self._merged: dict[int, LoRAModel] = {}
+        self.engine = Engine(world.backbone(), self.lora_config(config), config, self.admission, cache=world.kv_cache)
         self._names = itertools.count()
+
+    def lora_config(self, config: EngineConfig) -> LoRAConfig | None:
+        """As many slots as are of use, and room in host memory for everybody."""
+        return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS) if self.lora else None
 
     def serve(self, jobs: Sequence[Job]) -> Served:
         requests = [self._request(job) for job in jobs]
         self._register({job.adapter_id for job in jobs})
+        self._capture_for(jobs)
         totals: Counter[str] = Counter()
-        start = time.perf_counter()
-        states = [self.engine.add_request(request) for request in requests]
-        while self.engine.has_unfinished():
-            step = self.engine.step().statistics
-            totals.update(steps=1, rows=step.batch_size, idle=step.num_idle)
-            totals.update(schedule=step.schedule_s, metadata=step.metadata_s, model=step.model_s)
-        seconds = time.perf_counter() - start
+        with self.captures_nothing():
+            start = time.perf_counter()
+            states = [self.engine.add_request(request) for request in requests]
+            while self.engine.has_unfinished():
+                step = self.engine.step().statistics
+                totals.update(steps=1, rows=step.batch_size, idle=step.num_idle)
+                totals.update(schedule=step.schedule_s, metadata=step.metadata_s, model=step.model_s)
+            seconds = time.perf_counter() - start
         phases = {name: float(totals[name]) for name in ("schedule", "metadata", "model")}
         tokens = [state.output_token_ids for state in states]
         return Served(jobs, tokens, totals["steps"], totals["rows"], totals["idle"], seconds, phases)
 
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
         warm = min(WARM_STEPS, start)
-        self._set_up(jobs, timeline.at(start - warm), count + warm)
+        self._capture(timeline, start - warm, start + count)
         steps = []
-        try:
-            for _ in range(count + warm):
-                started = time.perf_counter()
-                done = self.engine.step().statistics
-                seconds, live = time.perf_counter() - started, done.batch_size - done.num_idle
-                steps.append(Step(seconds, live + done.num_prefill_tokens, live, done.model_s))
-        finally:
-            self._clear()
+        with self.captures_nothing():
+            self._set_up(jobs, timeline.at(start - warm), count + warm)
+            try:
+                for _ in range(count + warm):
+                    started = time.perf_counter()
+                    done = self.engine.step().statistics
+                    seconds, live = time.perf_counter() - started, done.batch_size - done.num_idle
+                    steps.append(Step(seconds, live + done.num_prefill_tokens, live, done.model_s))
+            finally:
+                clear(self.engine)
         return steps[warm:]
+
+    @contextmanager
+    def captures_nothing(self) -> Iterator[None]:
+        """`CheckFailed` when a CUDA graph is captured inside, or tried in vain: that is not to be timed."""
+        captured = self._graphs()
+        yield
+        if self._graphs() != captured:
+            raise CheckFailed(f"{type(self).__name__} captured a CUDA graph while it was timed")
 
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         self._register({job.adapter_id for job in jobs})
@@ -75,19 +92,38 @@ class EngineSystem(ServingSystem):
             self.engine.add_request(self._request(job)): list(own) for job, own in zip(jobs, tokens, strict=True)
         }
         found: dict[RequestState, list[torch.Tensor]] = {state: [] for state in wanted}
-        with recorded(self.engine.runner) as seen:
+
+        def take(logits: torch.Tensor, requests: Sequence[RequestState], best: torch.Tensor) -> torch.Tensor:
+            for state, row in zip(requests, logits.float().cpu(), strict=True):
+                if len(found[state]) < len(wanted[state]):  # later rows are those of idle requests
+                    found[state].append(row)
+            return best.new_tensor([wanted[state][len(found[state]) - 1] for state in requests])
+
+        with patch.object(runner, "choose_tokens", take):
             while self.engine.has_unfinished():
                 self.engine.step()
-                states, logits = seen.pop()
-                for state, row in zip(states, logits, strict=True):
-                    if len(found[state]) < len(wanted[state]):  # later rows are those of idle requests
-                        found[state].append(row)
-                        state.output_token_ids[-1] = wanted[state][len(found[state]) - 1]
         return [torch.stack(rows) for rows in found.values()]
 
     def _request(self, job: Job) -> Request:
         adapter = LoRARequest(f"adapter-{job.adapter_id}", job.adapter_id, "registered in memory")
         return Request(f"request-{next(self._names)}", job.prompt, job.new_tokens, adapter)
+
+    def _capture_for(self, jobs: Sequence[Job]) -> None:
+        """Have the CUDA graphs of all steps of a stream."""
+        line = timeline_of(jobs, self.admission, self.world.limits.max_batch_size)
+        self._capture(line, 0, line.steps)
+
+    def _capture(self, timeline: Timeline, first: int, end: int) -> None:
+        """Have the CUDA graphs of these steps, which would else be captured when the first step needs each."""
+        for prompt_rows, decode_rows, adapters in sorted(step_shapes(timeline, first, end), reverse=True):
+            if self.index_rule == "last_admitted":
+                adapters = min(adapters, 1)
+            self.engine.runner.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.lora)
+
+    def _graphs(self) -> int:
+        """How many are captured, or found no memory."""
+        graphs = self.engine.runner.graphs
+        return 0 if graphs is None else graphs.statistics.graphs + graphs.statistics.refused
 
     def _register(self, adapter_ids: Collection[int]) -> None:
         """These adapters in host memory and none in a slot."""
@@ -96,9 +132,13 @@ class EngineSystem(ServingSystem):
             return
         manager.remove_all_adapters()
         for adapter_id in sorted(adapter_ids):
-            original = self._merged.get(self.world.adapter_set(adapter_id))
-            manager.add_adapter(self.world.adapter(adapter_id) if original is None else original.clone(adapter_id))
-            self._merged.setdefault(self.world.adapter_set(adapter_id), manager.list_adapters()[adapter_id])
+            key = self.fully_sharded, self.world.adapter_set(adapter_id)
+            known = self.world.registered.get(key)
+            if known is None:
+                manager.add_adapter(self.world.adapter(adapter_id))
+                self.world.registered[key] = manager.list_adapters()[adapter_id]
+            else:
+                manager.restore_adapter(known.renamed(adapter_id), None)
 
     def _set_up(self, jobs: Sequence[Job], state: Stretch, steps: int) -> None:
         """The engine as it is before the one step of `state`: batch, blocks, slots, and as much of the queue as can
@@ -113,63 +153,27 @@ class EngineSystem(ServingSystem):
             for adapter_id in reversed(in_slots):  # the least recently used first
                 self.engine.manager.activate_adapter(adapter_id)
         for request, generated in running:
-            self._put(jobs[request], generated)
+            put(self.engine, self._request(jobs[request]), generated)
         for job in queue:
             self.engine.add_request(self._request(job))
 
     def _in_slots(self, running: Sequence[int], earlier: Sequence[Job]) -> list[int]:
         """Adapters in the slots, the most recently used first: of the running requests, then of those before."""
         used = dict.fromkeys([*running, *(job.adapter_id for job in reversed(earlier))])
-        return list(used)[: self.world.limits.max_batch_size]
-
-    def _put(self, job: Job, generated: int) -> None:
-        """A request in the batch that has `generated` tokens, all its new ones if it is an idle member."""
-        request, engine = self._request(job), self.engine
-        if generated == job.new_tokens:
-            state = RequestState(request)
-            state.status, state.finish_reason = RequestStatus.FINISHED, "length"
-        else:
-            state = engine.add_request(request)
-            engine.scheduler.waiting.remove(state)
-            state.status = RequestStatus.RUNNING
-        vocabulary = self.world.vocab_size
-        state.output_token_ids += [(7 * place + 1) % vocabulary for place in range(generated)]
-        whole = engine.scheduler.rule.inseparable
-        engine.blocks.reserve(request.request_id, request.final_kv_length if whole else state.num_tokens)
-        engine.scheduler.running.append(state)
-
-    def _clear(self) -> None:
-        """Nobody waits or runs any more."""
-        scheduler = self.engine.scheduler
-        for state in [*scheduler.running, *scheduler.waiting]:
-            if not state.has_ended:
-                self.engine.abort_request(state.request_id)
-        for state in list(scheduler.running):
-            if state in scheduler.running:  # the members of an inseparable batch leave together
-                scheduler.take_out(state)
+        return list(used)[: self.engine.config.full_slots]
 
 
-@contextmanager
-def recorded(runner: ModelRunner) -> Iterator[list[tuple[tuple[RequestState, ...], torch.Tensor]]]:
-    """Inside, every step adds its requests, in the order of the rows, and their logits in float32 on the host."""
-    run, compute = runner.run, runner.model.compute_logits
-    layouts: list[StepLayout] = []
-    seen: list[tuple[tuple[RequestState, ...], torch.Tensor]] = []
-
-    def run_and_note(layout: StepLayout, meanwhile: Callable[[], None]) -> tuple[list[int], float, float]:
-        layouts.append(layout)
-        return run(layout, meanwhile)
-
-    def compute_and_keep(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        seen.append((layouts.pop().requests, logits.float().cpu()))
-        return logits
-
-    runner.run, runner.model.compute_logits = run_and_note, compute_and_keep  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        del runner.run, runner.model.compute_logits  # type: ignore[method-assign]
+def step_shapes(timeline: Timeline, first: int, end: int) -> set[tuple[int, int, int]]:
+    """Of steps `[first, end)`: rows of prompts, rows that decode, different adapters of the latter."""
+    found = set()
+    for stretch in timeline.between(first, end):
+        members = [request for request, _ in stretch.members]
+        earlier, joined = members[: len(members) - stretch.joined], members[len(members) - stretch.joined :]
+        prompts = sum(timeline.prompts[request] for request in joined)
+        for rows, decoding in ((prompts, earlier), (0, members)) if joined else ((0, members),):
+            if rows or stretch.steps > bool(joined):
+                found.add((rows, len(decoding), len({timeline.adapters[request] for request in decoding})))
+    return found
 
 
 @SYSTEMS.register("punica")
@@ -177,6 +181,17 @@ class Punica(EngineSystem):
     """The paper's system: continuous batches, first come first served, every row with its own adapter."""
 
     admission, lora = "fcfs", True
+
+
+@SYSTEMS.register("punica_sharded")
+class PunicaSharded(Punica):
+    """Punica with fully sharded adapters: on tensor-parallel ranks none repeats another's part; on one rank, Punica."""
+
+    fully_sharded = True
+
+    def lora_config(self, config: EngineConfig) -> LoRAConfig:
+        """As Punica's."""
+        return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=True)
 
 
 @SYSTEMS.register("punica_last_admitted")

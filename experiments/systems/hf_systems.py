@@ -97,4 +97,4 @@ class HfPeft(HfSystem):
 class HfPeftMixed(HfSystem):
     """PEFT's `adapter_names`: a batch holds any adapters; each layer loops over those in the batch."""
 
-    admission, mixed = "static_mixed", True
+    admission, mixed, slow = "static_mixed", True, True

@@ -62,12 +62,14 @@ class ServingSystem(ABC):
     """One way to serve a stream; built for one cell of the figure, on a `World` that it shares with the others.
 
     `admission`: the engine's rule that describes its batches. `lora`: whether it applies adapters. `exact`: whether
-    every request is computed with its own adapter (only the released index rule is not).
+    every request is computed with its own adapter (only the released index rule is not). `slow`: whether its steps take
+    so many times as long as those of others that its windows are shorter.
     """
 
     admission: ClassVar[str]
     lora: ClassVar[bool]
     exact: ClassVar[bool] = True
+    slow: ClassVar[bool] = False
 
     def __init__(self, world: World) -> None:
         self.world = world

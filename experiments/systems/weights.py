@@ -8,6 +8,7 @@ As in the released harness (D10) there are at most `max_batch_size` different ad
 their own id, which costs a system the same as a different one would.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -49,19 +50,23 @@ class Limits:
 
 
 class Weights:
-    """Backbone and adapters of one model on one device."""
+    """Backbone and adapters of one model on one device; `sets`: different weights of adapters, None: as many as a batch
+    holds.
+    """
 
     def __init__(
-        self, model: ModelConf, device: str, limits: Limits, rank: int, alpha: float = 16.0, seed: int = 0
-    ) -> None:
+        self, model: ModelConf, device: str, limits: Limits, rank: int, alpha: float = 16.0, seed: int = 0,
+        sets: int | None = None,
+    ) -> None:  # fmt: skip
         self.limits = limits
+        self.sets = sets or limits.max_batch_size
         self.rank = rank
         self.alpha = alpha
         self.seed = seed
         self.device = device
         self.vocab_size = model.vocab_size
         self.target_modules = list(LLAMA_LORA_MODULES)
-        self._model = model
+        self.model = model
         self._backbone = random_llama(model, device)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -73,40 +78,44 @@ class Weights:
     @property
     def config(self) -> LlamaConfig:
         """A new Hugging Face config of the backbone."""
-        return llama_config(self._model)
+        return llama_config(self.model)
 
     def backbone(self) -> LlamaForCausalLM:
         """The backbone with modules of its own (an engine with LoRA replaces them) around the shared weights."""
-        model = LlamaForCausalLM(self.config, dtype=self.dtype, device=self.device)
-        for mine, shared in zip(model.parameters(), self._backbone.parameters(), strict=True):
-            mine.data = shared.data
-        model.has_weights = True
-        return model
+        shared = {id(tensor): tensor for tensor in (*self._backbone.parameters(), *self._backbone.buffers())}
+        return copy.deepcopy(self._backbone, shared)
 
     def exported(self) -> dict[str, torch.Tensor]:
-        """The weights under Hugging Face names; parts of packed matrices are views of their rows."""
-        state: dict[str, torch.Tensor] = {}
-        used: dict[int, int] = {}
-        for entry in self._backbone.checkpoint_entries():
-            start = used.get(id(entry.parameter), 0)
-            state[entry.name] = entry.parameter.data.narrow(0, start, entry.shape[0])
-            used[id(entry.parameter)] = start + entry.shape[0]
-        return state
+        """The weights under Hugging Face names."""
+        return exported(self._backbone)
 
     def adapter_set(self, adapter_id: int) -> int:
-        """Which of the `max_batch_size` different weight sets this adapter has."""
-        return (adapter_id - 1) % self.limits.max_batch_size
+        """Which of the different weight sets this adapter has."""
+        return (adapter_id - 1) % self.sets
 
     def adapter_tensors(self, adapter_id: int) -> dict[str, torch.Tensor]:
-        """The adapter's tensors under PEFT names."""
+        """The adapter's tensors under PEFT names, on the device."""
         index = self.adapter_set(adapter_id)
         if index not in self._adapters:
             seed = self.seed + index
-            self._adapters[index] = random_adapter_tensors(self.config, self.rank, seed, dtype=self.dtype)
+            self._adapters[index] = random_adapter_tensors(
+                self.config, self.rank, seed, dtype=self.dtype, device=self.device
+            )
         return self._adapters[index]
 
     def adapter(self, adapter_id: int) -> LoRAModel:
-        """The adapter for our engine."""
+        """The adapter for our engine, in host memory."""
         config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
         helper = PEFTHelper.from_dict(config)
         return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), helper)
+
+
+def exported(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """The weights of a whole model under Hugging Face names; parts of packed matrices are views of their rows."""
+    state: dict[str, torch.Tensor] = {}
+    used: dict[int, int] = {}
+    for entry in model.checkpoint_entries():
+        start = used.get(id(entry.parameter), 0)
+        state[entry.name] = entry.parameter.data.narrow(0, start, entry.shape[0])
+        used[id(entry.parameter)] = start + entry.shape[0]
+    return state

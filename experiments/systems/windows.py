@@ -1,17 +1,24 @@
 """Windows of a stream: a few hundred of its steps that stand for all of them. No torch.
 
 The released stream takes 31 000 steps at batch 32 and a million at batch 1; a laptop has time for a hundred. A *draw*
-is `pieces` runs of consecutive steps; it may stand for the stream when its tokens per step agree with the stream's
-within 3 %, and its requests per step, contexts and adapters within 10 %. Draws are taken by chance, and the first ones
+is `pieces` runs of consecutive steps. Steps with a prefill are few and long (of one request at a time every thousandth,
+of static batches one in two thousand with 700 tokens of prompts), so that a draw of its own accord has none, or far too
+many. So one piece of every draw lies around a prefill and the others anywhere, and all means of a draw are weighted:
+its steps with a prefill weigh together as much as such steps are of the stream, and so do the others.
+
+A draw may stand for the stream when its tokens per step, so weighted, agree with the stream's within 3 %, and its
+requests per step, contexts, adapters and tokens of prompts within 10 %. Draws are taken by chance, and the first ones
 that agree are kept, not the best: nobody chose them by hand, and how far they differ from each other is the sampling
 error. One draw is one repeat, so that the span of repeats holds this error as it holds the machine's noise.
 
-Throughput of the stream is then its tokens per step over the draw's seconds per step.
+Throughput of the stream is then its tokens per step over the draw's weighted seconds per step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.harness.experiment import CheckFailed
 from punica.workload.timeline import FEATURES, Timeline
@@ -20,46 +27,98 @@ AGREEMENT = 0.03
 """Tokens per step of a draw may differ from the stream's by this much, relatively ..."""
 AGREEMENT_OF_OTHERS = 0.1
 """... and its other features by this much."""
-DRAWS = 100000
+DRAWS, ROUNDS = 100000, 20
+"""So many are drawn at a time, and so often at most: of some streams one in twenty thousand agrees."""
 _SEED = 0
+_TOKENS, _PREFILLS = (FEATURES.index(name) for name in ("tokens", "prefills"))
 
 
 @dataclass(frozen=True)
 class Window:
-    """A draw: the first step of each piece, ascending; steps per piece; and `FEATURES` per step, as in `Timeline`."""
+    """A draw: the first step of each piece, ascending; steps per piece; the weight of each of its steps in order, 1 in
+    sum; the tokens of all of them; and `FEATURES` per step, weighted.
+    """
 
     starts: tuple[int, ...]
     length: int
+    weights: tuple[float, ...]
+    tokens: int
     means: dict[str, float]
 
     @property
     def steps(self) -> int:
         return len(self.starts) * self.length
 
+    def mean(self, values: Sequence[float]) -> float:
+        """What the stream has per step, from `values` of the steps of the window, in order."""
+        return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+
 
 def draw_windows(timeline: Timeline, count: int, pieces: int, length: int, seed: int = _SEED) -> list[Window]:
     """`count` draws at random among those of `pieces` times `length` steps that agree with the stream.
 
     A stream that is shorter than a draw is one piece, the whole stream, `count` times. `CheckFailed` when fewer than
-    `count` of `DRAWS` draws agree.
+    `count` of `DRAWS` draws, `ROUNDS` times, agree.
     """
+    features = timeline.features()
     if timeline.steps <= pieces * length:
-        return [Window((0,), timeline.steps, timeline.means)] * count
-    sums = np.concatenate([np.zeros((1, len(FEATURES))), timeline.features().cumsum(axis=0)])
-    last = timeline.steps - length
-    starts = np.sort(np.random.Generator(np.random.PCG64(seed)).integers(0, last + 1, (DRAWS, pieces)), axis=1)
-    starts = starts[(np.diff(starts, axis=1) >= length).all(axis=1)]
-    means = (sums[starts + length] - sums[starts]).sum(axis=1) / (pieces * length)
-    off = np.abs(means / np.array([timeline.means[name] for name in FEATURES]) - 1)
-    limits = [AGREEMENT if name == "tokens" else AGREEMENT_OF_OTHERS for name in FEATURES]
-    fit = np.flatnonzero((off <= limits).all(axis=1))
-    if len(fit) < count:
-        raise CheckFailed(
-            f"{len(fit)} of {DRAWS} draws of {pieces} times {length} steps agree with the stream's {timeline.steps} "
-            f"steps within {100 * AGREEMENT:g} % of their tokens and {100 * AGREEMENT_OF_OTHERS:g} % of requests, "
-            f"contexts and adapters, and {count} are needed: make them longer (scale.window_steps)"
-        )
-    return [
-        Window(tuple(starts[i].tolist()), length, dict(zip(FEATURES, means[i].tolist(), strict=True)))
-        for i in fit[:count]
-    ]
+        return [_window(features, (0,), timeline.steps)] * count
+    chance, agree = np.random.Generator(np.random.PCG64(seed)), _Agreement(features, length)
+    found: list[list[int]] = []
+    for _ in range(ROUNDS):
+        starts = _candidates(features[:, _PREFILLS], pieces, length, chance)
+        found += starts[agree(starts)].tolist()
+        if len(found) >= count:
+            return [_window(features, tuple(starts), length) for starts in found[:count]]
+    raise CheckFailed(
+        f"{len(found)} of {ROUNDS * DRAWS} draws of {pieces} times {length} steps agree with the stream's "
+        f"{timeline.steps} steps within {100 * AGREEMENT:g} % of their tokens and {100 * AGREEMENT_OF_OTHERS:g} % of "
+        f"requests, contexts, adapters and prompts, and {count} are needed: make them longer (scale.window_steps)"
+    )
+
+
+def _candidates(
+    prefills: NDArray[np.float64], pieces: int, length: int, chance: np.random.Generator
+) -> NDArray[np.int64]:
+    """Up to `DRAWS` draws `[draws, pieces]`, ascending, whose pieces do not overlap: one around a prefill."""
+    last = len(prefills) - length
+    starts = chance.integers(0, last + 1, (DRAWS, pieces))
+    starts[:, 0] = chance.choice(np.flatnonzero(prefills), DRAWS) - chance.integers(0, length, DRAWS)
+    starts = np.sort(starts.clip(0, last), axis=1)
+    return starts[(np.diff(starts, axis=1) >= length).all(axis=1)]
+
+
+class _Agreement:
+    """Says which draws of pieces of `length` steps stand for the stream of `features [steps, FEATURES]`."""
+
+    def __init__(self, features: NDArray[np.float64], length: int) -> None:
+        self._length, self._stream = length, features.mean(axis=0)
+        self._begins = np.flatnonzero(features[:, _PREFILLS])
+        self._sums, self._sums_of_prefills = _sums(features), _sums(features[self._begins])
+        self._limits = AGREEMENT_OF_OTHERS * self._stream
+        self._limits[_TOKENS] = AGREEMENT * self._stream[_TOKENS]
+
+    def __call__(self, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of the draws `starts [draws, pieces]`."""
+        share, size, ends = self._stream[_PREFILLS], starts.shape[1] * self._length, starts + self._length
+        whole = (self._sums[ends] - self._sums[starts]).sum(axis=1)
+        first, end = (np.searchsorted(self._begins, steps) for steps in (starts, ends))
+        prompts = (self._sums_of_prefills[end] - self._sums_of_prefills[first]).sum(axis=1)
+        count = prompts[:, _PREFILLS, None]
+        means = share * prompts / np.maximum(count, 1) + (1 - share) * (whole - prompts) / np.maximum(size - count, 1)
+        agree: NDArray[np.bool_] = (np.abs(means - self._stream) <= self._limits).all(axis=1)
+        return agree & (count[:, 0] > 0) & ((count[:, 0] < size) | (share == 1))
+
+
+def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of the rows before each of `values [rows, columns]` and after the last, `[rows + 1, columns]`."""
+    return np.concatenate([np.zeros((1, values.shape[1])), values.cumsum(axis=0)])
+
+
+def _window(features: NDArray[np.float64], starts: tuple[int, ...], length: int) -> Window:
+    """The draw of pieces from `starts`, its steps weighted."""
+    steps = np.concatenate([features[start : start + length] for start in starts])
+    share, begins = features[:, _PREFILLS].mean(), steps[:, _PREFILLS] > 0
+    weights = np.where(begins, share / max(begins.sum(), 1), (1 - share) / max((~begins).sum(), 1))
+    means = dict(zip(FEATURES, (weights @ steps).tolist(), strict=True))
+    return Window(starts, length, tuple(weights.tolist()), int(steps[:, _TOKENS].sum()), means)

@@ -1,0 +1,141 @@
+"""One step of the engine, taken apart: what `ext_breakdown` measures.
+
+A case is a step with some adapters or none. Cases of one kind of step take turns, so that what drifts hits them alike.
+On a CPU every timed step is taken apart by a clock around a few dozen calls, which costs it nothing. On a GPU a
+profiler watches a few more steps; that costs time, so that both are kept, the step as it is and the one that was
+watched.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from experiments.benches import device_parts, host_parts
+from experiments.benches.engine_steps import EngineSteps, StepShape, TimedStep, fewest_turns, launch_times, turns
+from experiments.harness.schema import ModelConf
+from punica.measure.timing import Protocol, seconds_between_events
+
+COPY_BYTES = 1 << 30
+ATTEMPTS = 5
+IN_A_ROW = 2
+"""Timed decode steps of a case before it is the next one's turn."""
+
+
+@dataclass
+class Case:
+    """Seconds of one case. `steps`: timed ones, raw. `schedule`, `metadata` and, only on a GPU, `launch` and `ahead`
+    (while the device computed): what the host did for each of these. `watched`: those that were taken apart, which on a
+    CPU are the same; `parts` of all of them together. `unknown`: seconds of kernels that no part claims, by name.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    schedule: list[float] = field(default_factory=list)
+    metadata: list[float] = field(default_factory=list)
+    launch: list[float] = field(default_factory=list)
+    ahead: list[float] = field(default_factory=list)
+    watched: list[float] = field(default_factory=list)
+    parts: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    def mean_parts(self) -> dict[str, float]:
+        """Seconds of each part in the mean of the watched steps, and so adding up to that."""
+        return {part: seconds / len(self.watched) for part, seconds in self.parts.items()}
+
+
+def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol) -> dict[str, Case]:
+    """Every case of `shapes`, by name."""
+    cases = {name: Case() for name in shapes}
+    in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
+    for _ in turns(len(cases), IN_A_ROW, protocol):
+        for name, shape in shapes.items():
+            bench.settle(shape)
+            (_time_on_gpu if bench.on_gpu else _time_on_cpu)(bench, in_a_row, cases[name])
+    if bench.on_gpu:
+        for name, shape in shapes.items():
+            bench.settle(shape)
+            _profile(bench, max(2, in_a_row * fewest_turns(IN_A_ROW, protocol)), cases[name])
+    return cases
+
+
+def _time_on_gpu(bench: EngineSteps, count: int, case: Case) -> None:
+    with launch_times(bench.engine.runner) as launches:
+        steps = [bench.step() for _ in range(count)]
+    for step, launched in zip(steps, launches, strict=True):
+        _note(step, case)
+        case.launch.append(launched.given - step.statistics.metadata_s)
+        case.ahead.append(launched.ahead)
+
+
+def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
+    with host_parts.watched_calls(bench.engine) as watch:
+        for _ in range(count):
+            step = bench.step(watch.start)
+            parts = watch.stop()
+            parts[host_parts.SCHEDULE] = step.statistics.schedule_s
+            parts[host_parts.METADATA] = step.statistics.metadata_s
+            parts[device_parts.REST] = 0.0  # which counted what lies around the step, too
+            parts[device_parts.REST] = step.seconds - parts.total()
+            _note(step, case)
+            case.parts.update(parts)
+            case.watched.append(step.seconds)
+
+
+def _note(step: TimedStep, case: Case) -> None:
+    case.steps.append(step.seconds)
+    case.schedule.append(step.statistics.schedule_s)
+    case.metadata.append(step.statistics.metadata_s)
+
+
+def _profile(bench: EngineSteps, count: int, case: Case) -> None:
+    steps: list[TimedStep] = []
+    _warm_profiler()
+    kernels = device_parts.watched_kernels(lambda: steps.extend(bench.step() for _ in range(count)))
+    case.watched = [step.seconds for step in steps]
+    case.parts, case.unknown = device_parts.seconds_by_part(kernels), device_parts.unknown(kernels)
+    case.parts[device_parts.GAPS] = sum(case.watched) - case.parts.total()
+
+
+@cache
+def _warm_profiler() -> None:
+    """The first profile of a process takes a second."""
+    device_parts.watched_kernels(lambda: None)
+
+
+@cache
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a large copy: the best of a few, once per process."""
+    source = torch.ones(COPY_BYTES >> 2, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> object:
+        return target.copy_(source)
+
+    clock = seconds_between_events if device.startswith("cuda") else _seconds
+    copy()
+    return 2 * source.nbytes / min(clock(copy) for _ in range(ATTEMPTS))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def bytes_moved(model: ModelConf, rank: int, shape: StepShape) -> int:
+    """What a step must read: the weights but for the embedding, of which it needs a few rows; keys and values of every
+    cached token of the requests that decode; each adapter once. Keys and values that are written, and activations,
+    are little beside it.
+    """
+    weights = model.backbone_parameters() - model.vocab_size * model.hidden_size
+    cached = shape.decodes * shape.context * model.kv_elements()
+    return model.dtype.bytes * (weights + cached + shape.num_adapters * model.lora_parameters(rank))
+
+
+def listed(cases: Sequence[Case], most: int = 6) -> str:
+    """Kernels that no part claims, the longest first; empty when there are none."""
+    total = sum((case.unknown for case in cases), Counter[str]())
+    return "; ".join(f"{name[:60]} {1e3 * seconds:.3f} ms" for name, seconds in total.most_common(most))

@@ -1,0 +1,102 @@
+"""Where the time of a GPU goes: from the kernels that a profiler saw to seconds by part.
+
+Every instant belongs to one part: among the kernels that run, to the one that started first, so that a kernel launched
+early counts from when the one before it ends. A LoRA shrink runs beside the base product on a stream of its own and
+counts only where nothing else runs. What no kernel covers is a gap. So the parts add up to the time that was watched.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+BASE, ATTENTION, SHRINK, EXPAND = "base_gemm", "attention", "lora_shrink", "lora_expand"
+SMALL, HEAD, COPIES, REST, GAPS = "small_kernels", "head_and_sampling", "copies", "rest", "gaps"
+
+KERNELS: tuple[tuple[str, str], ...] = (
+    (SHRINK, r"_lora_shrink"),
+    (EXPAND, r"_lora_expand"),
+    (ATTENTION, r"_decode_attention|_combine_kernel|flash|fmha|sdpa"),
+    (SMALL, r"rms_norm|_rotate_and_store|swiglu"),
+    (HEAD, r"argmax"),
+    (BASE, r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
+    (COPIES, r"^mem(cpy|set)"),
+)
+"""Part -> what the names of its kernels contain, whatever the case; the first that fits counts. The products of the
+head have the names of the others: see `parts_of`."""
+_NORM = re.compile("rms_norm")
+_TABLE = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in KERNELS]
+
+
+class Kernel(NamedTuple):
+    """What the device ran (a kernel, a copy), and when, in seconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def part_of(name: str) -> str:
+    """The part that a kernel of this name belongs to on its own; `REST` where the table does not know it."""
+    return next((part for part, pattern in _TABLE if pattern.search(name)), REST)
+
+
+def parts_of(names: Sequence[str]) -> list[str]:
+    """The parts of kernels in the order in which they start.
+
+    Products, and what is unknown, between the last norm of a step and the choice of its tokens are the head's.
+    """
+    parts = [part_of(name) for name in names]
+    for place in [place for place, part in enumerate(parts) if part == HEAD]:
+        for before in range(place - 1, -1, -1):
+            if _NORM.search(names[before]) or parts[before] == HEAD:
+                break
+            if parts[before] in (BASE, REST):
+                parts[before] = HEAD
+    return parts
+
+
+def seconds_by_part(kernels: Sequence[Kernel]) -> Counter[str]:
+    """Seconds of every part; gaps are not among them."""
+    kernels = sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
+    parts = parts_of([kernel.name for kernel in kernels])
+    times = sorted({time for kernel in kernels for time in kernel[1:]})
+    seconds: Counter[str] = Counter()
+    running: list[int] = []
+    waiting = iter(range(len(kernels)))
+    following = next(waiting, None)
+    for begin, end in itertools.pairwise(times):
+        running = [index for index in running if kernels[index].end > begin]
+        while following is not None and kernels[following].start <= begin:
+            running.append(following)
+            following = next(waiting, None)
+        if running:
+            own = [parts[index] for index in running]
+            seconds[next((part for part in own if part != SHRINK), own[0])] += end - begin
+    return seconds
+
+
+def unknown(kernels: Sequence[Kernel]) -> Counter[str]:
+    """Seconds of kernels that no part claims, by name."""
+    kernels = sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
+    found: Counter[str] = Counter()
+    for kernel, part in zip(kernels, parts_of([kernel.name for kernel in kernels]), strict=True):
+        if part == REST:
+            found[kernel.name] += kernel.end - kernel.start
+    return found
+
+
+def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
+    """What the current GPU runs during `work`, which must wait for it."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    return [
+        Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]

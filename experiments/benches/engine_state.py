@@ -1,0 +1,30 @@
+"""Putting an engine into the middle of a stream: requests that run already, whose keys and values are noise."""
+
+from punica.engine import Engine, Request
+from punica.scheduling import RequestState, RequestStatus
+
+
+def put(engine: Engine, request: Request, generated: int) -> None:
+    """A request in the batch that has `generated` tokens; all its new ones if it is an idle member."""
+    if generated == request.max_new_tokens:
+        state = RequestState(request)
+        state.status, state.finish_reason = RequestStatus.FINISHED, "length"
+    else:
+        state = engine.add_request(request)
+        engine.scheduler.waiting.remove(state)
+        state.status = RequestStatus.RUNNING
+    state.output_token_ids += [(7 * place + 1) % engine.vocab_size for place in range(generated)]
+    whole = engine.scheduler.rule.inseparable
+    engine.blocks.reserve(request.request_id, request.final_kv_length if whole else state.num_tokens)
+    engine.scheduler.running.append(state)
+
+
+def clear(engine: Engine) -> None:
+    """Nobody waits or runs any more."""
+    scheduler = engine.scheduler
+    for state in [*scheduler.running, *scheduler.waiting]:
+        if not state.has_ended:
+            engine.abort_request(state.request_id)
+    for state in list(scheduler.running):
+        if state in scheduler.running:  # the members of an inseparable batch leave together
+            scheduler.take_out(state)

@@ -1,0 +1,217 @@
+"""Steps of an engine as one wants them: how many requests decode at which context, with or without a prompt, on whose
+adapters.
+
+`EngineSteps` is an engine with its slots full. What lies in its cache before a step is noise, as in
+`benches.model_steps`, so that a step at any context can be had at once.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from experiments.benches.engine_state import clear, put
+from experiments.benches.model_steps import fill_with_noise, random_llama
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import ModelConf
+from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
+from punica.engine import Engine, EngineConfig, Request
+from punica.engine.output import StepStatistics
+from punica.engine.runner import ModelRunner, StepTokens
+from punica.measure.timing import Protocol
+from punica.models import LlamaForCausalLM
+from punica.scheduling import StepLayout
+
+ROOM = 64
+"""Tokens that a request may get before it ends and its step would be a smaller one."""
+
+
+def fewest_turns(in_a_row: int, protocol: Protocol) -> int:
+    """Turns of `in_a_row` steps that the protocol's fewest repeats ask for."""
+    return max(1, protocol.min_repeats // in_a_row)
+
+
+def turns(cases: int, in_a_row: int, protocol: Protocol) -> Iterator[int]:
+    """Turns in which each of `cases` takes `in_a_row` steps: the fewest in any case, and as many of the protocol's
+    repeats as begin within its seconds per case.
+    """
+    least, most = fewest_turns(in_a_row, protocol), max(1, protocol.repeats // in_a_row)
+    deadline = time.perf_counter() + protocol.seconds * cases
+    for turn in range(max(least, most)):
+        if turn >= least and time.perf_counter() > deadline:
+            return
+        yield turn
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """`decodes` requests with `context` cached tokens each, the one computed now included, and one that joins with a
+    prompt of `prompt` tokens (0: none). `adapters`: of each request, the prompt's first; 0 for none.
+    """
+
+    decodes: int
+    context: int
+    prompt: int
+    adapters: tuple[int, ...]
+
+    @property
+    def requests(self) -> int:
+        return self.decodes + bool(self.prompt)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the step computes."""
+        return self.decodes + self.prompt
+
+    @property
+    def num_adapters(self) -> int:
+        """Different ones."""
+        return len({*self.adapters} - {0})
+
+
+class TimedStep(NamedTuple):
+    """Seconds of a step by the host's clock, its statistics, and the tokens it gave."""
+
+    seconds: float
+    statistics: StepStatistics
+    tokens: tuple[int, ...]
+
+
+def lora_manager(engine: Engine) -> LoRAModelManager:
+    """The manager of an engine; `TypeError` for one without LoRA."""
+    if engine.manager is None:
+        raise TypeError("the engine has no LoRA: build it with a LoRAConfig")
+    return engine.manager
+
+
+class EngineSteps:
+    """An engine for `model` with `batch_size` adapters of `rank` in its slots (ids 1 to `batch_size`, copies of the one
+    that `make_adapter` makes for the engine's manager: speed does not depend on their values), for requests of up to
+    `longest` tokens. `lora`: other fields of the `LoRAConfig`.
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, rank: int, batch_size: int, longest: int,
+        make_adapter: Callable[[LoRAModelManager], LoRAModel], **lora: Any,
+    ) -> None:  # fmt: skip
+        config = EngineConfig(max_batch_size=batch_size, max_model_len=longest + ROOM)
+        sizes = {"max_loras": batch_size, "max_cpu_loras": batch_size}  # nobody joins for whom a slot is to be spare
+        self.engine = Engine(model, config.lora_config(rank, **sizes, **lora), config)
+        fill_with_noise(self.engine.runner.attention.cache)
+        self._names = itertools.count()
+        self._shape: StepShape | None = None
+        self._ran: set[StepShape] = set()
+        manager = lora_manager(self.engine)
+        manager.add_adapter(make_adapter(manager))
+        registered = manager.list_adapters()[1]
+        for adapter_id in range(1, batch_size + 1):
+            if adapter_id > 1:
+                manager.restore_adapter(registered.renamed(adapter_id), None)  # in one copy of host memory
+            manager.activate_adapter(adapter_id)
+
+    @classmethod
+    def of_llama(cls, model: ModelConf, rank: int, batch_size: int, longest: int, device: str) -> "EngineSteps":
+        """Of a Llama with random weights."""
+        llama = random_llama(model, device)
+        adapter = random_adapter(1, llama.config, rank, 0, dtype=llama.lm_head.weight.dtype)
+        return cls(llama, rank, batch_size, longest, lambda _: adapter)
+
+    def begin(self, shape: StepShape) -> None:
+        """Nothing but the decoding requests of `shape` runs; good for fewer than `ROOM` steps."""
+        clear(self.engine)
+        self._shape = shape
+        for adapter in shape.adapters[bool(shape.prompt) :]:
+            put(self.engine, self._request(shape.context - 1, adapter), 1)
+
+    def settle(self, shape: StepShape) -> None:
+        """Begin, and run what a step finds that is one of many: of decodes the one before, whose tables it shares; of
+        any shape its first step ever, which compiles kernels and captures graphs.
+        """
+        self.begin(shape)
+        if not shape.prompt or shape not in self._ran:
+            self.step()
+            self._ran.add(shape)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a device beside the host computes the steps."""
+        return self.engine.runner.model.lm_head.weight.is_cuda
+
+    def step(self, begins: Callable[[], None] = lambda: None) -> TimedStep:
+        """The next step of the shape that was begun; `begins` is called right before the clock runs.
+
+        `CheckFailed` when the engine made another one of it.
+        """
+        shape = self._shape
+        if shape is None:
+            raise RuntimeError("no step was begun; call begin(shape) first")
+        joining = self._request(shape.prompt, shape.adapters[0]) if shape.prompt else None
+        if joining is not None:
+            self.engine.add_request(joining)
+        begins()
+        started = time.perf_counter()
+        output = self.engine.step()
+        seconds = time.perf_counter() - started
+        if joining is not None:
+            self.engine.abort_request(joining.request_id)
+        done = output.statistics
+        found, expected = (done.batch_size, done.num_prefill_tokens), (shape.requests, shape.prompt)
+        if found != expected or (done.num_segments > 0) != (shape.num_adapters > 0):
+            raise CheckFailed(
+                f"the engine ran a step of {found[0]} requests and {found[1]} prompt rows with {done.num_segments} "
+                f"segments, wanted are {expected[0]}, {expected[1]} and {shape.num_adapters} adapters"
+            )
+        return TimedStep(seconds, done, tuple(output.tokens.values()))
+
+    def _request(self, tokens: int, adapter: int) -> Request:
+        number = next(self._names)
+        prompt = [(11 * place + 7) % self.engine.vocab_size for place in range(tokens)]
+        named = LoRARequest(f"adapter-{adapter}", adapter, "registered in memory") if adapter else None
+        return Request(f"request-{number}", prompt, ROOM, named)
+
+
+def check_adapters_matter(steps: EngineSteps, shapes: Sequence[StepShape]) -> None:
+    """The first step of each of `shapes`, which differ in their adapters, gives tokens of its own if those are none or
+    some; `CheckFailed` when adapters change nothing.
+    """
+    tokens = {}
+    for shape in shapes:
+        steps.begin(shape)
+        tokens[shape.num_adapters > 0] = steps.step().tokens
+    if len(tokens) == 2 and tokens[False] == tokens[True]:
+        raise CheckFailed("a step comes out as if its rows had no adapters")
+
+
+class Launched(NamedTuple):
+    """Seconds of the host in one step: until all of it was given to the device, its metadata included, and then ahead
+    of the device, for the next step.
+    """
+
+    given: float
+    ahead: float
+
+
+@contextmanager
+def launch_times(runner: ModelRunner) -> Iterator[list[Launched]]:
+    """Inside, every step adds one."""
+    run, seen = runner.run, list[Launched]()
+
+    def noted(layout: StepLayout, meanwhile: Callable[[Tensor], None]) -> StepTokens:
+        started = time.perf_counter()
+
+        def given(tokens: Tensor) -> None:
+            launched = time.perf_counter()
+            meanwhile(tokens)
+            seen.append(Launched(launched - started, time.perf_counter() - launched))
+
+        return run(layout, given)
+
+    runner.run = noted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del runner.run  # type: ignore[method-assign]

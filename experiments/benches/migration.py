@@ -1,0 +1,212 @@
+"""Moving a running request from one engine to another: what `sec53_migration` times.
+
+Its keys and values lie in blocks anywhere in a cache, layer by layer. To copy them they are gathered into one piece of
+memory, cross whatever lies between the two caches in one copy, and are scattered into the blocks that the other engine
+gave them. To recompute them costs the other engine one prefill of the prompt and all that was generated.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from experiments.benches.engine_steps import EngineSteps, StepShape
+from experiments.benches.model_steps import TOLERANCE, difference
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import ModelConf
+from punica.adapters import LoRARequest
+from punica.engine import Engine, Request
+from punica.engine.kv_cache import KVCache
+from punica.measure.timing import Protocol
+
+RECOMPUTE, COPY, COPY_HOST, COPY_PEER = "recompute", "copy", "copy_host", "copy_peer"
+PEER = "cuda:1"
+BLOCK_SIZE = 16
+_ADAPTER = LoRARequest("adapter-1", 1, "registered in memory")
+CHECKED = 19
+"""Tokens of the request that is moved both ways before anything is timed: two blocks, the last one not full."""
+
+
+class Blocks:
+    """One request's place in a cache: blocks `table` of each of `parts` (keys of all layers, then values), which are
+    `[blocks, elements of a block]`.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], table: Sequence[int]) -> None:
+        self._parts, self.device = parts, parts[0].device
+        self._table = torch.tensor(table, device=self.device)
+
+    def room(self, device: torch.device | str, *, pinned: bool = False) -> Tensor:
+        """Memory for what they hold, `[parts, blocks of the request, elements of a block]`."""
+        shape = len(self._parts), len(self._table), self._parts[0].shape[1]
+        return torch.empty(shape, dtype=self._parts[0].dtype, device=device, pin_memory=pinned)
+
+    def gather(self, out: Tensor) -> None:
+        """Copy them into `out`."""
+        for part, place in zip(self._parts, out, strict=True):
+            torch.index_select(part, 0, self._table, out=place)
+
+    def scatter(self, found: Tensor) -> None:
+        """Copy `found` into them."""
+        for part, place in zip(self._parts, found, strict=True):
+            part.index_copy_(0, self._table, place)
+
+    def content(self) -> Tensor:
+        """What they hold, on the host."""
+        there = self.room(self.device)
+        self.gather(there)
+        return there.cpu()
+
+
+def parts_of(cache: KVCache) -> list[Tensor]:
+    """A cache as `Blocks` wants it."""
+    return [rows.view(cache.num_blocks, -1) for rows in (*cache.keys, *cache.values)]
+
+
+class Route:
+    """The way from `source` to `target` through the memories `between`, the first on the device of the source, the last
+    on that of the target.
+    """
+
+    def __init__(self, source: Blocks, target: Blocks, between: Sequence[Tensor]) -> None:
+        self.source, self.target, self._between = source, target, between
+
+    def move(self) -> None:
+        """Move the request; the host does not wait."""
+        self.source.gather(self._between[0])
+        for here, there in itertools.pairwise(self._between):
+            there.copy_(here, non_blocking=True)
+        self.target.scatter(self._between[-1])
+
+
+@dataclass
+class Moves:
+    """Seconds of every way of one context, turn by turn, and of a decode step of a full batch with that context; the
+    bytes of keys and values.
+    """
+
+    nbytes: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    decode: list[float] = field(default_factory=list)
+
+
+class Migration:
+    """An engine for requests of up to `longest` tokens with `batch_size` slots and adapters of `rank`, and room for
+    what is copied out of its cache.
+    """
+
+    def __init__(self, model: ModelConf, rank: int, batch_size: int, longest: int, device: str) -> None:
+        self.steps = EngineSteps.of_llama(model, rank, batch_size, longest, device)
+        self._device, self._blocks = device, 2 * -(-longest // BLOCK_SIZE)
+        self._source = parts_of(self.steps.engine.runner.attention.cache)
+        self._targets: dict[str, list[Tensor]] = {}
+        check_recomputed(self.steps.engine)
+
+    def measured(self, context: int, systems: Sequence[str], protocol: Protocol) -> Moves:
+        """Every one of `systems` for a request of `context` tokens, and decode steps beside them, in turns.
+
+        `CheckFailed` when a copy does not arrive as it left.
+        """
+        routes = {name: self.route(name, context) for name in systems if name != RECOMPUTE}
+        for name, route in routes.items():
+            check_moved(route, name)
+        moves = Moves(sum(part[0].nbytes for part in self._source) * -(-context // BLOCK_SIZE))
+        deadline = time.perf_counter() + protocol.seconds * (len(systems) + 1)
+        for turn in range(protocol.repeats):
+            if turn >= protocol.min_repeats and time.perf_counter() > deadline:
+                break
+            for name in systems:
+                seconds = self._recompute(context) if name == RECOMPUTE else self._copy(routes[name])
+                moves.seconds.setdefault(name, []).append(seconds)
+            moves.decode.append(self._decode(context))
+        return moves
+
+    def route(self, name: str, context: int) -> Route:
+        """How the system `name` copies a request of `context` tokens."""
+        count = -(-context // BLOCK_SIZE)
+        parts = self._target(PEER if name == COPY_PEER else self._device)
+        source = Blocks(self._source, scattered(count, len(self._source[0])))
+        target = Blocks(parts, scattered(count, len(parts[0]))[::-1])
+        between = [source.room(self._device)]
+        if name == COPY_HOST:
+            between.append(source.room("cpu", pinned=self._device != "cpu"))
+        if name != COPY:
+            between.append(source.room(target.device))
+        return Route(source, target, between)
+
+    def _target(self, device: str) -> list[Tensor]:
+        if device not in self._targets:
+            shape = self._blocks, self._source[0].shape[1]
+            empty = [torch.empty(shape, dtype=part.dtype, device=device) for part in self._source]
+            self._targets[device] = empty
+        return self._targets[device]
+
+    def _recompute(self, context: int) -> float:
+        shape = StepShape(0, context, context, (1,))
+        (self.steps.settle if self.steps.on_gpu else self.steps.begin)(shape)  # a first step compiles kernels there
+        return self.steps.step().seconds
+
+    def _decode(self, context: int) -> float:
+        batch = self.steps.engine.config.max_batch_size
+        self.steps.settle(StepShape(batch, context, 0, tuple(range(1, batch + 1))))
+        return self.steps.step().seconds
+
+    def _copy(self, route: Route) -> float:
+        self._wait()
+        started = time.perf_counter()
+        route.move()
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        for device in self._targets:
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+
+
+def scattered(count: int, blocks: int) -> list[int]:
+    """`count` of `blocks` blocks, spread out: as after hours in which requests came and went.
+
+    >>> scattered(3, 10)
+    [0, 3, 6]
+    """
+    return [place * (blocks // count) for place in range(count)]
+
+
+def check_moved(route: Route, name: str) -> None:
+    """`CheckFailed` unless the target holds, bit for bit, what the source does, once it was moved."""
+    route.target.scatter(torch.full_like(route.target.room(route.target.device), torch.nan))
+    route.move()
+    if not route.source.content().equal(route.target.content()):
+        raise CheckFailed(f"{name}: keys and values do not arrive as they left")
+
+
+def check_recomputed(engine: Engine) -> None:
+    """`CheckFailed` unless prompt and generated tokens, prefilled at once, give the keys and values that prefill and
+    decode steps gave, within rounding.
+    """
+    first = Request("stays", [(5 * place + 3) % engine.vocab_size for place in range(CHECKED // 2)], CHECKED, _ADAPTER)
+    state = engine.add_request(first)
+    while state.num_tokens <= CHECKED:  # the last token has no keys and values yet
+        engine.step()
+    before = _held(engine, first.request_id)
+    moved = Request("moves", state.token_ids[:CHECKED], 2, _ADAPTER)
+    engine.abort_request(first.request_id)
+    engine.add_request(moved)
+    engine.step()
+    after = _held(engine, moved.request_id)
+    engine.abort_request(moved.request_id)
+    error = difference(after, before)
+    if not error <= TOLERANCE[before.dtype]:
+        raise CheckFailed(f"recomputed keys and values differ by {error:.2e} (relative) from those that were there")
+
+
+def _held(engine: Engine, request_id: str) -> Tensor:
+    """Keys and values of the first `CHECKED` tokens of a request that runs, on the host."""
+    cache = engine.runner.attention.cache
+    table = engine.blocks.block_table(request_id)[: -(-CHECKED // BLOCK_SIZE)]
+    content = Blocks(parts_of(cache), table).content()
+    return content.view(len(content), len(table) * BLOCK_SIZE, -1)[:, :CHECKED]

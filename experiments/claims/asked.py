@@ -1,0 +1,146 @@
+"""What the engine was asked to reach beyond the paper's claims, as ratios of rows of one machine.
+
+Bounds are of a data-centre GPU, where memory traffic decides: on a CPU the same ratios stand without. A ratio's
+interval is its span over the repeats that are spread in time, each of which is another draw of windows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from experiments.claims.bounds import Interval
+from experiments.claims.evidence import intervals
+from experiments.claims.fig11 import CONTINUOUS, MIXED, PUNICA, Serving
+from experiments.claims.finding import Finding
+from experiments.claims.rows import NotMeasured, Rows
+
+AT_LEAST, AT_MOST, WITHIN = "at least", "at most", "within"
+SPEEDUP = dict(zip(MIXED, (12.0, 12.0, 10.0), strict=True))
+"""Over the best baseline: the paper has 12.1, 11.8, 10.3 on 7B and more on 13B."""
+MANY, FEW = "1000 adapters", "32 adapters"
+TIGHT = "16 adapters, 8 slots"
+STREAM = 0.03
+"""How near windows are to come to a stream that was served to its end."""
+Bound = tuple[str, float]
+Quantities = dict[str, tuple[float, Bound]]
+NO_BOUND = "-"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One number: its value, its span over repeats (None: one repeat), the bound and whether it is met (None: the bound
+    is not of this machine).
+    """
+
+    what: str
+    value: float
+    span: Interval | None
+    bound: Bound
+    met: bool | None
+
+
+def asked(rows: pd.DataFrame) -> list[Asked]:
+    """Of ``rows`` of one machine, what they tell; none where neither figure was measured."""
+    chosen, on_gpu = Rows(rows), not (rows["hardware"] == "cpu").any()
+    found = []
+    for group, figures in ((_serving, {"11"}), (_streams, {"11"}), (_many, {"ext many adapters"})):
+        quantities = _of(group, chosen)
+        if not quantities:
+            continue
+        finding = Finding({name: value for name, (value, _) in quantities.items()}, "")
+        spans = intervals(lambda part, group=group: _finding(group, part), chosen, finding, figures)  # type: ignore[misc]
+        found += [
+            Asked(name, value, spans.get(name), bound, meets(value, bound) if on_gpu else None)
+            for name, (value, bound) in quantities.items()
+        ]
+    return found
+
+
+def meets(value: float, bound: Bound) -> bool:
+    """Whether ``value`` keeps to ``bound``."""
+    kind, limit = bound
+    if kind == WITHIN:
+        return abs(value - 1) <= limit
+    return value >= limit if kind == AT_LEAST else value <= limit
+
+
+def asked_table(found: list[Asked]) -> list[str]:
+    """Lines of Markdown."""
+    lines = ["| asked of an H200 | measured | runs | bound | met |", "| --- " * 5 + "|"]
+    for one in found:
+        kind, limit = one.bound
+        bound = f"1 {WITHIN} {100 * limit:g} %" if kind == WITHIN else f"{kind} {limit:g}"
+        span = NO_BOUND if one.span is None else f"{one.span[0]:.3g} to {one.span[1]:.3g}"
+        met = {None: NO_BOUND, True: "yes", False: "**no**"}[one.met]
+        cells = [one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, met]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _of(group: Callable[[Rows], Quantities], rows: Rows) -> Quantities:
+    try:
+        return group(rows)
+    except NotMeasured:
+        return {}
+
+
+def _finding(group: Callable[[Rows], Quantities], rows: Rows) -> Finding:
+    return Finding({name: value for name, (value, _) in group(rows).items()}, "")
+
+
+def _serving(rows: Rows) -> Quantities:
+    """Figure 11: Punica against our own backbone-only engine, itself, and the best baseline."""
+    found: Quantities = {}
+    for role in ("7B", "13B"):
+        try:
+            cell = Serving(rows, role)
+        except NotMeasured:
+            continue
+        pairs = {
+            "Distinct / backbone-only Identical": ((PUNICA, "Distinct"), (CONTINUOUS, "Identical"), 0.88),
+            "Identical / backbone-only Identical": ((PUNICA, "Identical"), (CONTINUOUS, "Identical"), 0.95),
+            "Distinct / Identical": ((PUNICA, "Distinct"), (PUNICA, "Identical"), 0.91),
+        }
+        for name, (upper, lower, limit) in pairs.items():
+            if _has(cell, *upper) and _has(cell, *lower):
+                found[f"{cell.model}: Punica {name}"] = cell.get(*upper) / cell.get(*lower), (AT_LEAST, limit)
+        for workload, limit in SPEEDUP.items():
+            if _has(cell, PUNICA, workload) and _has(cell, CONTINUOUS, workload):
+                speedup = cell.get(PUNICA, workload) / cell.best_baseline(workload)
+                found[f"{cell.model}: Punica / best baseline, {workload}"] = speedup, (AT_LEAST, limit)
+    return found
+
+
+def _has(cell: Serving, system: str, workload: str) -> bool:
+    return cell.has(system) and workload in cell.throughput(system).index
+
+
+def _streams(rows: Rows) -> Quantities:
+    """Streams that were served to their end: what windows predict over what was measured."""
+    frame = rows.figure("11")
+    lines = frame[frame["metric"] == "prediction_over_stream"]
+    return {
+        f"{row.model}, {row.panel}: {row.system}, {row.workload}, predicted / measured": (
+            float(row.value),
+            (WITHIN, STREAM),
+        )
+        for row in lines.itertuples()
+    }
+
+
+def _many(rows: Rows) -> Quantities:
+    """`ext_many_adapters`: many adapters against few, and those who wait for a load against those who do not."""
+    frame = rows.figure("ext many adapters")
+    frame = frame[frame["system"] == PUNICA]
+    found: Quantities = {}
+    for (model, workload), cells in frame.groupby(["model", "workload"], sort=False):
+        value = cells.drop_duplicates(["panel", "metric"], keep="last").set_index(["panel", "metric"])["value"]
+        where = f"{model}, {workload}"
+        if {(MANY, "throughput"), (FEW, "throughput")} <= set(value.index):
+            ratio = float(value[MANY, "throughput"] / value[FEW, "throughput"])
+            found[f"{where}: throughput, {MANY} / {FEW}"] = ratio, (AT_LEAST, 0.9)
+        if (TIGHT, "loading_over_resident") in value.index:
+            ratio = float(value[TIGHT, "loading_over_resident"])
+            found[f"{where}: first token, loading / resident, {TIGHT}"] = ratio, (AT_MOST, 1.3)
+    return found

@@ -1,0 +1,173 @@
+"""Claims of Figure 13: one hour on a cluster (C46 to C50), from the simulated hour or the paper's own rows.
+
+A cluster of another size, or served by other models, is no answer to what the paper says of 16 GPUs: such rows (a run
+on Ray) are not judged here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from experiments.claims.fig11 import PUNICA, Serving
+from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
+from experiments.claims.rows import NotMeasured, Rows, pick
+
+HOUR, SLOWED, STREAM = "simulated hour", "simulated hour, slower steps", "simulated Figure 11"
+"""Panels of the simulation: the hour, once more with slower steps, and the stream of Figure 11 on one GPU."""
+SHARE = "share_of_active_cells_batch_ge_31"
+STRICTER = {
+    "seconds capped at 32 requests": f"{SHARE}_capped_seconds",
+    "share of GPU time in steps": "share_of_step_time_batch_ge_31",
+}
+"""Other ways to count full batches than the paper's, which counts different requests in a second."""
+BATCH = 32
+IDLE = 0.5
+"""Mean requests of a minute below which a GPU counts as idle, as where the paper's heat map was read."""
+HOUR_S, WINDOW_S, LOW_S, PEAK_S, RATE_S = 3600, 300, 300, 600, 200
+
+
+@dataclass(frozen=True)
+class Hour:
+    """The rows of one hour, and whose they are."""
+
+    frame: pd.DataFrame
+    kind: str
+    cost_model: str = ""
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Hour":
+        """The simulated hour under Punica's rule, or the paper's; NotMeasured when there is neither."""
+        frame = rows.figure("13")
+        mine = frame[(frame["panel"] == HOUR) & (frame["system"] == PUNICA)]
+        if len(mine):
+            seconds = mine.loc[mine["metric"] == "active_gpus_60s_mean", "t_s"].max() + 60
+            if not seconds >= HOUR_S:
+                raise NotMeasured(f"no rows of the whole hour on 16 GPUs (its first {seconds:g} s alone)")
+            return cls(mine, SIMULATED, str(mine["cost_model"].iloc[0]))
+        paper = frame[frame["kind"] == "paper"]
+        if paper.empty:
+            raise NotMeasured(f"no rows of the hour on 16 GPUs ({HOUR})")
+        return cls(paper, MEASURED)
+
+    def over_time(self, metric: str) -> pd.Series:
+        """Values of ``metric`` by the start of their window."""
+        return pick(self.frame, metric=metric).set_index("t_s")["value"].sort_index().astype(float)
+
+    @property
+    def batches(self) -> pd.DataFrame:
+        """Mean requests of a minute: one line per GPU, one column per start."""
+        return pick(self.frame, metric="gpu_batch_size_60s_mean").pivot_table(
+            index="gpu", columns="t_s", values="value"
+        )
+
+    def one(self, metric: str) -> float:
+        """A single number."""
+        return float(pick(self.frame, metric=metric)["value"].iloc[0])
+
+    def has(self, metric: str) -> bool:
+        """Whether its rows have it."""
+        return bool((self.frame["metric"] == metric).any())
+
+    def finding(self, quantities: dict[str, float], text: str) -> Finding:
+        """With what told the simulation the time of a step."""
+        return Finding(quantities, text, self.kind, cost_model=self.cost_model)
+
+
+def mean_from(values: pd.Series, start: float, seconds: float) -> float:
+    """Mean of the windows that begin in ``seconds`` from ``start`` on."""
+    return float(values[(values.index >= start) & (values.index < start + seconds)].mean())
+
+
+def excess(hour: Hour) -> pd.Series:
+    """Active GPUs over the least that the requests need, by five minutes."""
+    active, held = hour.over_time("active_gpus_60s_mean"), hour.batches.sum()
+    starts = sorted({WINDOW_S * int(t // WINDOW_S) for t in active.index})
+    return pd.Series(
+        {t: mean_from(active, t, WINDOW_S) / np.ceil(mean_from(held, t, WINDOW_S) / BATCH) for t in starts}
+    )
+
+
+def woken(hour: Hour) -> pd.Series:
+    """How often each GPU became active after an idle minute."""
+    active = hour.batches >= IDLE
+    return (active & ~active.shift(1, axis=1, fill_value=True)).sum(axis=1)
+
+
+@claim("C46")
+def gpus_run_full(rows: Rows) -> Finding:
+    """Share of the active cells of the heat map with at least 31 requests."""
+    hour = Hour.of(rows)
+    full, nearly, mean = (
+        hour.one(name)
+        for name in (
+            SHARE, "share_of_active_cells_batch_ge_28", "mean_batch_size_of_active_cells",
+        )
+    )  # fmt: skip
+    stricter = [f"{name} {hour.one(metric):.3f}" for name, metric in STRICTER.items() if hour.has(metric)]
+    return hour.finding({"share": full}, "; ".join([f"{full:.3f} (>= 28: {nearly:.3f}); mean {mean:.1f}", *stricter]))
+
+
+@claim("C47")
+def throughput_follows_the_load(rows: Rows) -> Finding:
+    """Correlation of tokens per second with the request rate, means over the same 200 s."""
+    hour = Hour.of(rows)
+    rate, speed = hour.over_time("request_rate"), hour.over_time("throughput_10s_mean")
+    both = [(value, mean_from(speed, start, RATE_S)) for start, value in rate.items()]
+    correlation = float(np.corrcoef(*zip(*both, strict=True))[0, 1])
+    return hour.finding({"correlation": correlation}, f"{correlation:.4f} over {len(both)} windows")
+
+
+@claim("C48")
+def gpus_are_consolidated(rows: Rows) -> Finding:
+    """Active GPUs at both ends and at the peak, beside the least that the requests need and beside the throughput."""
+    hour = Hour.of(rows)
+    active, speed = hour.over_time("active_gpus_60s_mean"), hour.over_time("throughput_10s_mean")
+    end = active.index.max() + 60
+    first, last = mean_from(active, 0, LOW_S), mean_from(active, end - LOW_S, LOW_S)
+    peak = hour.one("max_active_gpus")
+    correlation = float(np.corrcoef(active, [mean_from(speed, start, 60) for start in active.index])[0, 1])
+    most = float(excess(hour).max())
+    quantities = {"first": first, "last": last, "peak": peak, "correlation": correlation, "largest_excess": most}
+    text = (
+        f"{first:.1f}, {last:.1f}, {peak:g}; {correlation:.3f}; at most {most:.2f} times the GPUs that requests need"
+    )
+    return hour.finding(quantities, text)
+
+
+@claim("C49")
+def idle_gpus_stay_idle(rows: Rows) -> Finding:
+    """Changes from idle to active, by minutes of the heat map; the median over the GPUs."""
+    hour = Hour.of(rows)
+    changes = woken(hour)
+    median = float(changes.median())
+    return hour.finding({"median": median}, f"{changes.min()} to {changes.max()}, median {median:g}")
+
+
+@claim("C50")
+def peak_of_the_cluster(rows: Rows) -> Finding:
+    """The best minute; tokens per second of an active GPU around the peak, and over what one GPU does alone."""
+    hour = Hour.of(rows)
+    speed, active = hour.over_time("throughput_10s_mean"), hour.over_time("active_gpus_60s_mean")
+    peak = hour.one("peak_throughput_60s")
+    per_gpu, _ = at_the_peak(speed, active)
+    alone = single_gpu(rows, hour)
+    quantities = {"peak": peak, "per_gpu": per_gpu, "share_of_single": per_gpu / alone}
+    text = f"{peak:.4g} token/s; per active GPU {per_gpu:.4g}, {per_gpu / alone:.2f} of the {alone:.4g} of one alone"
+    return hour.finding(quantities, text)
+
+
+def at_the_peak(speed: pd.Series, active: pd.Series) -> tuple[float, float]:
+    """Tokens per second of an active GPU, and active GPUs, in the ten minutes with most tokens."""
+    starts = [start for start in active.index if start + PEAK_S <= active.index.max() + 60]
+    best = max(starts, key=lambda start: mean_from(speed, start, PEAK_S))
+    gpus = mean_from(active, best, PEAK_S)
+    return mean_from(speed, best, PEAK_S) / gpus, gpus
+
+
+def single_gpu(rows: Rows, hour: Hour) -> float:
+    """Tokens per second of 7B, Skewed, on one GPU: of the same simulation, or Figure 11."""
+    if hour.kind == SIMULATED:
+        stream = pick(rows.figure("13"), panel=STREAM, workload="Skewed", model="llama2-7b", metric="throughput")
+        return float(stream["value"].iloc[0])
+    return Serving(rows, "7B").get(PUNICA, "Skewed")

@@ -1,0 +1,72 @@
+"""One scheduling rule on one load, simulated: what `ext_placement` reads."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from experiments.claims.placement import LENGTH
+from experiments.cluster.chosen_cost import chosen_cost
+from experiments.cluster.hour import RANK, paper_cluster, paper_hour
+from experiments.cluster.served import ServedHour, summary
+from experiments.cluster.step_costs import model_bytes
+from experiments.harness.points import Point, Reading
+from experiments.harness.schema import Config
+from experiments.harness.settings import folders
+from punica.cluster import SimulationResult, StepCost, Trace, simulate
+from punica.workload import RELEASED_SEED
+
+MODEL = "llama2-7b"
+KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")
+RAMP, TAIL = 0.1, 0.5
+"""Parts of a run with all requests waiting before which the GPUs still fill, and after which some may run empty."""
+
+
+def settings(cfg: Config, figure: Any) -> dict[str, Any]:
+    """What decides a row beside its columns."""
+    return {
+        "gpus": figure.gpus, "seconds": figure.seconds, "waiting": figure.waiting, "ranks": list(figure.ranks),
+        "cost": asdict(_cost(cfg)),
+    }  # fmt: skip
+
+
+def served(cfg: Config, point: Point, padded: bool) -> list[Reading]:
+    """The rule of ``point`` on its load, and with requests that all wait."""
+    about = point.settings
+    cost = _cost(cfg)
+    ranks = (RANK,) if point.workload == "Skewed" else about["ranks"]
+    asked = paper_hour(folders(cfg).paper, about["seconds"], workload=point.workload, ranks=ranks)
+    result = _run(asked, point, cost, padded)
+    hour = ServedHour(
+        about["seconds"], asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch,
+        result.seconds_by_batch, "simulated", result.cost_model,
+    )  # fmt: skip
+    each = (result.finish_s - result.first_token_s) / np.maximum(asked.lengths.output - 1, 1)
+    found = {
+        "time_per_output_token": (1e3 * float(each.mean()), "ms"),
+        LENGTH: (about["seconds"], "s"),
+        "capacity": (_capacity(cfg, point, cost, padded, ranks), "token/s"),
+    }
+    kept = [reading for reading in summary(hour) if reading.metric in KEPT]
+    marks = {"kind": "simulated", "cost_model": result.cost_model}
+    return [*kept, *(Reading(name, value, unit, **marks) for name, (value, unit) in found.items())]
+
+
+def _cost(cfg: Config) -> StepCost:
+    figure: Any = cfg.figure
+    return chosen_cost(figure.cost, MODEL, folders(cfg).paper, folders(cfg).recorded_rows.parent)
+
+
+def _run(asked: Trace, point: Point, cost: StepCost, padded: bool) -> SimulationResult:
+    policy = paper_cluster(point.system, model_bytes(MODEL), point.settings["gpus"], int(asked.ranks.max(initial=RANK)))
+    return simulate(asked, policy, cost, padded)
+
+
+def _capacity(cfg: Config, point: Point, cost: StepCost, padded: bool, ranks: Any) -> float:
+    """Tokens per second while all GPUs are full, of requests as those of the hour that wait from the start."""
+    hour = paper_hour(folders(cfg).paper, seed=RELEASED_SEED + 1, workload=point.workload, ranks=ranks)
+    count = point.settings["waiting"]
+    lengths = type(hour.lengths)(hour.lengths.prompt[:count], hour.lengths.output[:count])
+    waiting = Trace(np.zeros(count), lengths, hour.adapters[:count], hour.ranks[:count])
+    tokens = _run(waiting, point, cost, padded).tokens
+    return float(tokens[int(RAMP * len(tokens)) : max(1, int(TAIL * len(tokens)))].mean())

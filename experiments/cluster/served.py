@@ -1,0 +1,204 @@
+"""What any world tells of an hour that it served, and the readings of Figure 13 that follow from it.
+
+Names and windows are those of ``paper_results/fig13_cluster.csv``, so that the paper's rows and ours go through the
+same claims and the same figure.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.harness.points import Reading
+from punica.workload import MAX_BATCH
+
+HEAT_S, RATE_S, RATE_STEP_S, THROUGHPUT_S = 60, 200, 18, 10
+"""Seconds of a window of the heat map and of active GPUs, of the request rate and between its windows, and of the
+throughput.
+"""
+IDLE_S = 26
+"""A GPU without a token for so long is idle: as fine as the paper's heat map can be read."""
+PIXEL_S = 6.5
+"""Seconds of a pixel of the paper's heat map; the plotting library smoothed it over two."""
+FULL = 31
+"""Requests from which a batch counts as full."""
+ACTIVE = 0.5
+"""Requests from which a pixel counts as active, as it does where the paper's was read."""
+
+
+@dataclass(frozen=True)
+class ServedHour:
+    """One hour (or some seconds of it) as its world saw it, in seconds of the paper's profile: a world that compressed
+    time multiplies its clock first.
+
+    Attributes:
+        duration_s: of the arrivals.
+        arrivals, first_token_s, finish_s: [n] float64, of every request.
+        tokens: [seconds] int64, that came out in each second; a prompt counts with its first token (D13).
+        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second; a full GPU has more than
+            32 where one leaves and another takes its place (`heat_map` shows them as the paper does).
+        seconds_by_batch: [33] float64, GPU time in steps of so many requests.
+        kind: ``simulated`` or ``measured``. ``cost_model``: of a simulation, what told it the time of a step.
+    """
+
+    duration_s: float
+    arrivals: NDArray[np.float64]
+    first_token_s: NDArray[np.float64]
+    finish_s: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+    batch: NDArray[np.int64]
+    seconds_by_batch: NDArray[np.float64]
+    kind: str
+    cost_model: str = ""
+
+    @property
+    def active(self) -> NDArray[np.int64]:
+        """[seconds], GPUs that gave a token in each second."""
+        return (self.batch > 0).sum(axis=0)
+
+    def concurrent(self) -> NDArray[np.float64]:
+        """[seconds], requests between arrival and last token at the middle of each second."""
+        middles = np.arange(self.batch.shape[1]) + 0.5
+        return np.searchsorted(np.sort(self.arrivals), middles) - np.searchsorted(np.sort(self.finish_s), middles)
+
+
+def readings(served: ServedHour) -> list[Reading]:
+    """All of `series` and `summary`, marked with the kind of their world."""
+    return [*series(served), *summary(served)]
+
+
+def series(served: ServedHour) -> list[Reading]:
+    """Over time: request rate (mean over the following 200 s, every 18 s), throughput per 10 s; active GPUs, requests
+    in the cluster and the batch of every GPU per minute. Windows that the arrivals do not fill are left out.
+    """
+    arrived = np.bincount(served.arrivals.astype(int), minlength=int(served.duration_s))
+    lines = [
+        _line(served, "request_rate", "request/s", _following(arrived, RATE_S, RATE_STEP_S)),
+        _line(served, f"throughput_{THROUGHPUT_S}s_mean", "token/s", _windows(served, served.tokens, THROUGHPUT_S)),
+        _line(served, f"active_gpus_{HEAT_S}s_mean", "GPUs", _windows(served, served.active, HEAT_S)),
+        _line(served, f"concurrent_requests_{HEAT_S}s_mean", "requests", _windows(served, served.concurrent(), HEAT_S)),
+    ]
+    for gpu, found in enumerate(_minutes(served)):
+        lines.append(_line(served, f"gpu_batch_size_{HEAT_S}s_mean", "requests", found, gpu))
+    return [reading for line in lines for reading in line]
+
+
+def summary(served: ServedHour) -> list[Reading]:
+    """Totals, peaks and shares; and each GPU's changes from idle to active."""
+    seconds = min(int(served.duration_s), served.batch.shape[1])
+    tokens, active, batch = served.tokens[:seconds], served.active[:seconds], served.batch[:, :seconds]
+    cells, capped = (found[found >= ACTIVE] for found in (heat_map(batch), smoothed(np.minimum(batch, MAX_BATCH))))
+    steps = served.seconds_by_batch
+    wait = served.first_token_s - served.arrivals
+    minutes = means(tokens, HEAT_S)
+    found = {
+        "total_requests": (len(served.arrivals), "requests"),
+        "total_tokens": (int(served.tokens.sum()), "tokens"),
+        "mean_throughput": (tokens.mean(), "token/s"),
+        "peak_throughput_60s": (minutes.max(initial=0.0), "token/s"),
+        "mean_active_gpus": (active.mean(), "GPUs"),
+        "max_active_gpus": (active.max(initial=0), "GPUs"),
+        "gpu_seconds": (int(served.active.sum()), "s"),
+        "share_of_active_cells_batch_ge_31": (_share(cells >= FULL), "fraction"),
+        "share_of_active_cells_batch_ge_31_capped_seconds": (_share(capped >= FULL), "fraction"),
+        "share_of_step_time_batch_ge_31": (steps[FULL:].sum() / max(steps.sum(), 1e-9), "fraction"),
+        "share_of_active_cells_batch_ge_28": (_share(cells >= 28), "fraction"),
+        "mean_batch_size_of_active_cells": (cells.mean() if cells.size else 0.0, "requests"),
+        "median_time_to_first_token": (1e3 * float(np.median(wait)), "ms"),
+        "p99_time_to_first_token": (1e3 * float(np.quantile(wait, 0.99)), "ms"),
+    }
+    about = {"kind": served.kind, "cost_model": served.cost_model}
+    lines = [Reading(name, float(value), unit, **about) for name, (value, unit) in found.items()]
+    for gpu, one in enumerate(batch):
+        lines.append(Reading("idle_to_active_transitions", float(transitions(one)), "count", gpu=gpu, **about))
+    return lines
+
+
+def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]:
+    """What was measured over what a simulation fitted to the same runners gave: throughput, batch, active runners."""
+    values = [{one.metric: one.value for one in summary(served)} for served in (measured, simulated)]
+    about = {"kind": simulated.kind, "cost_model": simulated.cost_model}
+    return [
+        Reading(f"measured_over_simulated_{name}", values[0][name] / values[1][name], "ratio", **about)
+        for name in COMPARED if values[1][name]
+    ]  # fmt: skip
+
+
+COMPARED = ("mean_throughput", "mean_batch_size_of_active_cells", "mean_active_gpus")
+
+
+def transitions(batch: NDArray[np.int64]) -> int:
+    """How often a GPU became active after it had been idle, from its requests in every second [seconds]."""
+    windows = means(batch, IDLE_S) > 0
+    return int((windows[1:] & ~windows[:-1]).sum())
+
+
+def heat_map(batch: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[gpus, seconds] as they are read from the paper's heat map, [gpus, pixels]: `smoothed`, and at most 32, where its
+    scale of colours ends.
+
+    In this order, since the plotting library shrinks the numbers and colours them then. The paper's own minutes say the
+    same: 166 are full to the last digit and 198 others between 31 and 32, as here; where seconds are capped first, most
+    full minutes fall below 32, and the share of full cells is a point smaller (a row of its own).
+    """
+    return np.minimum(smoothed(batch), MAX_BATCH)
+
+
+def smoothed(batch: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[gpus, seconds] as a plotting library shrinks a picture, [gpus, pixels]: `PIXEL_S` seconds to a pixel, each a
+    mean with Hann's weights over two.
+    """
+    seconds = batch.shape[1]
+    distance = (np.arange(seconds) + 0.5 - _centres(seconds)[:, None]) / PIXEL_S  # [pixels, seconds]
+    weights = np.where(np.abs(distance) < 1, 0.5 + 0.5 * np.cos(np.pi * distance), 0.0)
+    return batch @ (weights / weights.sum(axis=1, keepdims=True)).T
+
+
+def means(values: NDArray[np.float64] | NDArray[np.int64], window: int) -> NDArray[np.float64]:
+    """Means of ``values`` [seconds] over the whole windows that they fill."""
+    count = len(values) // window
+    return values[: count * window].reshape(count, window).mean(axis=1)
+
+
+def _centres(seconds: int) -> NDArray[np.float64]:
+    """[pixels], the second in the middle of each pixel."""
+    return np.arange(0.5, max(1.0, seconds / PIXEL_S)) * PIXEL_S
+
+
+def _minutes(served: ServedHour) -> list[list[tuple[float, float]]]:
+    """Per GPU, start and mean of the pixels of each minute of the heat map: how the paper's were read."""
+    seconds = int(served.duration_s)
+    known = served.batch[:, :seconds]
+    map_ = heat_map(np.pad(known, ((0, 0), (0, seconds - known.shape[1]))))
+    minute = _centres(seconds) // HEAT_S
+    starts = range(seconds // HEAT_S)
+    return [[(float(HEAT_S * i), float(line[minute == i].mean())) for i in starts] for line in map_]
+
+
+def _windows(
+    served: ServedHour, values: NDArray[np.float64] | NDArray[np.int64], window: int
+) -> list[tuple[float, float]]:
+    """Start and mean of each window of the arrivals' duration; nothing happens after the last token."""
+    filled = np.zeros(int(served.duration_s))
+    known = values[: len(filled)]
+    filled[: len(known)] = known
+    return [(float(window * i), float(mean)) for i, mean in enumerate(means(filled, window))]
+
+
+def _following(arrived: NDArray[np.int64], window: int, step: int) -> list[tuple[float, float]]:
+    """Start and mean of windows that overlap; those at the end are as long as the hour lets them be."""
+    starts = range(0, max(1, len(arrived) - step), step)
+    return [(float(start), float(arrived[start : start + window].mean())) for start in starts]
+
+
+def _line(
+    served: ServedHour, metric: str, unit: str, points: list[tuple[float, float]], gpu: int | None = None
+) -> list[Reading]:
+    return [
+        Reading(metric, value, unit, kind=served.kind, t_s=start, gpu=gpu, cost_model=served.cost_model)
+        for start, value in points
+    ]
+
+
+def _share(true: NDArray[np.bool_]) -> float:
+    return float(true.mean()) if true.size else 0.0

@@ -1,0 +1,173 @@
+"""Figure 13's world on a virtual clock: the hour, and what else the same cost models predict or rest on.
+
+Panels: the hour, and once more with slower steps (`slowed_hour`); the stream of Figure 11 on one GPU, which the paper
+measured as well; the cost models with how far they are from the rows that they were fitted to; recorded windows of
+Figure 11, half of them predicted from the other half; and, with the same constant, the first tokens of requests that
+arrived by the clock.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from experiments.claims.rows import MODELS
+from experiments.cluster.chosen_cost import chosen_cost, panel_of
+from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, RANK, paper_cluster, paper_hour
+from experiments.cluster.loads import Load, first_token_readings, recorded_loads
+from experiments.cluster.recorded import recorded_costs, recorded_windows
+from experiments.cluster.served import ServedHour, readings
+from experiments.cluster.slowed_hour import slowed, slowed_readings, slowness
+from experiments.cluster.step_costs import FittedCost, model_bytes, paper_a100
+from experiments.cluster.windows import fitted_to, halves, predicted_half
+from experiments.harness.points import Point, Reading
+from experiments.harness.schema import Config
+from experiments.harness.settings import folders
+from punica.cluster import ClusterPolicy, SimulationResult, StepCost, Trace, simulate
+from punica.workload import MAX_BATCH, PAPER_WORKLOADS, popularity, released_lengths
+
+HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
+    f"simulated {name}"
+    for name in ("hour", "hour, slower steps", "Figure 11", "step costs", "windows", "first token")
+)
+MODEL = MODELS["7B"][0]
+PAPER_GPU_BYTES = 80e9
+"""Of testbed 1, which Figure 11 was measured on."""
+
+
+def points(cfg: Config) -> list[Point]:
+    """The hour under each scheduling rule that was chosen, then the rest."""
+    figure, paper = cfg.figure, folders(cfg).paper
+    about = {"gpus": figure.gpus, "seconds": figure.seconds}  # type: ignore[attr-defined]
+    named: str = figure.cost  # type: ignore[attr-defined]
+    panel = panel_of(HOUR, named)
+    found = [_point(panel, rule, "Skewed", MODEL, _chosen(cfg), **about) for rule in cfg.system.names]
+    # the published peak is in the middle of the hour
+    if panel == HOUR and figure.seconds >= DURATION_S:  # type: ignore[attr-defined]
+        found.append(_point(SLOWED, "punica", "Skewed", MODEL, _chosen(cfg), **about))
+    for role in ("7B", "13B"):
+        for workload in PAPER_WORKLOADS:
+            cost, requests = _paper_cost(paper, role).cost, figure.requests  # type: ignore[attr-defined]
+            found.append(_point(STREAM, "punica", workload, MODELS[role][0], cost, requests=requests))
+    found += [_point(COSTS, hardware, "", model, fitted.cost) for (hardware, model), fitted in _costs(cfg).items()]
+    for hardware, model, windows in _windows(cfg):
+        cost = _costs(cfg)[hardware, model].cost
+        found.append(_point(WINDOWS, hardware, "", model, cost, windows=[asdict(window) for window in windows]))
+    for hardware, model, load, cost in _loads(cfg):
+        panel = f"{FIRST_TOKEN}, {load.panel}, repeat {load.repeat}"
+        found.append(_point(panel, hardware, load.workload, model, cost, load=asdict(load)))
+    return found
+
+
+def measure(cfg: Config, point: Point) -> list[Reading]:
+    """What the panel of ``point`` says."""
+    paper = folders(cfg).paper
+    if point.panel.startswith(HOUR):
+        about = point.settings["seconds"], point.settings["gpus"], point.system
+        cost = _chosen(cfg)
+        served = _hour(paper, cost, *about)
+        if point.panel != SLOWED:
+            return readings(served)
+        factor = slowness(served, paper)
+        return slowed_readings(_hour(paper, slowed(cost, factor), *about), factor)
+    if point.panel == STREAM:
+        cost = _paper_cost(paper, next(role for role, names in MODELS.items() if point.model in names)).cost
+        return [_simulated("throughput", stream_throughput(point, cost), "token/s", cost)]
+    if point.panel == COSTS:
+        return cost_readings(_costs(cfg)[point.system, point.model])
+    if point.panel.startswith(FIRST_TOKEN):
+        asked = point.settings["load"]
+        load, cost = next((load, cost) for *_, load, cost in _loads(cfg) if asdict(load) == asked)
+        return first_token_readings(load, cost)
+    machine = point.system, point.model
+    windows = next(windows for hardware, model, windows in _windows(cfg) if (hardware, model) == machine)
+    return predicted_half(windows, _costs(cfg)[machine].cost)
+
+
+def seen(asked: Trace, result: SimulationResult, seconds: float) -> ServedHour:
+    """What a simulation tells, in the words of every world. GPUs are numbered from the one that the rule prefers, as in
+    the paper's heat map.
+    """
+    return ServedHour(
+        seconds, asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch[::-1],
+        result.seconds_by_batch, "simulated", result.cost_model,
+    )  # fmt: skip
+
+
+def stream_throughput(point: Point, cost: StepCost) -> float:
+    """Tokens per second of the released requests, all waiting from the start, on one GPU of testbed 1."""
+    count = point.settings["requests"]
+    lengths = released_lengths(count)
+    adapters = popularity(point.workload).requests(count) + 1
+    asked = Trace(0.0 * adapters, lengths, adapters, 0 * adapters + RANK)
+    policy = ClusterPolicy()
+    pages = model_bytes(point.model).pages(MEMORY_FRACTION * PAPER_GPU_BYTES, policy.page_size, MAX_BATCH, RANK)
+    policy.add_gpu("gpu", pages)
+    return lengths.total_tokens / float(simulate(asked, policy, cost).finish_s.max())
+
+
+def cost_readings(fitted: FittedCost) -> list[Reading]:
+    """The coefficients (microseconds), and the residuals by kind of row, as parts of the time."""
+    cost = fitted.cost
+    found = [
+        _simulated(f"cost_{name}", 1e6 * value, "us", cost) for name, value in asdict(cost).items() if name != "name"
+    ]
+    for kind, one in fitted.residuals.items():
+        found.append(_simulated(f"residual_rms_{kind}", one.rms, "fraction", cost))
+        found.append(_simulated(f"residual_largest_{kind}", one.largest, "fraction", cost))
+    return found
+
+
+def _point(panel: str, system: str, workload: str, model: str, cost: StepCost | None = None, **settings: Any) -> Point:
+    """Everything that decides a simulation: its cost model above all."""
+    about = {**settings, **({} if cost is None else {"cost": asdict(cost)})}
+    rank = RANK if workload else None
+    return Point(panel, system, workload, model, MAX_BATCH if workload else None, None, rank, about)
+
+
+def _simulated(metric: str, value: float, unit: str, cost: StepCost) -> Reading:
+    return Reading(metric, value, unit, kind="simulated", cost_model=cost.name)
+
+
+def _chosen(cfg: Config) -> StepCost:
+    places, figure = folders(cfg), cfg.figure
+    return chosen_cost(figure.cost, MODEL, places.paper, places.recorded_rows.parent)  # type: ignore[attr-defined]
+
+
+@cache
+def _hour(paper: Path, cost: StepCost, seconds: float, gpus: int, rule: str) -> ServedHour:
+    asked = paper_hour(paper, seconds)
+    return seen(asked, simulate(asked, paper_cluster(rule, model_bytes(MODEL), gpus), cost), seconds)
+
+
+@cache
+def _paper_cost(paper: Path, role: str) -> FittedCost:
+    return paper_a100(paper, role)
+
+
+def _costs(cfg: Config) -> dict[tuple[str, str], FittedCost]:
+    """The paper's A100 and every machine with recorded rows that tell a cost model."""
+    places = folders(cfg)
+    found = {("a100-80g", MODELS[role][0]): _paper_cost(places.paper, role) for role in ("7B", "13B")}
+    return {**found, **recorded_costs(places.recorded_rows.parent)}
+
+
+def _windows(cfg: Config) -> Iterator[tuple[str, str, list[Any]]]:
+    """Hardware, model and windows of Figure 11 of every machine that has recorded some beside a cost model."""
+    known = _costs(cfg)
+    for (hardware, model), windows in recorded_windows(folders(cfg).recorded_rows.parent).items():
+        if (hardware, model) in known:
+            yield hardware, model, windows
+
+
+def _loads(cfg: Config) -> Iterator[tuple[str, str, Load, StepCost]]:
+    """Hardware, model, load and cost model of every machine that was loaded by the clock; the cost model has the
+    constant of half of its windows where it has windows.
+    """
+    windows = {(hardware, model): found for hardware, model, found in _windows(cfg)}
+    for key, loads in recorded_loads(folders(cfg).recorded_rows.parent).items():
+        if key in _costs(cfg):
+            cost = _costs(cfg)[key].cost
+            cost = fitted_to(halves(windows[key])[0], cost) if key in windows else cost
+            yield from ((*key, load, cost) for load in loads)

@@ -1,0 +1,85 @@
+"""Recorded windows of Figure 11: a cost model fitted to half of them tells the throughput of the other half.
+
+The steps of a window are alike, so that windows tell one coefficient, the constant; the others are those of the
+machine's cost model, from other figures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from experiments.harness.points import Reading
+from punica.cluster import StepCost, StepWork, TimedStep, fit_step_cost
+from punica.workload import popularity
+
+LEAST = 4
+"""Windows of which a half is worth fitting."""
+MILLI = 1e3
+NEEDED = ("throughput", "step_latency", "tokens_per_step", "mean_batch_size", "mean_context")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The mean step of a window: tokens with those of prompts, requests, tokens of cache per request, ranks of the
+    different adapters in sum; and its seconds.
+    """
+
+    workload: str
+    repeat: int
+    tokens: float
+    batch: float
+    context: float
+    ranks: float
+    seconds: float
+
+    @property
+    def step(self) -> TimedStep:
+        """The mean step, which costs what the steps cost on the mean, as costs are linear."""
+        work = StepWork(self.batch, self.batch * self.context, self.tokens - self.batch, self.ranks)  # type: ignore[arg-type]
+        return TimedStep(work, self.seconds)
+
+
+def windows_of(rows: pd.DataFrame) -> list[Window]:
+    """Windows of Punica in ``rows`` of Figure 11 of one model, in order; those that other work disturbed, and those of
+    a whole stream, are left out.
+    """
+    punica = (rows["system"] == "punica") & rows["metric"].isin(NEEDED) & rows["statistic"].eq("value")
+    chosen = rows[punica & ~rows["disturbed"].eq(True) & rows["panel"].str.endswith(" Model")]
+    found = []
+    for (workload, repeat), one in chosen.groupby(["workload", "repeat"], sort=False):
+        value = one.drop_duplicates("metric", keep="last").set_index("metric")["value"]
+        if set(NEEDED) <= set(value.index):
+            batch = value["mean_batch_size"]
+            ranks = float(one["rank"].iloc[0]) * popularity(workload).number_of_adapters(max(1, round(batch)))
+            seconds = value["step_latency"] / MILLI
+            mean = value["tokens_per_step"], batch, value["mean_context"], ranks, seconds
+            found.append(Window(str(workload), int(repeat), *map(float, mean)))
+    return found if len(found) >= LEAST else []
+
+
+def fitted_to(windows: Sequence[Window], cost: StepCost) -> StepCost:
+    """``cost`` with the constant that ``windows`` tell."""
+    known = {"row": cost.row, "kv": cost.kv, "prefill": cost.prefill, "rank": cost.rank}
+    return fit_step_cost(f"{cost.name}, constant of windows", [one.step for one in windows], known)
+
+
+def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
+    """Every other window is fitted, the rest predicted."""
+    return list(windows[::2]), list(windows[1::2])
+
+
+def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
+    """Tokens per second of the predicted half over the measured ones, its mean and its largest error."""
+    seen, held_out = halves(windows)
+    fitted = fitted_to(seen, cost)
+    errors = [one.seconds / fitted.seconds(one.step.work) - 1 for one in held_out]
+    whole = sum(one.seconds for one in held_out) / sum(fitted.seconds(one.step.work) for one in held_out) - 1
+    about = {"kind": "simulated", "cost_model": fitted.name}
+    return [
+        Reading("windows_fitted", len(seen), "windows", "count", **about),
+        Reading("windows_predicted", len(held_out), "windows", "count", **about),
+        Reading("throughput_error", whole, "fraction", **about),
+        Reading("largest_throughput_error", float(np.abs(errors).max()), "fraction", **about),
+    ]

@@ -1,0 +1,148 @@
+"""Extension: where the time of one step of the engine goes, with and without LoRA.
+
+The paper times an operator, a layer and a server; between them lies the step of the whole model, of which LoRA is a
+part. Claim: what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a
+decode step is mostly base products at a short context and attention gains on them at a long one, both bound by bytes;
+shrink hides beside the base product on a GPU, expand is what is seen. A prompt makes a step one of arithmetic, and the
+decodes that join it (the paper's mixed step, section 5) come nearly free. On a CPU the products are nearly everything.
+
+Measured on an `Engine` whose slots are full: a decode step of `batch_size` requests at each of `contexts`, a prompt
+alone, and a prompt with `batch_size` - 1 decodes; each without adapters, with one for all (Identical), and with one for
+every request (Distinct), in turns. Every step is checked to be the one that was wanted, and adapters to change tokens.
+
+    step_latency           the step by the host's clock, from `Engine.step` to the tokens, as a server sees it
+    time_<part>            means over steps that were watched, which add up to step_latency_watched: on a GPU a few with
+                           a profiler, every instant counted once (`benches.device_parts`), `gaps` is when nothing runs;
+                           on a CPU all, with a clock around the calls (`benches.host_parts`), where LoRA is one call
+    inflation              on a GPU step_latency_watched / step_latency: what the profiler costs
+    host_<phase>           what the host does for a step: schedule, metadata (tables of the step), and on a GPU launch
+                           (from the tables until all is given to the device), then ahead (the next step, meanwhile)
+    added_latency          what the adapters add to the step; in a decode step that is to every user's next token
+    added_per_token        the same over the tokens that the step computes
+    floor                  the time of the bytes that must move, at the bandwidth of a large copy (copy_bandwidth)
+
+Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 40 seconds per model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import MISSING
+from tqdm import tqdm
+
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness.points import model_settings
+
+if TYPE_CHECKING:
+    from experiments.benches.breakdown import Case
+    from experiments.benches.engine_steps import EngineSteps, StepShape
+
+DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
+NONE = ""
+"""The workload of steps without adapters."""
+
+
+@dataclass
+class BreakdownConf(FigureConf):
+    """Requests of a step, cached tokens of those that decode, tokens of a prompt."""
+
+    batch_size: int | None = None
+    contexts: list[int] = MISSING
+    prompt: int = MISSING
+
+
+class Breakdown(Experiment):
+    """Parts of a step per kind of step (the panels), context and popularity."""
+
+    name, figure, order, conf = "ext_breakdown", "ext breakdown", 245, BreakdownConf
+    reads = ("model", "workload", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
+    clock, differing, drawn_by = "host_clock", ("workload",), "breakdown.draw_breakdown"
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure, settings = cast(BreakdownConf, cfg.figure), {"model": model_settings(cfg.model)}
+        batch = self._batch(cfg)
+        kinds = [(DECODE, batch, context) for context in figure.contexts]
+        kinds += [(PREFILL, 1, figure.prompt), (MIXED, batch, figure.prompt)]
+        return [
+            Point(kind, system, workload, cfg.model.name, requests, length, rank, settings)
+            for system in cfg.system.names
+            for rank in cfg.adapters.ranks
+            for kind, requests, length in kinds
+            for workload in (NONE, *cfg.workload.names)
+        ]
+
+    def _batch(self, cfg: Config) -> int:
+        return cast(BreakdownConf, cfg.figure).batch_size or max(cfg.scale.model_batch_sizes)
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        from experiments.benches.breakdown import listed, measured
+        from experiments.benches.operators import protocol
+
+        bench = self._bench(cfg, cast(int, points[0].rank))
+        shapes = {point.workload: _shape(point) for point in points}
+        cases = measured(bench, shapes, protocol(cfg))
+        if names := listed(list(cases.values())):
+            tqdm.write(f"{self.name}: kernels of no part, {points[0].label()}: {names}", file=sys.stderr)
+        return [_readings(cfg, point, shapes[point.workload], cases) for point in points]
+
+    def _bench(self, cfg: Config, rank: int) -> EngineSteps:
+        """The checked engine, built once per rank."""
+        from experiments.benches.engine_steps import EngineSteps, check_adapters_matter
+
+        figure, batch = cast(BreakdownConf, cfg.figure), self._batch(cfg)
+
+        def checked() -> EngineSteps:
+            longest = max(*figure.contexts, figure.prompt)
+            bench = EngineSteps.of_llama(cfg.model, rank, batch, longest, cfg.hardware.device)
+            check_adapters_matter(bench, [_shape(point) for point in self.points(cfg) if point.panel == DECODE])
+            return bench
+
+        return self.kept((cfg.model.name, rank), checked)
+
+
+def _shape(point: Point) -> StepShape:
+    """The step of a point: the adapters of its requests by popularity, those of neighbours side by side."""
+    from experiments.benches.engine_steps import StepShape
+    from punica.workload.popularity import popularity
+
+    requests, length = cast(int, point.batch_size), cast(int, point.seq_len)
+    adapters = [0] * requests
+    if point.workload:
+        adapters = [int(slot) + 1 for slot in popularity(point.workload).slots(requests)]
+    prompt = 0 if point.panel == DECODE else length
+    return StepShape(requests - bool(prompt), length, prompt, tuple(adapters))
+
+
+def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case]) -> list[Reading]:
+    from experiments.benches.breakdown import bytes_moved, copy_bandwidth
+
+    case = cases[point.workload]
+
+    def times(metric: str, seconds: Sequence[float]) -> list[Reading]:
+        return sampled(metric, [1e3 * value for value in seconds], "ms") if seconds else []
+
+    found = times("step_latency", case.steps)
+    found += [Reading(f"time_{part}", 1e3 * seconds, "ms") for part, seconds in case.mean_parts().items()]
+    found.append(Reading("step_latency_watched", 1e3 * fmean(case.watched), "ms"))
+    if case.watched != case.steps:
+        found.append(Reading("inflation", fmean(case.watched) / median(case.steps), "ratio"))
+    for phase in ("schedule", "metadata", "launch", "ahead"):
+        found += times(f"host_{phase}", getattr(case, phase))
+    if point.workload and NONE in cases:
+        added = [mine - plain for mine, plain in zip(case.steps, cases[NONE].steps, strict=True)]
+        found += times("added_latency", added)
+        found.append(Reading("added_per_token", 1e6 * median(added) / shape.rows, "us"))
+    moved, bandwidth = bytes_moved(cfg.model, cast(int, point.rank), shape), copy_bandwidth(cfg.hardware.device)
+    found += [Reading("bytes_moved", moved, "byte"), Reading("copy_bandwidth", bandwidth / 1e9, "GB/s")]
+    return [*found, Reading("floor", 1e3 * moved / bandwidth, "ms")]
+
+
+EXPERIMENT = Breakdown()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,244 @@
+"""Extension: throughput *and* latency: what users wait for when requests arrive by the clock.
+
+The paper promises "only a small latency" and shows throughput with all requests waiting from the start. Here they
+arrive as a Poisson process (an open loop: nobody waits for an answer before the next one asks), at rates up to the
+system's saturation and beyond. Claim: where the best baseline saturates, Punica is far from it, and its users wait a
+few steps. Expected shape: latencies flat up to a knee and steep behind it; the baselines' knee lies at a fraction of
+Punica's rate. The paper's rule of one prefill per step bounds what a step costs those who decode, and queues bursts;
+without the limit (`punica_many`) first tokens come sooner and single gaps between tokens have the longer tail.
+
+A system's rates are parts (`loads`) of its own capacity, requests per second while more wait than the batch has places
+for (panel `capacity`), which each repeat measures first and anew. `punica` and `punica_many` are also loaded with
+exactly the rate at which the better baseline saturates (panel `baseline capacity`), so that the baselines' capacities
+are measured whatever `system` says. Rates come from the rows of the same repeat and settings, and stand in
+`own_capacity` and `baseline_capacity` beside what was measured at them.
+
+    time_to_first_token, time_per_output_token, request_latency, queue_time: by the host's clock, from the time at which
+                  the request should arrive to delivery, i.e. the end of the step; median, p10, p90 and _p95, _p99, _max
+    inter_token_latency: the same of every gap between two tokens of a request, whose mean is time_per_output_token
+    steps_to_first_token: the same in steps, whatever the machine
+    throughput, busy, waiting_at_end: of the measured time, how much of it the engine stepped, the queue at its end
+    requests, unfinished, lost, doubled, starved: of those who arrived in it; see `systems.open_loop`. A run in which
+                  one was lost, doubled or starved gives no rows
+    ttft_bound:   in panel `baseline capacity`: five decode steps and the step of a prompt; ttft_p99_over_bound
+
+There is no _p99 of fewer than 100 requests or gaps: p95 and _max are what these can say. On two cores that is every
+point at a low rate. At scale=gpu a repeat has 400 requests at the baseline's capacity, and as many at a load as come
+within 30 seconds: hundreds of Punica's, and no p99 of a baseline's.
+
+Lengths are those that the paper states (D01; `systems.stream`), scaled to `max_len`. Baselines run without LoRA, and
+switching their adapter costs nothing, as in Figure 11. Tokens are compared with Hugging Face's before timing.
+
+Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B, expected: a command measures one
+repeat of what it names and ends before ten minutes; what is there is not measured again. One repeat of all is 34
+minutes; the same commands once more, in this order, measure the next one, up to `scale.passes`.
+
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=continuous_batching  # 5 minutes
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=static_batching  # 5
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica 'figure.loads=[120]'  # 7
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica  # its other loads: 5
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many 'figure.loads=[120]'  # 7
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many  # its other loads: 5
+
+1.5 minutes of each build and check the systems and capture graphs; 3.3 of those with one load are the 400 requests at
+about 2 per second. At scale=paper loads are measured for up to 100 seconds, an hour a repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import MISSING
+
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
+from experiments.harness.on_disk import givers_first, value_on_disk
+from experiments.harness.points import model_settings
+
+if TYPE_CHECKING:
+    from experiments.systems.load_bench import Capacity, Span
+    from experiments.systems.loaded import Loaded
+    from experiments.systems.stream import Job
+    from experiments.systems.world import World
+
+CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
+WITHOUT_LORA = ("continuous_batching", "static_batching")
+DECODE_STEPS = 5
+"""Of the bound on Punica's p99 time to first token, beside the step of its own prompt."""
+
+
+@dataclass
+class LoadConf(FigureConf):
+    """Rates as percent of a system's capacity, the stream, and the seconds of a point."""
+
+    loads: list[int] = MISSING
+    requests: int = MISSING  # different ones of the stream, which come again and again
+    lengths: str = MISSING  # released or stated, see systems.stream
+    max_len: int = MISSING
+    warm: float = MISSING
+    seconds: float = MISSING  # of arrivals that are measured
+    least: float = MISSING  # requests to be expected in them; where a rate is too low for that, they are more seconds
+    longest: float = MISSING  # up to these, but for the baseline's capacity, whose p99 the claim is about
+    drain: float = MISSING  # of patience with them
+    check_requests: int = MISSING
+    check_tokens: int = MISSING
+    sizes: dict[str, Any] = MISSING  # max_len and the seconds above, by scale
+
+
+class LatencyUnderLoad(Experiment):
+    """Latency by load (the panels), system and popularity."""
+
+    name, figure, order, conf = "ext_latency_under_load", "ext latency under load", 280, LoadConf
+    reads = ("model", "workload", "engine", "adapters.ranks", "adapters.alpha", "adapters.seed")
+    clock, drawn_by = "host_clock", "load.draw_load"
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(LoadConf, cfg.figure)
+        check_length(cfg, figure.max_len)
+        names, points = cfg.system.names, []
+        compared = WITHOUT_LORA if set(names) - set(WITHOUT_LORA) else ()
+        for workload in cfg.workload.names:
+            points += [_point(cfg, CAPACITY, name, workload) for name in dict.fromkeys((*names, *compared))]
+            for system in names:
+                panels = [load_panel(load) for load in figure.loads]
+                panels += [] if system in WITHOUT_LORA else [AT_BASELINE]
+                points += [_point(cfg, panel, system, workload) for panel in panels]
+        return points
+
+    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
+        """Each alone, and all capacities before the loads, whose rates they are."""
+        return givers_first(points, lambda point: point.panel != CAPACITY)
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        from experiments.systems.load_bench import load
+        from experiments.systems.load_readings import load_readings
+
+        bench = self._bench(cfg)
+        if point.panel == CAPACITY:
+            return bench.capacity(point.system, point.workload).readings()
+        own, span = self._capacity(cfg, point, point.system), bench.span
+        found = [Reading("own_capacity", own, "request/s")]
+        if point.panel == AT_BASELINE:
+            rate, span = max(self._capacity(cfg, point, name) for name in WITHOUT_LORA), replace(span, longest=math.inf)
+            found.append(Reading("baseline_capacity", rate, "request/s"))
+        else:
+            rate = own * part_of(point.panel)
+        seed = cfg.adapters.seed + point.repeat
+        trace = load(bench.system(point.system), bench.jobs(point.workload), rate, span, seed)
+        found += [
+            Reading("offered_rate", rate, "request/s"),
+            Reading("load", rate / own, "share"),
+            *load_readings(trace, span.at(rate)),
+        ]
+        return found + (bound(found) if point.panel == AT_BASELINE else [])
+
+    def _capacity(self, cfg: Config, point: Point, system: str) -> float:
+        """Requests per second that `system` takes, from its row of the repeat of `point`; measured if time or other
+        settings left it out.
+        """
+        asked = replace(_point(cfg, CAPACITY, system, point.workload), repeat=point.repeat)
+        known = value_on_disk(self, cfg, asked, "capacity")
+        return self._bench(cfg).capacity(system, point.workload).requests if known is None else known
+
+    def _bench(self, cfg: Config) -> LoadBench:
+        """Systems on one world, built once."""
+        key = (cfg.model.name, cfg.adapters.ranks[0], cfg.engine.max_batch_size, cfg.hardware.device)
+        return self.kept(key, lambda: LoadBench(cfg))
+
+
+class LoadBench:
+    """The systems of `cfg`, checked."""
+
+    def __init__(self, cfg: Config) -> None:
+        from experiments.systems import Limits, World
+        from experiments.systems.load_bench import Span
+
+        figure, engine, adapters = cast(LoadConf, cfg.figure), cfg.engine, cfg.adapters
+        limits = Limits(engine.max_batch_size, figure.max_len, engine.block_size, engine.num_blocks)
+        self.world: World = World(
+            cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed
+        )
+        self.span: Span = Span(figure.warm, figure.seconds, figure.drain, figure.least, figure.longest)
+        self._figure = figure
+        self._systems: dict[str, Loaded] = {}
+
+    def jobs(self, workload: str) -> list[Job]:
+        """The stream of `workload`."""
+        from experiments.systems import paper_stream
+
+        figure = self._figure
+        return paper_stream(workload, figure.requests, figure.max_len, self.world.vocab_size, figure.lengths)
+
+    def system(self, name: str) -> Loaded:
+        """The system called `name`, its tokens checked."""
+        from experiments.systems.load_bench import check_system
+        from experiments.systems.loaded import Loaded
+
+        if name not in self._systems:
+            system = Loaded(self.world, name)
+            check_system(system, self.jobs("Distinct"), self._figure.check_requests, self._figure.check_tokens)
+            self._systems[name] = system
+        return self._systems[name]
+
+    def capacity(self, name: str, workload: str) -> Capacity:
+        """What the system takes of `workload`, measured now."""
+        from experiments.systems.load_bench import capacity_of
+
+        return capacity_of(self.system(name), self.jobs(workload), self.span.seconds)
+
+
+def load_panel(percent: int) -> str:
+    """The panel of a load."""
+    return f"load {percent} %"
+
+
+def part_of(panel: str) -> float:
+    """The load of a panel, as a part of capacity."""
+    return int(panel.split()[1]) / 100
+
+
+def bound(readings: list[Reading]) -> list[Reading]:
+    """What the p99 of the time to first token is to stay below, and how far it does where there are requests enough for
+    a p99; nothing when no step decoded.
+    """
+    values = {reading.metric: reading.value for reading in readings}
+    if not {"decode_step", "prefill_step"} <= set(values):
+        return []
+    limit = Reading("ttft_bound", DECODE_STEPS * values["decode_step"] + values["prefill_step"], "ms")
+    tail = values.get("time_to_first_token_p99")
+    return [limit] if tail is None else [limit, Reading("ttft_p99_over_bound", tail / limit.value, "ratio")]
+
+
+def check_length(cfg: Config, max_len: int) -> None:
+    """`ConfigError` for requests that the model has no positions for, or that have no room for two new tokens."""
+    positions = cfg.model.max_position_embeddings
+    if not 4 <= max_len <= positions:
+        raise ConfigError(
+            f"figure.max_len={max_len} must lie in [4, {positions}]: room for a prompt and two new tokens, within the "
+            f"positions of {cfg.model.name} (model.max_position_embeddings)"
+        )
+
+
+def _point(cfg: Config, panel: str, system: str, workload: str) -> Point:
+    rank = None if system in WITHOUT_LORA else cfg.adapters.ranks[0]
+    return Point(panel, system, workload, cfg.model.name, cfg.engine.max_batch_size, None, rank, _settings(cfg))
+
+
+def _settings(cfg: Config) -> dict[str, Any]:
+    figure, engine, adapters = cast(LoadConf, cfg.figure), cfg.engine, cfg.adapters
+    return {
+        "model": model_settings(cfg.model),
+        "stream": [figure.lengths, figure.requests, figure.max_len],
+        "seconds": [figure.warm, figure.seconds, figure.drain, figure.least, figure.longest],
+        "engine": [engine.block_size, engine.num_blocks],
+        "adapters": [adapters.alpha, adapters.seed],
+        "check": [figure.check_requests, figure.check_tokens],
+    }
+
+
+EXPERIMENT = LatencyUnderLoad()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,259 @@
+"""Extension: many more adapters than slots, and more than host memory holds.
+
+The paper's Distinct has one adapter for each request and hides loading behind decoding (section 5.2). Claim: how many
+adapters there are costs little throughput, and a request whose adapter must be loaded waits hardly longer. Expected
+shape: throughput of 1,000 adapters close to that of 32; time to first token of requests that must load above that of
+resident ones by a load, milliseconds. With as many adapters in use as there are slots, who needs another one waits
+until a slot is free and, first come first served, holds up everybody behind; `punica_resident_first` lets at most 32 of
+those behind, whose adapter is there, go first.
+
+Adapters of a stream are drawn by popularity (`punica.workload.drawn_adapters`). Panels:
+
+    N adapters                 all in host memory, a slot per place in the batch
+    N adapters, S slots        the same, with fewer slots than the batch has places
+    N adapters, M in memory    in PEFT folders, M of which host memory holds (`max_cpu_loras`), the most popular ones at
+                               first: others are read when somebody asks for them
+
+In each the capacity is measured first (`capacity`, `throughput`: more requests wait than the batch has places for),
+then requests arrive by the clock, as in `ext_latency_under_load`, which see for the latencies. Both rules of admission
+get the same ones: at half (`load`) of what `punica` takes in that panel and repeat, which is measured whatever `system`
+says, from one seed.
+
+    time_to_first_token_resident, _loading, _from_memory, _from_disk: of requests whose adapter is in a slot when it is
+                  their turn, of the others, and of those by where it is. One that arrives while its adapter is in a
+                  slot may find it gone by then, and loads
+    loading_over_resident: the ratio of the medians of the first two
+    slot_hit_rate, memory_hit_rate: requests that find their adapter in a slot, and in host memory or a slot, when they
+                  arrive; with _at_join: when it is their turn
+    requests, unfinished, lost, doubled, starved: see `systems.open_loop`
+
+Only as many adapters have weights of their own as the batch has places (4 in folders): others are ids of the same
+weights, each with a slot, a load and on disk a reading of its own. A file that was read lies in the page cache of the
+system, so `disk` is the time to read, check, pack and stage it, without that of the drive.
+
+Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B, expected: a command measures one
+repeat of what it names and ends before ten minutes; the same command once more measures the next repeat.
+
+    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf system=punica  # 8 minutes
+    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf  # the other rule: 8 minutes
+    ...                                                                    # and so workload=uniform, workload=skewed
+
+Two minutes of each build and check systems and capture graphs, once for each kind of panel; a panel takes 50 seconds,
+30 of them for arrivals, about 300. At scale=paper 2.5 times as long.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import MISSING
+
+from experiments.ext_latency_under_load import check_length
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
+from experiments.harness.on_disk import givers_first, value_on_disk
+from experiments.harness.points import model_settings
+
+if TYPE_CHECKING:
+    from experiments.systems.load_bench import Span
+    from experiments.systems.loaded import Loaded
+    from experiments.systems.stream import Job
+    from experiments.systems.world import World
+
+
+GIVES_RATE = "punica"
+"""The system at whose capacity in a panel the rate of all is taken."""
+
+
+@dataclass
+class ManyConf(FigureConf):
+    """Numbers of adapters, the stream, and the seconds of a point."""
+
+    adapters: list[int] = MISSING  # in host memory, with a slot per place in the batch
+    batch_size: int = MISSING
+    few_slots: int = MISSING
+    adapters_on_few: int = MISSING
+    in_memory: int = MISSING
+    adapters_on_disk: int = MISSING
+    load: int = MISSING  # percent of the capacity of `GIVES_RATE` at which latencies are measured
+    requests: int = MISSING  # different ones of the stream, which come again and again
+    lengths: str = MISSING  # released or stated, see systems.stream
+    max_len: int = MISSING
+    warm: float = MISSING
+    seconds: float = MISSING
+    least: float = MISSING  # requests to be expected in them; where a rate is too low for that, they are more seconds
+    longest: float = MISSING  # up to these
+    drain: float = MISSING
+    check_requests: int = MISSING
+    check_tokens: int = MISSING
+    sizes: dict[str, Any] = MISSING  # what depends on the scale
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Where the adapters of a panel are: `slots` None is one per place, `in_memory` None all."""
+
+    adapters: int
+    slots: int | None = None
+    in_memory: int | None = None
+
+    @property
+    def panel(self) -> str:
+        slots = "" if self.slots is None else f", {self.slots} slots"
+        memory = "" if self.in_memory is None else f", {self.in_memory} in memory"
+        return f"{self.adapters} adapters{slots}{memory}"
+
+
+class ManyAdapters(Experiment):
+    """Throughput, hits and waits by number of adapters (the panels), popularity and rule of admission."""
+
+    name, figure, order, conf = "ext_many_adapters", "ext many adapters", 290, ManyConf
+    reads = ("model", "workload", "engine.block_size", "adapters.ranks", "adapters.alpha", "adapters.seed")
+    clock, drawn_by = "host_clock", "load.draw_many"
+
+    def points(self, cfg: Config) -> list[Point]:
+        from punica.workload import adapter_shares
+
+        figure = cast(ManyConf, cfg.figure)
+        check_length(cfg, figure.max_len)
+        if figure.in_memory < figure.batch_size:
+            raise ConfigError(
+                f"figure.in_memory={figure.in_memory} must be at least figure.batch_size={figure.batch_size}: host "
+                "memory has a copy of every slot"
+            )
+        for name in cfg.workload.names:
+            try:
+                adapter_shares(name, 1)
+            except ValueError as error:
+                raise ConfigError(f"workload={name}: {error}") from None
+        return [
+            Point(holding.panel, system, workload, cfg.model.name, figure.batch_size, None, cfg.adapters.ranks[0],
+                  _settings(cfg))
+            for holding in holdings(figure)
+            for workload in cfg.workload.names
+            for system in dict.fromkeys((GIVES_RATE, *cfg.system.names))
+        ]  # fmt: skip
+
+    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
+        """Each alone, panel by panel, and in each the system first whose capacity gives the rate."""
+        panels = [point.panel for point in (points[::-1] if points[0].repeat % 2 else points)]
+        return givers_first(points, lambda point: (panels.index(point.panel), point.system != GIVES_RATE))
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        from experiments.systems.load_bench import capacity_of, load
+        from experiments.systems.load_readings import place_readings, user_readings, users_of
+
+        figure, bench = cast(ManyConf, cfg.figure), self._bench(cfg)
+        holding = next(one for one in holdings(figure) if one.panel == point.panel)
+        system, jobs = bench.system(point.system, holding), bench.jobs(point.workload, holding.adapters)
+        capacity = capacity_of(system, jobs, figure.seconds)
+        giving = capacity.requests if point.system == GIVES_RATE else self._giving(cfg, point)
+        rate = giving * figure.load / 100
+        trace = load(system, jobs, rate, bench.span, cfg.adapters.seed + point.repeat)
+        users = users_of(trace, bench.span.at(rate))
+        return [
+            Reading("adapters", holding.adapters, "adapters", "count"),
+            *capacity.readings(),
+            Reading("offered_rate", rate, "request/s"),
+            Reading("load", rate / capacity.requests, "share"),
+            *user_readings(users, trace),
+            *place_readings(users),
+        ]
+
+    def _giving(self, cfg: Config, point: Point) -> float:
+        """The capacity of `GIVES_RATE` in the panel and repeat of `point`; measured if time left its row out."""
+        from experiments.systems.load_bench import capacity_of
+
+        known = value_on_disk(self, cfg, replace(point, system=GIVES_RATE), "capacity")
+        if known is not None:
+            return known
+        figure, bench = cast(ManyConf, cfg.figure), self._bench(cfg)
+        holding = next(one for one in holdings(figure) if one.panel == point.panel)
+        jobs = bench.jobs(point.workload, holding.adapters)
+        return capacity_of(bench.system(GIVES_RATE, holding), jobs, figure.seconds).requests
+
+    def _bench(self, cfg: Config) -> ManyBench:
+        key = (cfg.model.name, cfg.adapters.ranks[0], cast(ManyConf, cfg.figure).batch_size, cfg.hardware.device)
+        return self.kept(key, lambda: ManyBench(cfg))
+
+
+class ManyBench:
+    """Engines of one world, checked; those of one way to hold adapters at a time."""
+
+    def __init__(self, cfg: Config) -> None:
+        from experiments.systems import Limits, World
+        from experiments.systems.load_bench import Span
+
+        figure, adapters = cast(ManyConf, cfg.figure), cfg.adapters
+        limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
+        self.world: World = World(
+            cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed
+        )
+        self.span: Span = Span(figure.warm, figure.seconds, figure.drain, figure.least, figure.longest)
+        self._figure, self._seed = figure, adapters.seed
+        self._folders = TemporaryDirectory(prefix="adapters-")
+        self._systems: dict[tuple[str, int | None, int | None], Loaded] = {}
+
+    def jobs(self, workload: str, adapters: int) -> list[Job]:
+        """The stream in which each request draws one of `adapters` adapters."""
+        from experiments.systems import paper_stream
+        from punica.workload import drawn_adapters
+
+        figure = self._figure
+        jobs = paper_stream("Identical", figure.requests, figure.max_len, self.world.vocab_size, figure.lengths)
+        drawn = drawn_adapters(workload, adapters, len(jobs), self._seed)
+        return [replace(job, adapter_id=int(index) + 1) for job, index in zip(jobs, drawn, strict=True)]
+
+    def system(self, name: str, holding: Holding) -> Loaded:
+        """The system called `name` with adapters held like that, its tokens checked."""
+        key = (name, holding.slots, holding.in_memory)
+        if key not in self._systems:
+            for other in [other for other in self._systems if other[1:] != key[1:]]:
+                del self._systems[other]
+            gc.collect()  # a manager refers to itself
+            self._systems[key] = self._checked(name, holding)
+        return self._systems[key]
+
+    def _checked(self, name: str, holding: Holding) -> Loaded:
+        from experiments.systems.load_bench import check_system
+        from experiments.systems.loaded import FromFolders, Loaded
+
+        system: Loaded
+        if holding.in_memory is None:
+            system = Loaded(self.world, name, holding.slots)
+        else:
+            system = FromFolders(self.world, name, holding.slots, holding.in_memory, Path(self._folders.name))
+        figure = self._figure
+        check_system(system, self.jobs("Uniform", figure.batch_size), figure.check_requests, figure.check_tokens)
+        return system
+
+
+def holdings(figure: ManyConf) -> Sequence[Holding]:
+    """The panels, those of one kind of engine side by side."""
+    return [
+        *(Holding(adapters) for adapters in figure.adapters),
+        Holding(figure.adapters_on_few, slots=figure.few_slots),
+        Holding(figure.adapters_on_disk, in_memory=figure.in_memory),
+    ]
+
+
+def _settings(cfg: Config) -> dict[str, Any]:
+    figure, adapters = cast(ManyConf, cfg.figure), cfg.adapters
+    return {
+        "model": model_settings(cfg.model),
+        "stream": [figure.lengths, figure.requests, figure.max_len],
+        "seconds": [figure.warm, figure.seconds, figure.drain, figure.least, figure.longest, figure.load],
+        "block_size": cfg.engine.block_size,
+        "adapters": [adapters.alpha, adapters.seed],
+        "check": [figure.check_requests, figure.check_tokens],
+    }
+
+
+EXPERIMENT = ManyAdapters()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,170 @@
+"""Figure 12: text generation of a model that is cut over several GPUs (70B on 8 in the paper).
+
+Claim (section 7.2): with tensor parallelism Punica serves 70B at 441 to 446 token/s whatever the popularity, 20 times
+the backbone-only baseline where requests differ, and as fast as that where they share a model.
+Expected shape: as Figure 11's. But bytes allow less than the paper's flatness: of an adapter a rank reads 44 % at 8
+ranks, since plain LoRA layers keep one factor whole on every rank, and Distinct at most 0.76 of backbone-only
+Identical. `punica_sharded` has fully sharded adapters, which the paper has not: less memory and fewer bytes, but two
+small collectives more per pair of layers.
+
+The stream, its windows and the check are those of `fig11_textgen`; every step is taken by `figure.tp_size` processes,
+which are started once and measure in turn (NCCL between GPUs, gloo on a CPU). Tokens are checked on a model of the same
+widths with `figure.check_layers` layers, since no GPU holds 70B whole. The model is the largest of Llama-2 that fits
+this machine's GPUs (70B on two H200s), on a CPU llama-tiny, whose numbers say only that it works.
+
+Of its own are the rows `collective_latency` (ms per step) and `collective_share` of a step: on a CPU a clock around
+every collective, on a GPU the seconds of NCCL's kernels in a profile, of one more run of a piece of each window;
+waiting for the other ranks is part of both. `adapter_memory`: bytes of the adapter slots on the fullest rank. Then, on
+Distinct, ratios per LoRA system: over backbone-only Identical, beside what bytes allow (`bytes_ratio`, simulated: the
+weights, keys, values and adapters that a rank reads in Punica's mean step), over its own Identical, over backbone-only
+Distinct.
+
+Cost at scale=laptop: about 35 s on two cores; at scale=gpu about 6 minutes for 70B on two H200s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import MISSING
+
+from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, settings_of, whole_stream
+from experiments.harness import CheckFailed, Config, ConfigError, main
+from experiments.harness.points import Point, Reading
+from experiments.harness.schema import ranks_here
+from experiments.harness.settings import folders
+from experiments.harness.source import source_of
+from punica.measure.records import Row, read_rows
+
+if TYPE_CHECKING:
+    from experiments.systems.rank_bench import RankedBench
+
+BASELINE = "continuous_batching"
+WITH_LORA = {"punica": False, "punica_sharded": True}
+"""System -> whether its adapters are fully sharded."""
+MOST_RANKS = 64
+
+
+@dataclass
+class RanksConf(TextgenConf):
+    """Figure 12: Figure 11's, and the ranks."""
+
+    tp_size: int | None = None
+    check_layers: int = MISSING
+    adapter_sets: int = MISSING
+
+
+class Fig12(Fig11):
+    """Throughput per popularity and system, on ranks that are kept for the whole run."""
+
+    name, figure, order, conf = "fig12_textgen_70b", "12", 71, RanksConf
+    defaults = {"model": "fitting"}  # noqa: RUF012 (never written)
+    drawn_by = "tensor_parallel.draw_ranks"
+
+    def points(self, cfg: Config) -> list[Point]:
+        check_sizes(cfg)
+        figure, size = cast(RanksConf, cfg.figure), ranks_of(cfg)
+        whole = whole_stream(cfg)
+        panel = f"{cfg.model.paper_name} Model, tp {size}{whole}"
+        ranks = {"tp_size": size, "check_layers": figure.check_layers, "adapter_sets": figure.adapter_sets}
+        settings, limit, name = {**settings_of(cfg), "ranks": ranks}, cfg.engine.max_batch_size, cfg.model.name
+
+        def point(system: str, workload: str, rank: int, panel: str = panel) -> Point:
+            used = rank if system in WITH_LORA else None
+            return Point(panel, system, workload, name, limit, None, used, settings)
+
+        grid = itertools.product(cfg.workload.names, cfg.adapters.ranks, cfg.system.names)
+        points = [point(system, workload, rank) for workload, rank, system in grid]
+        if whole or BASELINE not in cfg.system.names or not {"Distinct", "Identical"} <= set(cfg.workload.names):
+            return points
+        lora = [system for system in cfg.system.names if system in WITH_LORA]
+        pairs = itertools.product(lora, cfg.adapters.ranks)
+        return points + [point(system, "Distinct", rank, f"{panel} {RATIOS}") for system, rank in pairs]
+
+    def release(self) -> None:
+        _, kept = self._kept
+        if kept is not None:
+            cast("RankedBench", kept).close()
+        super().release()
+
+    def _bench(self, cfg: Config, point: Point) -> Any:
+        """The ranks, started once per rank of the adapters."""
+        from experiments.systems import Limits, StreamConf
+        from experiments.systems.rank_bench import RankBench, RankedBench
+        from experiments.systems.ranks import Ranks
+        from experiments.systems.whole_stream import DRAWS
+
+        figure, scale, engine, adapters = cast(RanksConf, cfg.figure), cfg.scale, cfg.engine, cfg.adapters
+        rank = point.rank or adapters.ranks[0]
+        limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
+        draws = DRAWS if figure.whole_stream else scale.passes
+        windows = (draws, figure.pieces, figure.steps, figure.slow_steps)
+        stream = StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
+        drawn = {"rank": rank, "alpha": adapters.alpha, "seed": adapters.seed, "sets": figure.adapter_sets}
+        check = figure.check_requests, figure.check_tokens
+        given = (cfg.model, cfg.hardware.device, limits, stream, check, figure.check_layers, drawn)
+        size, backend = ranks_of(cfg), "gloo" if cfg.hardware.device == "cpu" else None
+        return self.kept(repr((given, size)), lambda: RankedBench(Ranks(RankBench, given, size, backend)))
+
+    def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
+        """From the rows on disk of the same repeat. `CheckFailed` when one is missing because its check failed."""
+        from experiments.systems.rank_bytes import bytes_ratio
+
+        rows = read_rows(folders(cfg).fresh_rows / f"{self.name}.csv")
+        source, panel = source_of(self), point.panel.removesuffix(f" {RATIOS}")
+        cell = (panel, point.model, point.batch_size, cfg.scale.name, cfg.timer.name, point.repeat)
+
+        def belongs(row: Row) -> bool:
+            mine = (row.panel, row.model, row.batch_size, row.scale, row.timer, row.repeat)
+            return mine == cell and row.rank in (None, point.rank) and row.source_hash == source
+
+        found = {(row.system, row.workload, row.metric): row for row in rows if belongs(row)}
+        cells = [(system, load) for system in (point.system, BASELINE) for load in ("Distinct", "Identical")]
+        if missing := [f"{system} on {load}" for system, load in cells if (system, load, "throughput") not in found]:
+            raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")
+        disturbed = any(found[(*one, "throughput")].disturbed for one in cells)
+        mean = {name: found[point.system, "Distinct", name].value for name in ("mean_batch_size", "mean_context")}
+        allowed = bytes_ratio(
+            cfg.model, cast(int, point.rank), ranks_of(cfg), WITH_LORA[point.system], mean["mean_batch_size"],
+            mean["mean_context"],
+        )  # fmt: skip
+        return ratios({one: found[(*one, "throughput")].value for one in cells}, point.system, allowed, disturbed)
+
+
+def ratios(
+    throughput: Mapping[tuple[str, str], float], system: str, allowed: float, disturbed: bool | None = None
+) -> list[Reading]:
+    """Of `system` on Distinct, from throughputs by system and workload; `allowed`: the ratio of bytes."""
+    distinct = throughput[system, "Distinct"]
+    over_backbone = distinct / throughput[BASELINE, "Identical"]
+    found = {
+        "distinct_over_backbone_identical": over_backbone,
+        "distinct_over_own_identical": distinct / throughput[system, "Identical"],
+        "speedup_over_best_baseline": distinct / throughput[BASELINE, "Distinct"],
+        "over_bytes_ratio": over_backbone / allowed,
+    }
+    readings = [Reading(name, value, "ratio", disturbed=disturbed) for name, value in found.items()]
+    return [*readings, Reading("bytes_ratio", allowed, "ratio", kind="simulated")]
+
+
+def ranks_of(cfg: Config) -> int:
+    """How many there are. `ConfigError` for a number that does not divide the model."""
+    given = cast(RanksConf, cfg.figure).tp_size
+    size = ranks_here(cfg.hardware.device) if given is None else given
+    heads, kv_heads = cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+    shared = kv_heads % size and size % kv_heads
+    if size > MOST_RANKS or heads % size or cfg.model.intermediate_size % size or shared:
+        raise ConfigError(
+            f"figure.tp_size={size} must divide the {heads} heads, the {kv_heads} key-value heads (or be a multiple of "
+            f"them) and the intermediate size {cfg.model.intermediate_size} of {cfg.model.name}: choose another one"
+        )
+    return size
+
+
+EXPERIMENT = Fig12()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,89 @@
+"""Figure 13: one hour of requests on 16 GPUs, under Punica's scheduling.
+
+Claim (section 7.3): the cluster's throughput follows the offered load, GPUs that work do so at full batches, and few
+GPUs work while the load is low. Expected shape: active GPUs rise and fall with the request rate, nearly all of their
+time is spent at batch 31 or 32, and a GPU that became idle stays idle.
+
+`runtime` chooses the world that serves the hour; the scheduling policy is the same object in all of them:
+
+    python -m experiments.fig13_cluster runtime=simulated [figure.cost=h200|roofline:h100]
+    python -m experiments.fig13_cluster runtime=ray [figure.kill=true] [address=host:6379]
+
+`simulated` is a virtual clock around the policy (`punica.cluster.simulator`); a step takes what a cost model says that
+was fitted to the paper's Figures 1 and 10. Its rows say `kind=simulated` and name the model; nothing is fitted to
+Figures 11 to 13, which the simulation therefore predicts. `figure.cost` gives the GPUs another machine's steps (and the
+memory of the paper's): an hour in a panel of its own, which no claim is held against.
+
+`ray` are engines in processes of their own, `figure.runners` of them that serve a tiny model with time, load and
+lengths scaled down (`experiments.cluster.ray_hour` says how), on this machine or on the Ray cluster at `address`; on
+`hardware=cpu` on its cores, on `hardware=h200` each on a GPU of its own. Its
+rows say `kind=measured`; the same trace by a simulator fitted to these runners lies beside. `figure.kill=true` serves
+it once more and kills a runner in the middle. Every request's tokens are compared with a single engine's.
+
+Cost: simulated about 15 seconds, on one core; on Ray five minutes, with `figure.kill` nine, on two cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omegaconf import MISSING
+
+from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
+from experiments.harness.schema import low
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+@dataclass
+class ClusterConf(FigureConf):
+    """Figure 13: `gpus` of the simulated cluster, how many `seconds` of the hour are served, from its start, and
+    `requests` of the stream of Figure 11 that is predicted beside it; `cost`: whose steps the hour has, see
+    `experiments.cluster.chosen_cost`. On Ray: how many `runners`, seconds of the hour in one of ours (`speed_up`),
+    longest prompt and output (`max_len`), whether to `kill` a runner in another hour.
+    """
+
+    gpus: int = MISSING
+    seconds: int = MISSING
+    requests: int = MISSING
+    cost: str = MISSING
+    runners: int = MISSING
+    speed_up: int = MISSING
+    max_len: int = low(4)
+    kill: bool = False
+
+
+class Fig13(Experiment):
+    """One panel per world. A world is a module with `points(cfg)` and `measure(cfg, point)`, which mean what those of
+    an experiment do; the readings of an hour are `served.readings` in each.
+    """
+
+    # after the figures whose recorded rows it predicts
+    name, figure, order, conf = "fig13_cluster", "13", 285, ClusterConf
+    reads = ("runtime", "address")
+    clock, drawn_by = "host_clock", "cluster.draw_hour"
+    passes = 1  # a simulation repeats itself
+
+    def points(self, cfg: Config) -> list[Point]:
+        return _world(cfg).points(cfg)
+
+    def is_derived(self, point: Point) -> bool:
+        return True  # nothing disturbs a virtual clock; on Ray the harness would take runners for the work of others
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        return _world(cfg).measure(cfg, point)
+
+
+def _world(cfg: Config) -> ModuleType:
+    """The module of `cfg.runtime`."""
+    from experiments.cluster import ray_hour, simulated_hour
+
+    return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime.name]
+
+
+EXPERIMENT = Fig13()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

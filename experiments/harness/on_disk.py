@@ -1,0 +1,44 @@
+"""Numbers that one point needs of another, read from the rows on disk: those of its own repeat and settings."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.harness.experiment import Experiment, config_hash
+from experiments.harness.points import Point
+from experiments.harness.schema import Config
+from experiments.harness.settings import folders
+from experiments.harness.source import source_of
+from punica.measure import environment
+from punica.measure.records import read_rows
+
+
+def machine() -> dict[str, Any]:
+    """What of this machine decides a number, for `config_hash`."""
+    return {"device": environment.device_name(), "torch": environment.installed("torch")}
+
+
+def value_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str) -> float | None:
+    """`metric` of `point`, in its repeat, as this code measured it under `cfg` on this machine; None where it was not.
+
+    `RowsError` for a file that cannot be read.
+    """
+    path = folders(cfg).fresh_rows / f"{experiment.name}.csv"
+    if not path.exists():
+        return None
+    digest, source = config_hash(experiment, cfg, point, machine()), source_of(experiment)
+    wanted = (digest, source, point.repeat, metric)
+    for row in read_rows(path):
+        if (row.config_hash, row.source_hash, row.repeat, row.metric) == wanted:
+            return row.value
+    return None
+
+
+def givers_first(points: Sequence[Point], place: Callable[[Point], Any]) -> list[list[Point]]:
+    """`points` of one repeat, each alone, so that they are measured in ascending `place`, those of one place as they
+    come: for points that read the rows of others.
+
+    `Passes` goes back over odd repeats, so that a drift of the machine cancels, and here that is foreseen.
+    """
+    back = points[0].repeat % 2 == 1
+    ordered = sorted(points[::-1] if back else points, key=place)
+    return [[point] for point in (ordered[::-1] if back else ordered)]

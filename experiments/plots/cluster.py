@@ -1,0 +1,159 @@
+"""The hour of Figure 13, the paper's beside each world that served it; and scheduling rules beside one another."""
+
+import textwrap
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from experiments.plots import style
+from experiments.plots.frames import described, distinct, series
+
+LINES = (
+    ("request_rate", "requests/s"),
+    ("throughput_10s_mean", "token/s"),
+    ("active_gpus_60s_mean", "active GPUs"),
+)
+HEAT = "gpu_batch_size_60s_mean"
+MINUTE = 60.0
+ON_RAY = "ray hour"
+"""In the panels of runners on Ray, and of what simulates them."""
+WIDTH = int(style.LETTERS_PER_INCH * 7.0)
+
+
+def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """The hour on the paper's number of GPUs beside the paper's; below, where there is one, the hour of runners on Ray,
+    of which the paper has none.
+    """
+    on_ray = rows["panel"].str.contains(ON_RAY)
+    clusters = [(part, beside) for part, beside in ((rows[~on_ray], paper), (rows[on_ray], None)) if len(part)]
+    figure = plt.figure(figsize=(7.0, 4.4 * len(clusters)), layout="constrained")
+    for place, (part, beside) in zip(figure.subfigures(len(clusters), 1, squeeze=False)[:, 0], clusters, strict=True):
+        _draw_cluster(place, part, beside)
+    return figure
+
+
+def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | None) -> None:
+    """Request rate, throughput and active GPUs over the hour; below, the batch of every GPU: the paper's first."""
+    hours = {panel: part for panel, part in rows.groupby("panel", sort=False) if (part["metric"] == HEAT).any()}
+    maps = {**({} if paper is None else {style.PAPER_LABEL: paper}), **hours}
+    places = figure.add_gridspec(2, len(LINES) * len(maps), height_ratios=(1.0, 1.25))
+    for i, (metric, label) in enumerate(LINES):
+        axis = figure.add_subplot(places[0, i * len(maps) : (i + 1) * len(maps)])
+        if paper is not None:
+            _line(axis, paper, metric, {"color": style.PAPER_GREY, "linestyle": "--", "linewidth": 1.0, "zorder": 2})
+        for panel, part in hours.items():
+            _line(axis, part, metric, {**_looks(panel), "linewidth": 1.0, "zorder": 3})
+        axis.set(title=label, xlabel="minutes", ylim=(0, None))
+    below = [
+        figure.add_subplot(places[1, i * len(LINES) : (i + 1) * len(LINES)]) for i in range(len(maps))
+    ]
+    for axis, (name, part) in zip(below, maps.items(), strict=True):
+        image = _heat(axis, part, textwrap.fill(name, WIDTH // (2 * len(maps))))
+    figure.colorbar(image, ax=below, label="requests on a GPU", pad=0.01)
+    handles: list[Any] = [] if paper is None else [
+        Line2D([], [], color=style.PAPER_GREY, linestyle="--", label=style.PAPER_LABEL)
+    ]  # fmt: skip
+    handles += [Line2D([], [], **_looks(panel), label=panel) for panel in hours]
+    worlds = "; ".join(_world(panel, part) for panel, part in hours.items())
+    figure.suptitle("\n".join(["One hour on a cluster", *textwrap.wrap(worlds, WIDTH)]), fontsize=8.5)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+
+
+def _world(panel: str, rows: pd.DataFrame) -> str:
+    """What stands behind a panel: of a simulation what told it the time of a step, else where it was measured."""
+    models = ", ".join(distinct(rows, "cost_model"))
+    return f"{panel}, not measured: {models}" if models else f"{panel}, measured: {described(rows)}"
+
+
+def _looks(panel: str) -> dict[str, Any]:
+    """Of a line: simulated ones are dotted where a measured one of the same cluster is beside them."""
+    if ON_RAY not in panel:
+        return {"color": style.look("punica")[0]}
+    place = 0 if panel.startswith("simulated") else 1 + ("killed" in panel)
+    return {"color": style.PALETTE[(1, 0, 2)[place]], "linestyle": ":" if place == 0 else "-"}
+
+
+def _line(axis: Axes, rows: pd.DataFrame, metric: str, looks: dict[str, Any]) -> None:
+    seconds, values = series(rows[rows["metric"] == metric], "t_s")
+    axis.plot([second / MINUTE for second in seconds], values, **looks)
+
+
+def _heat(axis: Axes, rows: pd.DataFrame, title: str) -> AxesImage:
+    """Batch of each GPU, the first at the bottom, over minutes."""
+    cells = rows[rows["metric"] == HEAT].pivot_table(index="gpu", columns="t_s", values="value")
+    end = (cells.columns.max() + MINUTE) / MINUTE
+    extent = (0.0, end, -0.5, len(cells) - 0.5)
+    image = axis.imshow(
+        cells, aspect="auto", origin="lower", extent=extent, vmin=0, vmax=32, cmap="coolwarm", interpolation="nearest"
+    )
+    axis.grid(visible=False)
+    axis.set(title=title, xlabel="minutes", ylabel="GPU")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return image
+
+
+BARS = (
+    ("mean_active_gpus", "active GPUs"),
+    ("capacity", "full GPUs: token/s"),
+    ("p99_time_to_first_token", "p99 first token (ms)"),
+    ("time_per_output_token", "ms per output token"),
+)
+
+
+def draw_placement(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """One column per quantity, one row per load; a bar for each scheduling rule, with its number."""
+    panels, rules = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["system"]))
+    figure, axes = plt.subplots(
+        len(panels), len(BARS), figsize=(7.0, 0.9 + 1.25 * len(panels)), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for line, panel in zip(axes, panels, strict=True):
+        for axis, (metric, label) in zip(line, BARS, strict=True):
+            mine = rows[(rows["panel"] == panel) & (rows["metric"] == metric)].set_index("system")["value"]
+            values = [float(mine.get(rule, 0.0)) for rule in rules]
+            colours = [style.look(rule)[0] if rule == "punica" else "0.7" for rule in rules]
+            axis.barh(range(len(rules)), values, color=colours)
+            for place, value in enumerate(values):
+                said = f" {value:.3g}" if value < 1000 else f" {value:.0f}"
+                style.note(axis, said, value, place, lift=0, ha="left", va="center")
+            axis.set(yticks=range(len(rules)), yticklabels=rules, xlim=(0, 1.35 * max([*values, 1e-9])))
+            axis.grid(axis="y", visible=False)
+            axis.set_title(label if panel == panels[0] else "")
+        line[0].set_ylabel(panel)
+        line[0].invert_yaxis()
+    _simulated_caption(figure, "Where a request goes: scheduling rules, simulated", rows)
+    return figure
+
+
+def _simulated_caption(figure: Figure, title: str, rows: pd.DataFrame) -> None:
+    """The title, and that nothing here was measured."""
+    figure.suptitle(f"{title}\nnot measured: {', '.join(distinct(rows, 'cost_model'))}", fontsize=8.5)
+
+
+def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Time and memory of the simulator over the requests of its hour, with the number of GPUs."""
+    figure, axes = plt.subplots(1, 2, figsize=(5.0, 2.4), layout="constrained")
+    table = centred(rows).pivot_table(index="panel", columns="metric", values="value", sort=False)
+    table = table.sort_values("requests")
+    for axis, (metric, label) in zip(axes, (("wall_time", "seconds"), ("peak_memory", "MiB")), strict=True):
+        axis.plot(table["requests"], table[metric], **style.measured_style("punica"))
+        for _, line in table.iterrows():
+            style.note(axis, f"{line['gpus']:g} GPUs", line["requests"], line[metric])
+        axis.set(xscale="log", xlabel="requests of an hour", title=label, ylim=(0, 1.2 * table[metric].max()))
+        axis.set_xticks(table["requests"], [f"{number:,.0f}" for number in table["requests"]])
+        axis.minorticks_off()
+        axis.margins(x=0.15)
+    handles = [Line2D([], [], **style.measured_style("punica"), label="simulator, one core")]
+    style.caption(figure, "How large a cluster can be simulated", described(rows), handles, 1)
+    return figure
+
+
+def centred(rows: pd.DataFrame) -> pd.DataFrame:
+    """Single values and counts."""
+    return rows[rows["statistic"].isin(("value", "count"))]

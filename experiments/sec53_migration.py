@@ -1,0 +1,132 @@
+"""Section 5.3: migrating a request by computing its keys and values again, against copying them.
+
+Claim: Punica migrates a request by adding it to the other GPU as a new one with prompt plus generated tokens, whose
+prefill recomputes the KV cache; the paper says that this is simple and cheap enough, and gives no numbers.
+Expected shape: both grow in proportion to the context. A prefill of n tokens takes the time of 2 n times the weights in
+FLOP, a copy that of n times the bytes of a token over the link; so recomputation wins where links are slow
+(`break_even_bandwidth`: that at which a copy takes as long), and costs a batch some of its decode steps
+(`decode_steps`: over the time of one with a full batch at this context, each request with an adapter).
+
+Systems, for one request of `seq_len` tokens with an adapter, whose blocks lie scattered over all layers' caches:
+
+    recompute   a step of the engine with its tokens as a prompt and nothing else
+    copy        into another cache on the same device: gather, scatter (one engine to another on one GPU)
+    copy_host   gather, page-locked host memory, the device again, scatter (GPU only)
+    copy_peer   gather, to the next GPU, scatter (two GPUs)
+    ethernet 25G, ...   bytes over a datasheet's bandwidth (`figure.links_gb_s`), the most that a link can do: computed,
+                        rows of kind `datasheet`
+
+Before timing, a copy has to arrive bit for bit, and a request that was prefilled and decoded has to come out of one
+prefill with the same keys and values, within rounding. Clock: the host's, which waits for the device.
+
+Cost at scale=laptop: about 20 s on two cores, 3 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import MISSING
+
+from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
+from experiments.harness.points import Point, Reading, model_settings, sampled
+from punica.measure import environment
+
+if TYPE_CHECKING:
+    from experiments.benches.migration import Migration, Moves
+
+PEER_COPY, RECOMPUTED = "copy_peer", "recompute"
+LATENCY = "migration_latency"
+
+
+@dataclass
+class MigrationConf(FigureConf):
+    """Contexts, what needs a GPU, the batch beside, and links that are computed."""
+
+    gpu_systems: list[str] = MISSING
+    contexts: list[int] = MISSING
+    batch_size: int | None = None
+    links_gb_s: dict[str, float] = MISSING
+
+
+class MigrationExperiment(Experiment):
+    """Time to move a request per context and way."""
+
+    name, figure, order, conf = "sec53_migration", "text 5.3", 66, MigrationConf
+    reads = ("model", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
+    clock, differing, drawn_by = "host_clock", ("system",), "migration.draw_migration"
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        figure = cast(MigrationConf, cfg.figure)
+        return [name for name in figure.systems if cfg.hardware.device != "cpu" or name not in figure.gpu_systems]
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure, here = cast(MigrationConf, cfg.figure), self.known_systems(cfg)
+        if len(environment.gpu_query("index")) < 2:
+            here = [name for name in here if name != PEER_COPY]
+        if not any(name in here for name in cfg.system.names):
+            raise ConfigError(f"system={PEER_COPY} needs two GPUs: choose system=all or one of {', '.join(here)}")
+        if any(bandwidth <= 0 for bandwidth in figure.links_gb_s.values()):
+            raise ConfigError(f"figure.links_gb_s={figure.links_gb_s} must be positive: GB/s in one direction")
+        settings = {"model": model_settings(cfg.model), "links": dict(figure.links_gb_s)}
+        fixed: dict[str, Any] = {"model": cfg.model.name, "batch_size": _batch(cfg), "settings": settings}
+        return [
+            Point("", system, seq_len=context, rank=rank, **fixed)
+            for rank in cfg.adapters.ranks
+            for context in figure.contexts
+            for system in cfg.system.names
+            if system in here
+        ]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        from experiments.benches.operators import protocol
+
+        context = cast(int, points[0].seq_len)
+        links = cast(MigrationConf, cfg.figure).links_gb_s
+        timed = [point.system for point in points if point.system not in links]
+        moves = self._bench(cfg, cast(int, points[0].rank)).measured(context, timed, protocol(cfg))
+        return [
+            _over(links[point.system], moves.nbytes) if point.system in links else _readings(point.system, moves)
+            for point in points
+        ]
+
+    def _bench(self, cfg: Config, rank: int) -> Migration:
+        """The checked engine, built once per rank."""
+        from experiments.benches.migration import Migration
+
+        longest = max(cast(MigrationConf, cfg.figure).contexts)
+        key = (cfg.model.name, rank)
+        return self.kept(key, lambda: Migration(cfg.model, rank, _batch(cfg), longest, cfg.hardware.device))
+
+
+def _batch(cfg: Config) -> int:
+    return cast(MigrationConf, cfg.figure).batch_size or max(cfg.scale.model_batch_sizes)
+
+
+def _readings(system: str, moves: Moves) -> list[Reading]:
+    seconds = moves.seconds[system]
+    found = [*sampled(LATENCY, [1e3 * value for value in seconds], "ms"), Reading("bytes", moves.nbytes, "byte")]
+    bandwidth = moves.nbytes / median(seconds) / 1e9
+    if system != RECOMPUTED:
+        return [*found, Reading("bandwidth", bandwidth, "GB/s")]
+    found += sampled("decode_step_latency", [1e3 * value for value in moves.decode], "ms")
+    found.append(Reading("decode_steps", median(seconds) / median(moves.decode), "ratio"))
+    return [*found, Reading("break_even_bandwidth", bandwidth, "GB/s")]
+
+
+def _over(gb_per_second: float, nbytes: int) -> list[Reading]:
+    """What a link takes at its datasheet's bandwidth."""
+    return [
+        Reading(LATENCY, nbytes / gb_per_second / 1e6, "ms", kind="datasheet"),
+        Reading("bytes", nbytes, "byte", kind="datasheet"),
+        Reading("bandwidth", gb_per_second, "GB/s", kind="datasheet"),
+    ]
+
+
+EXPERIMENT = MigrationExperiment()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,101 @@
+"""Section 6: the norm in one kernel instead of one for each of its operations.
+
+Claim: fusing takes a norm from 110 to 4 us. Shape and dtype are not given; the released code norms by the root mean
+square, `y = x / sqrt(mean(x^2) + eps) * weight`, and so do we, over hidden states [T, 4096]. Expected shape: unfused,
+what its launches cost, whatever T is; fused, one launch; so the ratio falls where T is large enough to keep the
+processor busy.
+
+`unfused` is a norm in plain tensor operations, as Hugging Face's Llama has it: to float32, square, mean, add, inverse
+root, product, back, product. `fused` is what our models call: a Triton kernel on a GPU, and on a CPU torch's own, which
+is the same operations in turn, so nothing is saved there. Both are timed by the host's clock, because what is saved are
+launches, on hidden states that lie in the caches, as the operation before has just written them. Both are checked
+against float64 before.
+
+Cost at scale=laptop: a few seconds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import MISSING
+
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness.schema import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPS = 1e-5
+
+
+@dataclass
+class NormConf(FigureConf):
+    """Hidden states [batch size, hidden]."""
+
+    hidden: int = MISSING
+    batch_sizes: list[int] = MISSING
+    dtype: DType = MISSING
+
+
+class Norm(Experiment):
+    """Latency of both forms over the rows of a step."""
+
+    name, figure, order, conf = "sec6_norm", "text 6", 68, NormConf
+    differing, drawn_by, clock = ("system",), "norms.draw_norms", "host_clock"
+    reads = PROTOCOL
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(NormConf, cfg.figure)
+        settings = {"hidden": figure.hidden, "dtype": figure.dtype.name}
+        return [
+            Point("RMSNorm", system, batch_size=rows, settings=settings)
+            for rows in figure.batch_sizes
+            for system in cfg.system.names
+        ]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        from experiments.benches.operators import protocol
+        from punica.measure.timing import time_side_by_side
+
+        calls = {point.system: [checked(cfg, point.system, cast(int, point.batch_size))] for point in points}
+        samples = time_side_by_side(calls, replace(protocol(cfg), flush_mib=0))
+        return [sampled("norm_latency", [1e6 * value for value in samples[point.system]], "us") for point in points]
+
+
+def checked(cfg: Config, system: str, rows: int) -> "Callable[[], Tensor]":
+    """The call of a form on `rows` hidden states. `CheckFailed` when it differs from float64."""
+    import torch
+
+    from experiments.benches.operators import TOLERANCE, check
+
+    figure = cast(NormConf, cfg.figure)
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((rows, figure.hidden), (figure.hidden,)))
+    dtype, device = getattr(torch, figure.dtype.name), cfg.hardware.device
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    norm = FORMS[system]
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+    check(system, norm(x, weight), exact, 2 * TOLERANCE[figure.dtype])
+    return lambda: norm(x, weight)
+
+
+def unfused(x: "Tensor", weight: "Tensor") -> "Tensor":
+    """One operation after the other; `x [T, hidden]`, `weight [hidden]`."""
+    wide = x.float()
+    scale = (wide.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
+    return weight * (wide * scale).to(x.dtype)
+
+
+def fused(x: "Tensor", weight: "Tensor") -> "Tensor":
+    """The norm of our models."""
+    from punica.ops.backbone import add_rms_norm
+
+    return add_rms_norm(x, None, weight, EPS)
+
+
+FORMS = {"unfused": unfused, "fused": fused}
+EXPERIMENT = Norm()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

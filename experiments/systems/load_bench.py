@@ -1,0 +1,130 @@
+"""A loaded engine, timed: its capacity with a queue that never ends, and requests that come at a rate below that.
+
+Capacity is requests per second while more wait than the batch has places for; a load is a part of it. Arrivals of a
+load are a Poisson process. Measured are requests that arrive within some seconds after a warm-up (`Span`); arrivals go
+on until those are done, or until patience ends. One that is not done by then counts with the time that it has waited,
+which is less than it will have. The numbers of it are in `load_readings`.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from experiments.benches.engine_state import clear
+from experiments.harness.points import Reading
+from experiments.systems.check import check_tokens
+from experiments.systems.loaded import FOLDERS, Loaded
+from experiments.systems.open_loop import Arrival, Clock, TimedStep, Trace, drive
+from experiments.systems.steady import begin_steadily
+from experiments.systems.stream import Job, shortened
+from punica.workload import independent_seeds, poisson_arrivals
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds of warm-up, of arrivals that are measured, and of patience after them."""
+
+    warm: float
+    seconds: float
+    drain: float
+    least: float = 0.0
+    """Requests that are to be expected in the measured time; at a low rate it is as much longer ..."""
+    longest: float = math.inf
+    """... but no longer than this (unless `seconds` are)."""
+
+    def at(self, rate: float) -> "Span":
+        """The span for `rate` requests per second."""
+        return replace(self, seconds=max(self.seconds, min(self.least / rate, self.longest)))
+
+    @property
+    def measured(self) -> tuple[float, float]:
+        return self.warm, self.warm + self.seconds
+
+    @property
+    def deadline(self) -> float:
+        return self.warm + self.seconds + self.drain
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """With a queue that never ends: requests and tokens (prompt and new) per second, and requests in the batch; steps
+    that were counted and requests that ended in them.
+
+    `requests` are new tokens per second over those of a mean request: how many happen to end within the time says less.
+    """
+
+    requests: float
+    tokens: float
+    batch: float
+    steps: int
+    finished: int
+
+    def readings(self) -> list[Reading]:
+        return [
+            Reading("capacity", self.requests, "request/s"),
+            Reading("throughput", self.tokens, "token/s"),
+            Reading("mean_batch_size", self.batch, "requests"),
+            Reading("steps", self.steps, "steps", "count"),
+            Reading("finished", self.finished, "requests", "count"),
+        ]
+
+
+def check_system(system: Loaded, jobs: Sequence[Job], count: int, tokens: int) -> None:
+    """`CheckFailed` unless the first tokens of `count` of `jobs`, on adapters that exist in every form, are right."""
+    short = shortened(jobs, count, tokens)
+    check_tokens(system, [replace(job, adapter_id=1 + place % FOLDERS) for place, job in enumerate(short)])
+
+
+def capacity_of(system: Loaded, jobs: Sequence[Job], seconds: float, clock: Clock = time.perf_counter) -> Capacity:
+    """Serve `jobs`, again and again, for `seconds`, from the middle of an endless queue on (`begin_steadily`), after as
+    many steps as the batch has places, and for no fewer. A batch that begins and ends as one is counted whole.
+
+    Adapters begin where the system holds them. `CheckFailed` if a CUDA graph was captured meanwhile.
+    """
+    system.hold({job.adapter_id for job in jobs})
+    engine, stream = system.engine, itertools.cycle(jobs)
+    steps, ended, fill, first = list[TimedStep](), list[int](), engine.config.max_batch_size, -1
+    begin_steadily(system, stream, max(job.new_tokens for job in jobs))
+    start = clock()
+    with system.captures_nothing():
+        while True:
+            if not (engine.scheduler.rule.inseparable and engine.scheduler.running):
+                first = len(steps) if first < 0 and len(steps) >= fill else first
+                if 0 <= first <= len(steps) - fill and steps[-1].end >= steps[first].start + seconds:
+                    break
+            while len(engine.scheduler.waiting) <= fill:
+                for request in system.requests([next(stream)]):
+                    engine.add_request(request)
+            began, output = clock() - start, engine.step()
+            done, waiting = output.statistics, len(engine.scheduler.waiting)
+            live = done.batch_size - done.num_idle
+            steps.append(TimedStep(began, clock() - start, live, done.num_prefill_tokens, waiting))
+            ended.append(len(output.finished))
+        clear(engine)
+    counted = steps[first:]
+    passed = counted[-1].end - counted[0].start
+    new = sum(step.live for step in counted)
+    return Capacity(
+        requests=new / passed / fmean(job.new_tokens for job in jobs),
+        tokens=(new + sum(step.prompt_rows for step in counted)) / passed,
+        batch=new / len(counted),
+        steps=len(counted),
+        finished=sum(ended[first:]),
+    )
+
+
+def load(system: Loaded, jobs: Sequence[Job], rate: float, span: Span, seed: int) -> Trace:
+    """`jobs`, again and again, in a Poisson process of `rate` requests per second, over `span.at(rate)`.
+
+    `CheckFailed` if a CUDA graph was captured meanwhile: everybody would have waited for it.
+    """
+    span = span.at(rate)
+    system.hold({job.adapter_id for job in jobs})
+    times = poisson_arrivals(rate, span.deadline, independent_seeds(seed, 1)[0])
+    requests = system.requests([job for job, _ in zip(itertools.cycle(jobs), times, strict=False)])
+    arrivals = [Arrival(request, float(at)) for request, at in zip(requests, times, strict=True)]
+    with system.captures_nothing():
+        return drive(system.engine, arrivals, span.measured, span.deadline, system.place_of)

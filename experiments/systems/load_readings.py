@@ -1,0 +1,127 @@
+"""The numbers of a trace of requests that arrived by the clock (`open_loop`): what users saw, what the engine did, and
+where adapters were.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import numpy as np
+
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.points import Reading, sampled
+from experiments.systems.load_bench import Span
+from experiments.systems.open_loop import DISK, MEMORY, SLOT, Counts, TimedStep, Trace, Traced, check_trace, counts_of
+
+MS = 1e3
+FEWEST_FOR_P99 = 100
+"""Samples; of fewer the p99 would lie between the two longest."""
+
+
+def load_readings(trace: Trace, span: Span) -> list[Reading]:
+    """What users saw who came within the measured time of `span`, and what the engine did in it. See `users_of`."""
+    users, (begin, end) = users_of(trace, span), span.measured
+    steps = [step for step in trace.steps if begin <= step.end < end]
+    return [*user_readings(users, trace), *step_readings(steps, span.seconds)]
+
+
+def users_of(trace: Trace, span: Span) -> list[Traced]:
+    """The requests that arrived within the measured time. `CheckFailed`: none did, or `check_trace`."""
+    check_trace(trace)
+    begin, end = span.measured
+    users = [request for request in trace.requests if begin <= request.at < end]
+    if not users:
+        raise CheckFailed(f"no request arrived in {span.seconds:.3g} s: choose a longer time (figure.seconds)")
+    return users
+
+
+def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
+    """Latencies of some of the requests of `trace` in ms: median, p10, p90, and the `tail` as metrics of its own; how
+    many they are, and what became of them and of all. `time_per_output_token` is a request's mean gap between
+    tokens, `inter_token_latency` every single gap.
+    """
+    stopped = trace.end
+    firsts = [(request.first if request.first is not None else stopped) - request.at for request in users]
+    wholes = [(request.last if request.is_done and request.last else stopped) - request.at for request in users]
+    queues = [(request.joined if request.joined is not None else stopped) - request.at for request in users]
+    gaps = [
+        (request.last - request.first) / (request.tokens - 1)
+        for request in users
+        if request.first is not None and request.last is not None and request.tokens > 1
+    ]
+    steps = [float(request.step - request.before + 1) for request in users if request.step is not None]
+    return [
+        *tail("time_to_first_token", firsts, MS, "ms"),
+        *tail("time_per_output_token", gaps, MS, "ms"),
+        *tail("inter_token_latency", [gap for request in users for gap in request.gaps], MS, "ms"),
+        *tail("request_latency", wholes, MS, "ms"),
+        *tail("queue_time", queues, MS, "ms"),
+        *tail("steps_to_first_token", steps, 1.0, "steps"),
+        *_counts(users, counts_of(trace.requests, trace.strangers)),
+    ]
+
+
+def tail(metric: str, samples: Sequence[float], scale: float, unit: str) -> list[Reading]:
+    """`sampled`, and `_p95`, `_max` and, of `FEWEST_FOR_P99` samples or more, `_p99`; nothing of no samples."""
+    if not samples:
+        return []
+    values = [scale * sample for sample in samples]
+    shares = (95, 99) if len(values) >= FEWEST_FOR_P99 else (95,)
+    far = [Reading(f"{metric}_p{share}", float(np.percentile(values, share)), unit) for share in shares]
+    return [*sampled(metric, values, unit), *far, Reading(f"{metric}_max", max(values), unit)]
+
+
+def step_readings(steps: Sequence[TimedStep], seconds: float) -> list[Reading]:
+    """Steps that ended within `seconds`: what they delivered, how long those with and without a prompt took."""
+    if not steps:
+        return []
+    tokens = sum(step.live + step.prompt_rows for step in steps)
+    found = [
+        Reading("throughput", tokens / seconds, "token/s"),
+        Reading("busy", min(1.0, sum(step.seconds for step in steps) / seconds), "share"),
+        Reading("mean_batch_size", fmean(step.live for step in steps), "requests"),
+        Reading("waiting_at_end", steps[-1].waiting, "requests", "count"),
+        Reading("steps", len(steps), "steps", "count"),
+    ]
+    for name, chosen in (
+        ("decode_step", [step.seconds for step in steps if not step.prompt_rows]),
+        ("prefill_step", [step.seconds for step in steps if step.prompt_rows]),
+    ):
+        found += [Reading(name, MS * median(chosen), "ms")] if chosen else []
+    return found
+
+
+def place_readings(users: Sequence[Traced]) -> list[Reading]:
+    """How many found their adapter in a slot, in host memory, on disk, when they arrived and (`_at_join`) when it was
+    their turn, and how long each of the latter waited for a token.
+
+    An adapter that lay in a slot may be taken out while its request waits, and then has to be loaded like any other.
+    """
+    joined = [user for user in users if user.first is not None and user.at_join is not None]
+    waits: dict[str, list[float]] = {
+        place: [user.first - user.at for user in joined if user.at_join == place and user.first is not None]
+        for place in (SLOT, MEMORY, DISK)
+    }
+    found = _hits([user.place for user in users], "") + _hits([str(user.at_join) for user in joined], "_at_join")
+    loading = waits[MEMORY] + waits[DISK]
+    for name, samples in (
+        ("resident", waits[SLOT]), ("loading", loading), ("from_memory", waits[MEMORY]), ("from_disk", waits[DISK]),
+    ):  # fmt: skip
+        found += tail(f"time_to_first_token_{name}", samples, MS, "ms")
+    if waits[SLOT] and loading:
+        found.append(Reading("loading_over_resident", median(loading) / median(waits[SLOT]), "ratio"))
+    return found
+
+
+def _hits(places: Sequence[str], when: str) -> list[Reading]:
+    if not places:
+        return []
+    return [
+        Reading(f"slot_hit_rate{when}", sum(place == SLOT for place in places) / len(places), "share"),
+        Reading(f"memory_hit_rate{when}", sum(place != DISK for place in places) / len(places), "share"),
+    ]
+
+
+def _counts(users: Sequence[Traced], of_all: Counts) -> list[Reading]:
+    found = {"requests": len(users), "unfinished": sum(not user.is_done for user in users)}
+    found |= {"lost": of_all.lost, "doubled": of_all.doubled, "starved": of_all.starved}
+    return [Reading(name, count, "requests", "count") for name, count in found.items()]
