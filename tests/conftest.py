@@ -12,6 +12,10 @@ import torch
 if not torch.cuda.is_available():  # Triton reads it when first imported, by torch.compile or peft perhaps
     os.environ["TRITON_INTERPRET"] = "1"
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()

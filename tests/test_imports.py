@@ -25,7 +25,7 @@ RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 BESIDE = {
     "workload": {"checks", "registry"},
     "measure": {"checks", "registry", "workload"},
-    "cluster": {"checks", "registry", "scheduling", "workload", "engine"},
+    "cluster": {*RANK, "workload"},
 }
 PURE = ("punica.checks", "punica.registry", "punica.scheduling", "punica.workload", "punica.cluster")
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import Any
 
 import jupytext
 import matplotlib.pyplot as plt
@@ -16,12 +17,25 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from experiments.claims.paper import as_rows, read_figure
+from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
+from experiments.ext_many_adapters import EXPERIMENT as MANY
+from experiments.fig01_batching import EXPERIMENT as FIG1
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
+from experiments.fig10_layer import EXPERIMENT as FIG10
 from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
-from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, of_the_roof, relative_to
+from notebooks.stored_rows import (
+    SideBySide,
+    StoredRows,
+    as_markdown,
+    contest,
+    growth,
+    how_to_measure,
+    of_the_roof,
+    relative_to,
+)
 from punica.measure.records import COLUMNS, Row, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,10 +67,19 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_gpu_measures_what_takes_hours_at_a_smaller_scale(tmp_path: Path) -> None:
+    h200, cpu = (StoredRows(tmp_path, name) for name in ("h200", "cpu"))
+    assert "figures=[ext_many_adapters] hardware=h200 scale=gpu" in how_to_measure(h200, MANY)
+    assert "figures=[fig08_lora_operator] hardware=h200 scale=paper" in how_to_measure(h200, FIG8)
+    assert "scale" not in how_to_measure(cpu, MANY)
+
+
 def execute(path: Path) -> NotebookNode:
     """The notebook at ``path``, run from its folder; an error in a cell raises."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}})
+    limits = {"timeout": 900, "startup_timeout": 300}  # seconds of a cell and of the start, on a busy machine
+    resources = {"metadata": {"path": path.parent}}
+    client = NotebookClient(notebook, kernel_name="python3", resources=resources, **limits)
     return client.execute()
 
 
@@ -138,6 +161,45 @@ def test_first_notebook_with_rows(repository: Path) -> None:
     assert not ABSOLUTE_PATH.search(said)
 
 
+def write_breakdown(folder: Path, hardware: str, model: str) -> None:
+    """A breakdown as if ``hardware`` had measured it: Distinct adds a tenth to a decode step."""
+    about: dict[str, Any] = {
+        "figure": BREAKDOWN.figure, "panel": "decode", "system": "punica", "model": model, "hardware": hardware,
+        "batch_size": 32, "seq_len": 512, "rank": 16, "timer": "host_clock", "scale": "gpu", "device": "a device",
+        "date": "2024-01-02T03:04:05",
+    }  # fmt: skip
+    rows = []
+    for workload, added in (("", 0.0), ("Distinct", 0.5)):
+        metrics = {"step_latency": 5 + added, "time_base_gemm": 4.0, "time_lora_expand": added, "time_gaps": 1.0}
+        metrics |= {"floor": 4.4, "copy_bandwidth": 4200.0, "host_schedule": 0.1, "host_metadata": 0.2}
+        if added:
+            metrics |= {"added_latency": added, "added_per_token": 1e3 * added / 32}
+        rows += [Row(workload=workload, metric=name, value=x, unit="ms", **about) for name, x in metrics.items()]
+    write_rows(folder / f"{BREAKDOWN.name}.csv", rows)
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+def test_layer_notebook_shows_the_machines_that_have_rows(repository: Path) -> None:
+    cpu, h200 = repository / "outputs" / "cpu" / "rows", repository / "results" / "h200"
+    write_paper_rows(cpu, "cpu", [FIG1, FIG10], device="a laptop")
+    write_breakdown(cpu, "cpu", "llama-small")
+    path = repository / "notebooks" / "03_layer_and_breakdown.ipynb"
+    said = texts(alone := execute(path))
+    assert pictures(alone) == 3
+    assert said.count("has no rows of `h200` yet") == 3
+    assert "| llama-small | 32 | 512 | Distinct | 5.5 | 4.4 | 1.25 |" in said
+    write_paper_rows(h200, "h200", [FIG1, FIG10], device="an H200")
+    write_breakdown(h200, "h200", "llama2-7b")
+    said = texts(both := execute(path))
+    assert pictures(both) == 6
+    assert "has no rows" not in said
+    assert "| llama2-7b | decode | 32 | 512 | Distinct | 0.5 | 15.6 | 1.1 |" in said
+    assert "| 7B | 512 | 1.16 |" in said
+    assert said.count("8 claims: 7 reproduced, 1 not measured here") == 2  # C25 needs Figure 11 too
+    assert not ABSOLUTE_PATH.search(said)
+
+
 def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
     fresh, recorded = tmp_path / "outputs" / "cpu" / "rows", tmp_path / "results" / "cpu"
     write_paper_rows(fresh, "cpu")
@@ -146,6 +208,16 @@ def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
     stored = StoredRows(tmp_path, "cpu")
     assert stored.folder == recorded
     assert [stored.has(experiment) for experiment in OPERATORS] == [False, True, False]
+
+
+def test_machines_stand_side_by_side_and_one_without_rows_says_so(repository: Path) -> None:
+    write_paper_rows(repository / "results" / "h200", "h200", [FIG9])
+    first, absent, second, picture, source = SideBySide(repository).figure(FIG9)
+    assert [first.data, second.data] == ["**A CPU**", "**An H200**"]
+    assert "no rows of `cpu` yet" in absent.data
+    assert "results/h200/" in source.data
+    assert picture.data == StoredRows(repository, "h200").figure(FIG9)[0].data
+    assert len(SideBySide(repository).verdicts(["9"])) == 4
 
 
 def test_picture_is_that_of_make_reproduce(repository: Path) -> None:

@@ -16,6 +16,7 @@ from punica.adapters import LoRAModelManager, LoRARequest
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
+from punica.ops.backbone import PackedHeads
 
 VOCAB, MAX_RANK, LAYERS = 67, 8, 2
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -116,7 +117,8 @@ class GrowingAttention:
         self.lengths: list[int] = []
         self._cache: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer_index: int, packed: PackedHeads) -> torch.Tensor:
+        q, k, v = packed.rotated()
         outputs, start = [], 0
         for sequence, length in enumerate(self.lengths):
             rows = slice(start, start + length)

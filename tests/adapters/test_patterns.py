@@ -13,7 +13,7 @@ from punica.adapters.patterns import MOST_STEPS, ModuleNames, NamePattern, Steps
 LINEAR = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
 NAMES = [f"model.layers.{i}.{name}" for i in range(80) for name in LINEAR]
 BASE = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-PATIENCE = 20  # seconds; what is meant are minutes to centuries, on a machine that does other things too
+PATIENCE = 20  # CPU seconds, which others do not take; what is meant are minutes to centuries
 
 
 def matches(pattern: str, names: list[str], suffix: bool = True) -> list[bool]:
@@ -50,22 +50,22 @@ CATASTROPHIC = [  # `re` needs exponential or high polynomial time for each of t
 
 @pytest.mark.parametrize("pattern", CATASTROPHIC)
 def test_catastrophic_expressions_are_answered_or_refused_at_once(pattern) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     found: list[bool] = []
     with suppress(UnboundedPattern):
         found = matches(pattern, NAMES)
     assert not any(found)  # none of the names has an exclamation mark
-    assert time.perf_counter() - start < PATIENCE
+    assert time.process_time() - start < PATIENCE
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_a_whole_config_of_them_costs_no_more(key) -> None:
     """All keys of an adapter draw from one account."""
     config = PEFTHelper.from_dict({**BASE, key: {f"{p}{i}": 4 for i in range(100) for p in CATASTROPHIC}})
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(UnboundedPattern, match=rf"{key} key .*more than {MOST_STEPS} steps"):
         config.resolve(NAMES)
-    assert time.perf_counter() - start < PATIENCE
+    assert time.process_time() - start < PATIENCE
 
 
 MULTIMODAL = r"^(?!.*(?:visual|vision_tower|aligner)).*\.(?:q_proj|k_proj|gate_proj)$"

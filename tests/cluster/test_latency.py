@@ -64,18 +64,27 @@ def test_a_slower_gpu_takes_longer_by_its_factor_whatever_the_step():
 
 
 def test_bytes_of_llama_7b():
-    embedding = 4096 * 32000
-    assert LLAMA_7B.weights + embedding == pytest.approx(6.738e9, rel=1e-3)  # the published 6.74 billion parameters
+    assert LLAMA_7B.head == 4096 * 32000  # and the input embedding as large
+    assert LLAMA_7B.weights + LLAMA_7B.head == pytest.approx(6.738e9, rel=1e-3)  # the published 6.74 billion parameters
     assert LLAMA_7B.kv * 2 * 16 == 8_388_608  # the released code's page of 8.39 MB
     assert LLAMA_7B.lora * 16 * 2 == 79_953_920  # the paper's adapter of rank 16
 
 
 def test_pages_are_what_weights_and_adapters_leave():
     pages = LLAMA_7B.pages(32e9, 16, adapters=32, rank=16)
-    taken = 2 * LLAMA_7B.weights + 32 * 79_953_920
+    taken = 2 * (LLAMA_7B.weights + LLAMA_7B.head) + 32 * 79_953_920
     assert pages * 8_388_608 <= 32e9 - taken < (pages + 1) * 8_388_608
     with pytest.raises(ValueError, match="hold no KV page"):
         LLAMA_7B.pages(14e9, 16, adapters=32, rank=16)
+
+
+def test_slower_memory_costs_the_bytes_that_it_reads():
+    moved = TRUE.at_bandwidth(LLAMA_7B, before=2e12, after=1e12, name="slower")
+    for work in (StepWork(1, 100), StepWork(32, 30_000, 0, 512), StepWork(3, 0, 70, 16)):
+        elements = LLAMA_7B.weights + work.kv_tokens * LLAMA_7B.kv + work.adapter_ranks * LLAMA_7B.lora
+        assert moved.seconds(work) - TRUE.seconds(work) == pytest.approx(2 * elements * (1e-12 - 5e-13))
+    again = moved.at_bandwidth(LLAMA_7B, 1e12, 2e12, "back")
+    assert again.seconds(StepWork(5, 500, 9, 80)) == pytest.approx(TRUE.seconds(StepWork(5, 500, 9, 80)))
 
 
 def test_roofline_reads_everything_once():
@@ -96,6 +105,7 @@ def test_roofline_reads_everything_once():
         (lambda: fit_step_cost("x", [TimedStep(StepWork(1, 1, 1, 1), 0.0)] * 9), "must be positive"),
         (lambda: residuals(TRUE, []), "steps is empty"),
         (lambda: roofline_cost("x", LLAMA_7B, 0, 1), "bandwidth=0"),
+        (lambda: TRUE.at_bandwidth(LLAMA_7B, 1e12, 0, "x"), "before=1000000000000.0, after=0"),
     ],
 )
 def test_bad_input(call, words):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from punica.cluster import SCHEDULING_RULES, ClusterPolicy
+from punica.cluster import SCHEDULING_RULES, ClusterPolicy, ScaleSignal
 
 
 def cluster(gpus: str = "ab", pages: int = 1000, rule: str = "punica", **settings) -> ClusterPolicy:
@@ -197,6 +197,35 @@ def test_scale_signals():
     policy.remove_gpu("b")
     assert policy.scale_signal().add_gpu
     assert policy.scale_signal().release == ()
+
+
+def test_gpus_that_are_full_by_pages_are_not_lightly_loaded_however_few_requests_they_hold():
+    policy = ClusterPolicy(max_batch_size=32, page_size=16)
+    for name in "ab":
+        policy.add_gpu(name, num_pages=40)
+    for i in range(500):
+        policy.submit(str(i), 100, 120)  # 7 pages
+    policy.place()
+    assert max(gpu.working_set for gpu in policy.gpus.values()) < policy.light_load
+    assert policy.num_queued > 480
+    assert policy.scale_signal() == ScaleSignal(True, ())
+    for name in policy.queued:
+        policy.cancel(name)
+    assert policy.scale_signal() == ScaleSignal(True, ())  # nobody waits, the next one would
+    policy.add_gpu("c", num_pages=40)
+    assert policy.scale_signal() == ScaleSignal(False, ())  # idle, and the only one with room
+
+
+def test_no_gpu_is_given_back_that_a_waiting_request_may_need():
+    policy = ClusterPolicy(max_batch_size=4, page_size=16)
+    policy.add_gpu("large", num_pages=20)
+    policy.submit("long", 16 * 15, 16 * 20)
+    policy.place()
+    policy.submit("next", 16 * 15, 16 * 20)
+    assert policy.place() == []
+    policy.add_gpu("small", num_pages=2)  # too small for who waits
+    assert policy.place() == []
+    assert policy.scale_signal() == ScaleSignal(True, ())
 
 
 def test_a_crash_returns_its_requests_without_the_tokens_of_the_step_in_flight():

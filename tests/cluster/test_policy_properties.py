@@ -3,6 +3,7 @@
 The world here keeps its own books, request by request, and never looks at the counters of the policy.
 """
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -10,7 +11,9 @@ import pytest
 
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy
 
-BATCH, PAGES, PAGE = 4, 12, 4
+BATCH, PAGE = 4, 4
+PAGES = (12, 10, 7)
+"""Of GPUs, of several sizes."""
 
 
 class World:
@@ -28,13 +31,17 @@ class World:
         self.end: dict[str, int] = {}
         self.pending: dict[str, list[str]] = {}  # per GPU, in order of placement
         self.running: dict[str, tuple[str, ...]] = {}  # of the step in flight
+        self.begun: dict[str, str] = {}  # who is prefilled in it
+        self.num_pages: dict[str, int] = {}  # of each GPU that there ever was
+        self.alone: set[str] = set()  # the isolated
         self.done: set[str] = set()
-        self.evictions = self.crashes = 0
+        self.evictions = self.crashes = self.held = self.isolations = self.asked = self.released = 0
         for i in range(3):
-            self.join(f"gpu-{i}")
+            self.join(f"gpu-{i}", PAGES[i])
 
-    def join(self, gpu: str) -> None:
-        self.policy.add_gpu(gpu, PAGES)
+    def join(self, gpu: str, num_pages: int) -> None:
+        self.policy.add_gpu(gpu, num_pages)
+        self.num_pages[gpu] = num_pages
         self.pending[gpu] = []
 
     def members(self, gpu: str) -> list[str]:
@@ -44,8 +51,8 @@ class World:
         return sum(-(-self.kv.get(name, self.total[name]) // self.page_size) for name in self.members(gpu))
 
     def submit(self) -> None:
-        name, prompt = next(self.names), self.random.randint(1, 12)
-        longest = PAGES * self.page_size
+        longest = max(self.num_pages[gpu] for gpu in self.policy.gpus) * self.page_size
+        name, prompt = next(self.names), self.random.randint(1, min(12, longest))
         self.end[name] = min(longest, prompt + self.random.choice((1, 2, 9, 40)))
         self.policy.submit(name, prompt, self.end[name], self.random.randint(0, 3), 8)
         self.home[name], self.total[name] = None, prompt
@@ -53,19 +60,37 @@ class World:
         self.place()
 
     def place(self) -> None:
-        waiting = [name for name in self.order if name in self.home and self.home[name] is None]
-        placed = self.policy.place()
-        assert [name for name, _ in placed] == waiting[: len(placed)]  # first come first served
+        alone, waiting = self.queued()
+        placed = [(name, gpu) for name, gpu in self.policy.place()]
         for name, gpu in placed:
+            assert not self.alone.intersection(self.members(gpu))
+            assert name not in self.alone or not self.members(gpu)
             self.home[name] = gpu
             self.pending[gpu].append(name)
-        if len(placed) < len(waiting):
-            assert not any(self.has_room(gpu, waiting[len(placed)]) for gpu in self.policy.gpus)
+        for line, queue in ((True, alone), (False, waiting)):  # first come first served
+            there = [name for name, _ in placed if (name in self.alone) == line]
+            assert there == queue[: len(there)]
+        left = self.queued()
+        if left[1]:
+            assert not any(self.has_room(gpu, left[1][0]) for gpu in self.policy.gpus)
+        if left[0] and not any(self.home[name] for name in self.alone):  # one waits until a GPU is empty
+            assert all(self.members(gpu) for gpu in self.policy.gpus if self.is_large_enough(gpu, left[0][0]))
+
+    def queued(self) -> tuple[list[str], list[str]]:
+        """The isolated and the others that wait, each in the order of submission."""
+        waiting = [name for name in self.order if name in self.home and self.home[name] is None]
+        return [name for name in waiting if name in self.alone], [name for name in waiting if name not in self.alone]
+
+    def is_large_enough(self, gpu: str, name: str) -> bool:
+        return self.end[name] <= self.num_pages[gpu] * self.page_size
 
     def has_room(self, gpu: str, name: str) -> bool:
+        if self.policy.gpus[gpu].closed or not self.is_large_enough(gpu, name):
+            return False
         members = len(self.members(gpu))
         spare = members + 1 if members else 0  # a page each to grow into
-        return members < BATCH and -(-self.total[name] // self.page_size) + spare <= PAGES - self.pages(gpu)
+        free = self.num_pages[gpu] - self.pages(gpu)
+        return members < BATCH and -(-self.total[name] // self.page_size) + spare <= free
 
     def back_to_queue(self, name: str) -> None:
         gpu = self.home[name]
@@ -96,13 +121,22 @@ class World:
             self.kv[name] = self.total[name]
         if not step.is_empty:
             self.running[gpu] = (*decoding, *step.prefills)
+            if len(step.prefills) == 1:
+                self.begun[gpu] = step.prefills[0]
         self.place()
 
     def finish_step(self) -> None:
         if not self.running:
             return
         gpu = self.random.choice(sorted(self.running))
-        self.policy.end_step(gpu)
+        begun = self.begun.pop(gpu, None)
+        if begun is not None and self.home.get(begun) == gpu and begun in self.kv and self.random.random() < 0.2:
+            self.held += 1
+            self.policy.end_step(gpu, held_back=begun)
+            del self.kv[begun]
+            self.pending[gpu].insert(0, begun)
+        else:
+            self.policy.end_step(gpu)
         for name in self.running.pop(gpu):
             if self.home.get(name) != gpu or name not in self.kv:
                 continue  # cancelled while it ran
@@ -116,6 +150,7 @@ class World:
         assert name not in self.done
         self.back_to_queue(name)
         del self.home[name]
+        self.alone.discard(name)
         self.done.add(name)
 
     def cancel(self) -> None:
@@ -133,28 +168,59 @@ class World:
             for name in members:
                 self.back_to_queue(name)
             self.running.pop(gpu, None)
+            self.begun.pop(gpu, None)
             del self.pending[gpu]
             self.crashes += 1
             self.place()
 
     def repair(self) -> None:
         if len(self.policy.gpus) < 3:
-            self.join(f"gpu-{self.random.randint(100, 10**6)}")
+            self.join(f"gpu-{self.random.randint(100, 10**6)}", self.random.choice(PAGES))
+            self.place()
+
+    def isolate(self) -> None:
+        """Serve somebody alone, wherever it is; a third one ends it for one of two."""
+        if self.home:
+            name = self.random.choice(sorted(self.alone if len(self.alone) == 2 else self.home))
+            self.isolations += name not in self.alone
+            (self.policy.end_isolation if name in self.alone else self.policy.isolate)(name)
+            self.alone ^= {name}
+            self.back_to_queue(name)
             self.place()
 
     def check(self) -> None:
         assert set(self.policy.requests) == set(self.home)
         assert set(self.policy.queued) == {name for name, home in self.home.items() if home is None}
-        assert list(self.policy.queued) == [name for name in self.order if name in set(self.policy.queued)]
+        alone, waiting = self.queued()
+        assert self.policy.queued == (*alone, *waiting)
         on_gpus = [name for gpu in self.policy.gpus.values() for name in gpu.members]
         assert len(on_gpus) == len(set(on_gpus))
         for uuid, gpu in self.policy.gpus.items():
             assert list(gpu.members) == sorted(self.members(uuid), key=list(gpu.members).index)
             assert len(gpu.members) <= BATCH
-            assert gpu.used_pages == self.pages(uuid) <= PAGES
+            assert gpu.used_pages == self.pages(uuid) <= self.num_pages[uuid]
+            assert len(gpu.members) == 1 or not self.alone.intersection(gpu.members)
             assert gpu.decoding_kv_tokens == sum(self.kv.get(name, 0) for name in self.members(uuid))
         for name in self.home:
             assert self.policy.total_tokens(name) == self.total[name]
+        self.check_signal()
+
+    def check_signal(self) -> None:
+        """A GPU is asked for when somebody waits, and none given back whose absence would be noticed at once."""
+        signal, idle = self.policy.scale_signal(), [gpu for gpu in self.policy.gpus if not self.members(gpu)]
+        _, waiting = self.queued()
+        if waiting and not any(self.has_room(gpu, waiting[0]) for gpu in self.policy.gpus):
+            assert signal.add_gpu
+        assert set(signal.release) <= set(idle)
+        assert not (signal.add_gpu and signal.release)
+        if signal.release:
+            smaller = copy.deepcopy(self.policy)
+            for gpu in signal.release:
+                assert smaller.remove_gpu(gpu) == ()
+            smaller.place()
+            assert not smaller.scale_signal().add_gpu
+            self.released += 1
+        self.asked += signal.add_gpu
 
     def act(self, event: Callable[[], None]) -> None:
         event()
@@ -166,11 +232,16 @@ class World:
 def test_random_events(rule, seed, page_size):
     world = World(rule, seed, page_size)
     events = [world.submit] * 6 + [world.begin] * 30 + [world.finish_step] * 30
-    events += [world.cancel, world.crash, world.repair, world.repair]
-    for _ in range(1500):
+    events += [world.cancel, world.crash, world.repair, world.repair, world.isolate]
+    for _ in range(2500):
         world.act(world.random.choice(events))
     assert world.crashes > 3
     assert world.evictions > 3
+    assert world.held > 3
+    assert world.isolations > 3
+    assert world.asked > 3
+    assert world.released > 3
+    world.join("gpu-last", max(PAGES))  # all that is left fits there
     while world.home:  # and everybody who was not cancelled is served in the end
         before = sum(world.total.values()), len(world.home)
         for _ in range(100):

@@ -38,7 +38,15 @@ def test_two_requests_by_hand():
     assert result.batch.tolist() == [[0, 1, 2, 2]]
     assert result.seconds_by_batch[:3].tolist() == [0.0, 1.0, 2.0]
     assert (result.steps, result.evictions, result.busy_seconds) == (3, 0, 3.0)
-    assert result.share_at_least(2) == result.share_of_cells(2) == pytest.approx(2 / 3)
+    assert result.share_at_least(2) == pytest.approx(2 / 3)
+
+
+def test_who_takes_a_place_in_the_same_second_counts_beside_who_left_it_but_no_batch_is_larger_than_allowed():
+    tenth = StepCost("ten steps a second", base=0.1, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
+    result = simulate(trace([0.0, 0.0, 0.0], [4, 4, 4], [3, 9, 3]), cluster(1, max_batch_size=2), tenth)
+    assert result.batch[0, 0] == 3  # the third took the first one's place
+    assert len(result.seconds_by_batch) == 3
+    assert result.seconds_by_batch[2] > 0
 
 
 def test_a_gpu_sleeps_until_the_next_arrival():
@@ -53,6 +61,15 @@ def test_a_step_costs_what_the_model_says():
     # prefill of 3; then a decode that reads 4 tokens, then one that reads 5; one adapter of rank 16 in each
     assert result.first_token_s[0] == 1 + 3000 + 8
     assert result.finish_s[0] == result.first_token_s[0] + (1 + 10 + 400 + 8) + (1 + 10 + 500 + 8)
+
+
+def test_kernels_that_pad_ranks_read_every_adapter_at_the_largest():
+    lengths = RequestLengths(np.array([1, 1]), np.array([2, 2]))
+    asked = Trace(np.zeros(2), lengths, np.array([1, 2]), np.array([8, 64]))
+    cost = StepCost("ranks alone", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=1.0)
+    # a step with the first alone, one with both, one with the second alone
+    assert simulate(asked, cluster(1), cost).finish_s.tolist() == [9 + 73, 9 + 73 + 65]
+    assert simulate(asked, cluster(1), cost, padded_ranks=True).finish_s.tolist() == [9 + 129, 9 + 129 + 65]
 
 
 def test_one_gpu_takes_the_steps_that_the_timeline_of_the_paper_takes():

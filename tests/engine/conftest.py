@@ -35,15 +35,17 @@ class Backbone:
     _merged: dict[int, transformers.LlamaForCausalLM] = field(default_factory=dict)
     _generated: dict[tuple, list[int]] = field(default_factory=dict)
 
-    def model(self) -> LlamaForCausalLM:
-        model = LlamaForCausalLM(self.folder)
+    def model(self, device: str = "cpu", dtype: torch.dtype | None = None) -> LlamaForCausalLM:
+        model = LlamaForCausalLM(self.folder, dtype, device)
         model.load_weights(self.folder)
         return model
 
-    def engine(self, admission: str = "fcfs", max_loras: int | None = None, **sizes) -> Engine:
+    def engine(
+        self, admission: str = "fcfs", max_loras: int | None = None, tokenizer=None, defaults=None, **sizes
+    ) -> Engine:
         config = EngineConfig(**{"max_batch_size": 8, "max_model_len": 64, **sizes})
         slots = {} if max_loras is None else {"max_loras": max_loras}
-        return Engine(self.model(), config.lora_config(16, **slots), config, admission)
+        return Engine(self.model(), config.lora_config(16, **slots), config, admission, tokenizer, defaults)
 
     def generate_merged(self, prompt: tuple[int, ...], adapter_id: int, new: int) -> list[int]:
         """One request, no cache: each token from a full pass of Hugging Face's model with W + scaling * B A."""

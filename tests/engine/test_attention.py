@@ -7,15 +7,16 @@ import torch
 
 from punica.engine.attention import PagedAttention
 from punica.engine.kv_cache import KVCache
+from punica.ops.backbone import PackedHeads
 from punica.scheduling import Span
 
 BLOCK = 4
 
 
-def make_cache(heads: int, size: int, blocks: int = 40) -> KVCache:
+def make_cache(heads: int, size: int, blocks: int = 40, fp8: bool = False) -> KVCache:
     head = SimpleNamespace(weight=torch.empty(0))
     model = SimpleNamespace(num_layers=2, num_kv_heads=heads, head_size=size, lm_head=head)
-    cache = KVCache(model, blocks, BLOCK)
+    cache = KVCache(model, blocks, BLOCK, fp8=fp8)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(float("nan"))  # reading a row that was not written shows
     return cache
@@ -28,6 +29,12 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     scores = torch.einsum("nhd,mhd->hnm", q.double(), k) / q.shape[-1] ** 0.5
     hidden = torch.arange(k.shape[0])[None] > torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None]
     return torch.einsum("hnm,mhd->nhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).float()
+
+
+def unturned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> PackedHeads:
+    """Heads whose rotation changes nothing."""
+    cos = torch.ones(q.shape[0], 1, q.shape[2] // 2).to(q)
+    return PackedHeads(torch.cat((q, k, v), dim=1), k.shape[1], cos, torch.zeros_like(cos), None)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def test_prompt_and_decode_rows_in_one_step(heads, kv_heads, size) -> None:
         v = torch.cat([history[3][1], *(history[i][1][-1:] for i in range(3))])
         q = torch.randn(10, heads, size)
         attention.begin(spans, torch.tensor([row for span in spans for row in span.kv_rows(BLOCK)]))
-        output = attention.attend(layer, q, k, v)
+        output = attention.attend(layer, unturned(q, k, v))
         torch.testing.assert_close(output[:7], reference(q[:7], *history[3]), atol=1e-5, rtol=1e-5)
         for i in range(3):
             rows = slice(7 + i, 8 + i)
@@ -72,4 +79,4 @@ def test_consecutive_blocks_are_read_in_place_and_scattered_ones_gathered() -> N
 
 def test_attend_before_begin() -> None:
     with pytest.raises(RuntimeError, match="call begin"):
-        PagedAttention(make_cache(1, 8)).attend(0, *(torch.zeros(1, 1, 8) for _ in range(3)))
+        PagedAttention(make_cache(1, 8)).attend(0, unturned(*(torch.zeros(1, 1, 8) for _ in range(3))))

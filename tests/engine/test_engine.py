@@ -6,9 +6,12 @@ import shutil
 import pytest
 
 from punica.adapters import LoRARequest, random_adapter
+from punica.adapters.wrap import slots_need
 from punica.engine import Engine, EngineConfig, Request, RequestStatus, SamplingParams
+from punica.engine.kv_cache import KVCache, token_bytes
 from punica.layers import BaseLayerWithLoRA
 from punica.models import LlamaForCausalLM
+from punica.parallel import memory
 from tests.engine.helpers import tokens_of
 
 
@@ -59,7 +62,7 @@ def test_segments_are_counted_per_adapter(backbone) -> None:
 
 def test_slots_default_to_the_batch_and_activation_is_on_demand(backbone) -> None:
     engine = backbone.engine()
-    assert engine.manager.lora_slots == engine.config.max_batch_size
+    assert engine.manager.lora_slots == engine.config.max_batch_size + 1
     engine.add_request(Request("a", [1], 2, backbone.adapters[3]))
     assert engine.manager.list_adapters() == {}  # nothing is loaded before its turn
     engine.step()
@@ -288,6 +291,20 @@ def test_engine_and_model_must_fit(backbone) -> None:
         Engine(LlamaForCausalLM(backbone.folder), None, EngineConfig(max_model_len=64), "lifo")
 
 
+def test_engines_that_take_turns_may_share_a_cache(backbone) -> None:
+    config = EngineConfig(max_batch_size=2, max_model_len=32)
+    cache = KVCache(backbone.model(), config.total_blocks + 3, config.block_size)
+    for _ in range(2):
+        engine = Engine(backbone.model(), None, config, cache=cache)
+        assert engine.runner.attention.cache is cache
+        assert tokens_of(engine.generate([[1]], None, 5)) == [backbone.generate_merged((1,), 0, 5)]
+    needs = "cache has 7 blocks of 16 tokens, the engine needs"
+    few = ({"max_batch_size": 4}, needs), ({"block_size": 8}, needs)
+    for sizes, message in (*few, ({"fp8_kv_cache": True}, "cache holds torch.float32")):
+        with pytest.raises(ValueError, match=message):
+            Engine(backbone.model(), None, dataclasses.replace(config, **sizes), cache=cache)
+
+
 def test_a_model_whose_weights_were_never_loaded_is_not_served(backbone) -> None:
     model = LlamaForCausalLM(backbone.folder)
     with pytest.raises(ValueError, match=r"weights were never loaded.*load_weights\(folder\)"):
@@ -300,12 +317,12 @@ def test_a_model_whose_weights_were_never_loaded_is_not_served(backbone) -> None
 @pytest.mark.parametrize(
     ("sizes", "lora", "message"),
     [
-        ({"num_blocks": 10**12}, {}, "KV cache of 1000000000000 blocks of 16 tokens would take .* lower .*num_blocks"),
+        ({"num_blocks": 10**12}, {}, "KV cache of 1000000000000 blocks of 16 tokens .* would take .* lower .*num_bl"),
         ({"num_blocks": 10**30}, {}, "KV cache of .* would take"),
         ({"max_batch_size": 10**9, "max_model_len": 64}, {"max_loras": 1}, "KV cache of .* would take"),
-        ({}, {"max_loras": 10**9}, "1000000000 adapter slots of rank 16 would take .* lower LoRAConfig.max_loras"),
-        ({}, {"max_loras": 10**30}, "adapter slots of rank 16 would take"),
-        ({}, {"max_lora_rank": 10**12, "max_loras": 1}, "1 adapter slots of rank 1000000000000 would take"),
+        ({}, {"max_loras": 10**9}, "1000000000 adapter slots of rank 16 .* would take .* lower LoRAConfig.max_loras"),
+        ({}, {"max_loras": 10**30}, "adapter slots of rank 16 .* would take"),
+        ({}, {"max_lora_rank": 10**12, "max_loras": 1}, "1 adapter slots of rank 1000000000000 .* would take"),
     ],
     ids=["blocks", "blocks no integer holds", "batch", "slots", "slots no integer holds", "rank"],
 )
@@ -315,3 +332,19 @@ def test_sizes_beyond_memory_are_refused_before_anything_is_allocated(backbone, 
     with pytest.raises(ValueError, match=message):
         Engine(model, config.lora_config(**lora), config)
     assert not any(isinstance(module, BaseLayerWithLoRA) for module in model.modules())
+
+
+def test_cache_and_slots_that_fit_alone_but_not_together(backbone, monkeypatch) -> None:
+    """On a CPU the cache takes nothing until it is written, so the slots alone would seem to fit beside it."""
+    config, model = EngineConfig(max_batch_size=4, max_model_len=64), backbone.model()
+    cache, slots = 4 * 64 * token_bytes(model), slots_need(model, config.lora_config(16)).nbytes
+    for free, fits in ((cache + slots, True), (cache + slots - 1, False), (max(cache, slots), False)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        if fits:
+            held = Engine(backbone.model(), config.lora_config(16), config).memory
+            assert (held.kv_cache, held.adapter_slots) == (cache, slots)  # so what was asked for is what is taken
+            continue
+        with pytest.raises(ValueError, match=f"KV cache .*{cache} bytes.* and 5 adapter slots .*{slots} bytes.*{free}"):
+            Engine(model, config.lora_config(16), config)
+        assert not any(isinstance(module, BaseLayerWithLoRA) for module in model.modules())
+    assert Engine(model, None, config).memory.kv_cache == cache

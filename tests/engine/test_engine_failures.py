@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 from punica.adapters import LoRARequest, random_adapter
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestStatus
-from punica.engine.text import TextCodec
 from punica.models import LlamaForCausalLM
 from punica.scheduling import SamplingParams
 from tests.engine.helpers import tokens_of
 from tests.engine.text_world import byte_tokenizer
 
-RULES = ("fcfs", "single_adapter", "static", "static_mixed")
+RULES = ("fcfs", "fcfs_many", "resident_first", "single_adapter", "static", "static_mixed")
 
 
 def finish(engine: Engine, patience: int = 100) -> None:
@@ -309,8 +308,7 @@ def _out_of_memory(adapter: object) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)], ids=["at the end", "at every token"])
 def test_a_tokenizer_that_raises_fails_the_request_and_not_the_engine(backbone, monkeypatch, stop) -> None:
-    engine = backbone.engine()
-    engine.codec = TextCodec(byte_tokenizer())
+    engine = backbone.engine(tokenizer=byte_tokenizer())
     bad = engine.add_request(Request("bad", [1, 2], SamplingParams(4, stop=stop)))
     good = engine.add_request(Request("good", [3], 5))
     engine.step()

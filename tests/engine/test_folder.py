@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from punica.engine import EngineConfig, sizes
 from punica.engine.folder import read_generation_defaults
-from punica.engine.kv_cache import KVCache
+from punica.engine.kv_cache import KVCache, token_bytes
 from punica.models import LlamaForCausalLM
 from punica.scheduling import SamplingParams
 
@@ -60,7 +61,7 @@ def test_bytes_are_those_that_are_allocated(backbone) -> None:
     model = LlamaForCausalLM(backbone.folder)
     cache = KVCache(model, 6, 8)
     held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-    assert sizes.token_bytes(model) * 6 * 8 == held
+    assert token_bytes(model) * 6 * 8 == held
     slot = sizes.slot_bytes(model, 8, 4)
     config = EngineConfig(max_batch_size=4, max_model_len=64)
     manager = backbone.engine(max_batch_size=4, max_model_len=64).manager
@@ -69,19 +70,44 @@ def test_bytes_are_those_that_are_allocated(backbone) -> None:
         for name in ("lora_a_stacked", "lora_b_stacked") for one in getattr(layer, name)
     ]  # fmt: skip
     allocated = sum(tensor.nbytes for tensor in weights) // manager.lora_slots
-    assert config.max_batch_size == manager.lora_slots
+    assert config.full_slots == manager.lora_slots == 5
     assert allocated == pytest.approx(slot * manager.lora_config.max_lora_rank / 8, rel=0.05)
 
 
 def test_blocks_that_fit(backbone, monkeypatch) -> None:
     model = LlamaForCausalLM(backbone.folder)
-    block = 16 * sizes.token_bytes(model)
+    block = 16 * token_bytes(model)
     monkeypatch.setattr(sizes, "free_bytes", lambda device: 100 * block)
-    assert sizes.fit_blocks(model, 30, 16, 0, 0.5) == 30
-    assert sizes.fit_blocks(model, 300, 16, 0, 0.5) == 50
-    assert sizes.fit_blocks(model, 300, 16, 20 * block, 0.5) == 30
+    assert sizes.fit_blocks(model, EngineConfig(num_blocks=30), 0, 0.5) == 30
+    many = EngineConfig(num_blocks=300)
+    assert sizes.fit_blocks(model, many, 0, 0.5) == 50
+    assert sizes.fit_blocks(model, EngineConfig(num_blocks=300, fp8_kv_cache=True), 0, 0.5) == 200
+    assert sizes.fit_blocks(model, many, 20 * block, 0.5) == 30
     with pytest.raises(RuntimeError, match=r"no KV block of .* lower max_loras or max_lora_rank"):
-        sizes.fit_blocks(model, 300, 16, 50 * block, 0.5)
+        sizes.fit_blocks(model, many, 50 * block, 0.5)
+
+
+def test_blocks_leave_room_for_graphs(backbone, monkeypatch) -> None:
+    """Beyond what `memory_fraction` leaves."""
+    model = LlamaForCausalLM(backbone.folder)
+    block, many = 16 * token_bytes(model), EngineConfig(num_blocks=300)
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 100 * block)
+    for graphs, fraction, blocks in ((60, 0.5, 40), (60, 1.0, 40), (0, 1.0, 100), (30, 0.5, 50)):
+        monkeypatch.setattr(sizes, "graph_reserve", lambda *_, graphs=graphs: graphs * block)
+        assert sizes.fit_blocks(model, many, 0, fraction) == blocks
+    assert sizes.fit_blocks(model, many, 20 * block, 0.5) == 30
+
+
+def test_what_graphs_may_take_on_a_gpu() -> None:
+    def reserve(device: str, **fields) -> float:
+        weight = SimpleNamespace(device=torch.device(device), element_size=lambda: 2)
+        model = SimpleNamespace(lm_head=SimpleNamespace(weight=weight), config=LlamaConfig())
+        return sizes.graph_reserve(model, EngineConfig(max_model_len=2048, **fields)) / 2**20
+
+    assert reserve("cpu") == reserve("cuda", cuda_graphs=False) == 0
+    rows, graphs = 2304 + 32, 7 * 4 + 25 * 6
+    assert reserve("cuda") == pytest.approx(2 * rows * (4 * 4096 + 3 * 11008) / 2**20 + 2 * graphs + 4, rel=0.01)
+    assert 500 < reserve("cuda") < 1000
 
 
 def test_free_memory_of_this_machine() -> None:

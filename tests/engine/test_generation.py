@@ -110,8 +110,7 @@ def test_end_tokens_of_the_model_and_of_the_request(backbone, params, ended) -> 
     end = tokens[2]
     model_end = end if "stop_token_ids" not in params or params["stop_token_ids"] == [0] else tokens[0]
     fields = {**params, "stop_token_ids": [end if one == "third" else one for one in params.get("stop_token_ids", [])]}
-    engine = backbone.engine()
-    engine.defaults = GenerationDefaults((255, model_end))
+    engine = backbone.engine(defaults=GenerationDefaults((255, model_end)))
     (result,) = engine.generate([PROMPT], backbone.adapters[2], SamplingParams(12, **fields))
     assert result.finish_reason == ("stop" if ended else "length")
     assert result.token_ids == (tokens[: tokens.index(end) + 1] if ended else tokens)
@@ -163,6 +162,37 @@ def test_streams_in_turn_and_one_that_is_given_up(backbone) -> None:
     given_up.close()
     assert not engine.has_unfinished()
     assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+@pytest.mark.parametrize("bad_at", [1, 5, 6], ids=["first token", "while it grows", "last token"])
+def test_a_tokenizer_error_in_a_stream_fails_its_request_only(backbone, talker, monkeypatch, bad_at) -> None:
+    """A token that the tokenizer chokes on; no step looks at it, only who makes text of it."""
+    prompts, new = [PROMPT, [9]], 6
+    clean = talker.generate(prompts, None, new)
+    poison, decode = clean[0].token_ids[bad_at - 1], talker.codec.decode
+    at = clean[0].token_ids.index(poison)
+    assert poison not in clean[1].token_ids
+
+    def chokes(token_ids) -> str:
+        if poison in token_ids:
+            raise KeyError(poison)
+        return decode(token_ids)
+
+    monkeypatch.setattr(talker.codec, "decode", chokes)
+    chunks = list(talker.stream(prompts, None, new))
+    bad, good = ([chunk for chunk in chunks if chunk.index == index] for index in (0, 1))
+    assert good[-1].result.token_ids == clean[1].token_ids
+    assert "".join(chunk.text for chunk in good) == clean[1].text
+    result = bad[-1].result
+    assert (result.finish_reason, result.error) == ("failed", f"KeyError: {poison}")
+    assert result.token_ids == clean[0].token_ids[: at + 1]
+    assert list(itertools.chain.from_iterable(chunk.token_ids for chunk in bad)) == result.token_ids
+    assert "".join(chunk.text for chunk in bad[:-1]) == decode(clean[0].token_ids[:at]).rstrip("\ufffd")
+    assert (bad[-1].text, result.text) == (None, None)
+    assert not talker.has_unfinished()
+    assert talker.blocks.num_free == talker.blocks.num_blocks
+    monkeypatch.undo()
+    assert talker.generate(prompts, None, new)[0].token_ids == clean[0].token_ids
 
 
 @pytest.mark.parametrize("when", ["on arrival", "later"])

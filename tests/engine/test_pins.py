@@ -8,7 +8,7 @@ from punica.engine import Engine, Request
 from punica.scheduling import RequestStatus
 from tests.engine.helpers import tokens_of
 
-RULES = ("fcfs", "single_adapter", "static", "static_mixed")
+RULES = ("fcfs", "fcfs_many", "resident_first", "single_adapter", "static", "static_mixed")
 
 
 def finish(engine: Engine) -> None:

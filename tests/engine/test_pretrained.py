@@ -107,10 +107,10 @@ def test_sizes_fit_the_adapters_the_model_and_the_machine(folder, adapters, monk
 
 def test_more_adapters_than_places_and_room_for_later_ones(folder, adapters) -> None:
     engine = Engine.from_pretrained(folder, adapters, max_batch_size=1)
-    assert engine.manager.lora_config.max_loras == 1
+    assert engine.manager.lora_config.max_loras == 2  # one for the next one
     assert len(engine.manager.list_adapters()) == 2  # both in host memory
     later = Engine.from_pretrained(folder, max_lora_rank=12, max_batch_size=2)
-    assert later.manager.lora_config.max_loras == 2
+    assert later.manager.lora_config.max_loras == 3
     assert later.generate([[5]], adapters[1], 3)[0].finish_reason == "length"
     with pytest.raises(ValueError, match="rank 12 exceeds max_lora_rank 4"):
         Engine.from_pretrained(folder, adapters[0]).add_request(Request("a", [5], 3, adapters[1]))

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from punica.engine.sampler import choose_tokens, draw, token_logprobs, uniform
+from punica.engine.sampler import NO_TOKEN, choose_tokens, draw, token_logprobs, uniform
 from punica.scheduling import SamplingParams
 
 VOCAB = 53
@@ -137,10 +137,10 @@ def test_seed_and_position_decide() -> None:
     assert by_position.unique().numel() > 10
 
 
-def test_damaged_logits_give_some_token_and_disturb_no_neighbour() -> None:
+def test_infinite_logits_give_some_token_and_disturb_no_neighbour() -> None:
     params, clean = SamplingParams(temperature=1.0, top_k=9, top_p=0.7), LOGITS[None]
     alone = choose_tokens(clean, [state(params, 4)])
-    for value in (float("nan"), float("inf"), -float("inf")):
+    for value in (float("inf"), -float("inf")):
         broken = torch.full((1, VOCAB), value)
         both = choose_tokens(torch.cat((broken, clean)), [state(params, 4)] * 2)
         assert 0 <= int(both[0]) < VOCAB
@@ -148,6 +148,23 @@ def test_damaged_logits_give_some_token_and_disturb_no_neighbour() -> None:
     one = LOGITS.clone()
     one[7] = float("inf")
     assert int(choose_tokens(one[None], [state(SamplingParams(temperature=1.0), 4)])) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", [0, 7, VOCAB - 1])
+def test_one_nan_gives_no_token_and_disturbs_no_neighbour(dtype, place) -> None:
+    """Whatever else is in its row, however its token is chosen."""
+    states = [state(params, seed) for seed, params in enumerate([SamplingParams(), *SETTINGS.values()])]
+    rows = LOGITS.to(dtype).expand(len(states), -1).clone()
+    rows[:, 3] = float("inf")
+    clean = choose_tokens(rows, states)
+    for broken in range(len(states)):
+        damaged = rows.clone()
+        damaged[broken, place] = float("nan")
+        expected = clean.clone()
+        expected[broken] = NO_TOKEN
+        assert choose_tokens(damaged, states).equal(expected)
+    assert (clean == 3).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -161,13 +178,24 @@ def test_logprobs_are_those_of_the_untouched_logits() -> None:
     rows = torch.stack((LOGITS, LOGITS.flip(0), LOGITS))
     params = [SamplingParams(logprobs=3), SamplingParams(), SamplingParams(temperature=0.5, logprobs=0)]
     tokens = torch.tensor([11, 4, 2])
-    found = token_logprobs(rows, tokens, [state(one) for one in params])
+    found = token_logprobs(rows, tokens, [state(one) for one in params]).read()
     wanted = LOGITS.double().log_softmax(-1)
     assert list(found) == [0, 2]
     assert list(found[0]) == [11, *LOGITS.topk(3).indices.tolist()]
     assert list(found[2]) == [2]
     for row in found.values():
         assert all(abs(value - float(wanted[token])) < 1e-5 for token, value in row.items())
+
+
+def test_logprobs_do_not_depend_on_what_others_ask_for() -> None:
+    rows = torch.randn(40, 1001, generator=torch.Generator().manual_seed(2)).mul(2).round()  # many equal ones
+    states = [state(SamplingParams(logprobs=None if row % 5 == 0 else row % 21)) for row in range(40)]
+    tokens = choose_tokens(rows, states)
+    together = token_logprobs(rows, tokens, states).read()
+    for row, one in enumerate(states):
+        alone = token_logprobs(rows[row : row + 1], tokens[row : row + 1], [one]).read()
+        assert together.get(row) == alone.get(0)
+        assert (row in together) == (one.params.logprobs is not None)
 
 
 def test_transformers_generates_the_same_greedy_choice_with_a_penalty() -> None:

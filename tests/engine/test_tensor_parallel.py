@@ -15,6 +15,7 @@ from punica.engine import Engine, EngineConfig, Request
 from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
 from tests.engine.helpers import tokens_of
+from tests.parallel.progress import told
 
 SLOTS = 3
 
@@ -29,11 +30,12 @@ def generate(
     sharded: bool,
 ) -> tuple[list, int]:
     """The tokens, and this rank's kv heads."""
-    model = LlamaForCausalLM(folder, device=device)
-    model.load_weights(folder)
-    config = EngineConfig(max_batch_size=8, max_model_len=64)
-    lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=sharded)
-    return tokens_of(Engine(model, lora, config).generate(prompts, adapters, new)), model.num_kv_heads
+    with told(rank, f"{'fully sharded' if sharded else 'plain'} adapters on {device}"):
+        model = LlamaForCausalLM(folder, device=device)
+        model.load_weights(folder)
+        config = EngineConfig(max_batch_size=8, max_model_len=64)
+        lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=sharded)
+        return tokens_of(Engine(model, lora, config).generate(prompts, adapters, new)), model.num_kv_heads
 
 
 def check(backbone, wishes: list, tp_size: int, device: str, sharded: bool) -> None:
@@ -68,6 +70,42 @@ def test_ranks_on_gpus_equal_merged_models(backbone, mixed_wishes, tp_size, shar
     if torch.cuda.device_count() < tp_size:
         pytest.skip(f"needs {tp_size} GPUs, this machine has {torch.cuda.device_count()}")
     check(backbone, mixed_wishes[:8], tp_size, "cuda", sharded)
+
+
+outlives: list[Engine] = []
+"""Whoever holds an engine when its group ends holds its graphs, for which NCCL would wait."""
+
+
+def generate_with_graphs_and_without(
+    rank: int, folder: Path, prompts: list, adapters: list[LoRARequest | None], new: list[int], dtype: torch.dtype
+) -> dict:
+    """Tokens both ways, and the shapes that this rank captured, in order."""
+    found = {}
+    for graphs in (False, True):
+        with told(rank, f"{dtype}, {'graphs' if graphs else 'launched by the host'}"):
+            model = LlamaForCausalLM(folder, dtype, "cuda")
+            model.load_weights(folder)
+            config = EngineConfig(max_batch_size=8, max_model_len=64, cuda_graphs=graphs)
+            engine = Engine(model, config.lora_config(16, max_loras=SLOTS), config)
+            found[graphs] = tokens_of(engine.generate(prompts, adapters, new))
+            outlives.append(engine)
+    with told(rank, "all graphs"):
+        engine.capture_graphs()
+    return {"tokens": found, "shapes": [tuple(shape) for shape in engine.runner.graphs._captured]}
+
+
+@pytest.mark.multi_gpu
+def test_graphs_with_collectives_generate_what_launched_steps_do_and_end_with_their_group(
+    backbone, mixed_wishes
+) -> None:
+    prompts, new = [wish.prompt for wish in mixed_wishes], [wish.new for wish in mixed_wishes]
+    adapters = [backbone.adapters.get(wish.adapter_id) for wish in mixed_wishes]
+    arguments = (backbone.folder, prompts, adapters, new, torch.float32)
+    first, second = spawn_tensor_parallel(generate_with_graphs_and_without, 2, *arguments)
+    assert first == second
+    expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
+    assert first["tokens"] == {False: expected, True: expected}
+    assert len(first["shapes"]) > 10
 
 
 def generate_beside_damage(rank: int, folder: Path, adapters: dict[int, LoRARequest], places: dict[str, list]) -> dict:

@@ -20,7 +20,7 @@ def test_mixed_batch_equals_merged_models_one_by_one(backbone, mixed_wishes, exp
     assert serve(backbone.engine(max_batch_size=16), mixed_wishes) == expected
 
 
-@pytest.mark.parametrize("admission", ["fcfs", "single_adapter", "static"])
+@pytest.mark.parametrize("admission", ["fcfs", "fcfs_many", "resident_first", "single_adapter", "static"])
 def test_admission_rules_change_no_token(backbone, mixed_wishes, expected, serve, admission) -> None:
     assert serve(backbone.engine(admission), mixed_wishes) == expected
 

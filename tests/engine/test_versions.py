@@ -53,7 +53,7 @@ def is_of(backbone, state: RequestState, version: int) -> bool:
     return state.output_token_ids == backbone.generate_merged(state.prompt_token_ids, version, new)
 
 
-RULES = ("fcfs", "single_adapter", "static", "static_mixed")
+RULES = ("fcfs", "fcfs_many", "resident_first", "single_adapter", "static", "static_mixed")
 SIZES = {"roomy": {}, "one slot": {"max_loras": 1}, "preempted": {"block_size": 4, "num_blocks": 9}}
 
 

@@ -1,6 +1,9 @@
 """Experiments are tested on a quiet machine, whatever else runs beside the tests."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from fakes import QUIET
 
 from experiments.harness import passes
@@ -21,9 +24,11 @@ class ScriptedWatch:
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch) -> type[ScriptedWatch]:
-    """The watch over measurements; a test may fill its `script`."""
+def machine(monkeypatch) -> Iterator[type[ScriptedWatch]]:
+    """The watch over measurements; a test may fill its `script`. What a run sets for the whole process ends with it."""
+    threads = torch.get_num_threads()
     monkeypatch.setattr(ScriptedWatch, "script", [], raising=False)
     monkeypatch.setattr(passes, "Watch", ScriptedWatch)
-    monkeypatch.setattr(matmul, "use_faster_products", lambda: {})  # which is for the whole process
-    return ScriptedWatch
+    monkeypatch.setattr(matmul, "use_faster_products", lambda: {})
+    yield ScriptedWatch
+    torch.set_num_threads(threads)

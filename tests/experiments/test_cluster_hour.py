@@ -2,16 +2,14 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from experiments.claims.paper import read_figure
 from experiments.cluster.hour import paper_cluster, paper_hour
-from experiments.cluster.step_costs import paper_a100
-from punica.cluster import ModelBytes, simulate
+from experiments.cluster.step_costs import model_bytes
 
 PAPER = Path(__file__).parents[2] / "paper_results"
-SIZE = ModelBytes.llama(4096, 11008, 32, 32, 32, 32000)
+SIZE = model_bytes("llama2-7b")
 
 
 def published(metric: str) -> float:
@@ -29,16 +27,19 @@ def test_the_hour_has_the_paper_count_of_requests_and_tokens():
 def test_the_cluster_has_the_paper_memory():
     policy = paper_cluster("punica", SIZE)
     assert len(policy.gpus) == 16
-    held = {gpu.num_pages * 8_388_608 + 2 * SIZE.weights for gpu in policy.gpus.values()}
+    held = {gpu.num_pages * 8_388_608 + 2 * (SIZE.weights + SIZE.head) for gpu in policy.gpus.values()}
     assert len(held) == 1
     assert 28e9 < held.pop() < 32e9 - 32 * 79_953_920
 
 
-@pytest.mark.slow
-def test_the_heat_map_and_the_active_gpus_of_figure_13_are_predicted():
-    result = simulate(paper_hour(PAPER), paper_cluster("punica", SIZE), paper_a100(PAPER, "7B", 32, SIZE, SIZE).cost)
-    assert result.share_of_cells(31) == pytest.approx(published("share_of_active_cells_batch_ge_31"), abs=0.05)
-    active = read_figure(PAPER, "13").query("metric == 'active_gpus_60s_mean'").sort_values("t_s")
-    starts = active["t_s"].astype(int)
-    simulated = [result.active_gpus[start : start + 60].mean() for start in starts]
-    assert np.corrcoef(simulated, active["value"])[0, 1] > 0.9
+def test_the_first_minutes_of_the_hour_are_those_of_the_whole():
+    whole, part = paper_hour(PAPER), paper_hour(PAPER, seconds=300)
+    assert part.arrivals.tolist() == whole.arrivals[whole.arrivals < 300].tolist()
+
+
+def test_a_larger_cluster_is_asked_for_more_and_for_mixed_ranks():
+    asked = paper_hour(PAPER, load=2.0, workload="Zipf", ranks=(8, 64))
+    assert len(asked.arrivals) == pytest.approx(2 * published("total_requests"), rel=0.03)
+    assert set(asked.ranks) == {8, 64}
+    pairs = set(zip(asked.adapters.tolist(), asked.ranks.tolist(), strict=True))
+    assert len(pairs) == len(set(asked.adapters.tolist())) > 100  # an adapter has one rank

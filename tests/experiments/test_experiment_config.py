@@ -23,7 +23,7 @@ ALL = {experiment.name: experiment for experiment in experiments()}
 GPU_ONLY = ("ext_determinism",)
 
 
-@pytest.mark.parametrize("scale", ["smoke", "laptop", "paper"])
+@pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu", "paper"])
 @pytest.mark.parametrize("name", ALL)
 def test_every_experiment_composes_and_has_points(tmp_path, name, scale):
     hardware = "h200" if name in GPU_ONLY else "cpu"
@@ -65,7 +65,7 @@ def test_workloads_systems_and_timers_are_choices_by_being_registered(tmp_path):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_system_of_a_figure_can_be_chosen_alone(tmp_path, name):
-    hardware = "h200" if name in (*GPU_ONLY, "sec52_adapter_loading") else "cpu"
+    hardware = "h200" if name in (*GPU_ONLY, "sec52_adapter_loading", "sec53_migration") else "cpu"
     for system in composed(tmp_path, name=name).figure.systems:
         cfg = settle(composed(tmp_path, f"hardware={hardware}", f"system={choice(system)}", name=name), ALL[name])
         assert cfg.system.names == [system]
@@ -158,7 +158,7 @@ def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path
 def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes(tmp_path):
     minutes = settle(composed(tmp_path, "scale=laptop"), ALL["fig08_lora_operator"]).scale.minutes
     assert set(minutes) == set(ALL) - set(GPU_ONLY)
-    assert sum(minutes.values()) < 19  # the rest is set-up, drawing and judging
+    assert sum(minutes.values()) < 16.01  # three more are for set-up, one for judging
 
 
 def test_smoke_rows_lie_apart(tmp_path):

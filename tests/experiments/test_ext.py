@@ -33,7 +33,8 @@ def settled(tmp_path, *overrides, experiment=PADDING):
 
 
 def test_they_come_after_the_figures_of_the_paper():
-    orders = [experiment.order for experiment in experiments() if not experiment.name.startswith("ext_")]
+    measured = [one for one in experiments() if not one.name.startswith("ext_") and one.name != "fig13_cluster"]
+    orders = [experiment.order for experiment in measured]
     assert max(orders) < PADDING.order < DETERMINISM.order
 
 

@@ -1,17 +1,36 @@
 """The popularity sweep on experts: what is measured, and that a wrong result is never timed."""
 
+from dataclasses import replace
+
+import pandas as pd
 import pytest
 import torch
 from fakes import composed
 
+from experiments.benches.engine_steps import StepShape
 from experiments.benches.moe_bench import MODELS, MoEBench, model_config
+from experiments.benches.moe_engine import MoEEngine
+from experiments.claims.rows import Rows
+from experiments.ext_moe import panel_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
-from punica.measure.records import read_rows
+from experiments.harness.settings import settle
+from experiments.plots.frames import frame_of, measured_frame
+from experiments.plots.moe import draw_moe
+from punica.measure.records import Row, read_rows, write_rows
+from punica.measure.timing import Protocol
 
 MOE = next(iter(experiments(["ext_moe"])))
+ENGINES = {"engine", "backbone engine"}
 SYSTEMS = {"alignment", "w13 and w2", "layer", "backbone layer", "model", "backbone model"}
+
+
+PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=4, min_repeats=4, seconds=0.0, flush_mib=0)
+
+
+def modules_of(engine: MoEEngine) -> list:
+    return list(engine.engine.manager.modules.values())
 
 
 def bench(name: str = "qwen3-30b-a3b") -> MoEBench:
@@ -68,10 +87,92 @@ def test_adapters_without_effect_are_not_timed(monkeypatch):
         one.checked_calls([0, 1])
 
 
+@pytest.mark.parametrize("fp8", [None, "float8_e4m3fn"])
+def test_the_engine_steps_with_the_adapters_of_a_popularity_and_with_none(fp8):
+    engine = MoEEngine("qwen3-30b-a3b", 4, 2, 32, 3, 16, "float32", "cpu", fp8=fp8)
+    stored = {layer.base_layer.routed_experts.lora_context.w2_lora_a_stacked[0].dtype for layer in modules_of(engine)}
+    assert stored == {torch.float32 if fp8 is None else torch.float8_e4m3fn}
+    shapes = {"engine": StepShape(3, 16, 0, (1, 2, 2)), "backbone engine": StepShape(3, 16, 0, (0, 0, 0))}
+    found = engine.decode_seconds(shapes, PROTOCOL)
+    assert {name: len(seconds) for name, seconds in found.items()} == {"engine": 4, "backbone engine": 4}
+    assert min(map(min, found.values())) > 0
+
+
+def test_an_engine_whose_experts_have_no_adapters_is_not_timed():
+    engine = MoEEngine("mixtral-8x7b", 4, 1, 32, 2, 16, "float32", "cpu")
+    for layer in modules_of(engine):
+        layer.adapter_enabled.zero_()
+    shapes = {"engine": StepShape(2, 16, 0, (1, 2)), "backbone engine": StepShape(2, 16, 0, (0, 0))}
+    with pytest.raises(CheckFailed, match="as if its rows had no adapters"):
+        engine.decode_seconds(shapes, PROTOCOL)
+
+
+def test_steps_of_the_engine_are_timed_by_the_hosts_clock_alone(tmp_path):
+    clocks = {}
+    for clock in ("host_clock", "cuda_graph"):
+        cfg = settle(composed(tmp_path, "hardware=h200", f"timer={clock}", name="ext_moe"), MOE)
+        clocks[clock] = {point.system for point in MOE.points(cfg)}
+    assert clocks == {"host_clock": SYSTEMS | ENGINES, "cuda_graph": SYSTEMS}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [None, "float8_e4m3fn"])
+def test_a_step_with_adapters_on_experts_is_a_graph(fp8):
+    engine = MoEEngine("qwen3-30b-a3b", 16, 2, 8, 4, 64, "float16", "cuda", fp8=fp8)
+    shapes = {"engine": StepShape(4, 64, 0, (1, 2, 3, 4)), "backbone engine": StepShape(4, 64, 0, (0,) * 4)}
+    found = engine.decode_seconds(shapes, replace(PROTOCOL, device="cuda"))
+    assert min(map(min, found.values())) > 0
+    assert engine.engine.runner.graphs.statistics.graphs == 2
+
+
+def engine_and_layers(path, panels) -> None:
+    """Rows of a GPU: layers by graphs and by the host's clock, the engine by the host's clock alone, in some panels."""
+    about = {
+        "figure": MOE.figure, "workload": "Distinct", "model": "qwen3-30b-a3b", "hardware": "h200", "seq_len": 64,
+        "rank": 16, "statistic": "median", "scale": "gpu", "device": "an H200",
+    }  # fmt: skip
+    rows = [
+        Row(**about, panel=panels[0], system=system, batch_size=batch, metric="layer_latency", unit="us", value=value,
+            timer=timer)
+        for system in ("layer", "backbone layer") for batch in (1, 8)
+        for timer, value in (("cuda_graph", 100.0), ("host_clock", 900.0))
+    ]  # fmt: skip
+    rows += [
+        Row(**about, panel=panel, system=system, batch_size=batch, metric="step_latency", unit="ms",
+            value=10.0 + place, timer="host_clock")
+        for place, panel in enumerate(panels) for system in ENGINES for batch in (1, 8)
+    ]  # fmt: skip
+    write_rows(path, rows)
+
+
+def test_engine_and_fp8_stand_beside_what_other_clocks_time(tmp_path):
+    panels = [panel_of("qwen3-30b-a3b", fp8) for fp8 in (None, "float8_e4m3fn")]
+    engine_and_layers(tmp_path / "ext_moe.csv", panels)
+    figure = draw_moe(measured_frame(tmp_path / "ext_moe.csv"), pd.DataFrame())
+    shown = {(axis.get_subplotspec().rowspan.start, axis.get_subplotspec().colspan.start): axis for axis in figure.axes}
+    assert [line.get_ydata().tolist() for line in shown[0, 0].lines] == [[100, 100]] * 2, "layers by their best clock"
+    assert [line.get_ydata().tolist() for line in shown[1, 0].lines] == [[10, 10]] * 2
+    assert [line.get_ydata().tolist() for line in shown[1, 1].lines] == [[11, 11]] * 2, "FP8 replaces nothing"
+    judged = Rows(frame_of(read_rows(tmp_path / "ext_moe.csv"))).figure(MOE.figure)
+    assert {(row.panel, row.metric, row.timer) for row in judged.itertuples()} == {
+        (panels[0], "layer_latency", "cuda_graph"), *((panel, "step_latency", "host_clock") for panel in panels),
+    }  # fmt: skip
+
+
+def test_fp8_adapters_have_points_of_their_own(tmp_path):
+    found = []
+    for words in ((), ("figure.fp8=float8_e4m3fn",)):
+        points = MOE.points(settle(composed(tmp_path, *words, name="ext_moe"), MOE))
+        found.append({(point.panel, point.system, point.batch_size, point.workload) for point in points})
+        assert {point.model for point in points} == {"mixtral-8x7b", "qwen3-30b-a3b"}
+    assert len(found[0]) == len(found[1])
+    assert not found[0] & found[1]
+
+
 def test_every_system_is_measured_and_drawn(tmp_path):
     words = ("figure.batch_sizes=[1,3]", "workload.names=[Distinct,Identical]", "figure.layers=1")
     outcome = run(composed(tmp_path, *words, "draw=true", name="ext_moe"), MOE)
-    assert (outcome.failed, outcome.measured) == ([], 2 * 2 * 2 * len(SYSTEMS))
+    assert (outcome.failed, outcome.measured) == ([], 2 * 2 * 2 * (len(SYSTEMS) + len(ENGINES)))
     assert len(outcome.figures) == 3
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic == "median"]
     units = {(row.system, row.metric, row.unit) for row in rows}
@@ -79,6 +180,7 @@ def test_every_system_is_measured_and_drawn(tmp_path):
         ("alignment", "latency", "us"), ("w13 and w2", "latency", "us"), ("layer", "layer_latency", "us"),
         ("backbone layer", "layer_latency", "us"), ("model", "throughput", "token/s"),
         ("backbone model", "throughput", "token/s"),
+        *((name, *rest) for name in ENGINES for rest in (("engine_throughput", "token/s"), ("step_latency", "ms"))),
     }  # fmt: skip
     assert all(row.value > 0 for row in rows)
     assert run(composed(tmp_path, *words, name="ext_moe"), MOE).measured == 0

@@ -1,6 +1,7 @@
 """Figure 11 as an experiment: its grid, its rows, its ratios, its bad inputs, its command line."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,8 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle
+from experiments.systems.serving import Served
+from experiments.systems.whole_stream import Comparison
 from punica.measure.records import read_rows
 from punica.workload import released_lengths, rescaled
 
@@ -37,7 +40,26 @@ def test_every_workload_has_all_systems_and_then_its_ratios(tmp_path):
     assert (cell[-1].system, cell[-1].panel) == ("punica", "7B Model ratios")
     assert {point.system for point in cell if point.rank is None} == {"continuous_batching", "static_batching"}
     assert {point.batch_size for point in cell} == {32}
-    assert len(points(tmp_path)) == 4 * len(cell)
+    assert len(points(tmp_path)) == 4 * len(cell) + 1
+    assert points(tmp_path)[-1].panel == "7B Model, across workloads ratios"
+
+
+def test_slow_systems_have_shorter_windows(tmp_path):
+    from experiments.systems import SYSTEMS
+
+    cell = points(tmp_path, "workload=skewed", "scale.window_steps=100", "scale.window_slow_steps=40")
+    steps = {point.system: point.settings["windows"]["steps"] for point in cell}
+    assert steps == {name: 40 if SYSTEMS.get(name).slow else 100 for name in steps}
+    assert steps["hf_peft_mixed"] == 40
+    assert cell[-1].settings["windows"] == {"pieces": 2, "steps": 100}  # of the ratios
+
+
+@pytest.mark.parametrize("scale", ["gpu", "paper"])
+def test_a_gpu_times_six_windows_of_a_hundred_steps_per_cell_two_in_each_repeat(tmp_path, scale):
+    cfg = settle(composed(tmp_path, f"scale={scale}", "hardware=h200", "model=llama2-13b", name=NAME), EXPERIMENT)
+    figure = cfg.figure
+    assert (cfg.scale.passes, figure.pieces, figure.steps, figure.slow_steps) == (3, 2, 100, 40)
+    assert (cfg.scale.max_len, cfg.engine.max_batch_size, figure.lengths) == (2048, 32, "released")
 
 
 def test_without_all_systems_there_are_no_ratios(tmp_path):
@@ -56,11 +78,12 @@ def test_without_all_systems_there_are_no_ratios(tmp_path):
         ("figure.lengths=sharegpt", "figure.lengths='sharegpt' must be one of released, stated"),
         ("figure.check_requests=0", "figure.check_requests=0 must be at least 1"),
         ("engine.max_batch_size=0", "engine.max_batch_size=0 must be at least 1"),
+        (("figure.whole_stream=true", "draw=true"), "nothing to draw: choose draw=false"),
     ],
 )
 def test_sizes_that_cannot_run_are_refused_before_anything_runs(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
-        points(tmp_path, override)
+        points(tmp_path, *([override] if isinstance(override, str) else override))
 
 
 def test_ratios_split_the_gain_over_mixed_batches():
@@ -96,7 +119,11 @@ def test_one_cell_is_measured_in_repeats_with_their_ratios_and_not_twice(tmp_pat
     for repeat in (0, 1):
         cell = {key[1:]: found for key, found in value.items() if key[0] == repeat}
         assert cell["punica", "total_tokens"] == cell["hf_peft_mixed", "total_tokens"]
-        seconds = cell["punica", "wall_time"] / cell["punica", "window_steps"]
+        seconds = next(
+            row.value / 1e3
+            for row in rows
+            if (row.repeat, row.system, row.metric, row.statistic) == (repeat, "punica", "step_latency", "value")
+        )
         tokens = cell["punica", "total_tokens"] / cell["punica", "steps"]
         assert cell["punica", "throughput"] == pytest.approx(tokens / seconds)
         assert cell["punica", "operator_gain"] == pytest.approx(
@@ -138,15 +165,66 @@ def test_ratios_are_refused_when_a_system_failed_its_check(tmp_path, monkeypatch
     assert not [row for row in rows_of(tmp_path) if row.system == "hf_peft" or "ratios" in row.panel]
 
 
-def test_a_whole_stream_is_an_option_with_rows_of_its_own(tmp_path):
+def test_a_whole_stream_is_an_option_with_rows_of_its_own(tmp_path, capsys):
     options = ("workload=distinct", "system=punica", "figure.whole_stream=true", "engine.max_batch_size=4")
     run(composed(tmp_path, *options, name=NAME), Fig11())
     rows = rows_of(tmp_path)
-    assert {row.panel for row in rows} == {"7B Model, whole stream"}
+    assert {row.panel for row in rows} == {"7B Model, whole stream, 8 requests"}
     value = {row.metric: row.value for row in rows}
     ratio = value["predicted_throughput"] / value["stream_throughput"]
     assert value["prediction_over_stream"] == pytest.approx(ratio)
     assert "throughput" not in value
+    printed = capsys.readouterr().out
+    assert f"8 requests, {value['stream_steps']:.0f} steps" in printed
+    assert f"{100 * (ratio - 1):+.1f} %" in printed
+    run(composed(tmp_path, *options, "scale.requests=9", name=NAME), Fig11())  # beside it, not in its place
+    assert {row.panel for row in rows_of(tmp_path)} == {f"7B Model, whole stream, {n} requests" for n in (8, 9)}
+
+
+def test_ratios_across_workloads_are_those_of_the_same_repeat(tmp_path):
+    options = ("workload.names=[Distinct,Identical]", "system.names=[punica,continuous_batching]", "scale.passes=2")
+    outcome = run(composed(tmp_path, *options, "engine.max_batch_size=4", name=NAME), Fig11())
+    assert (outcome.measured, outcome.failed) == (10, [])
+    rows = rows_of(tmp_path)
+    speed = {(row.repeat, row.system, row.workload): row.value for row in rows if row.metric == "throughput"}
+    found = {(row.repeat, row.metric): row.value for row in rows if row.panel.endswith("ratios")}
+    for repeat in (0, 1):
+        distinct, identical = (speed[repeat, "punica", workload] for workload in ("Distinct", "Identical"))
+        backbone = speed[repeat, "continuous_batching", "Identical"]
+        assert found[repeat, "distinct_over_backbone_identical"] == pytest.approx(distinct / backbone)
+        assert found[repeat, "identical_over_backbone_identical"] == pytest.approx(identical / backbone)
+        assert found[repeat, "distinct_over_own_identical"] == pytest.approx(distinct / identical)
+
+
+def test_a_prediction_says_how_sure_it_is_and_whether_it_is_near():
+    served = Served([], [[1] * 300], 10, 320, 0, 1.0, {})
+    near = Comparison("punica", "Distinct", served, [300.0, 306.0] * 6)
+    error = 3 * (12 / 11) ** 0.5 / 12**0.5  # every prediction lies 3 beside the mean
+    assert near.interval == pytest.approx((303 - 2 * error, 303 + 2 * error))
+    assert "+1.0 %" in str(near)
+    assert "; within 3 %" in str(near)
+    far = Comparison("punica", "Distinct", served, [330.0] * 12)
+    assert "NOT within 3 %" in str(far)
+    assert far.interval == (330.0, 330.0)
+
+
+def test_every_printed_command_can_be_pasted(tmp_path):
+    """A shell joins its lines, and the configuration takes its words."""
+    from experiments import fig11_textgen
+
+    text = fig11_textgen.__doc__.replace("\\\n", " ")
+    commands = [shlex.split(line)[3:] for line in text.splitlines() if line.strip().startswith("python -m")]
+    assert len(commands) == 9
+    for words in commands:
+        cfg = settle(composed(tmp_path, *words, name=NAME), EXPERIMENT)
+        assert EXPERIMENT.points(cfg)
+        if cfg.figure.whole_stream:
+            assert (cfg.scale.passes, cfg.scale.tries) == (1, 0)
+        if cfg.scale.name == "paper":
+            assert cfg.scale.minutes[NAME] == 8
+            assert cfg.scale.tries <= 1
+    pieces = [words for words in commands if "whole_stream" not in " ".join(words)]
+    assert any("workload.names=[Distinct,Uniform]" in words and "model=llama2-13b" in words for words in pieces)
 
 
 def test_stated_lengths_are_a_figure_of_their_own(tmp_path):
@@ -163,7 +241,7 @@ def test_stated_lengths_are_a_figure_of_their_own(tmp_path):
 
 def command(tmp_path, *overrides):
     line = [sys.executable, "-m", f"experiments.{NAME}", f"paths.outputs={tmp_path}", "hardware=cpu", *overrides]
-    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
 
 
 def test_the_configuration_can_be_printed(tmp_path):
@@ -192,7 +270,7 @@ def test_the_whole_figure_at_smoke_scale(tmp_path):
     done = command(tmp_path, "scale=smoke")
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])
-    assert (outcome["points"], outcome["measured"], outcome["failed"]) == (32, 32, [])
+    assert (outcome["points"], outcome["measured"], outcome["failed"]) == (33, 33, [])
     assert all((tmp_path / "cpu" / "smoke" / "figures" / f"{NAME}.{kind}").exists() for kind in ("pdf", "png", "json"))
 
 

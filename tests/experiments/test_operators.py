@@ -50,7 +50,7 @@ def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
 
 def test_nan_does_not_pass_the_check(tmp_path):
     with pytest.raises(CheckFailed):
-        operators._check("x", torch.tensor([float("nan")]), torch.tensor([1.0]), 1e-5)
+        operators.check("x", torch.tensor([float("nan")]), torch.tensor([1.0]), 1e-5)
 
 
 def test_a_rotating_set_holds_more_bytes_than_the_caches_and_other_adapters_each_time(tmp_path):

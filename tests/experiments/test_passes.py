@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from fakes import QUIET, Fake, composed
 
-from experiments.harness import Point, Reading
-from experiments.harness import passes as passes_module
+from experiments.harness import CheckFailed, Point, Reading
 from experiments.harness.budget import Budget
 from experiments.harness.resume import run
 from punica.measure.records import read_rows
@@ -31,6 +30,13 @@ def test_passes_go_over_the_whole_grid_one_after_the_other(tmp_path):
     ]
     assert len({row.config_hash for row in rows_of(tmp_path)}) == 2  # repeats are of one setting
     assert {(row.other_cpu, row.calib_gemm_us, row.disturbed) for row in rows_of(tmp_path)} == {(0.001, 100.0, False)}
+
+
+def test_what_is_left_is_said_once_a_pass_has_shown_what_it_costs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Budget, "estimate", lambda self, key: 90.0)
+    run(composed(tmp_path, *GRID), Fake())
+    said = [line for line in capsys.readouterr().err.splitlines() if "passes left" in line]
+    assert said == [f"{NAME}: 2 of 3 passes left, at most 6.0 min", f"{NAME}: 1 of 3 passes left, at most 3.0 min"]
 
 
 def test_more_passes_measure_only_the_new_ones(tmp_path):
@@ -87,37 +93,72 @@ class Slow(Fake):
         return super().measure(cfg, point)
 
 
-@pytest.mark.parametrize(("minutes", "passes", "left_out"), [(1.0, 3, 0), (0.65, 2, 1), (0.1, 1, 2)])
-def test_passes_that_would_not_end_in_time_are_left_out_but_never_the_first(
-    tmp_path, monkeypatch, minutes, passes, left_out
-):
+def within(minutes, slow, firm=False):
+    return Budget(60 * minutes, firm=firm, clock=lambda: slow.now)
+
+
+@pytest.mark.parametrize("firm", [False, True])
+@pytest.mark.parametrize(("minutes", "passes", "left_out"), [(1.0, 3, 0), (0.65, 2, 1), (0.33, 1, 2)])
+def test_passes_that_would_not_end_in_time_are_left_out(tmp_path, minutes, passes, left_out, firm):
     slow = Slow()
-    monkeypatch.setattr(passes_module, "Budget", lambda *given: Budget(*given, clock=lambda: slow.now))
-    outcome = run(composed(tmp_path, *GRID, f"+scale.minutes.{NAME}={minutes}"), slow)
-    assert (outcome.measured, outcome.passes_left_out) == (2 * passes, left_out)
+    outcome = run(composed(tmp_path, *GRID), slow, within(minutes, slow, firm))
+    assert (outcome.measured, outcome.left_out) == (2 * passes, 2 * left_out)
     assert {row.repeat for row in rows_of(tmp_path)} == set(range(passes))
     missing = Slow()
     run(composed(tmp_path, *GRID), missing)
     assert len(missing.measured) == 2 * left_out
 
 
-def test_samples_give_way_before_passes_do(tmp_path, monkeypatch):
+def test_the_first_pass_gives_way_to_a_deadline_alone(tmp_path):
     slow = Slow()
-    monkeypatch.setattr(passes_module, "Budget", lambda *given: Budget(*given, clock=lambda: slow.now))
-    run(composed(tmp_path, *GRID, f"+scale.minutes.{NAME}=1.0", "scale.seconds_per_point=4.5"), slow)
+    outcome = run(composed(tmp_path, *GRID, f"+scale.minutes.{NAME}=0.0001"), slow)
+    assert (outcome.measured, outcome.left_out) == (2, 4)
+    slow = Slow()
+    outcome = run(composed(tmp_path / "firm", *GRID), slow, within(0.1, slow, firm=True))
+    assert (outcome.measured, outcome.left_out) == (1, 5)
+    assert [row.batch_size for row in rows_of(tmp_path / "firm")] == [1]
+
+
+def test_samples_give_way_before_passes_do(tmp_path):
+    slow = Slow()
+    run(composed(tmp_path, *GRID, "scale.seconds_per_point=4.5"), slow, within(1.0, slow))
     assert slow.allowed == pytest.approx([4.5] * 6)
-    slow.allowed.clear()
-    run(composed(tmp_path, *GRID, f"+scale.minutes.{NAME}=1.0", "scale.seconds_per_point=9.0"), slow)
+    slow = Slow()
+    run(composed(tmp_path, *GRID, "scale.seconds_per_point=9.0"), slow, within(1.0, slow))
     assert slow.allowed == pytest.approx([5.0] * 6)
 
 
-def test_nothing_is_tried_again_once_the_time_is_spent(tmp_path, monkeypatch, machine):
+def test_nothing_is_tried_again_once_the_time_is_spent(tmp_path, machine):
     slow = Slow()
     machine.script = [BUSY] * 6
-    monkeypatch.setattr(passes_module, "Budget", lambda *given: Budget(*given, clock=lambda: slow.now))
-    outcome = run(composed(tmp_path, *GRID, f"+scale.minutes.{NAME}=1.0"), slow)
+    outcome = run(composed(tmp_path, *GRID), slow, within(1.0, slow))
     assert len(slow.allowed) == 6
     assert outcome.disturbed == 6
+
+
+def test_what_is_tried_again_must_fit_by_what_it_took_before(tmp_path, machine):
+    """The most disturbed is too dear for the 15 seconds that are left; the other one fits once."""
+
+    class Uneven(Slow):
+        def measure(self, cfg, point):
+            self.now += 10.0 if point.batch_size == 2 else 0.0
+            return super().measure(cfg, point)
+
+    machine.script = [BUSY, replace(BUSY, other_cpu=0.5), replace(BUSY, other_cpu=0.1), replace(BUSY, other_cpu=0.1)]
+    uneven = Uneven()
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), uneven, within(0.75, uneven))
+    assert [batch for _, batch in uneven.measured] == [1, 2, 1]
+    assert {row.batch_size: row.other_cpu for row in rows_of(tmp_path)} == {1: 0.1, 2: 0.5}
+    assert outcome.disturbed == 2
+
+
+def test_marked_rows_that_time_is_too_short_for_stay_and_stay_marked(tmp_path, machine):
+    machine.script = [BUSY] * 6
+    run(composed(tmp_path, *GRID, "scale.tries=0"), Slow())
+    slow = Slow()
+    outcome = run(composed(tmp_path, *GRID), slow, within(0.1, slow, firm=True))
+    assert (outcome.measured, outcome.left_out, outcome.disturbed) == (1, 5, 5)
+    assert sorted(row.disturbed for row in rows_of(tmp_path)) == [False] + [True] * 5
 
 
 class Summed(Fake):
@@ -154,3 +195,17 @@ def test_what_is_derived_comes_last_and_again_when_anything_changed(tmp_path, ma
         2: 5.0 + 6.0,
     }  # the disturbed second was measured again as the seventh
     assert [row.disturbed for row in rows if row.metric == "total"] == [True] * 3
+
+
+def test_what_cannot_be_derived_for_want_of_time_is_left_out_and_not_wrong(tmp_path):
+    class Short(Summed, Slow):
+        def measure(self, cfg, point):
+            self.now += 10.0
+            if point.panel == "sum" and len(rows_of(tmp_path, "value")) < 2:
+                raise CheckFailed("a row is missing")
+            return Summed.measure(self, cfg, point)
+
+    short = Short()
+    short.path = tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), short, within(0.1, short, firm=True))
+    assert (outcome.measured, outcome.left_out, outcome.failed) == (1, 2, [])

@@ -7,11 +7,13 @@ import torch
 
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType, ModelConf
-from experiments.systems import SYSTEMS, Job, Limits, World, check, check_tokens, paper_stream
-from experiments.systems.check import reference_logits, reference_tokens
-from experiments.systems.hf_backend import SameProduct
+from experiments.systems import SYSTEMS, Job, Limits, StreamBench, StreamConf, World, check, check_tokens, paper_stream
+from experiments.systems import bench as bench_module
+from experiments.systems.hf_backend import Generated
+from experiments.systems.hf_product import SameProduct, linear_layers
 from experiments.systems.stream import shortened, timeline_of
 from punica.engine import ADMISSION_RULES
+from punica.engine.runner import ModelRunner
 from punica.workload import PAPER_WORKLOADS, released_lengths
 
 EXACT = [name for name in SYSTEMS.names() if SYSTEMS.get(name).exact]
@@ -35,6 +37,24 @@ def jobs() -> list[Job]:
         Job(tuple(torch.randint(256, (lengths[i],), generator=words).tolist()), news[i], adapters[i % 6])
         for i in range(10)
     ]
+
+
+def reference_tokens(world, jobs, lora):
+    """Of each job alone, generated step by step."""
+    tokens = []
+    for job in jobs:
+        with world.peft.adapter(job.adapter_id if lora else None):
+            tokens += world.peft.generate([job.prompt], job.new_tokens).tokens
+    return tokens
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_one_forward_over_a_sequence_chooses_what_is_generated_step_by_step(lora, world, jobs):
+    for job, tokens in zip(jobs, reference_tokens(world, jobs, lora), strict=True):
+        assert check.chosen(world, job, tokens, lora) == tokens
+        with world.peft.adapter(job.adapter_id if lora else None):
+            stepwise = world.peft.forced([job.prompt], [tokens])[0]
+        torch.testing.assert_close(world.reference(job, tokens, lora), stepwise, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -112,7 +132,8 @@ def test_half_precision_is_compared_at_every_position_of_whole_sequences(name, h
     found = check_tokens(system, jobs)
     assert 0.9 <= found.tokens <= 1.0
     assert 0 <= found.logit_error < 0.06
-    assert found.logit_error > 0 or name.startswith("hf_")  # the reference itself, batched
+    # the reference itself, batched, and a backbone with its products may have its bits
+    assert found.logit_error > 0 or name.startswith("hf_") or not system.lora
 
 
 def test_forced_tokens_are_taken_instead_of_chosen_ones(world, jobs):
@@ -122,7 +143,25 @@ def test_forced_tokens_are_taken_instead_of_chosen_ones(world, jobs):
         found = system.forced(jobs, forced)
         for job, tokens, logits in zip(jobs, forced, found, strict=True):
             assert logits.shape == (job.new_tokens, 256)
-            torch.testing.assert_close(logits, reference_logits(world, job, tokens, True), atol=1e-3, rtol=1e-3)
+            with world.peft.adapter(job.adapter_id):
+                alone = world.peft.forced([job.prompt], [tokens])[0]
+            torch.testing.assert_close(logits, alone, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["punica", "punica_static", "static_batching"])
+def test_forced_tokens_reach_steps_that_are_sent_ahead(name, world, jobs, monkeypatch):
+    """As on a GPU, where the next step is under way before the host has seen the tokens of this one."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", True)
+    jobs = [replace(job, new_tokens=job.new_tokens + 8) for job in jobs]
+    system, ahead, sent = SYSTEMS.get(name)(world), ModelRunner.stage_ahead, []
+    monkeypatch.setattr(ModelRunner, "stage_ahead", lambda *of: sent.append(of) or ahead(*of))
+    forced = [[(5 * position + 1) % 256 for position in range(job.new_tokens)] for job in jobs]
+    found = system.forced(jobs, forced)
+    assert len(sent) > 15
+    for job, tokens, logits in zip(jobs, forced, found, strict=True):
+        with world.peft.adapter(job.adapter_id if system.lora else None):
+            alone = world.peft.forced([job.prompt], [tokens])[0]
+        torch.testing.assert_close(logits, alone, atol=1e-3, rtol=1e-3)
 
 
 def test_a_half_precision_error_late_in_one_sequence_is_caught(half_world, jobs, monkeypatch):
@@ -162,6 +201,51 @@ def test_transformers_and_peft_multiply_as_our_engine_does(world):
     assert kinds == {SameProduct}
 
 
+@pytest.mark.parametrize("alone", [SameProduct, torch.nn.Linear])
+@pytest.mark.parametrize("full", [SameProduct, torch.nn.Linear])
+def test_on_a_gpu_hugging_face_has_the_product_with_which_it_decodes_faster(alone, full, monkeypatch, capsys):
+    backend = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8).peft
+    backend.load("place0", 1)
+    monkeypatch.setattr(backend.weights, "device", "cuda")  # where factors of adapters stay torch's
+    monkeypatch.setattr("experiments.systems.hf_backend.Decoding", lambda *_: None)
+    layers, made = linear_layers(backend.model, "cuda"), []
+    assert len(layers) == 7 * 2 + 1
+    assert not {id(layer) for layer in layers} & {
+        id(module) for name, module in backend.model.named_modules() if "lora_" in name
+    }
+
+    def product(prompts, rows=None):
+        backend.decoding(prompts, 1, rows)
+        (kind,) = {type(layer) for layer in layers}
+        return kind
+
+    def generate(prompts, new_tokens):
+        kind = product(prompts)
+        made.append((len(prompts), kind))
+        return Generated([], 0.0, 0.005 if kind is (alone if len(prompts) == 1 else full) else 0.010)
+
+    monkeypatch.setattr(backend, "generate", generate)
+    backend._find_faster_products()
+    assert made == [(batch, kind) for batch in (1, 4) for kind in 2 * (SameProduct, torch.nn.Linear)]
+    assert (product([[1]]), product([[1], [2]])) == (alone, full)
+    assert product([[1], [2]], ["place0", "place0"]) is SameProduct
+    ours, torchs = (1.0, 2.0) if full is SameProduct else (2.0, 1.0)
+    assert f"batch 4: {ours} ms per step with our product, {torchs} with torch's" in capsys.readouterr().err
+
+
+def test_peft_computes_with_the_weights_of_the_adapter_in_its_place(world):
+    backend = world.peft
+    first, second = backend.places([3, 6])
+    assert backend.places([3, 6, 3]) == [first, second, first]
+    for adapter_id in (1, 2, 5):
+        (place,) = backend.places([adapter_id])
+        held = {name: one for name, one in backend.model.named_parameters() if f".{place}." in name}
+        wanted = world.adapter_tensors(adapter_id)
+        assert {name.replace(f".{place}", ""): one.data_ptr() for name, one in held.items()} == {
+            name: tensor.data_ptr() for name, tensor in wanted.items()
+        }
+
+
 def test_weights_exist_once(world):
     shared = {tensor.untyped_storage().data_ptr() for tensor in world.exported().values()}
     engine = SYSTEMS.get("continuous_batching")(world).engine
@@ -194,6 +278,22 @@ def test_every_system_follows_an_admission_rule_that_can_be_replayed():
         rule = SYSTEMS.get(name).admission
         assert rule in ADMISSION_RULES.names()
         assert timeline_of(shortened(paper_stream("Skewed", 5, 32, 256), 5, 3), rule, 4).steps >= 3
+
+
+@pytest.mark.parametrize("name", ["punica", "static_batching", "hf_peft"])
+def test_whole_sequences_are_compared_once_per_system_on_our_engine(name, world, monkeypatch):
+    asked, right = [], bench_module.check_tokens
+    monkeypatch.setattr(bench_module, "check_tokens", lambda system, jobs: asked.append(jobs) or right(system, jobs))
+    bench = StreamBench(world, StreamConf("released", 8, 48, 1, 2, 8, 8), 3, 2, whole=(2, 48))
+    found = [bench._agreement(name, workload) for workload in ("Skewed", "Distinct")]
+    whole = [jobs for jobs in asked if max(job.new_tokens for job in jobs) > 2]
+    if name == "hf_peft":
+        assert (whole, found[0].positions) == ([], 6)
+        return
+    (jobs,) = whole
+    assert [job.new_tokens for job in jobs] == [job.new_tokens for job in bench.jobs("Distinct")[:2]]
+    assert len({job.adapter_id for job in jobs}) == (2 if name == "punica" else 1)
+    assert found[0].positions == 6 + sum(job.new_tokens for job in jobs)
 
 
 def test_unknown_systems_are_refused_by_name():

@@ -20,10 +20,12 @@ NAMES = ("w1", "w2", "w3")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def base_layer(experts: int = 5, top_k: int = 2, device: str = "cpu", **options: Any) -> FusedMoE:
+def base_layer(
+    experts: int = 5, top_k: int = 2, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
+) -> FusedMoE:
     """The same full weights whatever the group is."""
     with torch.device(device):
-        layer = FusedMoE(experts, top_k, HIDDEN, INNER, torch.float32, **options)
+        layer = FusedMoE(experts, top_k, HIDDEN, INNER, dtype, **options)
     generator = torch.Generator().manual_seed(7)
     for expert in range(experts):
         for which in NAMES if layer.moe_config.is_act_and_mul else NAMES[:2]:
@@ -72,8 +74,9 @@ def wrapped(base: FusedMoE, adapters: dict[int, Any], three_d: bool = False, **c
     layer = (FusedMoE3DWithLoRA if three_d else FusedMoEWithLoRA)(base)
     model_config = type("Config", (), {"architectures": ["MixtralForCausalLM"]})()
     layer.create_lora_weights(
-        SLOTS, LoRAConfig(MAX_RANK, SLOTS, lora_dtype=torch.float32, **config), model_config if three_d else None
-    )
+        SLOTS, LoRAConfig(MAX_RANK, SLOTS, lora_dtype=base.routed_experts.w2_weight.dtype, **config),
+        model_config if three_d else None,
+    )  # fmt: skip
     wrapper = get_punica_wrapper(32, 32, layer.device, max_loras=SLOTS)
     layer.set_mapping(wrapper)
     for slot, (a, b) in adapters.items():
@@ -129,20 +132,25 @@ RANK_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool, dict[int, int]
 }  # fmt: skip
 
 
-def output_of(name: str, device: str = "cpu") -> Tensor:
+def output_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """A case in the current group, of any size."""
     options, config, three_d, ranks = RANK_CASES[name]
     adapters = {slot: adapter(5, rank, slot, shared=three_d) for slot, rank in ranks.items()}
     if three_d:
         layout = options.get("w13_layout", "concatenated")
         adapters = {slot: stacked(*one, layout) for slot, one in adapters.items()}
-    return wrapped(base_layer(device=device, **options), adapters, three_d, **config)(*inputs(5, device))
+    x, logits = inputs(5, device)
+    return wrapped(base_layer(device=device, dtype=dtype, **options), adapters, three_d, **config)(x.to(dtype), logits)
 
 
-def run_cases(rank: int, device_type: str) -> dict[str, Tensor]:
+SHORT_CASES = [name for name, (_, _, three_d, _) in RANK_CASES.items() if not three_d]
+"""Those that differ in what ranks tell each other: how a slot is laid out is the same on every device."""
+
+
+def run_cases(rank: int, names: list[str], device_type: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """What this rank of a group finds."""
     device = "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(rank)
         device = f"cuda:{rank}"
-    return {name: output_of(name, device).cpu() for name in RANK_CASES}
+    return {name: output_of(name, device, dtype).cpu() for name in names}

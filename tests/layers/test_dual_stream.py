@@ -70,9 +70,10 @@ class Recorded:
 
 
 @pytest.mark.parametrize("suited", [True, False])
+@pytest.mark.parametrize("fp8", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("name", LINEAR)
-def test_it_begins_in_front_of_the_base_product(name, suited) -> None:
-    config = config_for(torch.float32)
+def test_it_begins_in_front_of_the_base_product(name, fp8, suited) -> None:
+    config = config_for(torch.float32, fp8=fp8)
     layer, _ = linear_layer(LINEAR[name], config)
     wrapper, x, order = wrapper_for(config, "cpu"), torch.randn(len(MIXED), IN), []
     layer.set_mapping(wrapper)

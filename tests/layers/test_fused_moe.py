@@ -12,6 +12,7 @@ from expert_cases import (
     INNER,
     MAX_RANK,
     RANK_CASES,
+    SHORT_CASES,
     SLOTS,
     adapter,
     base_layer,
@@ -201,7 +202,7 @@ class TestSlices:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, torch.Tensor]]:
-    return spawn_tensor_parallel(run_cases, 2, "cpu", backend="gloo")
+    return spawn_tensor_parallel(run_cases, 2, list(RANK_CASES), "cpu", torch.float32, backend="gloo")
 
 
 @pytest.mark.parametrize("name", RANK_CASES)
@@ -217,11 +218,17 @@ def test_a_gpu_equals_the_cpu(name):
     close(output_of(name, "cuda").cpu(), output_of(name), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.multi_gpu
-def test_two_gpus_equal_one_rank():
-    for of_rank in spawn_tensor_parallel(run_cases, 2, "cuda"):
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [pytest.param("cpu", "gloo", marks=pytest.mark.slow), pytest.param("cuda", None, marks=pytest.mark.multi_gpu)],
+)
+def test_two_ranks_in_16_bits_equal_one(device, backend):
+    """Against float32: an adapter left out, or a sum over one rank only, is ten times as wrong and more."""
+    for of_rank in spawn_tensor_parallel(run_cases, 2, SHORT_CASES, device, torch.bfloat16, backend=backend):
         for name, output in of_rank.items():
-            close(output, output_of(name), rtol=1e-4, atol=1e-4)
+            assert output.dtype == torch.bfloat16
+            wanted = output_of(name)
+            assert float((output - wanted).norm() / wanted.norm()) < 1e-2, name
 
 
 class TestPlacement:

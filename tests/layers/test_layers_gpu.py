@@ -127,12 +127,12 @@ def test_logits(org: int, dtype: torch.dtype) -> None:
     assert_close(layer(head, hidden), torch.tanh((base + term) / 2.0))
 
 
-def pair_of_layers(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def pair_of_layers(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
     """The same layer and adapters with one stream and with two."""
     layers = []
     for dual in (False, True):
         torch.manual_seed(5)
-        config = config_for(dtype, dual_stream=dual)
+        config = config_for(dtype, dual_stream=dual, **options)
         layer, _ = linear_layer(LINEAR[name], config, DEVICE, ALONE)
         layers.append(layer)
         assert (layer._streams is not None) == dual
@@ -149,10 +149,15 @@ def captured(layer: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, result
 
 
-@on_dtypes
-@pytest.mark.parametrize("name", LINEAR)
-def test_two_streams_equal_one(name: str, dtype: torch.dtype) -> None:
-    one, two = pair_of_layers(name, dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype", "fp8"),
+    [
+        *((name, dtype, None) for name in LINEAR for dtype in TOLERANCE),
+        *((name, torch.float16, fp8) for name in ("qkv", "row") for fp8 in ("float8_e4m3fn", "float8_e5m2")),
+    ],
+)
+def test_two_streams_equal_one(name: str, dtype: torch.dtype, fp8: str | None) -> None:
+    one, two = pair_of_layers(name, dtype, fp8=fp8)
     wrapper = mapped(one, config_for(dtype), MIXED)
     two.set_mapping(wrapper)
     x = torch.randn(T, IN, device=DEVICE).to(dtype)

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-import time
+from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from punica.measure import disturbance
@@ -99,17 +100,43 @@ def test_the_calibrator_takes_time_and_keeps_its_best():
     assert disturbance.calibrator("cpu") is calibrator
 
 
-@pytest.mark.skipif(cpu_times() is None, reason="needs /proc/stat")
-def test_another_process_is_seen_and_our_own_work_is_not():
-    busy = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
-    other = subprocess.Popen([sys.executable, "-c", busy])
+BUSY = [sys.executable, "-c", "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"]
+
+
+@contextmanager
+def of_somebody_else():
+    """A busy process that is none of ours, since who started it has ended."""
+    start = f"import subprocess\nprint(subprocess.Popen({BUSY!r}, stdout=subprocess.DEVNULL).pid)"
+    started = subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, check=True)
+    other = psutil.Process(int(started.stdout))
     try:
-        time.sleep(0.2)
-        before = after = cpu_times()
-        while after.own - before.own < 0.4:  # of a core that others may want, too
-            after = cpu_times()
-        cores = len(disturbance.os.sched_getaffinity(0))
-        assert 0.1 < other_seconds(before, after) < (after.wall - before.wall) * cores - 0.3
+        yield other
     finally:
         other.kill()
-        other.wait()
+
+
+@contextmanager
+def of_ours():
+    with subprocess.Popen(BUSY) as other:
+        try:
+            yield psutil.Process(other.pid)
+        finally:
+            other.kill()
+
+
+@pytest.mark.skipif(cpu_times() is None, reason="needs /proc/stat")
+@pytest.mark.parametrize("process", [of_somebody_else, of_ours])
+def test_another_process_is_seen_and_our_own_work_is_not(process):
+    """In CPU seconds of both, whatever else wants the cores."""
+    with process() as other:
+        before, begin, spent = cpu_times(), sum(other.cpu_times()[:2]), 0.0
+        after = before
+        while min(after.own - before.own, spent) < 0.5:
+            spent, after = sum(other.cpu_times()[:2]) - begin, cpu_times()
+        others, cores = other_seconds(before, after), len(disturbance.os.sched_getaffinity(0))
+        ours = after.own - before.own
+        if process is of_somebody_else:
+            assert others > spent - 0.2
+        else:
+            assert ours > spent
+        assert others < (after.wall - before.wall) * cores - ours + 0.2

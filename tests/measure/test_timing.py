@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from punica.measure import timing
 from punica.measure.timing import Protocol, time_side_by_side
 
 
@@ -36,15 +37,39 @@ def test_several_inputs_are_used_in_turn():
     assert order == [0, 1, 2, 0, 1]
 
 
-def test_a_sample_is_the_time_of_one_call():
-    samples = time_side_by_side({"slow": [lambda: time.sleep(0.02)], "fast": [lambda: None]}, protocol())
-    assert 0.02 <= min(samples["slow"]) < 0.2
-    assert min(samples["fast"]) < 0.005
+class Clock:
+    """One that calls move and nothing else, in the place of `time`."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def take(self, seconds):
+        self.now += seconds
 
 
-def test_a_spent_budget_stops_at_the_minimum():
-    samples = time_side_by_side({"a": [lambda: time.sleep(0.01)]}, protocol(repeats=1000, min_repeats=3, seconds=0.0))
-    assert len(samples["a"]) == 3
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(timing, "time", made := Clock())
+    return made
+
+
+def test_a_sample_is_the_time_of_one_call(clock):
+    samples = time_side_by_side({"slow": [lambda: clock.take(2.0)], "fast": [lambda: clock.take(0.25)]}, protocol())
+    assert samples == {"slow": [2.0] * 4, "fast": [0.25] * 4}
+
+
+def test_the_clock_is_one_of_seconds():
+    (sample,) = time_side_by_side({"a": [lambda: time.sleep(0.02)]}, protocol(repeats=1, min_repeats=1))["a"]
+    assert sample >= 0.02
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [(0.0, 3), (4.5, 5), (60.0, 8)])
+def test_a_spent_budget_stops_at_the_minimum_or_later(clock, seconds, samples):
+    limits = protocol(repeats=8, min_repeats=3, seconds=seconds)
+    assert len(time_side_by_side({"a": [lambda: clock.take(1.0)]}, limits)["a"]) == samples
 
 
 def test_garbage_collection_is_off_while_timing_and_on_again_after():

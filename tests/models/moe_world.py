@@ -11,6 +11,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from punica.ops.backbone import PackedHeads
+
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -38,7 +40,8 @@ PARTS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "down_proj", 
 class CausalAttention:
     """One sequence, no cache."""
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
+        q, k, v = packed.rotated()
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
@@ -129,3 +132,12 @@ def merged(model: Any, layers: Any, scaling: float, leave_out: Any = ()) -> Any:
                     if (expert, which) not in leave_out:
                         target[expert] += scaling * b @ a
     return model
+
+
+def greedy(model: Any, prompt: list[int], new: int) -> list[int]:
+    """One request, no cache: each token from a full pass."""
+    text = list(prompt)
+    with torch.no_grad():
+        for _ in range(new):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(prompt) :]

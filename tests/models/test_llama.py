@@ -15,6 +15,7 @@ from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoR
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
 from punica.models.rotary import inverse_frequencies
+from punica.ops.backbone import PackedHeads
 from punica.parallel import ParallelLMHead
 
 LLAMA3_ROPE = {
@@ -55,7 +56,8 @@ VARIANTS = {
 class CausalAttention:
     """One sequence, no cache: the attention of a test."""
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer_index: int, packed: PackedHeads) -> torch.Tensor:
+        q, k, v = packed.rotated()
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from punica.models import LlamaForCausalLM
+from punica.ops.backbone import PackedHeads
 from punica.parallel import spawn_tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,8 @@ VARIANTS = {
 class CausalAttention:
     """One sequence, no cache, this rank's heads."""
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
+        q, k, v = packed.rotated()
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
@@ -110,7 +112,7 @@ def torchrun(ranks: int, program: Path, *arguments: str) -> str:
     command += ["--log-dir", str(program.parent / "logs")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(program), *arguments], capture_output=True, text=True, env=environment, timeout=240, check=False
+        [*command, str(program), *arguments], capture_output=True, text=True, env=environment, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,6 +1,6 @@
 """Checks that the ranks of one spawned world make, many in a process start; the tests read their verdicts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -122,15 +122,27 @@ def disagreement() -> list[str]:
 
 
 def use_of_a_group() -> dict[str, Any]:
-    """Its place is cached; after ``close`` it refuses."""
+    """Its place is cached; one whose ranks are out of step refuses all collectives, and so it does after ``close``."""
     group = TorchDistGroup()
     place = [(group.rank, group.world_size) for _ in range(2)]
+    group.break_off("first")
+    group.break_off("second")
+    calls = {
+        "all_reduce": lambda: group.all_reduce(torch.ones(1)), "all_gather": lambda: group.all_gather(torch.ones(1), 0),
+        "gather": lambda: group.gather(torch.ones(1), 0, 0),
+    }  # fmt: skip
+    broken = {name: refusal(call) for name, call in calls.items()}
     group.close()
+    return {"place": place, "broken": broken, "closed": refusal(calls["all_reduce"])}
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What a RuntimeError says, nothing without one."""
     try:
-        group.all_reduce(torch.ones(1))
+        call()
     except RuntimeError as error:
-        return {"place": place, "closed": str(error)}
-    return {"place": place, "closed": ""}
+        return str(error)
+    return ""
 
 
 def layers() -> dict[str, nn.Module]:

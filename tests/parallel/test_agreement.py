@@ -1,54 +1,23 @@
 """What fails on one rank fails on all, with one message, before any of them goes on."""
 
-import threading
-
 import pytest
 import torch
-from torch import Tensor
 
-from punica.parallel import all_ranks_agree, tensor_parallel
+from punica.parallel import all_ranks_agree, check_same_on_all_ranks, current_group
+from tests.parallel.thread_ranks import on_threads
 
 SIZE = 3
 
 
-class Threads:
-    """A group whose ranks are threads of this process."""
-
-    world_size = SIZE
-
-    def __init__(self, rank: int, meeting: threading.Barrier, shared: list) -> None:
-        self.rank, self._meeting, self._shared = rank, meeting, shared
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        self._meeting.wait(20)
-        self._shared[self.rank] = tensor
-        self._meeting.wait(20)
-        return torch.cat(self._shared, dim)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    gather = all_reduce
-
-
 def on_all_ranks(body) -> list[Exception | str]:
-    """What comes of `body(rank)` on every rank."""
-    meeting, shared, outcomes = threading.Barrier(SIZE), [None] * SIZE, [None] * SIZE
+    """What comes of `body(rank)`, agreed upon, on every rank."""
 
-    def run(rank: int) -> None:
-        try:
-            with tensor_parallel(Threads(rank, meeting, shared)), all_ranks_agree():
-                body(rank)
-            outcomes[rank] = "went on"
-        except Exception as error:
-            outcomes[rank] = error
+    def run(rank: int) -> str:
+        with all_ranks_agree():
+            body(rank)
+        return "went on"
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(SIZE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return outcomes
+    return on_threads(SIZE, run)
 
 
 def test_all_go_on_when_nothing_fails() -> None:
@@ -63,16 +32,18 @@ def test_all_go_on_when_nothing_fails() -> None:
         (ValueError("größer als ein Byte"), ValueError, "größer als ein Byte"),
         (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), ValueError, "can't decode"),
         (RuntimeError("pinned"), RuntimeError, "pinned"),
+        (MemoryError("full"), MemoryError, "full"),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
         (KeyError("x"), RuntimeError, "KeyError: 'x'"),
         (ValueError("\ud800" + "x" * 5000), ValueError, "xxx"),
     ],
-    ids=["file", "type", "value", "kind of value", "runtime", "other", "too long to send"],
+    ids=["file", "type", "value", "kind of value", "runtime", "memory", "device memory", "other", "too long to send"],
 )
 @pytest.mark.parametrize("failing", [{0}, {1}, {1, 2}, {0, 1, 2}], ids=str)
 def test_all_fail_alike_when_one_does(error, kind, text, failing) -> None:
     def body(rank: int) -> None:
         if rank in failing:
-            raise error if rank == min(failing) else MemoryError("another one")
+            raise error if rank == min(failing) else BufferError("another one")
 
     outcomes = on_all_ranks(body)
     assert [type(outcome) for outcome in outcomes] == [kind] * SIZE
@@ -84,3 +55,16 @@ def test_all_fail_alike_when_one_does(error, kind, text, failing) -> None:
 def test_one_rank_keeps_its_error_as_it_is() -> None:
     with pytest.raises(KeyError, match="own"), all_ranks_agree():
         raise KeyError("own")
+
+
+def test_numbers_that_differ_between_ranks_are_named_on_all_of_them() -> None:
+    same = on_threads(SIZE, lambda rank: check_same_on_all_ranks("a shape", (0, 8)))
+    assert same == [None] * SIZE
+    outcomes = on_threads(SIZE, lambda rank: check_same_on_all_ranks("a shape", (0, 8 if rank else 4)))
+    assert [type(outcome) for outcome in outcomes] == [RuntimeError] * SIZE
+    assert {str(outcome) for outcome in outcomes} == {
+        "a shape must be the same on all ranks, got [[0, 4], [0, 8], [0, 8]] in rank order; give every rank the same "
+        "requests in the same order, with the same config"
+    }
+    assert current_group().world_size == 1
+    check_same_on_all_ranks("alone", (1,))

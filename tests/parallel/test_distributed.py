@@ -72,6 +72,8 @@ def test_disagreeing_ranks_all_get_an_error(tp_size: int) -> None:
 def test_group_knows_its_place_until_closed(tp_size: int) -> None:
     for rank, answers in enumerate(world_of(tp_size).ranks):
         assert answers["group"]["place"] == [(rank, tp_size)] * 2
+        for name, text in answers["group"]["broken"].items():
+            assert f"rank {rank} failed inside of a step (first)" in text, name
         assert "after it ended" in answers["group"]["closed"]
 
 

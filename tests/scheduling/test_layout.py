@@ -3,7 +3,7 @@
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.scheduling import BlockManager, Request, RequestState, RequestStatus, StepPlan, lay_out
+from punica.scheduling import BlockManager, Request, RequestState, RequestStatus, StepPlan, lay_out, one_token_later
 
 SLOTS = {10: 2, 20: 0, 30: 1}
 
@@ -54,6 +54,20 @@ def test_a_prompt_and_a_decode_row_of_one_adapter_are_one_segment(plan, blocks) 
     assert layout.segments == ((0, 6),)
 
 
+def test_padding_stands_between_prompts_and_decode_rows_and_belongs_to_nobody(plan, blocks) -> None:
+    layout = lay_out(plan, blocks, SLOTS)
+    padded = layout.padded(8)
+    assert padded.token_ids == [51, 52, 53, 54, 55, 0, 0, 0, 8, 11, 3, 14]
+    assert padded.positions == [0, 1, 2, 3, 4, 0, 0, 0, 4, 1, 2, 2]
+    assert padded.kv_rows == [*layout.kv_rows[:5], -1, -1, -1, *layout.kv_rows[5:]]
+    assert padded.segments == ((1, 5), (-1, 4), (0, 1), (2, 2))
+    assert padded.sampled_rows == [4, 8, 9, 10, 11]
+    assert (padded.requests, padded.sampled_slots, padded.num_prefill_rows) == (
+        layout.requests, layout.sampled_slots, 8,
+    )  # fmt: skip
+    assert [span.block_table for span in padded.spans] == [span.block_table for span in layout.spans]
+
+
 def test_without_lora_no_row_has_a_slot(plan, blocks) -> None:
     layout = lay_out(plan, blocks, None)
     assert [request.request_id for request in layout.requests] == list("pabcd")  # in order of admission
@@ -95,6 +109,7 @@ def test_preempted_request_returns_with_its_output_as_prompt(blocks) -> None:
 @pytest.mark.parametrize("output", [[7], [7, 8, 9]], ids=["one token", "three tokens"])
 def test_idle_row_repeats_its_last_cached_token(blocks, output) -> None:
     request = running("f", [1, 2, 3], output, 20, blocks)
+    request.status = RequestStatus.FINISHED
     layout = lay_out(StepPlan((), (running("a", [1, 2], [3], 20, blocks),), (request,), ()), blocks, SLOTS)
     assert [request.request_id for request in layout.requests] == ["a", "f"]
     cached = 3 + len(output) - 1
@@ -108,3 +123,56 @@ def test_last_admitted_rule_gives_every_row_one_adapter(plan, blocks) -> None:
     assert set(layout.sampled_slots) == {1}
     decode = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS, "last_admitted")
     assert decode.segments == ((2, 4),)  # d was admitted last
+
+
+def test_the_step_one_token_later(plan, blocks) -> None:
+    decodes = StepPlan((), plan.decodes, (), ())
+    layout = lay_out(decodes, blocks, SLOTS)
+    expected = one_token_later(layout, blocks)
+    for request, token in zip(layout.requests, (70, 71, 72, 73), strict=True):
+        request.append(token)
+    assert lay_out(decodes, blocks, SLOTS, expected=expected) == lay_out(decodes, blocks, SLOTS)
+    assert lay_out(decodes, blocks, SLOTS, expected=expected).spans is expected.spans
+
+
+def test_the_step_one_token_later_of_a_batch_with_idle_members(plan, blocks) -> None:
+    """They stay where they are; that another one is done is not foreseen."""
+    idle, decodes = plan.decodes[1], (plan.decodes[0], *plan.decodes[2:])
+    idle.status = RequestStatus.FINISHED
+    batch = StepPlan((), decodes, (idle,), ())
+    for round in range(2):
+        layout = lay_out(batch, blocks, SLOTS)
+        expected = one_token_later(layout, blocks)
+        for request in decodes:
+            request.append(70 + round)
+        assert lay_out(batch, blocks, SLOTS, expected=expected) == lay_out(batch, blocks, SLOTS)
+        assert lay_out(batch, blocks, SLOTS, expected=expected).spans is expected.spans
+    decodes[-1].status = RequestStatus.FINISHED
+    changed = StepPlan((), decodes[:-1], (idle, decodes[-1]), ())
+    assert lay_out(changed, blocks, SLOTS, expected=expected) == lay_out(changed, blocks, SLOTS)
+
+
+@pytest.mark.parametrize("change", ["a token too few", "another slot", "somebody left", "a prompt"])
+def test_what_did_not_come_true_is_laid_out_anew(plan, blocks, change) -> None:
+    decodes = StepPlan((), plan.decodes, (), ())
+    expected = one_token_later(lay_out(decodes, blocks, SLOTS), blocks)
+    for request in plan.decodes[1 if change == "a token too few" else 0 :]:
+        request.append(70)
+    slots = SLOTS | ({10: 3} if change == "another slot" else {})
+    if change == "somebody left":
+        decodes = StepPlan((), plan.decodes[:-1], (), ())
+    elif change == "a prompt":
+        decodes = StepPlan(plan.prefills, plan.decodes, (), ())
+    assert lay_out(decodes, blocks, slots, expected=expected) == lay_out(decodes, blocks, slots)
+
+
+def test_no_step_is_foreseen_behind_a_prompt_the_end_of_an_output_or_a_full_cache(plan, blocks) -> None:
+    assert one_token_later(lay_out(plan, blocks, SLOTS), blocks) is None
+    layout = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS)
+    full = BlockManager(4, 4)
+    for request in plan.decodes:
+        assert full.reserve(request.request_id, 4)
+    assert one_token_later(layout, full) is None  # b needs a second block for its sixth token
+    for token in range(8 - plan.decodes[3].num_generated):
+        plan.decodes[3].append(token)
+    assert one_token_later(layout, blocks) is None  # its ninth token is the last

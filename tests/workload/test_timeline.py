@@ -37,6 +37,20 @@ def test_batches_step_by_step(policy, batches):
     assert ["".join(str(request) for request, _ in line.at(step).members) for step in range(line.steps)] == batches
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stretches_between_two_steps_are_these_steps(policy):
+    line = timeline(policy, prompts=PROMPTS * 3, outputs=OUTPUTS * 3, adapters=ADAPTERS * 3)
+    for first in range(line.steps):
+        for end in (first, first + 1, first + 3, line.steps, line.steps + 2):
+            found = list(line.between(first, end))
+            assert sum(stretch.steps for stretch in found) == min(end, line.steps) - first
+            for stretch in found:
+                assert stretch.members == line.at(stretch.first).members
+                assert stretch.joined == line.at(stretch.first).joined
+                last = line.at(stretch.first + stretch.steps - 1)
+                assert [request for request, _ in last.members] == [request for request, _ in stretch.members]
+
+
 def test_a_static_batch_of_one_adapter_ends_where_the_next_begins():
     line = timeline("static", max_batch=4)
     assert [len(line.at(step).members) for step in range(line.steps)] == [2] * 4 + [2] * 3
@@ -51,23 +65,23 @@ def test_a_step_says_who_joins_how_far_all_are_and_who_waits():
     assert (idle.members, idle.joined) == (((0, 3), (1, 2)), 0)
 
 
-def test_features_are_tokens_rows_context_and_adapters():
+def test_features_are_tokens_rows_context_adapters_and_what_of_it_prompts_are():
     # steps of fcfs: 0 prefilled; 1 joins; both decode; 2 joins 0; 3 prefilled; 3 decodes twice
     assert timeline("fcfs").features().tolist() == [
-        [3 + 1, 1, 3, 1],
-        [2 + 2, 2, (3 + 1) + 2, 1],
-        [2, 2, (3 + 2) + (2 + 1), 1],
-        [5 + 2, 2, (3 + 3) + 5, 2],
-        [1 + 1, 1, 1, 1],
-        [1, 1, 2, 1],
-        [1, 1, 3, 1],
+        [3 + 1, 1, 3, 1, 3, 1],
+        [2 + 2, 2, (3 + 1) + 2, 1, 2, 1],
+        [2, 2, (3 + 2) + (2 + 1), 1, 0, 0],
+        [5 + 2, 2, (3 + 3) + 5, 2, 5, 1],
+        [1 + 1, 1, 1, 1, 1, 1],
+        [1, 1, 2, 1, 0, 0],
+        [1, 1, 3, 1, 0, 0],
     ]
     # a static batch: request 1 is done after two steps and keeps the two tokens that it attended to last
     assert timeline("static_mixed").features()[:4].tolist() == [
-        [5 + 2, 2, 3 + 2, 1],
-        [2, 2, 4 + 3, 1],
-        [1, 2, 5 + 3, 1],
-        [1, 2, 6 + 3, 1],
+        [5 + 2, 2, 3 + 2, 1, 5, 1],
+        [2, 2, 4 + 3, 1, 0, 0],
+        [1, 2, 5 + 3, 1, 0, 0],
+        [1, 2, 6 + 3, 1, 0, 0],
     ]
 
 
@@ -78,7 +92,7 @@ def test_all_tokens_are_in_it_and_step_counts_are_those_of_the_replay(policy, wo
     adapters = popularity(workload).requests(150).tolist()
     line = Timeline(lengths, adapters, policy, 8)
     features = line.features()
-    assert features.shape == (line.steps, 4)
+    assert features.shape == (line.steps, 6)
     assert features[:, 0].sum() == lengths.total_tokens
     assert features[:, 1].max() <= 8
     if policy == "fcfs":

@@ -37,6 +37,21 @@ def test_without_repeats_the_interval_is_unknown():
     assert verdict_of(growths(1.2), "C01").interval == ""  # one repeat spans nothing
 
 
+def test_a_verdict_on_points_that_were_measured_once_says_so():
+    """It has no interval, so it cannot be within noise, however near its bound is."""
+    once, twice = growths(1.499), growths(1.499, 1.501)
+    assert verdict_of(once, "C01").once
+    assert verdict_of(once.assign(repeat=None), "C01").once
+    assert verdict_of(once, "C01").verdict == REPRODUCED
+    assert not verdict_of(twice, "C01").once
+    assert verdict_of(twice, "C01").verdict == NOISE
+    mixed = twice[(twice["repeat"] == 0) | (twice["batch_size"] != 32)]  # batch 32 lost its second repeat
+    assert verdict_of(mixed, "C01").once
+    unseen = twice[(twice["repeat"] == 0) | (twice["batch_size"] != 2)]  # the ratio does not see batch 2
+    assert not verdict_of(unseen, "C01").once
+    assert not verdict_of(once, "C05").once  # arithmetic
+
+
 def test_repeats_that_move_together_do_not_move_a_ratio():
     """A slow minute slows batch 1 and batch 32 alike."""
     rows = repeated(frame(decode([1, 2, 32], growth=1.45)), 1.0, 1.3, 0.9)

@@ -1,6 +1,7 @@
 """The FP8 kernels against float64: modes, forms, layouts, true ranks, and what they must not touch or accept."""
 
 import sys
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from punica.ops.triton_ops import (
     linear_fp8,
     lora_expand,
     lora_expand_fp8,
+    lora_linear_fp8,
     lora_shrink,
     lora_shrink_fp8,
     shrink_fp8,
@@ -333,14 +335,71 @@ class TestTracing:
         assert len(nodes) == 1
         assert torch.equal(graph(x, y.clone()), eager)
 
-    def test_a_step_is_traced_too(self, device):
+    @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
+    def test_a_profiled_step_is_one_node_with_the_same_bits(self, w8a8, device):
         a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
-        x, y = torch.randn(3, 64).half().to(device), torch.zeros(3, 40, device=device)
-        given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": PER_CHANNEL, "expand": PER_CHANNEL}
-        linear_fp8(eager := y.clone(), x, [a.stored], [b.stored], step([0, 2, -1], device, rows=3), **given)
-        with torch.autograd.profiler.profile():
-            linear_fp8(y, x, [a.stored], [b.stored], step([0, 2, -1], device, rows=3), **given)
-        torch.testing.assert_close(y, eager, rtol=2e-2, atol=2e-2)
+        x, y = torch.randn(3, 64).half().to(device), torch.zeros(3, 40, dtype=FP16, device=device)
+        scheme = PER_CHANNEL._replace(use_fp8_w8a8=w8a8)
+        given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": scheme, "expand": scheme}
+        weights = [a.stored], [by_ranks(b.stored)]
+        ranks = torch.tensor([[16, 16, 5]], dtype=torch.int32, device=device)
+        linear_fp8(eager := y.clone(), x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
+        with torch.autograd.profiler.profile() as profile:
+            linear_fp8(y, x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
+        assert [event.name for event in profile.function_events].count("punica::lora_linear_fp8") == 1
+        assert torch.equal(y, eager)
+        assert bool(y[1].any())
+
+    def test_a_compiled_function_equals_eager(self, device):
+        a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
+        x, y = torch.randn(4, 64).half().to(device), torch.randn(4, 40).half().to(device)
+        *meta, count = flat([0, 1, -1, 2], device)
+
+        def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            y = y * 2
+            lora_linear_fp8(
+                y, x, [a.stored], [by_ranks(b.stored)], *meta, 0.5, [a.scale], [b.scale],
+                schemes=[0, 0, 0, 1] * 2, num_active_loras=count,
+            )  # fmt: skip
+            return y + 1
+
+        assert torch.equal(layer(x, y), torch.compile(layer, backend="aot_eager", fullgraph=True)(x, y))
+
+    def test_schemes_of_both(self, device):
+        a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
+        meta = flat([0, 1], device)[:-1]
+        y, x = torch.zeros(2, 40, dtype=FP16, device=device), torch.randn(2, 64).half().to(device)
+        with pytest.raises(ValueError, match="schemes has 4 entries"):
+            lora_linear_fp8(y, x, [a.stored], [b.stored], *meta, 0.5, [a.scale], [b.scale], schemes=[0, 0, 0, 1])
+        with pytest.raises(ValueError, match="inputs has 1 rows and output_tensor has 2"):
+            lora_linear_fp8(
+                y, x[:1], [a.stored], [b.stored], *meta, 0.5, [a.scale], [b.scale], schemes=[0, 0, 1, 1] * 2
+            )
+
+
+@pytest.mark.parametrize("mode", ["channel", "32 x r"])
+@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
+def test_the_first_product_may_be_launched_elsewhere(w8a8, mode, device):
+    """All that it needs happens inside of the context, and the second product outside."""
+    events, given = [], MODES[mode]
+
+    @contextmanager
+    def aside():
+        events.append("begin")
+        yield
+        events.append(y.clone())
+
+    a, b = stacks([(16, 96)], given, device)[0], stacks([(40, 16)], given, device)[0]
+    x, y = torch.randn(3, 96).half().to(device), torch.zeros(3, 40, dtype=FP16, device=device)
+    scheme = Scheme(use_fp8_w8a8=w8a8, **given)
+    given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": scheme, "expand": scheme}
+    weights, rows = ([a.stored], [by_ranks(b.stored)]), step([0, 2, -1], device)
+    linear_fp8(expected := y.clone(), x, *weights, rows, **given)
+    linear_fp8(y, x, *weights, rows, aside=aside, **given)
+    assert events[0] == "begin"
+    assert not bool(events[1].any())
+    assert torch.equal(y, expected)
+    assert bool(y.any())
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

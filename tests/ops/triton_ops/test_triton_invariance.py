@@ -1,10 +1,14 @@
 """Batch invariance: with the switch on, a row has the same bits alone, in part of its batch, and in all of it."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.triton_ops import Options, linear, lora_linear
+from punica.ops.fp8_checks import PER_CHANNEL
+from punica.ops.quant import quantize_per_channel
+from punica.ops.triton_ops import Options, linear, linear_fp8, lora_linear
 
 INVARIANT = Options(batch_invariant=True)
 SHAPES = {
@@ -18,6 +22,8 @@ SHAPES = {
 }
 SMALL = {"narrow": (200, (72, 40), 8), "lanes": (130, (48,), 40), "tiny": (24, (16,), 4)}
 SLOTS = 6
+FP8 = {"by ranks": (False, True), "by rows": (False, False), "w8a8": (True, True)}
+"""Whether activations are FP8 too, and whether B lies rank after rank, as layers store it."""
 
 
 class Layer:
@@ -46,7 +52,27 @@ class Layer:
         return y
 
 
-def check(layer: Layer, rows: int) -> None:
+class Fp8Layer(Layer):
+    """With A and B in FP8, one scale per channel."""
+
+    def __init__(self, *sizes: Any, w8a8: bool, by_ranks: bool) -> None:
+        super().__init__(*sizes)
+        (self.a, a), (self.b, b) = (
+            zip(*[quantize_per_channel(w[:, 0]) for w in side], strict=True) for side in (self.a, self.b)
+        )
+        if by_ranks:
+            self.b = tuple(w.mT.contiguous().mT for w in self.b)
+        scheme = PER_CHANNEL._replace(use_fp8_w8a8=w8a8)
+        self.fp8 = {"lora_a_scale": list(a), "lora_b_scale": list(b), "shrink": scheme, "expand": scheme}
+
+    def added(self, rows: slice) -> torch.Tensor:
+        y, given = self.y[rows].clone(), {"lora_ranks": self.ranks, "options": INVARIANT, **self.fp8}
+        linear_fp8(y, self.x[rows], self.a, self.b, self.step(rows), 0.5, **given)
+        return y
+
+
+def check_parts(layer: Layer, rows: int) -> torch.Tensor:
+    """The whole, after it was compared with its parts."""
     whole = layer.added(slice(0, rows))
     parts = [
         slice(0, (rows + 1) // 2),
@@ -56,6 +82,11 @@ def check(layer: Layer, rows: int) -> None:
     parts.append(slice(rows // 2, rows // 2 + 1))
     for part in parts:
         assert torch.equal(layer.added(part), whole[part]), part
+    return whole
+
+
+def check(layer: Layer, rows: int) -> None:
+    whole = check_parts(layer, rows)
     flat, (*tensors, count) = layer.y[:rows].clone(), layer.step(slice(0, rows)).meta_args(rows)
     lora_linear(
         flat, layer.x[:rows], layer.a, layer.b, *tensors, 0.5,
@@ -77,3 +108,24 @@ def test_a_row_alone_and_in_company(dtype, shape, rows, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_row_alone_and_in_company_in_models(dtype, shape, rows, device):
     check(Layer(shape, rows, dtype, device), rows)
+
+
+def check_fp8(layer: Fp8Layer, rows: int) -> None:
+    added = check_parts(layer, rows) - layer.y
+    assert bool(added[torch.from_numpy(layer.slots) >= 0].any(1).all())
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("form", FP8.values(), ids=FP8)
+def test_fp8_alone_and_in_company(form, shape, rows, device):
+    w8a8, by_ranks = form
+    check_fp8(Fp8Layer(shape, rows, torch.float16, device, w8a8=w8a8, by_ranks=by_ranks), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 129, 513, 2048])
+@pytest.mark.parametrize(("name", "dtype"), [("7b up", torch.float16), ("1.5b up", torch.float16),
+                                             ("odd", torch.float16), ("8b qkv", torch.bfloat16)])  # fmt: skip
+def test_fp8_alone_and_in_company_in_models(name, dtype, rows, device):
+    check_fp8(Fp8Layer(SHAPES[name], rows, dtype, device, w8a8=False, by_ranks=True), rows)

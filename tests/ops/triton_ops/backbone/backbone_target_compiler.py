@@ -1,5 +1,6 @@
 """Compile the backbone's kernels for a GPU that is not there: ``python backbone_target_compiler.py 90 < cases.json``.
-See `target_compiler`. Operands lie on the meta device; a case is a layer, a dtype, and the splits of its attention.
+See `target_compiler`. Operands lie on the meta device; a case is a layer, a dtype, the splits of its attention, and
+whether the cache is FP8.
 """
 
 import json
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.triton_ops.backbone import HeadNorms, add_rms_norm, decode_attention, rotate_and_store, swiglu
+from punica.ops.backbone import HeadNorms
+from punica.ops.quant import E4M3
+from punica.ops.triton_ops.backbone import add_rms_norm, decode_attention, rotate_and_store, skinny_gemm, swiglu
 
-MODULES = ("decode_attention", "norm", "rotary", "swiglu")
+MODULES = ("decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
 LAYERS = {
     "llama2-7b": (32, 32, 128, 4096, 11008), "llama2-70b": (64, 8, 128, 8192, 28672), "odd": (6, 2, 80, 100, 300),
     "small": (32, 8, 64, 2048, 8192), "wide": (16, 8, 256, 3072, 24576),
@@ -26,8 +29,9 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     """The kernels of a decode step of one layer, in the order of their launches."""
     heads, kv_heads, size, hidden, inner = LAYERS[case["layer"]]
     dtype, i32, before = getattr(torch, case["dtype"]), torch.int32, len(done.records)
+    cached = E4M3 if case.get("fp8") else dtype
     x, qkv = empty(TOKENS, hidden, dtype=dtype), empty(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
-    cos, keys = empty(TOKENS, 1, size // 2, dtype=dtype), empty(BLOCKS * BLOCK_SIZE, kv_heads, size, dtype=dtype)
+    cos, keys = empty(TOKENS, 1, size // 2, dtype=dtype), empty(BLOCKS * BLOCK_SIZE, kv_heads, size, dtype=cached)
     table, lengths = empty(TOKENS, WIDTH, dtype=i32), empty(TOKENS, dtype=i32)
     add_rms_norm(x, x, x, empty(hidden, dtype=dtype), 1e-5)
     weight = empty(size, dtype=dtype)
@@ -36,6 +40,9 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     out = empty(TOKENS, heads, size, dtype=dtype)
     decode_attention(out, qkv[:, :heads], keys, keys, table, lengths, BLOCK_SIZE, case["splits"])
     swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))
+    down, hidden_rows = empty(hidden, inner, dtype=dtype), empty(TOKENS, inner, dtype=dtype)
+    for tokens in (1, TOKENS):
+        skinny_gemm(x[:tokens], hidden_rows[:tokens], down)
     return [{"case": case, **record} for record in done.records[before:]]
 
 
@@ -45,6 +52,8 @@ def main() -> None:
     for name in MODULES:
         module: Any = import_module(f"punica.ops.triton_ops.backbone.{name}")
         module.check_runnable, module.supports_pdl = lambda device: None, lambda device: capability >= 90
+        if capability < 89 and hasattr(module, "as_operand"):  # whose compiler knows no e4m3
+            module.as_operand = lambda tensor: tensor.view(torch.uint8) if tensor.dtype == E4M3 else tensor
     json.dump([record for case in json.load(sys.stdin) for record in compile_case(case, done)], sys.stdout)
 
 

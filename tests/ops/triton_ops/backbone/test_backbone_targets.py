@@ -26,6 +26,9 @@ OTHERS = [
         ("llama2-7b", "float32", 1), ("llama2-70b", "float32", 32), ("odd", "float32", 2), ("odd", "float16", 1),
         ("wide", "float32", 2), ("wide", "bfloat16", 1),
     )
+] + [
+    {"layer": layer, "dtype": dtype, "splits": 8, "fp8": True}
+    for layer, dtype in (("llama2-70b", "bfloat16"), ("wide", "float16"), ("odd", "float32"), ("small", "bfloat16"))
 ]  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def compiled(capability: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
-    assert len(records) == sum(4 + (case["splits"] > 1) for case in cases)  # and a kernel that adds the splits
+    assert len(records) == sum(6 + (case["splits"] > 1) for case in cases)  # and a kernel that adds the splits
     assert {record["target"] for record in records} == {capability}
     assert max(record["shared"] for record in records) <= SHARED_KIB[capability] << 10
     for switch in ("waits", "starts_early"):
@@ -54,11 +57,11 @@ def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
-    cases = [{"layer": "llama2-7b", "dtype": "float16", "splits": 8}]
+    cases = [{"layer": "llama2-7b", "dtype": "float16", "splits": 8, "fp8": fp8} for fp8 in (False, True)]
     records = compiled(capability, cases)
     check(capability, cases, records)
-    assert [record["spilled"] for record in records] == [0] * 5
-    assert any("mma" in name for record in records for name in record["instructions"])  # attention
+    assert [record["spilled"] for record in records] == [0] * 14
+    assert sum(bool(record["instructions"]) for record in records) == 4  # attention, projections of many rows
 
 
 @pytest.mark.slow

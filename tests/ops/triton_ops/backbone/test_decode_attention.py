@@ -22,10 +22,11 @@ class Case:
     splits: int | None = None
     dtype: torch.dtype = torch.float32
     page: int = PAGE
+    fp8: bool = False
 
     def __str__(self) -> str:
-        lengths = "-".join(map(str, self.lengths))
-        return f"H{self.heads}of{self.kv_heads}xD{self.size} n{lengths} s{self.splits} {self.dtype} p{self.page}"
+        lengths, kind = "-".join(map(str, self.lengths)), f"{self.dtype}{' fp8' * self.fp8}"
+        return f"H{self.heads}of{self.kv_heads}xD{self.size} n{lengths} s{self.splits} {kind} p{self.page}"
 
 
 class World:
@@ -45,14 +46,19 @@ class World:
             own = [order.pop() for _ in range(count)]
             table[i, :count] = torch.tensor(own, dtype=torch.int32)
             rows = torch.tensor([own[t // case.page] * case.page + t % case.page for t in range(length)]).long()
-            pair = [torch.randn(length, *shape[1:]).to(case.dtype) for _ in range(2)]
+            pair = [self._stored(torch.randn(length, *shape[1:])) for _ in range(2)]
             keys[rows], values[rows] = pair[0].float(), pair[1].float()
             self.contexts.append(pair)
         qkv = torch.randn(len(counts), case.heads + 2 * case.kv_heads, case.size).to(device, case.dtype)
         self.q = qkv[:, : case.heads]  # as a projection gives it: rows are apart
-        self.keys, self.values = keys.to(device, case.dtype), values.to(device, case.dtype)
+        cached = torch.float8_e4m3fn if case.fp8 else case.dtype
+        self.keys, self.values = keys.to(device, cached), values.to(device, cached)
         self.table = table.to(device)
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+
+    def _stored(self, heads: torch.Tensor) -> torch.Tensor:
+        """What the cache holds of them."""
+        return heads.to(torch.float8_e4m3fn).to(self.case.dtype) if self.case.fp8 else heads.to(self.case.dtype)
 
     def run(self, splits: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format) if out is None else out
@@ -93,6 +99,9 @@ CASES = [
     Case(2, 1, 64, (23, 41), 2, page=7),
     Case(2, 1, 64, (23, 41), 1, page=256),
     Case(4, 2, 64, (140, 5)),
+    Case(4, 2, 64, (140, 5, 0), fp8=True),
+    Case(8, 2, 128, (70, 3, 64), 2, torch.float16, fp8=True),
+    Case(4, 4, 40, (33, 1), 1, torch.bfloat16, fp8=True),
 ]
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from punica.models.rotary import rotate
-from punica.ops.triton_ops.backbone import HeadNorms, add_rms_norm, rotate_and_store, swiglu
+from punica.ops.backbone import HeadNorms, rotate
+from punica.ops.triton_ops.backbone import add_rms_norm, rotate_and_store, swiglu
 from punica.ops.triton_ops.launch import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

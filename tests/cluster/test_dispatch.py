@@ -1,0 +1,282 @@
+"""Requests through dispatcher and runners in one process: tokens as of an undisturbed engine, whatever happens."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from punica.adapters import LoRARequest
+from punica.cluster.dispatch import ClusterFull, Dispatcher
+from punica.cluster.folders import StoredFiles, digest_of
+from punica.cluster.runner import Runner, StepCommand
+from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from tests.cluster.runner_world import (
+    LocalRunners,
+    factory,
+    new_runner,
+    requests,
+    run,
+    undisturbed,
+    write_adapters,
+)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
+    return write_adapters(tmp_path_factory.mktemp("adapters"))
+
+
+class Disturbed:
+    """Random events around local runners: steps that end in any order, crashes in the middle of a step, restarts,
+    aborts. It notes what comes, as somebody who streams would.
+    """
+
+    def __init__(self, seed: int, **engine) -> None:
+        self.random, self.engine = random.Random(seed), engine
+        self.world = LocalRunners.of(3, **engine)
+        self.in_flight: dict[str, StepCommand] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: Counter[str] = Counter()
+        self.evictions = self.crashes = 0
+
+    def begin_all(self) -> None:
+        desk = self.world.desk
+        while desk.startable:
+            uuid = self.random.choice(sorted(desk.startable))
+            waiting = desk.policy.num_queued
+            command = desk.begin(uuid)
+            self.evictions += desk.policy.num_queued > waiting
+            if command is not None:
+                self.in_flight[uuid] = command
+
+    def end_one(self) -> None:
+        uuid = self.random.choice(sorted(self.in_flight))
+        ended = self.world.desk.end(uuid, self.world.runners[uuid].step(self.in_flight.pop(uuid)))
+        for name, token in ended.tokens.items():
+            self.tokens.setdefault(name, []).append(token)
+        assert not ended.failed
+        self.ended.update(state.request_id for state in ended.finished)
+
+    def crash(self) -> None:
+        """With its step done or not: the reply is lost either way. Another runner joins."""
+        uuid = self.random.choice(sorted(self.world.runners))
+        command = self.in_flight.pop(uuid, None)
+        if command is not None and self.random.random() < 0.5:
+            self.world.runners[uuid].step(command)
+        assert self.world.desk.died(uuid, "a crash") == ()
+        self.world.replace(uuid, **self.engine)
+        self.crashes += 1
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["at the join", "beside"])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_come_once_and_as_undisturbed_whoever_crashes_or_is_evicted(adapters, seed, beside) -> None:
+    asked = requests(adapters, 24, seed)
+    expected = undisturbed(asked)
+    disturbed = Disturbed(seed, num_blocks=19, beside=beside)
+    todo = list(asked)
+    while todo or disturbed.world.desk.num_unfinished:
+        if todo and disturbed.random.random() < 0.4:
+            disturbed.world.desk.add(todo.pop(0))
+        disturbed.begin_all()
+        if disturbed.in_flight:
+            disturbed.end_one()
+        if disturbed.crashes < 2 and disturbed.random.random() < 0.03:
+            disturbed.crash()
+    assert disturbed.tokens == expected
+    assert disturbed.ended == Counter(expected.keys())
+    assert disturbed.evictions > 0
+    assert disturbed.crashes == 2
+
+
+def test_aborts_free_their_place_and_leave_the_others_alone(adapters) -> None:
+    asked = requests(adapters, 12, seed=4, longest=16, seeded=True)
+    expected = undisturbed(asked)
+    world = LocalRunners.of(2)
+    states = {request.request_id: world.desk.add(request) for request in asked}
+    uuid = max(world.desk.startable)
+    command = world.desk.begin(uuid)
+    inside = command.joins.request.request_id.partition("#")[0]
+    aborted = {inside, asked[-1].request_id}  # one in a step, one that waits
+    for name in aborted:
+        assert world.desk.abort(name).finish_reason == "aborted"
+    again = world.desk.add(next(request for request in asked if request.request_id == inside))  # its name is free
+    world.desk.end(uuid, world.runners[uuid].step(command))
+    assert run(world) == {}
+    assert states[inside].output_token_ids == []
+    assert again.output_token_ids == expected[inside]
+    for name in expected.keys() - aborted:
+        assert states[name].output_token_ids == expected[name]
+    with pytest.raises(ValueError, match="no unfinished request 'request-0'"):
+        world.desk.abort("request-0")
+
+
+def test_a_full_queue_refuses_and_says_why(adapters) -> None:
+    world = LocalRunners.of(1, max_queued=2)
+    asked = requests(adapters, 7)
+    for request in asked[:6]:  # four on the GPU, two wait
+        world.desk.add(request)
+    with pytest.raises(ClusterFull, match=r"'request-6' is refused: 2 requests wait for a GPU, max_queued is 2"):
+        world.desk.add(asked[6])
+    run(world)
+    state = world.desk.add(asked[6])
+    run(world)
+    assert state.output_token_ids == undisturbed(asked)["request-6"]
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_own_request(adapters, tmp_path) -> None:
+    asked = requests(adapters, 6, seeded=True)
+    expected = undisturbed(asked)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "adapter_config.json").write_text("{")
+    lost = LoRARequest("lost", 8, str(tmp_path / "nowhere"))
+    world = LocalRunners.of(1)
+    states = [world.desk.add(request) for request in asked[:3]]
+    for name, adapter in (("damaged", LoRARequest("damaged", 9, str(damaged))), ("lost", lost)):
+        world.desk.add(Request(name, [1, 2], 4, adapter))
+    states += [world.desk.add(request) for request in asked[3:]]
+    failed = run(world)
+    assert failed.keys() == {"damaged", "lost"}
+    assert failed["lost"].startswith("FileNotFoundError: adapter 'lost' (id 8) is not registered")
+    assert "damaged" in failed["damaged"]
+    assert [state.output_token_ids for state in states] == list(expected.values())
+
+
+def test_adapters_from_a_store_need_no_folder(adapters, tmp_path) -> None:
+    files = {
+        adapter.source: {path.name: path.read_bytes() for path in Path(adapter.absolute_path).iterdir()}
+        for adapter in adapters.values()
+    }
+    moved = {i: replace(adapter, lora_path=f"elsewhere/{i}") for i, adapter in adapters.items()}
+    asked = requests(moved, 8, seed=5)
+    runner = new_runner({adapter.lora_int_id: files[adapters[i].source] for i, adapter in moved.items()})
+    stored = {i: StoredFiles(digest_of(files[adapter.source]), i) for i, adapter in adapters.items()}
+    desk = Dispatcher(runner.describe(), "punica", 100, files_of=lambda adapter: stored[adapter.lora_int_id])
+    desk.join("runner", runner.describe())
+    states = [desk.add(request) for request in asked]
+    assert run(LocalRunners(desk, {"runner": runner})) == {}
+    expected = undisturbed(requests(adapters, 8, seed=5))
+    assert [state.output_token_ids for state in states] == list(expected.values())
+
+
+def test_log_probabilities_are_those_of_an_engine(adapters) -> None:
+    params = SamplingParams(9, temperature=1.0, seed=5, logprobs=2)
+    request = Request("r", [3, 1, 4], params, adapters[2])
+    engine = factory()()
+    alone = engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    world = LocalRunners.of(2)
+    state = world.desk.add(request)
+    for _ in range(4):
+        command = world.desk.begin("runner-1")
+        world.desk.end("runner-1", world.runners["runner-1"].step(command))
+    world.desk.leave("runner-1")  # goes on elsewhere
+    run(world)
+    assert state.output_token_ids == alone.output_token_ids
+    assert [list(one) for one in state.logprobs] == [list(one) for one in alone.logprobs]
+    for one, other in zip(state.logprobs, alone.logprobs, strict=True):
+        assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-4)
+
+
+def test_scheduler_and_runner_that_disagree_are_refused(adapters) -> None:
+    world = LocalRunners.of(1)
+    world.desk.add(Request("r", [1, 2, 3], 8))
+    command = world.desk.begin("runner-0")
+    reply = world.runners["runner-0"].step(command)
+    with pytest.raises(RuntimeError, match=r"KV blocks in use .* scheduler counts on 1, the runner says 2"):
+        world.desk.end("runner-0", replace(reply, used_blocks=2))
+    world = LocalRunners.of(1)
+    world.desk.add(Request("r", [1, 2, 3], 8))
+    reply = world.runners["runner-0"].step(world.desk.begin("runner-0"))
+    with pytest.raises(RuntimeError, match="requests in the step"):
+        world.desk.end("runner-0", replace(reply, tokens={}))
+
+
+@pytest.mark.parametrize(
+    ("build", "error"),
+    [
+        pytest.param(factory(num_blocks=5), "has 5 KV blocks, of which max_batch_size", id="blocks"),
+        pytest.param(lambda: with_slots(2), "has 2 adapter slots .* for batches of 4", id="slots"),
+        pytest.param(lambda: with_slots(4, "static"), "admission rule is StaticBatching", id="admission"),
+    ],
+)
+def test_engines_that_decide_for_themselves_are_refused(build, error) -> None:
+    with pytest.raises(ValueError, match=error):
+        Runner(build, fetch=lambda files: files)
+
+
+def with_slots(slots: int, admission: str = "fcfs") -> Engine:
+    model, _, config = factory().args
+    backbone = factory()().runner.model.__class__(model)
+    backbone.init_random_weights()
+    return Engine(backbone, config.lora_config(16, max_loras=slots), config, admission)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "error"),
+    [
+        pytest.param(lambda: Request("r", [256], 2), "contains token 256", id="vocabulary"),
+        pytest.param(lambda: Request("r", [1] * 60, 5), "has 65 tokens.* of the runners is 64", id="length"),
+        pytest.param(lambda: Request("r", [1], SamplingParams(2, stop=("a",))), "no tokenizer", id="stop"),
+        pytest.param(lambda: Request("used", [1], 2), "is in use", id="name"),
+    ],
+)
+def test_what_no_runner_could_serve_is_refused_at_once(request_of, error) -> None:
+    world = LocalRunners.of(1)
+    world.desk.add(Request("used", [1], 4))
+    with pytest.raises(ValueError, match=error):
+        world.desk.add(request_of())
+    assert world.desk.num_unfinished == 1
+
+
+def test_rules_and_runners_that_do_not_fit_are_refused(adapters) -> None:
+    description = new_runner().describe()
+    with pytest.raises(ValueError, match="'released' puts several prompts into a step"):
+        Dispatcher(description, "released", 10)
+    desk = Dispatcher(description, "punica", 10)
+    with pytest.raises(ValueError, match="must have the same sizes, seed and end tokens"):
+        desk.join("other", new_runner(max_batch_size=3).describe())
+    assert desk.policy.gpus == {}
+
+
+def test_an_engine_goes_on_behind_tokens_from_elsewhere(adapters) -> None:
+    for request in requests(adapters, 6, seed=9):
+        request = replace(request, params=replace(request.params, max_new_tokens=12, seed=8))
+        whole = factory()()
+        state = whole.add_request(request)
+        while whole.has_unfinished():
+            whole.step()
+        engine = factory()()
+        rest = engine.add_request(request, state.output_token_ids[:7])
+        tokens = []
+        while engine.has_unfinished():
+            tokens += engine.step().tokens.values()
+        assert rest.output_token_ids == state.output_token_ids
+        assert tokens == state.output_token_ids[7:]
+
+
+@pytest.mark.parametrize(
+    ("generated", "error"), [([1] * 4, "has 4 generated tokens and asks for 4"), ([1, 256], "vocabulary has 256 ids")]
+)
+def test_an_engine_refuses_what_cannot_go_on(generated, error) -> None:
+    engine = factory()()
+    with pytest.raises(ValueError, match=error):
+        engine.add_request(Request("r", [1], 4), generated)
+    assert not engine.has_unfinished()
+
+
+def test_ranks_reach_the_rule(adapters) -> None:
+    world = LocalRunners.of(1)
+    world.desk.add(Request("r", [1], 4, adapters[2]))
+    world.desk.add(Request("s", [1], 4, LoRARequest("nobody", 9, "nowhere")))
+    assert sorted(member.rank for member in world.desk.policy.gpus["runner-0"].members.values()) == [0, 16]
+
+
+def test_the_engine_config_says_how_much_the_scheduler_may_use() -> None:
+    config = EngineConfig(4, 4, 64, 64)
+    description = new_runner().describe()
+    assert (description.num_pages, description.page_size) == (config.total_blocks - 5, 4)

@@ -1,0 +1,141 @@
+"""Adapters that are read beside the steps, as on a GPU: whoever waits for one joins later, the others go on."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from punica.adapters import LoRARequest
+from punica.cluster import ClusterPolicy
+from punica.cluster.dispatch import EndedStep
+from punica.engine import Request
+from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed, write_adapters
+
+NAME = "runner-0"
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
+    return write_adapters(tmp_path_factory.mktemp("adapters"))
+
+
+class SlowWorld:
+    """One runner, which has `first` in it; other adapters are read when `disk` is set."""
+
+    def __init__(self, adapters, monkeypatch) -> None:
+        named = (("first", 1), ("second", 2), ("third", 1))
+        self.asked = [Request(name, [5, 6, i], 16, adapters[i]) for name, i in named]
+        self.expected = undisturbed(self.asked)
+        self.world, self.disk = LocalRunners.of(1, beside=True), threading.Event()
+        self.first = self.world.desk.add(self.asked[0])
+        self.step()
+        manager = self.world.runners[NAME].engine.manager
+        real = manager.read_adapter
+
+        def read(adapter):
+            assert self.disk.wait(60)
+            return real(adapter)
+
+        monkeypatch.setattr(manager, "read_adapter", read)
+        self.second = self.world.desk.add(self.asked[1])
+
+    def step(self) -> EndedStep:
+        return self.world.desk.end(NAME, self.world.runners[NAME].step(self.world.desk.begin(NAME)))
+
+    def open(self) -> None:
+        self.disk.set()
+        self.world.runners[NAME].engine._residency._reading.popitem()[1].exception(60)
+
+
+def test_the_batch_goes_on_and_the_scheduler_counts_right(adapters, monkeypatch) -> None:
+    slow = SlowWorld(adapters, monkeypatch)
+    third = slow.world.desk.add(slow.asked[2])
+    gpu = slow.world.desk.policy.gpus[NAME]
+    for held in range(5):
+        ended = slow.step()
+        assert ended.tokens.keys() == {"first"}
+        assert (ended.work.decodes, ended.work.prefill_tokens) == (1, 0)
+        assert slow.first.num_generated == 2 + held
+        assert [name.partition("#")[0] for name in gpu.pending] == ["second", "third"], "it stays before who came later"
+        assert gpu.decoding_kv_tokens == 3 + 1 + held
+    slow.disk.set()
+    assert run(slow.world) == {}
+    for state in (slow.first, slow.second, third):
+        assert state.output_token_ids == slow.expected[state.request_id]
+    assert slow.second.first_token_s < third.first_token_s
+    assert gpu.used_pages == 0
+
+
+@pytest.mark.parametrize("when", ["between steps", "in a step"])
+def test_who_waits_can_be_aborted(adapters, monkeypatch, when) -> None:
+    slow = SlowWorld(adapters, monkeypatch)
+    slow.step()
+    desk, runner = slow.world.desk, slow.world.runners[NAME]
+    if when == "in a step":
+        command = desk.begin(NAME)
+        desk.abort("second")
+        desk.end(NAME, runner.step(command))
+    else:
+        desk.abort("second")
+    again = desk.add(slow.asked[1])  # its name is free
+    slow.disk.set()
+    assert run(slow.world) == {}
+    assert slow.second.output_token_ids == []
+    assert slow.first.output_token_ids == slow.expected["first"]
+    assert again.output_token_ids == slow.expected["second"]
+
+
+def test_who_waits_goes_on_elsewhere_when_the_runner_dies(adapters, monkeypatch) -> None:
+    slow = SlowWorld(adapters, monkeypatch)
+    slow.step()
+    slow.disk.set()
+    assert slow.world.desk.died(NAME, "pulled out") == ()
+    slow.world.replace(NAME, beside=True)
+    assert run(slow.world) == {}
+    assert [state.output_token_ids for state in (slow.first, slow.second)] == list(slow.expected.values())[:2]
+
+
+def test_an_adapter_that_breaks_while_it_is_read_fails_its_own_request(adapters, monkeypatch) -> None:
+    slow = SlowWorld(adapters, monkeypatch)
+
+    def read(adapter):
+        raise ValueError("damaged meanwhile")
+
+    monkeypatch.setattr(slow.world.runners[NAME].engine.manager, "read_adapter", read)
+    assert run(slow.world) == {"second": "ValueError: damaged meanwhile"}
+    assert slow.first.output_token_ids == slow.expected["first"]
+
+
+def test_nobody_else_may_wait_in_a_runner(adapters) -> None:
+    world = LocalRunners.of(1)
+    for request in requests(adapters, 2, seeded=True):
+        world.desk.add(request)
+    world.desk.end(NAME, world.runners[NAME].step(world.desk.begin(NAME)))
+    reply = world.runners[NAME].step(world.desk.begin(NAME))
+    decoding = next(name for name in reply.tokens if name.startswith("request-0"))
+    tokens = {name: token for name, token in reply.tokens.items() if name != decoding}
+    with pytest.raises(RuntimeError, match="requests that may wait"):
+        world.desk.end(NAME, replace(reply, tokens=tokens, waiting=frozenset({decoding})))
+
+
+def test_who_is_held_back_keeps_its_pages_and_its_tokens() -> None:
+    policy = ClusterPolicy(max_batch_size=2, page_size=4)
+    policy.add_gpu("gpu", 8)
+    for name in ("a", "b"):
+        policy.submit(name, 4, 8)
+    policy.place()
+    policy.begin_step("gpu")
+    policy.end_step("gpu")
+    gpu = policy.gpus["gpu"]
+    for _ in range(3):
+        step = policy.begin_step("gpu")
+        assert (step.prefills, step.num_decodes) == (("b",), 1)
+        policy.end_step("gpu", held_back="b")
+        assert policy.total_tokens("b") == 4
+        assert (gpu.num_decoding, gpu.used_pages) == (1, 2 + 1)
+    policy.begin_step("gpu")
+    policy.end_step("gpu")
+    assert (policy.total_tokens("a"), policy.total_tokens("b")) == (9, 5)
+    assert gpu.used_pages == 2 + 1
+    policy.cancel("b")
+    assert (gpu.used_pages, gpu.decoding_kv_tokens) == (2, 8)

@@ -1,0 +1,367 @@
+"""The cluster on Ray: real processes, killed ones, ranks that meet. All slow: Ray takes half a minute to start."""
+
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from punica.adapters import LoRARequest
+from punica.cluster import ray_runners
+from punica.cluster.dispatch import ClusterFull
+from punica.cluster.output import LostRunner
+from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_runners import RankPlace, connect, device_environment, import_ray
+from punica.cluster.suspicion import LOSSES_ALONE
+from punica.engine import Engine, Request, SamplingParams
+from tests.cluster.runner_world import factory, requests, undisturbed, write_adapters
+from tests.engine.text_world import BEGIN, END, VOCAB, save_tokenizer
+
+ray = pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
+    return write_adapters(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    """One Ray for all tests of this file."""
+    assert connect(None, 4, 0)
+    yield
+    import_ray().shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_runners(ray_here: None) -> Iterator[RayCluster]:
+    with RayCluster(factory(), 2, max_queued=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pair(two_runners: RayCluster) -> RayCluster:
+    """Two runners that all tests use which leave them alive; steps that the test before has left under way are over."""
+    while two_runners._awaited:
+        two_runners.step()
+    return two_runners
+
+
+def serve(
+    cluster: RayCluster, asked: list[Request], at_token: int = 0, then=None, lost: list[LostRunner] | None = None
+) -> tuple[dict, Counter]:
+    """Their tokens, and how often each ended; ``then()`` is called when ``at_token`` tokens have come. Others that the
+    cluster serves as well are passed over. Runners that were lost come to ``lost``.
+    """
+    todo, tokens, ended, seen = list(asked), {request.request_id: [] for request in asked}, Counter(), 0
+    while todo or cluster.has_unfinished():
+        while todo:
+            try:
+                cluster.add_request(todo[0])
+            except ClusterFull:
+                break
+            todo.pop(0)
+        output = cluster.step()
+        if lost is not None:
+            lost += output.lost
+        for name in tokens.keys() & output.tokens.keys():
+            tokens[name].append(output.tokens[name])
+            seen += 1
+        ended.update(result.request_id for result in (*output.finished, *output.failed))
+        if then is not None and seen >= at_token:
+            then()
+            then = None
+    assert then is None
+    return tokens, ended
+
+
+@pytest.mark.slow
+def test_every_request_completes_with_the_tokens_of_a_single_engine(pair, adapters) -> None:
+    asked = requests(adapters, 24, seeded=True)
+    expected = undisturbed(asked)
+    tokens, ended = serve(pair, asked)
+    assert tokens == expected
+    assert ended == Counter(expected.keys())
+
+
+@pytest.mark.slow
+def test_generate_waits_where_a_request_is_refused(pair, adapters) -> None:
+    asked = requests(adapters, 20, seed=2, seeded=True)
+    for request in asked[:12]:  # eight on the runners, four wait
+        pair.add_request(request)
+    with pytest.raises(ClusterFull, match="max_queued is 4"):
+        pair.add_request(asked[12])
+    for request in asked[:12]:
+        assert pair.abort_request(request.request_id).finish_reason == "aborted"
+    assert not pair.has_unfinished()
+    prompts, params = [list(one.prompt_token_ids) for one in asked], [one.params for one in asked]
+    results = pair.generate(prompts, [one.adapter for one in asked], params)
+    assert [result.token_ids for result in results] == list(undisturbed(asked).values())
+
+
+@pytest.mark.slow
+def test_a_stream_brings_tokens_as_they_come_and_stops_when_it_is_left(pair) -> None:
+    pieces = []
+    for chunk in pair.stream([[1, 2, 3]], params=8):
+        pieces.append(chunk.token_ids)
+    assert [len(piece) for piece in pieces] == [1] * 8
+    stream = pair.stream([[1, 2, 3]] * 3, params=SamplingParams(40))
+    assert next(stream).token_ids == pieces[0]
+    stream.close()
+    assert not pair.has_unfinished()
+    assert sum(pair.working_sets.values()) == 0
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_not_there_fails_its_own_request(pair, adapters) -> None:
+    asked = requests(adapters, 4, seeded=True)
+    lost = LoRARequest("lost", 9, "nowhere")
+    results = pair.generate([[1, 2], [3]], [lost, adapters[1]], 4)
+    assert results[0].finish_reason == "failed"
+    assert "FileNotFoundError" in results[0].error
+    assert results[1].finish_reason == "length"
+    assert serve(pair, asked)[0] == undisturbed(asked)
+
+
+@pytest.mark.slow
+def test_adapters_travel_through_the_object_store(pair, adapters, tmp_path) -> None:
+    folder = tmp_path / "moved"
+    moved = LoRARequest("moved", 77, str(folder))
+    with pytest.raises(FileNotFoundError):
+        pair.put_adapter(moved)
+    folder.symlink_to(adapters[2].absolute_path)
+    pair.put_adapter(moved)
+    folder.unlink()  # no runner can see it
+    results = pair.generate([[5, 6, 7]] * 4, moved, 6)
+    expected = undisturbed([Request("r", [5, 6, 7], 6, adapters[2])])["r"]
+    assert [result.token_ids for result in results] == [expected] * 4
+    pair.drop_adapter(moved)
+    with pytest.raises(ValueError, match=r"adapter 'moved' \(id 77\) is not in the object store; there are ids \[\]"):
+        pair.drop_adapter(moved)
+    folder.symlink_to(adapters[3].absolute_path)
+    pair.put_adapter(moved)  # other weights
+    expected = undisturbed([Request("r", [5, 6, 7], 6, adapters[3])])["r"]
+    assert [result.token_ids for result in pair.generate([[5, 6, 7]] * 4, moved, 6)] == [expected] * 4
+    pair.drop_adapter(moved)
+
+
+@pytest.mark.slow
+def test_steps_and_decisions_are_accounted_for_and_signals_shown(pair) -> None:
+    steps, decisions = [], []
+    for i in range(3):
+        pair.add_request(Request(f"r{i}", [1, 2], 5))
+    assert pair.working_sets == {"runner-0000": 0, "runner-0001": 3}  # the paper's rule
+    assert not pair.scale_signal.add_gpu
+    assert pair.scale_signal.release == ()  # it would be asked for again at once
+    while pair.has_unfinished():
+        output = pair.step()
+        steps += output.steps
+        decisions += output.decisions_s
+    assert sum(step.work.decodes for step in steps) == 12
+    assert sum(step.work.prefill_tokens for step in steps) == 6
+    assert sum(step.work.kv_tokens for step in steps) == 3 * (3 + 4 + 5 + 6)
+    assert all(0 < step.seconds < step.end_s - step.begin_s for step in steps)
+    assert len(decisions) >= len(steps)
+    assert pair.step(timeout_s=0.01).tokens == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("death", ["process", "actor"])
+def test_a_killed_runner_loses_nothing_and_comes_back(ray_here, adapters, death) -> None:
+    """Few pages, so that there are evictions as well."""
+    asked = requests(adapters, 24, seed=6)
+    expected = undisturbed(asked)
+    with RayCluster(factory(num_blocks=19), 2) as cluster:
+        def kill() -> None:
+            if death == "actor":
+                ray.kill(cluster.runners["runner-0001"].actors[0])
+            else:  # a lambda travels by value: no runner can import this file
+                pid = cluster.runners["runner-0001"].actors[0].__ray_call__.remote(lambda actor: os.getpid())
+                os.kill(ray.get(pid), signal.SIGKILL)
+
+        tokens, ended = serve(cluster, asked, at_token=60, then=kill, lost=(lost := []))
+        assert tokens == expected
+        assert ended == Counter(expected.keys())
+        assert [one.runner for one in lost] == ["runner-0001"]
+        assert "died" in lost[0].reason.lower() or "dead" in lost[0].reason.lower()
+        while len(cluster.working_sets) < 2:
+            cluster.step()
+        assert cluster.generate([[1, 2]] * 8, None, 4)[7].finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_folder_serves_text_and_stops_at_strings(ray_here, tmp_path) -> None:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
+        initializer_range=0.15, bos_token_id=BEGIN, eos_token_id=END,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    build = partial(Engine.from_pretrained, str(tmp_path), max_batch_size=2, max_model_len=64)
+    alone = build().generate(["hello", "world"], None, 20)
+    stop = alone[0].text[3:5]
+    expected = build().generate(["hello"], None, SamplingParams(20, stop=(stop,)))[0]
+    with RayCluster(build) as cluster:
+        found = cluster.generate(["hello", "world", "hello"], None, [20, 20, SamplingParams(20, stop=(stop,))])
+    assert [one.text for one in found[:2]] == [one.text for one in alone]
+    assert (found[2].text, found[2].token_ids) == (expected.text, expected.token_ids)
+    assert found[2].finish_reason == "stop"
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one_runner_and_die_together(ray_here, adapters) -> None:
+    asked = requests(adapters, 10, seed=7)
+    expected = undisturbed(asked)
+    with RayCluster(factory(), 1, tp_size=2) as cluster:
+        actors = cluster.runners["runner-0000"].actors
+        tokens, ended = serve(cluster, asked, at_token=30, then=lambda: ray.kill(actors[1]))
+        assert tokens == expected
+        assert ended == Counter(expected.keys())
+
+
+@pytest.mark.slow
+def test_runners_come_and_go(ray_here, adapters) -> None:
+    asked = requests(adapters, 16, seed=8)
+    with RayCluster(factory(), 1) as cluster:
+        for request in asked[:6]:
+            cluster.add_request(request)
+        cluster.step()
+        assert cluster.scale_signal.add_gpu
+        added = cluster.add_runner()
+        joined: tuple[str, ...] = ()
+        while not joined:
+            joined = cluster.step().joined
+        assert joined == (added,)
+        cluster.remove_runner("runner-0000")
+        tokens, _ = serve(cluster, asked[6:])
+        assert list(cluster.working_sets) == [added]
+        assert tokens == {name: row for name, row in undisturbed(asked).items() if name in tokens}
+        cluster.remove_runner(added)
+        cluster.add_request(asked[0])
+        with pytest.raises(RuntimeError, match="1 requests wait, and none of the 0 runners"):
+            cluster.step()
+
+
+@pytest.mark.slow
+def test_what_cannot_start_says_why(ray_here) -> None:
+    with pytest.raises(RuntimeError, match="runner-0000 could not be started: ValueError: the engine has 5 KV blocks"):
+        RayCluster(factory(num_blocks=5), 1)
+    with pytest.raises(ValueError, match=r"the runners need 1000 CPUs, the Ray cluster has"):
+        RayCluster(factory(), 1000)
+    with pytest.raises(ValueError, match="this process is in a Ray cluster"):
+        RayCluster(factory(), 1, address="10.0.0.1:6379")
+    assert ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_busy_cluster_is_waited_for_a_while_and_named(pair) -> None:
+    """Built or added: a runner without a place is given up, with what was wanted and what there is."""
+    total = ray.cluster_resources()["CPU"]
+    busy = ray.util.placement_group([{"CPU": total - len(pair.runners) - 1}])
+    ray.get(busy.ready())
+    said = rf"within 1 s for 2 CPUs \(1 of {total:g} are free\)"
+    try:
+        with pytest.raises(RuntimeError, match=rf"runner-0000 could not be started: no place in .* {said}"):
+            RayCluster(factory(), 1, num_cpus=2, place_timeout_s=1)
+        said = rf"within 1 s for 1 CPUs \(0 of {total:g} are free\)"
+        with RayCluster(factory(), 1, place_timeout_s=1) as cluster:
+            added = cluster.add_runner()
+            lost: list[LostRunner] = []
+            assert serve_until_lost(cluster, lost).runner == added
+            assert re.search(said, lost[0].reason)
+            assert cluster.generate([[1, 2]], None, 4)[0].finish_reason == "length"
+            cluster.remove_runner("runner-0000")
+            cluster.add_request(Request("r", [1, 2], 4))
+            cluster.add_runner()  # there is room again
+            while cluster.has_unfinished():
+                assert not cluster.step().lost
+    finally:
+        ray.util.remove_placement_group(busy)
+
+
+def serve_until_lost(cluster: RayCluster, lost: list[LostRunner]) -> LostRunner:
+    while not lost:
+        lost += cluster.step().lost
+    return lost[0]
+
+
+@pytest.mark.slow
+def test_the_reason_of_a_loss_reaches_whoever_waits(ray_here) -> None:
+    """A request that no runner survives, and then no runner."""
+    healthy, poison = factory(), 13
+
+    def build() -> Engine:
+        """Its steps fail with a request that begins with the token `poison`."""
+        engine = healthy()
+        real = engine.step
+
+        def step():
+            if any(state.prompt_token_ids[0] == poison for state in engine._requests.values()):
+                raise MemoryError("the poison")
+            return real()
+
+        engine.step = step
+        return engine
+
+    with RayCluster(build, 1) as cluster:
+        cluster.add_request(Request("poison", [poison], 4))
+        lost: list[LostRunner] = []
+        failed = []
+        while cluster.has_unfinished():
+            output = cluster.step()
+            lost += output.lost
+            failed += output.failed
+        assert [one.runner for one in lost] == ["runner-0000"] * LOSSES_ALONE
+        assert all("MemoryError: the poison" in one.reason for one in lost)
+        assert "3 runners died with this request alone in them, of: MemoryError: the poison" in failed[0].error
+        while not cluster.working_sets:
+            cluster.step()
+        cluster.remove_runner("runner-0000")
+        cluster.add_request(Request("r", [1], 4))
+        with pytest.raises(RuntimeError, match="the last one was lost: runner-0000: MemoryError: the poison"):
+            cluster.step()
+
+
+def test_ranks_of_one_machine_see_each_others_gpus() -> None:
+    places = [RankPlace("a", "", 1, ("3",)), RankPlace("b", "", 1, ("0",)), RankPlace("a", "", 1, ("1",))]
+    assert device_environment(places, 2) == {
+        "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3,1",
+    }  # fmt: skip
+    assert device_environment(places, 1)["CUDA_VISIBLE_DEVICES"] == "0"
+    without = [replace(place, gpus=()) for place in places]
+    assert device_environment(without, 0) == {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("address", "failures", "message", "starts"),
+    [
+        (None, 2, "The current node timed out during startup.", 3),
+        (None, 3, "The current node timed out during startup.", 3),
+        (None, 1, "no room in /dev/shm", 1),
+        ("host:1", 1, "The current node timed out during startup.", 1),
+    ],
+)
+def test_a_start_that_had_too_little_time_is_tried_again(monkeypatch, address, failures, message, starts) -> None:
+    started = []
+
+    def init(**settings: object) -> None:
+        started.append(settings)
+        if len(started) <= failures:
+            raise Exception(message)
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init, cluster_resources=lambda: {"CPU": 4.0})
+    monkeypatch.setattr(ray_runners, "import_ray", lambda: fake)
+    if failures < starts:
+        assert connect(address, 2, 0)
+    else:
+        with pytest.raises(Exception, match=message):
+            connect(address, 2, 0)
+    assert len(started) == starts

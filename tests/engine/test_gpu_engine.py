@@ -1,0 +1,194 @@
+"""The engine on a GPU: float32 kernels, CUDA graphs, and what thousands of requests leave behind."""
+
+import gc
+import random
+
+import pytest
+import torch
+
+from punica.engine import Engine, EngineConfig, Request, kernel_attention
+from punica.engine import runner as runner_module
+from punica.engine.sizes import graph_reserve
+from punica.metadata import LoRABatch
+from punica.scheduling import SamplingParams
+from tests.engine.helpers import tokens_of
+
+pytestmark = pytest.mark.gpu
+
+
+def engine_on_gpu(backbone, dtype: torch.dtype = torch.float32, **sizes) -> Engine:
+    config = EngineConfig(**{"max_batch_size": 8, "max_model_len": 64, **sizes})
+    return Engine(backbone.model("cuda", dtype), config.lora_config(16), config)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tokens_are_those_of_merged_models(backbone, mixed_wishes, serve, graphs) -> None:
+    expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
+    assert serve(engine_on_gpu(backbone, cuda_graphs=graphs), mixed_wishes) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_graph_has_the_bits_of_the_same_step_launched_by_the_host(
+    backbone, mixed_wishes, serve, dtype, monkeypatch
+) -> None:
+    """Launched with the kernels that the graph has: those for the step that it was captured with."""
+    engine = engine_on_gpu(backbone, dtype, max_batch_size=6)
+    graphs, compared, captured_with = engine.runner.graphs, [], {}
+    replay, begin, batch = graphs.replay, graphs._begin, engine.manager.punica_wrapper.batch
+
+    def begin_and_note(shape):
+        begin(shape)
+        captured_with[shape] = batch.shape
+
+    def both(shape):
+        captured = replay(shape)
+        logits, best = captured.logits.clone(), captured.best.clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(LoRABatch, "shape", captured_with[shape])
+            launched = engine.runner._forward_shape(shape)
+        rows = len(engine.scheduler.running)
+        compared.append((shape, rows))
+        assert logits[:rows].equal(launched.logits[:rows])
+        assert best[:rows].equal(launched.best[:rows])
+        return captured
+
+    graphs.replay, graphs._begin = both, begin_and_note
+    serve(engine, mixed_wishes)
+    shapes = {shape for shape, _ in compared}
+    assert len({shape.adapters for shape in shapes}) > 1
+    assert {shape.prompt_rows for shape in shapes} == ({0, 64} if dtype == torch.float16 else {0})
+    assert any(rows < shape.decode_rows for shape, rows in compared)
+    assert graphs.statistics.graphs == len(shapes)
+
+
+def test_prompts_in_graphs_change_no_logit_beyond_rounding(backbone, mixed_wishes) -> None:
+    """Padded prompts in the library's kernel for several, against one at a time launched by the host: float16."""
+    logits = []
+    for graphs in (True, False):
+        engine = engine_on_gpu(backbone, torch.float16, cuda_graphs=graphs)
+        found, choose = [], runner_module.choose_tokens
+
+        def noted(rows, requests, best, found=found, choose=choose):
+            found.append(rows[: len(requests)].float().clone())
+            return choose(rows, requests, best)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner_module, "choose_tokens", noted)
+            patch.setattr(kernel_attention.KernelAttention, "takes_prompts_in_graphs", graphs)
+            for i, wish in enumerate(mixed_wishes):
+                engine.add_request(Request(str(i), wish.prompt, 1, backbone.adapters.get(wish.adapter_id)))
+            while engine.has_unfinished():
+                engine.step()
+        logits.append(torch.cat(found))
+    torch.testing.assert_close(*logits, atol=2e-2, rtol=2e-2)
+
+
+def test_sampled_tokens_are_those_without_graphs(backbone) -> None:
+    params = [SamplingParams(12, temperature=0.8, top_k=20, seed=seed, logprobs=2) for seed in range(6)]
+    results = []
+    for graphs in (False, True):
+        engine = engine_on_gpu(backbone, cuda_graphs=graphs)
+        adapters = [backbone.adapters.get(i) for i in range(6)]
+        results.append(tokens_of(engine.generate([[3 + i, 1, 4] for i in range(6)], adapters, params)))
+    assert results[0] == results[1]
+
+
+def test_requests_that_come_and_go_leave_nothing(backbone) -> None:
+    """2,000 requests, a quarter of them cancelled at some step: no page, no slot, no memory is lost."""
+    engine, rng = engine_on_gpu(backbone, max_batch_size=16, num_blocks=40), random.Random(5)
+    engine.capture_graphs(64)
+    cancel_at: dict[str, int] = {}
+    memory, ended, added, step = [], 0, 0, 0
+    while added < 2000 or engine.has_unfinished():
+        while added < 2000 and len(engine.scheduler.waiting) < 6:
+            name, length = f"r{added}", rng.randint(1, 30)
+            prompt = [rng.randrange(256) for _ in range(length)]
+            engine.add_request(Request(name, prompt, rng.randint(1, 30), backbone.adapters.get(rng.randrange(7))))
+            if rng.random() < 0.25:
+                cancel_at[name] = step + rng.randint(0, 25)
+            added += 1
+        for name in [name for name, when in cancel_at.items() if when <= step]:
+            del cancel_at[name]
+            if engine.is_in_use(name):
+                engine.abort_request(name)
+                ended += 1
+        ended += len(engine.step().finished)
+        step += 1
+        if step % 100 == 0:
+            memory.append(torch.cuda.memory_allocated())
+    assert ended == 2000
+    assert not engine.blocks.owners()
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    assert len(engine.manager) <= engine.manager.lora_slots
+    assert max(memory[len(memory) // 2 :]) <= max(memory[: len(memory) // 2])
+
+
+def test_memory_of_graphs_is_within_its_reserve_and_is_given_back_with_the_engine(backbone) -> None:
+    model, config = backbone.model("cuda", torch.float16), EngineConfig(max_batch_size=32, max_model_len=512)
+    engine = Engine(model, config.lora_config(16), config)
+    engine.capture_graphs(config.max_num_batched_tokens)
+    graphs, held = engine.runner.graphs, engine.memory
+    assert graphs.statistics.refused == 0
+    assert graphs.statistics.graphs == len(graphs.shapes(config.max_num_batched_tokens)) == 24 + 6 * 9
+    assert 0 < held.graphs <= graph_reserve(model, config)
+    allocated = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        del engine, graphs
+        assert allocated - torch.cuda.memory_allocated() >= held.kv_cache
+    finally:
+        gc.enable()
+
+
+def test_a_graph_that_finds_no_memory(backbone, mixed_wishes, serve) -> None:
+    """Torch's allocator ends the capture; the stream and the next capture are none the worse for it."""
+    expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
+    engine = engine_on_gpu(backbone)
+    graphs, forward = engine.runner.graphs, engine.runner.graphs._forward
+
+    def too_large(shape):
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return forward(shape)
+
+    graphs._forward = too_large
+    assert serve(engine, mixed_wishes) == expected
+    assert graphs.statistics.graphs == 0 < graphs.statistics.refused
+    graphs._forward = forward
+    graphs.release()
+    assert serve(engine, mixed_wishes) == expected
+    assert graphs.statistics.refused == 0 < graphs.statistics.graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_batch_invariant_logits_are_the_same_bits_in_any_company(backbone, mixed_wishes, dtype) -> None:
+    """Alone, and among others that join and leave: decode rows beside prompts, in graphs of several sizes."""
+    logits: list[dict] = []
+    for batch_size in (1, 5, 16):
+        engine = engine_on_gpu(backbone, dtype, max_batch_size=batch_size, batch_invariant=True)
+        found, choose = {}, runner_module.choose_tokens
+
+        def noted(rows, requests, best, found=found, choose=choose):
+            for request, row in zip(requests, rows.clone(), strict=False):
+                found[request.request_id, request.num_generated] = row
+            return choose(rows, requests, best)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner_module, "choose_tokens", noted)
+            for i, wish in enumerate(mixed_wishes):
+                adapter = backbone.adapters.get(wish.adapter_id)
+                engine.add_request(Request(str(i), wish.prompt, wish.new, adapter))
+            while engine.has_unfinished():
+                engine.step()
+        logits.append(found)
+    for others in logits[1:]:
+        assert others.keys() == logits[0].keys()
+        assert [key for key, row in others.items() if not row.equal(logits[0][key])] == []
+
+
+def test_batch_invariant_needs_it_of_adapters_and_plain_layers_on_a_gpu(backbone) -> None:
+    config = EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
+    with pytest.raises(ValueError, match="LoRAConfig\\(batch_invariant=True\\)"):
+        Engine(backbone.model("cuda"), config.lora_config(16, batch_invariant=False), config)
+    with pytest.raises(ValueError, match="on a GPU"):
+        Engine(backbone.model("cpu"), None, config)

@@ -1,0 +1,161 @@
+"""How an engine goes about its graphs: the device is a CPU, and a graph launches its step again at every replay."""
+
+import gc
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from punica.engine import Engine, EngineConfig, Request, cuda_graph
+from punica.engine import runner as runner_module
+from punica.engine.attention import PagedAttention
+from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured
+from punica.engine.kernel_attention import KernelAttention
+from punica.ops.backbone import PackedHeads
+from tests.engine.helpers import torch_without_gpu
+
+
+class OnHost(StepGraphs):
+    """Notes what it captures; `lacks`: there is no memory for these shapes."""
+
+    lacks: frozenset[GraphShape] = frozenset()
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.tried: list[GraphShape] = []
+        self.replayed: list[GraphShape] = []
+
+    def _rehearse(self, shape, stream) -> None:
+        self._begin(shape)
+        self._forward(shape)
+
+    def _record(self, shape, stream) -> _Captured:
+        self.tried.append(shape)
+        if shape in self.lacks:
+            raise torch.OutOfMemoryError("no room")
+        forward, replayed = self._forward, self.replayed
+
+        def replay() -> None:
+            replayed.append(shape)
+            forward(shape)
+
+        return _Captured(SimpleNamespace(replay=replay), forward(shape))
+
+
+class Padded(KernelAttention):
+    """Plain torch on the rows of requests, zeros for those that pad a step."""
+
+    takes_prompts_in_graphs = True
+
+    def begin(self, spans, kv_rows, num_prompt_rows=None) -> None:
+        self._real, starts, plain = (kv_rows >= 0).nonzero().flatten(), 0, []
+        for span in spans:
+            plain.append(replace(span, start=starts))
+            starts += span.length
+        self._plain = PagedAttention(self.cache)
+        self._plain.begin(plain, kv_rows[self._real])
+
+    def attend(self, layer_index, packed) -> torch.Tensor:
+        heads, kv_heads, cos, sin, norms = packed
+        output = heads.new_zeros(heads.shape[0], packed.num_heads, heads.shape[2])
+        real = PackedHeads(heads[self._real], kv_heads, cos[self._real], sin[self._real], norms)
+        output[self._real] = self._plain.attend(layer_index, real)
+        return output
+
+
+@pytest.fixture(autouse=True)
+def graphs_on_host(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graph, "torch", torch_without_gpu())
+    monkeypatch.setattr(runner_module, "StepGraphs", OnHost)
+    monkeypatch.setattr(runner_module, "attention_for", Padded)
+
+
+def build(backbone) -> Engine:
+    config = EngineConfig(max_batch_size=2, max_model_len=32)
+    return Engine(backbone.model(), config.lora_config(16), config)
+
+
+@pytest.fixture
+def engine(backbone) -> Engine:
+    return build(backbone)
+
+
+def serve(engine: Engine, backbone, each_step=lambda step: None) -> None:
+    """Two requests, in five steps (the first alone, the second beside it, both, the second), and their tokens."""
+    states = [engine.add_request(Request(f"r{i}", [3 + i, 1], 4, backbone.adapters.get(i))) for i in range(2)]
+    for step in range(5):
+        each_step(step)
+        engine.step()
+    assert not engine.has_unfinished()
+    expected = [backbone.generate_merged((3 + i, 1), i, 4) for i in range(2)]
+    assert [state.output_token_ids for state in states] == expected
+
+
+def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_the_host_and_not_tried_again(
+    engine, backbone, monkeypatch
+) -> None:
+    shape = GraphShape(0, 2, 1)
+    monkeypatch.setattr(OnHost, "lacks", frozenset({shape}))
+    graphs = engine.runner.graphs
+    serve(engine, backbone)
+    others = [GraphShape(64, 0, 0), GraphShape(64, 2, 1), GraphShape(0, 1, 1)]
+    assert graphs.tried == [*others[:2], shape, others[2]]
+    assert graphs.replayed == others, "and two steps of that shape without"
+    assert (graphs.statistics.graphs, graphs.statistics.refused) == (3, 1)
+    monkeypatch.setattr(OnHost, "lacks", frozenset())
+    graphs.release()
+    serve(engine, backbone)
+    assert shape in graphs.replayed
+    assert graphs.statistics.refused == 0
+
+
+def test_graphs_released_under_a_step_that_was_sent_ahead_are_captured_again(engine, backbone) -> None:
+    def release(step: int) -> None:
+        if step == 3:
+            assert engine.runner._staged is not None
+            engine.runner.graphs.release()
+
+    serve(engine, backbone, release)
+    assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == 2
+
+
+def test_results_of_all_graphs_lie_in_one_place(engine, backbone) -> None:
+    serve(engine, backbone)
+    engine.capture_graphs()
+    held = [captured.result for captured in engine.runner.graphs._captured.values()]
+    assert len({len(result.logits) for result in held}) > 1
+    for part in ("logits", "best"):
+        assert len({getattr(result, part).untyped_storage().data_ptr() for result in held}) == 1
+
+
+def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None:
+    engine.capture_graphs()
+    graphs = engine.runner.graphs
+    decodes = [(0, 2, 2), (0, 2, 1), (0, 2, 0), (0, 1, 1), (0, 1, 0)]
+    assert graphs.tried == decodes
+    engine.capture_graphs(32)
+    beside, alone = [(64, 2, 2), (64, 2, 1), (64, 2, 0)], [(64, 0, 1), (64, 0, 0)]
+    assert graphs.tried == decodes + beside + alone
+    assert graphs.shapes(10_000) == beside + alone + decodes, "no step is longer"
+    serve(engine, backbone)
+    assert {(64, 0, 0), (64, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
+    assert len(graphs.tried) == 10
+    graphs.statistics.bytes = 7
+    assert engine.memory.graphs == 7
+    for wrong, kind in ((-1, ValueError), ("many", TypeError)):
+        with pytest.raises(kind, match="prompt_tokens"):
+            engine.capture_graphs(wrong)
+
+
+def test_a_dropped_engine_frees_its_cache_at_once(backbone) -> None:
+    engine = build(backbone)
+    serve(engine, backbone)
+    cache, graphs = weakref.ref(engine.runner.attention.cache), weakref.ref(engine.runner.graphs)
+    gc.disable()
+    try:
+        del engine
+        assert (cache(), graphs()) == (None, None)
+    finally:
+        gc.enable()

@@ -1,0 +1,108 @@
+"""Logits that hold NaN fail their own request, and nobody else sees anything of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from punica.adapters import LoRARequest, write_random_adapter
+from punica.engine import Engine, EngineConfig, Request
+from punica.engine import runner as runner_module
+from punica.engine.runner import ModelRunner
+from punica.scheduling import SamplingParams
+
+RULES = ("fcfs", "fcfs_many", "resident_first", "static_mixed")
+CHOICES = {
+    "greedy": SamplingParams(6),
+    "sampled": SamplingParams(6, temperature=1.0, top_k=20, logprobs=2),
+    "penalised": SamplingParams(6, repetition_penalty=1.3),
+}
+
+
+@pytest.fixture
+def huge(backbone, tmp_path: Path) -> LoRARequest:
+    """Finite weights whose products overflow: no check of the file can tell."""
+    folder = write_random_adapter(tmp_path / "huge", backbone.config, 4, 9)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor * 1e30 for name, tensor in load_file(file).items()}, file)
+    return LoRARequest("huge", 9, str(folder))
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def ahead(request, monkeypatch) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
+
+
+def finish(engine: Engine) -> dict[str, list[str]]:
+    """Until all have ended; who failed in which step's output, and blocks that nobody has given back."""
+    failed = {}
+    while engine.has_unfinished():
+        output = engine.step()
+        failed |= {result.request_id: result.error for result in output.failed}
+        assert not failed.keys() & output.tokens.keys()
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    assert engine._residency._users == engine._residency._versions == {}
+    return failed
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("rule", RULES)
+def test_an_adapter_that_overflows_fails_its_own_requests(backbone, huge, ahead, rule, choice) -> None:
+    """In a cache so small that its blocks go to others at once."""
+    engine = backbone.engine(rule, num_blocks=12, block_size=4, max_batch_size=4)
+    states, bad = [], []
+    for i in range(8):
+        prompt = [1 + i, 2, 3, 4, 5]
+        bad.append(engine.add_request(Request(f"bad{i}", prompt, CHOICES[choice], huge)))
+        states.append(engine.add_request(Request(f"good{i}", prompt, 7, backbone.adapters.get(i % 4))))
+    failed = finish(engine)
+    assert failed.keys() == {state.request_id for state in bad}
+    assert all(state.output_token_ids == [] and state.logprobs == [] for state in bad)
+    assert all("NaN" in text and "adapter 'huge' (id 9)" in text for text in failed.values())
+    for i, state in enumerate(states):
+        assert state.output_token_ids == backbone.generate_merged((1 + i, 2, 3, 4, 5), i % 4, 7)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nan_that_comes_later_leaves_what_came_before(backbone, monkeypatch, ahead, rule) -> None:
+    engine, choose = backbone.engine(rule), runner_module.choose_tokens
+
+    def damaged(logits: torch.Tensor, requests, best):
+        rows = [i for i, one in enumerate(requests) if (one.request_id, one.num_generated) in {("bad", 3), ("idle", 1)}]
+        logits[rows] = float("nan")
+        return choose(logits, requests, None if rows else best)
+
+    monkeypatch.setattr(runner_module, "choose_tokens", damaged)
+    bad = engine.add_request(Request("bad", [7, 8], SamplingParams(9, logprobs=1)))
+    idle = engine.add_request(Request("idle", [3], 1))  # in a batch that leaves together it goes on for nothing
+    good = engine.add_request(Request("good", [5, 6], 9, backbone.adapters[2]))
+    failed = finish(engine)
+    assert list(failed) == ["bad"]
+    assert "without an adapter" in failed["bad"]
+    assert bad.output_token_ids == backbone.generate_merged((7, 8), 0, 3)
+    assert len(bad.logprobs) == 3
+    assert idle.output_token_ids == backbone.generate_merged((3,), 0, 1)
+    assert good.output_token_ids == backbone.generate_merged((5, 6), 2, 9)
+
+
+def test_generate_returns_the_error_beside_the_others_results(backbone, huge) -> None:
+    results = backbone.engine().generate([[1, 2], [1, 2], [1, 2]], [huge, None, backbone.adapters[1]], 4)
+    assert [result.finish_reason for result in results] == ["failed", "length", "length"]
+    assert [result.token_ids for result in results[1:]] == [backbone.generate_merged((1, 2), i, 4) for i in (0, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_an_adapter_that_overflows_on_a_gpu(backbone, huge, graphs, choice) -> None:
+    """In float32, in a cache whose blocks hold its NaN when others get them."""
+    config = EngineConfig(max_batch_size=4, max_model_len=64, num_blocks=24, block_size=16, cuda_graphs=graphs)
+    engine = Engine(backbone.model("cuda", torch.float32), config.lora_config(16), config)
+    states = []
+    for i in range(12):
+        engine.add_request(Request(f"bad{i}", [1 + i, 2, 3], CHOICES[choice], huge))
+        states.append(engine.add_request(Request(f"good{i}", [1 + i, 2, 3], 20, backbone.adapters.get(i % 4))))
+    assert finish(engine).keys() == {f"bad{i}" for i in range(12)}
+    for i, state in enumerate(states):
+        assert state.output_token_ids == backbone.generate_merged((1 + i, 2, 3), i % 4, 20)

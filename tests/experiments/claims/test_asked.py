@@ -1,0 +1,90 @@
+"""What was asked of an H200: ratios with their spans, bounds on a GPU alone, and nothing without rows."""
+
+import pandas as pd
+import pytest
+from claim_rows import frame, laptop, serving
+
+from experiments.claims.asked import AT_LEAST, AT_MOST, WITHIN, asked, asked_table, meets
+
+CELL = {"system": "punica", "batch_size": 32, "rank": 16, "statistic": "value"}
+PUNICA = {"Distinct": 90.0, "Uniform": 95.0, "Skewed": 95.0, "Identical": 96.0}
+BACKBONE = {"Distinct": 7.5, "Uniform": 8.0, "Skewed": 10.0, "Identical": 100.0}
+
+
+def rows(repeats=(1.0, 1.1, 0.95), **about):
+    lines = []
+    for repeat, factor in enumerate(repeats):
+        for system, values in (("punica", PUNICA), ("continuous_batching", BACKBONE)):
+            for workload, value in values.items():
+                speed = value * (factor if (system, workload) == ("punica", "Distinct") else 1.0)
+                cell = {**CELL, "system": system, "workload": workload, "metric": "throughput", "value": speed}
+                lines.append(laptop("11", **{**cell, "panel": "7B Model", "repeat": repeat, **about}))
+    return lines
+
+
+def by_name(found):
+    return {one.what.partition(": ")[2]: one for one in found}
+
+
+def test_ratios_across_workloads_have_the_span_of_their_repeats():
+    found = by_name(asked(frame(rows(model="llama2-7b", hardware="h200"))))
+    one = found["Punica Distinct / backbone-only Identical"]
+    assert (one.value, one.span, one.bound, one.met) == (0.9, pytest.approx((0.855, 0.99)), (AT_LEAST, 0.88), True)
+    assert found["Punica Identical / backbone-only Identical"].value == pytest.approx(0.96)
+    assert found["Punica Distinct / Identical"].value == pytest.approx(90 / 96)
+    speedups = [found[f"Punica / best baseline, {name}"] for name in ("Distinct", "Uniform", "Skewed")]
+    assert [one.value for one in speedups] == pytest.approx([12.0, 11.875, 9.5])
+    assert [one.met for one in speedups] == [True, False, False]
+    assert speedups[1].span is None  # no repeat changed it
+    table = asked_table(list(found.values()))
+    assert "| Punica Distinct / backbone-only Identical | 0.9 | 0.855 to 0.99 | at least 0.88 | yes |" in "\n".join(
+        asked_table(asked(frame(rows(model="llama2-7b", hardware="h200"))))
+    ).replace("llama2-7b: ", "")
+    assert len(table) == 2 + 6
+
+
+def test_a_cpu_has_values_and_no_bounds():
+    found = asked(frame(rows(model="llama-small", hardware="cpu")))
+    assert len(found) == 6
+    assert {one.met for one in found} == {None}
+    assert all(line.endswith("| - | - |") for line in asked_table(found)[2:])
+
+
+def test_streams_of_two_lengths_stand_side_by_side():
+    lines = rows(model="llama2-7b", hardware="h200")
+    for requests, off in ((256, 1.02), (1024, 0.96)):
+        panel = f"7B Model, whole stream, {requests} requests"
+        cell = {**CELL, "workload": "Distinct", "panel": panel, "model": "llama2-7b", "hardware": "h200"}
+        lines.append(laptop("11", metric="prediction_over_stream", value=off, **cell))
+    found = [one for one in asked(frame(lines)) if "whole stream" in one.what]
+    assert [(one.value, one.met) for one in found] == [(1.02, True), (0.96, False)]
+    assert "256 requests" in found[0].what
+    assert found[0].bound == (WITHIN, 0.03)
+
+
+def test_many_adapters_are_held_against_few_and_loading_against_resident():
+    lines = []
+    for panel, metric, value in (
+        ("32 adapters", "throughput", 200.0), ("1000 adapters", "throughput", 170.0),
+        ("16 adapters, 8 slots", "loading_over_resident", 1.2),
+    ):  # fmt: skip
+        cell = {**CELL, "workload": "Zipf", "panel": panel, "model": "llama2-7b", "hardware": "h200"}
+        lines.append(laptop("ext many adapters", metric=metric, value=value, **cell))
+    found = asked(frame(lines))
+    assert [(one.value, one.bound, one.met) for one in found] == [
+        (0.85, (AT_LEAST, 0.9), False),
+        (1.2, (AT_MOST, 1.3), True),
+    ]
+
+
+def test_no_rows_no_table():
+    assert asked(frame([])) == []
+    assert asked(pd.DataFrame(frame(serving())).assign(figure="12")) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "met"),
+    [(0.9, (AT_LEAST, 0.9), True), (1.31, (AT_MOST, 1.3), False), (0.96, (WITHIN, 0.03), False)],
+)
+def test_bounds(value, bound, met):
+    assert meets(value, bound) is met

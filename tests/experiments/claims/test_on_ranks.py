@@ -1,0 +1,67 @@
+"""Claims about 70B count as the paper's where eight GPUs share the model; on fewer their shape is judged."""
+
+import pandas as pd
+import pytest
+from claim_rows import verdict_of
+
+from experiments.claims import VERDICTS
+from experiments.claims.on_ranks import OVER_BYTES, RATIO, SPEEDUP, ranks_table
+
+REPRODUCED, SHAPE, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
+
+
+def on_gpus(paper_rows, gpus: int, model: str = "llama2-70b") -> pd.DataFrame:
+    """The paper's Figure 12 as if we had measured it on that many H200s."""
+    rows = paper_rows[(paper_rows["figure"] == "12") & (paper_rows["metric"] == "throughput")]
+    return rows.assign(panel=f"70B Model, tp {gpus}", model=model, hardware="h200", kind="measured")
+
+
+@pytest.mark.parametrize("id", ["C38", "C39", "C40", "C30"])
+@pytest.mark.parametrize(("gpus", "verdict"), [(8, REPRODUCED), (2, SHAPE)])
+def test_the_papers_values_reproduce_on_eight_gpus_alone(paper_rows, id, gpus, verdict) -> None:
+    judged = verdict_of(on_gpus(paper_rows, gpus), id)
+    assert judged.verdict == verdict
+    assert ("on 2 GPUs" in judged.our_value) == (gpus == 2)
+
+
+@pytest.mark.parametrize("id", ["C38", "C39", "C40"])
+def test_on_two_gpus_the_shape_can_still_fail(paper_rows, id) -> None:
+    rows = on_gpus(paper_rows, 2)
+    slow = rows["system"].eq("punica") & rows["workload"].ne("Uniform")
+    assert verdict_of(rows.assign(value=rows["value"].where(~slow, rows["value"] / 2)), id).verdict == DIFFERS
+
+
+def test_of_several_numbers_of_gpus_the_most_are_judged(paper_rows) -> None:
+    half = on_gpus(paper_rows, 2)
+    both = pd.concat([on_gpus(paper_rows, 8), half.assign(value=1.0)], ignore_index=True)
+    assert verdict_of(both, "C38").verdict == REPRODUCED
+
+
+def test_a_smaller_model_on_ranks_is_no_70b_and_no_figure_11(paper_rows) -> None:
+    small = on_gpus(paper_rows, 2, model="llama2-7b")
+    assert verdict_of(small, "C38").verdict == NOT_MEASURED
+    assert verdict_of(small, "C28").verdict == NOT_MEASURED
+    tiny = small.assign(model="llama-tiny", hardware="cpu")
+    assert verdict_of(tiny, "C38").verdict == NOT_TESTABLE
+    both = pd.concat([tiny, paper_rows[paper_rows["figure"] == "11"].assign(hardware="cpu")], ignore_index=True)
+    assert "70B" not in verdict_of(both, "C28").our_value
+
+
+def test_every_number_of_ranks_is_held_against_its_bounds():
+    def cells(ranks, plain, sharded, over_bytes, speedup):
+        found = {("punica", RATIO): plain, ("punica_sharded", RATIO): sharded, ("punica", OVER_BYTES): over_bytes}
+        found |= {("punica", SPEEDUP): speedup, ("punica_sharded", SPEEDUP): 3.0, ("punica_sharded", OVER_BYTES): 2.0}
+        about = {"figure": "12", "panel": f"70B Model, tp {ranks} ratios", "model": "llama2-70b"}
+        return [
+            {**about, "system": system, "metric": metric, "value": value * spread}
+            for (system, metric), value in found.items()
+            for spread in (0.5, 1.0, 1.1)
+        ]
+
+    rows = pd.DataFrame([*cells(2, 0.80, 0.86, 0.95, 20.0), *cells(8, 0.80, 0.84, 0.85, 14.0)])
+    lines = ranks_table(rows)[2:]
+    assert [line.rsplit("|", 2)[1].strip() for line in lines] == ["yes"] * 3 + ["-"] + ["**no**"] * 3 + ["-"]
+    assert lines[0].startswith("| llama2-70b, tp 2 | Distinct / backbone-only Identical | 0.8 | 0.86 | the better")
+    assert lines[5].startswith("| llama2-70b, tp 8 | the same / what bytes allow | 0.85 | 2 |")
+    assert ranks_table(rows[rows["system"] != "punica"])[3].endswith("| - | 2 | plain >= 0.9 | - |")
+    assert ranks_table(rows.assign(figure="11")) == []

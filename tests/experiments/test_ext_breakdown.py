@@ -1,0 +1,314 @@
+"""Where a step's time goes: every instant counted once, the engine's steps as they were wanted, parts that add up."""
+
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+from fakes import composed
+
+from experiments.benches import breakdown, device_parts, host_parts
+from experiments.benches.device_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
+from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter, launch_times
+from experiments.harness import CheckFailed
+from experiments.harness.catalogue import experiments
+from experiments.harness.resume import run
+from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
+from experiments.harness.settings import settle
+from experiments.plots.breakdown import draw_breakdown
+from punica.measure.records import read_rows
+from punica.measure.timing import Protocol
+
+BREAKDOWN = next(iter(experiments(["ext_breakdown"])))
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
+PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=2, min_repeats=2, seconds=0.0, flush_mib=0)
+CUBLAS = "nvjet_hsh_64x8_64x16_4x1_v_bz_TNN"
+
+
+@pytest.fixture(scope="module")
+def bench() -> EngineSteps:
+    return EngineSteps.of_llama(TINY, 8, 4, 48, "cpu")
+
+
+# every instant once
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("_lora_shrink_rows_kernel", SHRINK),
+        ("_lora_expand_search_kernel", EXPAND),
+        ("_decode_attention_kernel", ATTENTION),
+        ("_combine_kernel", ATTENTION),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", ATTENTION),
+        ("fmha_cutlassF_f16_aligned_64x128_rf_sm80", ATTENTION),
+        ("_add_rms_norm_kernel", SMALL),
+        ("_rotate_and_store_kernel", SMALL),
+        ("_swiglu_kernel", SMALL),
+        (CUBLAS, BASE),
+        ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64", BASE),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, __half>", BASE),
+        ("void gemvNSP_kernel<__half, __half, float>", BASE),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::Half, at::native::ArgMaxOps<float>>>", HEAD),
+        ("Memcpy HtoD (Pinned -> Device)", device_parts.COPIES),
+        ("Memset (Device)", device_parts.COPIES),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", REST),
+    ],
+)
+def test_kernels_have_their_parts(name, part):
+    assert device_parts.part_of(name) == part
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("lora_shrink", SHRINK), ("lora_expand", EXPAND), ("backbone/decode_attention", ATTENTION),
+        ("backbone/skinny_gemm", BASE),
+        ("backbone/norm", SMALL), ("backbone/rotary", SMALL), ("backbone/swiglu", SMALL),
+    ],
+)  # fmt: skip
+def test_the_kernels_of_this_repository_have_parts(file, part):
+    """A kernel that is renamed would be counted as rest."""
+    source = (REPOSITORY / f"punica/ops/triton_ops/{file}.py").read_text(encoding="utf-8")
+    names = re.findall(r"^def (\w+_kernel)\(", source, flags=re.MULTILINE)
+    assert names
+    assert {device_parts.part_of(name) for name in names} == {part}
+
+
+def test_the_product_of_the_head_is_told_from_the_others():
+    step = ["Memcpy HtoD", "embedding", "_add_rms_norm_kernel", CUBLAS, "_add_rms_norm_kernel", "index_select", CUBLAS,
+            "_lora_shrink_rows_kernel", "ArgMaxOps", "Memcpy DtoH"]  # fmt: skip
+    one = ["copies", REST, SMALL, BASE, SMALL, HEAD, HEAD, SHRINK, HEAD, "copies"]
+    assert device_parts.parts_of([*step, *step]) == [*one, *one]
+
+
+def test_every_instant_belongs_to_one_part():
+    kernels = [
+        Kernel("_add_rms_norm_kernel", 0.0, 2.0),
+        Kernel("_lora_shrink_rows_kernel", 1.0, 6.0),  # beside the base product, and one second alone behind it
+        Kernel(CUBLAS, 1.5, 5.0),
+        Kernel("_lora_expand_rows_kernel", 8.0, 9.0),
+        Kernel("_swiglu_kernel", 8.5, 10.0),  # launched early
+    ]
+    expected = {SMALL: 2.0 + 1.0, BASE: 3.0, SHRINK: 1.0, EXPAND: 1.0}
+    assert device_parts.seconds_by_part(kernels[::-1]) == pytest.approx(expected)
+    assert sum(expected.values()) == 10.0 - 2.0  # less the gap
+
+
+def test_kernels_of_no_part_are_named_with_their_time():
+    kernels = [Kernel("odd", 0.0, 1.0), Kernel("odd", 2.0, 3.5), Kernel("_swiglu_kernel", 4.0, 5.0)]
+    assert device_parts.unknown(kernels) == {"odd": 2.5}
+    cases = [breakdown.Case(unknown=Counter(odd=2.5e-3, other=1e-3)), breakdown.Case(unknown=Counter(odd=1e-3))]
+    assert breakdown.listed(cases) == "odd 3.500 ms; other 1.000 ms"
+
+
+def test_calls_inside_of_calls_count_for_themselves_and_the_head_keeps_its_own(monkeypatch):
+    ticks = [0.0]  # a clock that these calls move
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(ticks))
+    watch = host_parts.Stopwatch()
+    inner = watch.around(BASE, lambda: ticks.append(2.0))
+
+    def outer():
+        ticks.append(1.0)
+        inner()
+        ticks.append(4.0)
+
+    watch.start()
+    watch.around(ATTENTION, outer)()
+    ticks.append(8.0)
+    watch.around(HEAD, outer)()
+    assert watch.stop() == {ATTENTION: 1.0 + 4.0, BASE: 2.0, HEAD: 1.0 + 2.0 + 4.0, REST: 8.0}
+    with pytest.raises(ZeroDivisionError):
+        watch.around(BASE, lambda: 1 / 0)()
+    assert watch._part == REST
+
+
+# steps of an engine
+
+
+def shape(decodes=3, context=17, prompt=0, adapters=None):
+    requests = decodes + bool(prompt)
+    return StepShape(decodes, context, prompt, tuple(range(1, requests + 1)) if adapters is None else adapters)
+
+
+def test_a_step_is_the_one_that_was_asked_for(bench):
+    bench.begin(shape())
+    assert [state.num_tokens for state in bench.engine.scheduler.running] == [17] * 3
+    first, second = bench.step(), bench.step()
+    assert [step.statistics.batch_size for step in (first, second)] == [3, 3]
+    assert [state.num_tokens for state in bench.engine.scheduler.running] == [19] * 3
+    bench.begin(shape(2, prompt=20, adapters=(1, 1, 1)))
+    for _ in range(2):
+        mixed = bench.step().statistics
+        assert (mixed.batch_size, mixed.num_prefill_tokens, mixed.num_segments) == (3, 20, 1)
+    bench.begin(shape(0, prompt=20, adapters=(0,)))
+    alone = bench.step().statistics
+    assert (alone.batch_size, alone.num_prefill_tokens, alone.num_segments) == (1, 20, 0)
+
+
+def test_a_batch_that_shrank_is_not_timed(bench):
+    bench.begin(shape())
+    for _ in range(ROOM - 1):
+        bench.step()
+    with pytest.raises(CheckFailed, match="0 requests and 0 prompt rows with 0 segments, wanted are 3, 0 and 3"):
+        bench.step()
+
+
+def test_adapters_that_are_not_applied_are_seen(bench, monkeypatch):
+    shapes = [shape(adapters=(0,) * 3), shape(adapters=(1,) * 3), shape()]
+    check_adapters_matter(bench, shapes)
+    monkeypatch.setattr(bench.engine.manager.punica_wrapper, "add_lora_linear", lambda *_, **__: None)
+    with pytest.raises(CheckFailed, match="as if its rows had no adapters"):
+        check_adapters_matter(bench, shapes)
+
+
+def test_the_host_is_timed_until_all_is_given_to_the_device(bench):
+    bench.begin(shape())
+    with launch_times(bench.engine.runner) as seen:
+        steps = [bench.step() for _ in range(2)]
+    assert len(seen) == 2
+    for launched, step in zip(seen, steps, strict=True):
+        assert step.statistics.metadata_s < launched.given < launched.given + launched.ahead < step.seconds
+    assert "run" not in vars(bench.engine.runner)
+
+
+def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)  # less what others take meanwhile
+    cases = breakdown.measured(bench, {"": shape(adapters=(0,) * 3), "Distinct": shape()}, PROTOCOL)
+    for case in cases.values():
+        parts = case.mean_parts()
+        assert case.watched == case.steps
+        assert len(case.steps) == len(case.schedule) == 2
+        assert sum(parts.values()) == pytest.approx(sum(case.steps) / 2)
+        known = {BASE, ATTENTION, SMALL, HEAD, REST, host_parts.LORA, host_parts.SCHEDULE, host_parts.METADATA}
+        assert set(parts) == known
+        assert min(parts.values()) > 0
+    assert cases[""].mean_parts()[host_parts.LORA] < cases["Distinct"].mean_parts()[host_parts.LORA]
+    assert "attend" not in vars(bench.engine.runner.attention)
+
+
+def test_a_gpu_is_timed_first_and_then_profiled(bench, monkeypatch):
+    """The path of a GPU with kernels that a script says ran: what is left of the steps is gaps."""
+    works = []
+
+    def scripted(work):
+        works.append(work())
+        return [Kernel(CUBLAS, 0.0, 1e-6), Kernel("_lora_expand_rows_kernel", 1e-6, 3e-6), Kernel("odd", 3e-6, 4e-6)]
+
+    monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
+    monkeypatch.setattr(device_parts, "watched_kernels", scripted)
+    (case,) = breakdown.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
+    assert len(case.steps) == len(case.launch) == len(case.ahead) == 2
+    assert len(case.watched) == 2
+    assert case.watched != case.steps
+    parts = case.mean_parts()
+    assert {name: parts[name] for name in (BASE, EXPAND, REST)} == pytest.approx({BASE: 5e-7, EXPAND: 1e-6, REST: 5e-7})
+    assert sum(parts.values()) == pytest.approx(sum(case.watched) / 2)
+    assert case.unknown == pytest.approx({"odd": 1e-6})
+
+
+# bytes
+
+
+def test_bytes_of_7b_at_batch_32_are_those_of_the_arithmetic():
+    model, kind = model_conf("llama2-7b"), StepShape(32, 512, 0, (0,) * 32)
+    weights = 2 * (32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 32000 * 4096 + 4096)
+    cached = 32 * 512 * 2 * 32 * 4096 * 2
+    assert breakdown.bytes_moved(model, 16, kind) == weights + cached
+    distinct = replace(kind, adapters=tuple(range(1, 33)))
+    assert breakdown.bytes_moved(model, 16, distinct) == weights + cached + 32 * 79_953_920
+    assert breakdown.bytes_moved(model, 16, StepShape(0, 512, 512, (1,))) == weights + 79_953_920
+
+
+def test_a_copy_has_a_bandwidth(monkeypatch):
+    monkeypatch.setattr(breakdown, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(breakdown, "_seconds", lambda copy: (copy(), 0.5)[1])
+    assert breakdown.copy_bandwidth.__wrapped__("cpu") == 2 * (1 << 20) / 0.5
+
+
+# the whole
+
+
+def test_the_grid_has_every_kind_of_step_without_adapters_and_with(tmp_path):
+    cfg = settle(composed(tmp_path, "scale=gpu", "hardware=h200", name=BREAKDOWN.name), BREAKDOWN)
+    points = BREAKDOWN.points(cfg)
+    kinds = [("decode", 32, 512), ("decode", 32, 2048), ("prefill", 1, 512), ("mixed", 32, 512)]
+    assert [(p.panel, p.batch_size, p.seq_len) for p in points[::3]] == kinds
+    assert [p.workload for p in points] == ["", "Identical", "Distinct"] * 4
+    assert [len(group) for group in BREAKDOWN.together(points)] == [3] * 4
+    assert {p.model for p in points} == {"llama2-7b"}
+
+
+def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(breakdown, "copy_bandwidth", lambda _: 1e10)
+    outcome = run(composed(tmp_path, "draw=true", name=BREAKDOWN.name), BREAKDOWN)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 12, 3)
+    rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
+    cells = pd.DataFrame([vars(row) for row in rows]).set_index(["panel", "seq_len", "workload", "metric"])["value"]
+    cells = cells.sort_index()
+    for _, cell in cells.groupby(["panel", "seq_len", "workload"]):
+        found = cell.droplevel([0, 1, 2])
+        assert found[found.index.str.startswith("time_")].sum() == pytest.approx(found["step_latency_watched"])
+        assert found["floor"] == pytest.approx(found["bytes_moved"] / 1e10 * 1e3)
+        assert ("added_latency" in found) == (cell.index[0][2] != "")
+        assert not {"inflation", "host_launch"} & set(found.index)  # a CPU's step is watched as it is
+    added = cells["decode", 16, "Distinct"]
+    assert added["added_per_token"] == pytest.approx(1e3 * added["added_latency"] / 3)
+    assert run(composed(tmp_path, name=BREAKDOWN.name), BREAKDOWN).measured == 0
+
+
+def gpu_rows(models=("llama2-7b", "llama2-13b")):
+    """Rows as a GPU would give them, of two kinds of steps."""
+    lines = []
+    fixed = {"device": "d", "timer": "host_clock", "scale": "gpu", "statistic": "value", "rank": 16, "disturbed": False}
+    for model in models:
+        for panel, batch in (("decode", 32), ("mixed", 32)):
+            for workload, expand in (("", 0.0), ("Identical", 0.2), ("Distinct", 0.8)):
+                metrics = {"time_base_gemm": 4.0, "time_attention": 2.0, "time_lora_expand": expand, "time_gaps": 0.5}
+                metrics |= {"step_latency": 6.4 + expand, "floor": 5.0}
+                about = {**fixed, "model": model, "panel": panel, "batch_size": batch, "seq_len": 512}
+                lines += [{**about, "workload": workload, "metric": m, "value": v} for m, v in metrics.items()]
+    return pd.DataFrame(lines)
+
+
+def test_the_figure_stacks_the_parts_of_every_model_and_step():
+    import matplotlib.pyplot as plt
+
+    figure = draw_breakdown(gpu_rows(), pd.DataFrame())
+    try:
+        assert [axis.get_title() for axis in figure.axes[:2]] == [
+            "32 decodes, context 512, llama2-7b", "32 decodes, context 512, llama2-13b",
+        ]  # fmt: skip
+        first = figure.axes[0]
+        assert [label.get_text() for label in first.get_yticklabels()] == ["no adapter", "Identical", "Distinct"]
+        assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.5, 4, 2, 0.2, 0.5, 4, 2, 0.8, 0.5]
+        assert first.patches[-1].get_x() == pytest.approx(6.8)
+        assert [line.get_xdata()[0] for line in first.lines[-2:]] == [7.2, 5.0]
+        written = [text.get_text().strip() for text in first.texts]
+        assert [text for text in written if text.endswith("ms")] == ["6.4 ms", "6.6 ms", "7.2 ms"]
+        assert "62%" in written  # 4.0 of 6.5
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert legend[:4] == ["base products", "attention", "LoRA expand", "nothing runs"]
+    finally:
+        plt.close(figure)
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_where_its_time_goes():
+    model = replace(TINY, hidden_size=512, intermediate_size=1024, dtype=DType.float16)
+    gpu = EngineSteps.of_llama(model, 16, 4, 64, "cuda")
+    shapes = {"": shape(adapters=(0,) * 3), "Distinct": shape()}
+    cases = breakdown.measured(gpu, shapes, replace(PROTOCOL, device="cuda"))
+    plain, distinct = cases[""].mean_parts(), cases["Distinct"].mean_parts()
+    assert {BASE, ATTENTION, SMALL, HEAD, device_parts.GAPS} <= set(plain)
+    assert EXPAND not in plain
+    assert SHRINK not in plain
+    assert distinct[EXPAND] > 0
+    assert sum(distinct.values()) == pytest.approx(sum(cases["Distinct"].watched) / len(cases["Distinct"].watched))
+    assert distinct[device_parts.GAPS] > 0
+    assert breakdown.copy_bandwidth("cuda") > 1e11

@@ -1,0 +1,126 @@
+"""Steps of Figures 1 and 10: right or not timed, a decode step that is begun again follows, what is warmed up."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from fakes import composed
+
+from experiments.benches import model_steps
+from experiments.benches.layer_bench import LayerBench
+from experiments.benches.model_steps import Invocation, check_decode, difference, random_llama, spans
+from experiments.harness import CheckFailed
+from experiments.harness.catalogue import experiments
+from experiments.harness.schema import DType, ModelConf
+from experiments.harness.settings import settle
+from experiments.plots.overlay import panels
+from punica.measure import timing
+
+FIG01, FIG10 = (next(iter(experiments([name]))) for name in ("fig01", "fig10"))
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
+
+
+@pytest.fixture
+def invocation() -> Invocation:
+    return Invocation(random_llama(TINY, "cpu"), 96)
+
+
+def test_decode_steps_pass_their_check(invocation):
+    check_decode(invocation)
+
+
+def test_a_step_with_the_wrong_blocks_is_not_timed(invocation, monkeypatch):
+    right = model_steps.Span.kv_rows
+    monkeypatch.setattr(model_steps.Span, "kv_rows", lambda span, size: [row // 2 for row in right(span, size)])
+    with pytest.raises(CheckFailed, match="through KV blocks differs"):
+        check_decode(invocation)
+
+
+def test_a_step_that_keeps_an_earlier_context_is_not_timed(invocation, monkeypatch):
+    """What a captured graph would do whose buffers nobody refills."""
+    right, first = invocation.decode_step, []
+
+    def stale(batch_size, kv_length):
+        first.append(right(batch_size, kv_length)())
+        return lambda: first[0]
+
+    monkeypatch.setattr(invocation, "decode_step", stale)
+    with pytest.raises(CheckFailed, match="a decode step differs by"):
+        check_decode(invocation)
+
+
+@pytest.mark.parametrize(("device", "warm"), [("cuda", [1, 1, 0]), ("cpu", [0, 0, 0])])
+def test_a_prefill_that_takes_long_runs_once(tmp_path, monkeypatch, device, warm):
+    cfg = settle(composed(tmp_path, "scale=gpu", "model=llama-tiny", name=FIG01.name), FIG01)
+    cfg.hardware.device = device
+    points = [p for p in FIG01.points(cfg) if p.panel == "prefill"]
+    chosen = [next(p for p in points if p.batch_size * p.seq_len == rows) for rows in (128, 8192, 65536)]
+    clocks = []
+
+    class Begun:
+        def prefill_step(self, *_):
+            return lambda: None
+
+    monkeypatch.setattr(FIG01, "_invocation", lambda _: Begun())
+    monkeypatch.setattr(timing, "time_side_by_side", lambda _, clock: clocks.append(clock) or {"step": [1.0]})
+    for point in chosen:
+        assert FIG01.measure(cfg, point)[0].value == 1e3
+    assert [clock.warmup for clock in clocks] == warm
+    assert {clock.min_repeats for clock in clocks} == {1}
+    assert {clock.timer for clock in clocks} == {"host_clock"}
+
+
+def test_both_models_of_a_gpu_have_panels_of_their_own(tmp_path):
+    import matplotlib.pyplot as plt
+
+    fixed = {"system": "backbone", "metric": "step_latency", "unit": "ms", "statistic": "median", "device": "d",
+             "timer": "host_clock", "scale": "gpu"}  # fmt: skip
+    grid = [(m, p, b) for m in ("llama2-7b", "llama2-13b") for p in ("prefill", "decode") for b in (1, 32)]
+    rows = pd.DataFrame(
+        [{**fixed, "model": m, "panel": p, "batch_size": b, "seq_len": 512, "value": 6.0 + b} for m, p, b in grid]
+    )
+    paper = pd.DataFrame([{**fixed, "model": "7B", "panel": "decode", "batch_size": b, "seq_len": 512, "value": 11.0}
+                          for b in (1, 32)])  # fmt: skip
+    figure = panels(FIG01.shown(rows), FIG01.shown(paper), FIG01.overlay)
+    try:
+        assert [axis.get_title() for axis in figure.axes[:4]] == [
+            "llama2-7b, prefill", "llama2-7b, decode\n(paper: 7B)", "llama2-13b, prefill", "llama2-13b, decode",
+        ]  # fmt: skip
+        assert [len(axis.lines) for axis in figure.axes[:4]] == [1, 2, 1, 1]
+    finally:
+        plt.close(figure)
+
+
+def test_the_scale_of_a_gpu_has_the_papers_shapes_at_powers_of_two(tmp_path):
+    cfg = settle(composed(tmp_path, "scale=gpu", "hardware=h200", name=FIG10.name), FIG10)
+    points = FIG10.points(cfg)
+    assert {p.model for p in points} == {"llama2-7b"}
+    assert {p.batch_size for p in points} == {1, 2, 4, 8, 16, 32}
+    assert {p.seq_len for p in points} == {512, 2048}
+    assert cfg.timer.name == "cuda_graph"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_decode_step_is_a_graph_that_follows_its_context():
+    wide = replace(TINY, hidden_size=512, intermediate_size=1024, dtype=DType.float16)
+    invocation = Invocation(random_llama(wide, "cuda"), 4096)
+    check_decode(invocation)
+    assert invocation.decode_step(2, 30)().isfinite().all()  # whose graph the check has captured
+    short = invocation.decode_step(3, 17)
+    expected = short().clone()
+    assert invocation.decode_step(3, 900) is short
+    assert difference(short(), expected) > 1e-2
+    invocation.decode_step(3, 17)
+    assert torch.equal(short(), expected)
+    launched = invocation.forward(*invocation.begin(spans(3, 1, 17)))
+    assert difference(launched, expected) < 2e-2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_layer_of_figure_10_passes_its_check():
+    wide = replace(TINY, hidden_size=512, intermediate_size=1024, dtype=DType.float16)
+    LayerBench(wide, 16, 4, 4096, "cuda").check([1, 2, 3, 4], 300)

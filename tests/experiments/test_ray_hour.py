@@ -1,0 +1,161 @@
+"""Figure 13 on Ray: what is made of what the front of the cluster saw, and one short run from the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from fakes import composed
+
+from experiments.cluster import ray_hour
+from experiments.cluster.ray_hour import HOUR, KILLED, SIMULATED, World, check_tokens, hour_of, overheads
+from experiments.fig13_cluster import EXPERIMENT
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.settings import settle
+from punica.cluster import StepWork, Trace
+from punica.measure.records import read_rows
+from punica.workload import RequestLengths
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = World(str(ROOT / "paper_results"), "punica", 120, runners=2, speed_up=20, max_len=128, address="", device="cpu")
+
+
+@dataclass
+class Step:
+    """As `RunnerStep`."""
+
+    runner: str
+    work: StepWork
+    begin_s: float
+    end_s: float
+    seconds: float
+
+
+@dataclass
+class Front:
+    """As `Served`: two requests on one runner, 0.05 s to a step, which is a second of the paper's."""
+
+    first_token_s = np.array([0.05, 0.10])
+    finish_s = np.array([0.10, 0.15])
+    decisions_s = (1e-5, 2e-5, 3e-5)
+    lost = 0
+    steps = (
+        Step("runner-0001", StepWork(0, 0, 7, 16), 0.0, 0.0501, 0.04),
+        Step("runner-0001", StepWork(1, 8, 5, 32), 0.0501, 0.1001, 0.03),
+        Step("runner-0001", StepWork(1, 6, 0, 16), 0.1001, 0.1049, 0.004),
+        Step("runner-0000", StepWork(1, 6, 0, 16), 0.1001, 0.1501, 0.02),
+    )
+
+
+def test_an_hour_is_told_in_the_seconds_of_the_paper() -> None:
+    lengths = RequestLengths(np.array([7, 5]), np.array([2, 2]))
+    trace = Trace(np.array([0.0, 0.5]), lengths, np.array([1, 2]), np.array([16, 16]))
+    hour = hour_of(Front(), trace, WORLD)
+    assert hour.first_token_s.tolist() == pytest.approx([1.0, 2.0])
+    assert hour.tokens.tolist() == [0, 7 + 1, 5 + 2 + 1, 1]  # a prompt counts with its first token
+    # runner-0001 is the first row; in second 2 the two of its first step there, nobody joined after that
+    assert hour.batch.tolist() == [[0, 1, 2, 0], [0, 0, 0, 1]]
+    assert hour.seconds_by_batch[1:4].tolist() == pytest.approx([20 * (0.0501 + 0.0048 + 0.05), 20 * 0.05, 0])
+    assert (hour.kind, hour.cost_model, hour.duration_s) == ("measured", "", 120)
+
+
+def test_overheads_are_told_on_our_clock() -> None:
+    found = {(one.metric, one.statistic): one.value for one in overheads(Front())}
+    assert found["decision_time", "median"] == pytest.approx(20.0)
+    assert found["step_round_trip", "count"] == 4
+    between = [0.0501 - 0.04, 0.05 - 0.03, 0.0048 - 0.004, 0.05 - 0.02]
+    assert found["step_messages", "median"] == pytest.approx(1e3 * np.median(between))
+
+
+def test_load_and_lengths_are_scaled_and_time_is_not_yet() -> None:
+    trace = WORLD.trace()
+    assert trace.arrivals.max() < 120
+    assert (trace.lengths.prompt + trace.lengths.output).max() <= 128
+    half = World(WORLD.paper, "punica", 3600, 8, 20, 128, "", "cpu")
+    assert len(half.trace().arrivals) == pytest.approx(18_000 / 2, rel=0.1)
+    rehearsal = half.rehearsal()
+    assert rehearsal.arrivals.max() < 600
+    assert len(rehearsal.arrivals) / 600 == pytest.approx(len(half.trace().arrivals) / 3600, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("served", "error"),
+    [
+        pytest.param([[1], [2, 3]], "1 of 2 requests lost tokens or got them twice: request 0 has 1", id="lost"),
+        pytest.param([[1, 2, 2], [2, 3]], "request 0 has 3, from one engine 2", id="twice"),
+    ],
+)
+def test_tokens_that_were_lost_or_came_twice_are_no_result(served, error) -> None:
+    with pytest.raises(CheckFailed, match=error):
+        check_tokens(served, [[1, 2], [2, 3]])
+
+
+def test_other_tokens_are_no_result_beyond_ties() -> None:
+    alone = [[i] for i in range(2000)]
+    assert check_tokens(alone, alone) == 0
+    assert check_tokens([*([9999] for _ in range(2)), *alone[2:]], alone) == 2
+    with pytest.raises(CheckFailed, match="3 of 2000 requests have other tokens"):
+        check_tokens([*([9999] for _ in range(3)), *alone[3:]], alone)
+
+
+class RecordedCluster:
+    """In place of `RayCluster`: what it was built with."""
+
+    built: ClassVar[list[tuple]] = []
+
+    def __init__(self, build, num_runners, *, num_gpus, **others) -> None:
+        self.built.append((build, num_runners, num_gpus))
+
+    def __enter__(self) -> "RecordedCluster":
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
+def test_runners_and_the_engine_they_are_compared_with_serve_on_the_hardware_of_the_rows(
+    tmp_path, monkeypatch, device, gpus
+) -> None:
+    """Also where the machine has GPUs that nobody asked for."""
+    pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
+    from experiments.cluster import ray_serving
+
+    name = "h200" if gpus else "cpu"
+    words = ("runtime=ray", f"hardware={name}", "figure.seconds=20", "figure.max_len=48")
+    cfg = composed(tmp_path, *words, name="fig13_cluster")
+    settings = ray_hour.points(settle(cfg, EXPERIMENT))[0].settings
+    assert settings["device"] == device
+    monkeypatch.setattr(ray_serving, "RayCluster", RecordedCluster)
+    world = World(WORLD.paper, "punica", **settings)
+    with ray_hour._tenants(world) as tenants, ray_serving.runners(tenants, 4, "punica", None):
+        build, count, asked_gpus = RecordedCluster.built.pop()
+        assert (build, count, asked_gpus) == (tenants.build, 4, gpus)  # and `served_alone` builds by the same
+        assert build.keywords == {"device": device}
+
+
+@pytest.mark.slow
+def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
+    words = ["runtime=ray", "scale=smoke", "figure.kill=true", "figure.seconds=120", "figure.max_len=48"]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.fig13_cluster", *words, f"paths.outputs={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert (outcome["measured"], outcome["failed"]) == (3, [])
+    rows = read_rows(Path(outcome["rows_file"]))
+    assert {row.panel: row.kind for row in rows} == {HOUR: "measured", KILLED: "measured", SIMULATED: "simulated"}
+    value = {(row.panel, row.metric, row.statistic): row.value for row in rows}
+    for panel in (HOUR, KILLED, SIMULATED):
+        assert value[panel, "total_tokens", "value"] == value[HOUR, "total_tokens", "value"]
+    assert value[KILLED, "lost_runners", "value"] == 1
+    assert value[HOUR, "requests_with_other_tokens", "value"] == 0
+    assert 0 < value[HOUR, "decision_time", "median"] < value[HOUR, "decision_time", "p90"]
+    assert all(row.cost_model for row in rows if row.panel == SIMULATED)

@@ -1,0 +1,133 @@
+"""Section 5.3: what is moved arrives, what is recomputed is what was there, and the rows of both."""
+
+import pytest
+import torch
+from fakes import composed
+
+from experiments.benches.migration import (
+    COPY,
+    COPY_HOST,
+    Blocks,
+    Migration,
+    Route,
+    check_moved,
+    check_recomputed,
+    scattered,
+)
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.resume import run
+from experiments.harness.schema import ConfigError, model_conf
+from experiments.harness.settings import settle
+from experiments.sec53_migration import EXPERIMENT, MigrationExperiment
+from punica.engine.runner import ModelRunner
+from punica.measure import environment
+from punica.measure.records import read_rows
+
+NAME = "sec53_migration"
+LINKS = ["ethernet 25G", "ethernet 100G", "infiniband 400G"]
+
+
+@pytest.fixture(scope="module")
+def migration() -> Migration:
+    return Migration(model_conf("llama-tiny"), rank=4, batch_size=2, longest=40, device="cpu")
+
+
+def systems(tmp_path, *overrides) -> list[str]:
+    grid = EXPERIMENT.points(settle(composed(tmp_path, *overrides, name=NAME), EXPERIMENT))
+    return list(dict.fromkeys(point.system for point in grid))
+
+
+def test_a_machine_has_the_ways_that_its_devices_allow(tmp_path, monkeypatch):
+    assert systems(tmp_path) == ["recompute", "copy", *LINKS]
+    for gpus, more in ((1, ["copy_host"]), (2, ["copy_host", "copy_peer"])):
+        monkeypatch.setattr(environment, "gpu_query", lambda *_, gpus=gpus: [{"index": str(i)} for i in range(gpus)])
+        assert systems(tmp_path, "hardware=h200") == ["recompute", "copy", *more, *LINKS]
+
+
+def test_one_gpu_has_no_peer(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "gpu_query", lambda *_: [{"index": "0"}])
+    with pytest.raises(ConfigError, match="system=copy_peer needs two GPUs"):
+        systems(tmp_path, "hardware=h200", "system=copy_peer")
+
+
+def test_a_link_needs_a_bandwidth(tmp_path):
+    with pytest.raises(ConfigError, match=r"links_gb_s.*must be positive"):
+        systems(tmp_path, "figure.links_gb_s={ethernet 25G: 0.0}")
+
+
+@pytest.mark.parametrize("name", [COPY, COPY_HOST])
+@pytest.mark.parametrize("context", [1, 16, 40])
+def test_copied_blocks_arrive_where_they_should_and_nowhere_else(migration, name, context):
+    route = migration.route(name, context)
+    everything = Blocks(migration._target("cpu"), range(len(migration._target("cpu")[0])))
+    everything.scatter(torch.zeros_like(everything.content()))
+    route.move()
+    assert route.target.content().equal(route.source.content())
+    moved = everything.content().any(-1).any(0)
+    assert int(moved.sum()) == -(-context // 16)
+
+
+def test_a_copy_that_goes_elsewhere_is_refused(migration):
+    route = migration.route(COPY, 40)
+
+    class Short(Route):
+        def move(self) -> None:
+            super().move()
+            self.target.scatter(self.target.content().roll(1, dims=1))
+
+    with pytest.raises(CheckFailed, match="copy: keys and values do not arrive"):
+        check_moved(Short(route.source, route.target, route._between), COPY)
+
+
+def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypatch):
+    run_step = ModelRunner.run
+
+    def spoilt(runner, layout, meanwhile):
+        tokens = run_step(runner, layout, meanwhile)
+        if layout.num_prefill_rows > 12:  # the second request, not the first one's prompt
+            runner.attention.cache.keys[1][layout.spans[0].block_table[0] * 16 + 3] += 1
+        return tokens
+
+    check_recomputed(migration.steps.engine)
+    monkeypatch.setattr(ModelRunner, "run", spoilt)
+    with pytest.raises(CheckFailed, match="recomputed keys and values differ by"):
+        check_recomputed(migration.steps.engine)
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(1, 1), (3, 10), (4, 4), (5, 33)])
+def test_scattered_blocks_are_different_and_exist(count, blocks):
+    found = scattered(count, blocks)
+    assert len(set(found)) == count
+    assert max(found) < blocks
+
+
+def test_rows_of_both_ways(tmp_path):
+    config = composed(tmp_path, "figure.contexts=[20]", "draw=true", name=NAME)
+    outcome = run(config, MigrationExperiment())
+    assert (outcome.measured, outcome.failed, len(outcome.figures)) == (5, [], 3)
+    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv")
+    value = {(row.system, row.metric): row.value for row in rows if row.statistic in ("value", "median")}
+    kinds = {row.system: row.kind for row in rows}
+    nbytes = 32 * 4 * model_conf("llama-tiny").kv_elements()  # two blocks
+    assert value["copy", "bytes"] == value["recompute", "bytes"] == value["ethernet 25G", "bytes"] == nbytes
+    assert value["ethernet 25G", "migration_latency"] == pytest.approx(nbytes / 3.125e9 * 1e3)
+    assert kinds == {"recompute": "measured", "copy": "measured", **dict.fromkeys(LINKS, "datasheet")}
+    milliseconds = value["recompute", "migration_latency"]
+    assert value["recompute", "break_even_bandwidth"] == pytest.approx(nbytes / milliseconds / 1e6)
+    steps = milliseconds / value["recompute", "decode_step_latency"]
+    assert value["recompute", "decode_steps"] == pytest.approx(steps)
+
+
+@pytest.mark.gpu
+def test_a_request_moves_through_page_locked_memory():
+    migration = Migration(model_conf("llama-tiny"), rank=4, batch_size=2, longest=40, device="cuda")
+    for name in (COPY, COPY_HOST):
+        check_moved(migration.route(name, 40), name)
+
+
+@pytest.mark.multi_gpu
+def test_a_request_moves_to_the_next_gpu():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, this machine has {torch.cuda.device_count()}")
+    migration = Migration(model_conf("llama-tiny"), rank=4, batch_size=2, longest=40, device="cuda")
+    check_moved(migration.route("copy_peer", 40), "copy_peer")

@@ -1,0 +1,47 @@
+"""The norm, fused and not: what is timed is the norm, and one figure shows both beside the paper's."""
+
+import pytest
+import torch
+from fakes import composed
+
+from experiments import sec6_norm
+from experiments.harness import CheckFailed
+from experiments.harness.resume import run
+from punica.measure.records import read_rows
+from tests.experiments.claims.claim_rows import section_6, verdict_of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", sec6_norm.FORMS)
+def test_both_are_the_norm(form, dtype) -> None:
+    x, weight = torch.randn(5, 96).to(dtype), torch.rand(96).to(dtype)
+    given, found = x.clone(), sec6_norm.FORMS[form](x, weight)
+    expected = torch.nn.functional.rms_norm(x.double(), (96,), weight.double(), sec6_norm.EPS)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-2)
+    assert x.equal(given)
+
+
+def test_it_measures_draws_and_does_not_measure_again(tmp_path) -> None:
+    cfg = composed(tmp_path, "figure.batch_sizes=[1,32]", "draw=true", name="sec6_norm")
+    outcome = run(cfg, sec6_norm.EXPERIMENT)
+    rows = read_rows(outcome.rows_file)
+    medians = [row for row in rows if row.statistic == "median"]
+    assert {(row.system, row.batch_size) for row in medians} == {(s, n) for s in ("unfused", "fused") for n in (1, 32)}
+    kinds = {(row.figure, row.metric, row.unit, row.timer) for row in medians}
+    assert kinds == {("text 6", "norm_latency", "us", "host_clock")}
+    assert len(outcome.figures) == 3
+    assert run(cfg, sec6_norm.EXPERIMENT).measured == 0
+
+
+def test_a_wrong_norm_is_not_timed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sec6_norm.FORMS, "fused", lambda x, weight: 1.1 * sec6_norm.unfused(x, weight))
+    with pytest.raises(CheckFailed, match="fused differs"):
+        sec6_norm.checked(composed(tmp_path, name="sec6_norm"), "fused", 3)
+
+
+def test_a_cpu_cannot_tell(tmp_path) -> None:
+    rows = section_6().assign(hardware="cpu", scale="laptop")
+    verdict = verdict_of(rows, "C45")
+    assert verdict.verdict == "not testable on this hardware"
+    assert "none of them fused: 110 us / 4 us = 27.5" in verdict.reason

@@ -1,0 +1,73 @@
+"""The serving systems of Figure 11 on a GPU: CUDA graphs, one pool of keys and values, the steps of the replay."""
+
+import pytest
+import torch
+
+from experiments.harness.schema import DType, ModelConf
+from experiments.systems import SYSTEMS, Limits, StreamBench, StreamConf, World
+from experiments.systems.hf_product import linear_layers
+from experiments.systems.stream import shortened
+from experiments.systems.whole_stream import compare
+
+pytestmark = pytest.mark.gpu
+HALF = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=256, intermediate_size=688, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=512, dtype=DType.float16,
+)  # fmt: skip
+STREAM = StreamConf("released", 16, 96, draws=2, pieces=2, steps=16, slow_steps=8)
+
+
+@pytest.fixture(scope="module")
+def bench() -> StreamBench:
+    return StreamBench(World(HALF, "cuda", Limits(4, 96), rank=8), STREAM, 3, 6)
+
+
+@pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
+@pytest.mark.parametrize("name", SYSTEMS.names())
+def test_every_system_is_checked_and_timed_with_its_graphs_captured_before(bench, name, workload):
+    for draw in range(2):
+        found = {reading.metric: reading.value for reading in bench.measure(name, workload, draw)}
+        assert found["tokens_per_step"] == pytest.approx(found["stream_tokens_per_step"], rel=0.03)
+        assert found["step_latency"] > 0
+        assert found["token_agreement"] >= 0.9
+        assert found["logit_error"] < 0.02
+    system = bench._system(name)
+    if hasattr(system, "engine"):
+        assert system._graphs() > 0
+        assert system.engine.runner.attention.cache is bench.world.kv_cache
+
+
+def test_forced_tokens_reach_the_steps_that_are_sent_ahead(bench):
+    """The engine sends a decode step while the one before runs: with the forced tokens, not the chosen ones."""
+    jobs = shortened(bench.jobs("Skewed"), 4, 10)
+    forced = [[(7 * place + 5 * number) % 512 for place in range(job.new_tokens)] for number, job in enumerate(jobs)]
+    found = SYSTEMS.get("punica")(bench.world).forced(jobs, forced)
+    for job, tokens, logits in zip(jobs, forced, found, strict=True):
+        with bench.world.peft.adapter(job.adapter_id):
+            alone = bench.world.peft.forced([job.prompt], [tokens])[0]
+        assert float((logits - alone).norm() / alone.norm()) < 0.02
+
+
+def test_a_whole_stream_is_served_without_capturing_in_between(bench, monkeypatch):
+    monkeypatch.setattr("experiments.systems.whole_stream.DRAWS", 2)
+    found = compare(bench, "punica", "Distinct")
+    assert found.served.new_tokens == sum(job.new_tokens for job in bench.jobs("Distinct"))
+    assert found.served.throughput > 0
+
+
+def test_peft_computes_with_the_adapters_where_they_are(bench):
+    backend = bench.world.peft
+    (place,) = backend.places([3])
+    factors = [tensor for name, tensor in backend.model.named_parameters() if f".{place}." in name]
+    known = {tensor.data_ptr() for tensor in bench.world.adapter_tensors(3).values()}
+    assert {tensor.data_ptr() for tensor in factors} == known
+    assert {tensor.device.type for tensor in factors} == {"cuda"}
+    assert len({type(layer) for layer in linear_layers(backend.model, "cuda")}) == 1
+
+
+def test_a_world_is_made_on_the_device(bench):
+    assert {tensor.device.type for tensor in bench.world.exported().values()} == {"cuda"}
+    assert torch.isfinite(bench.world.kv_cache.keys[1]).all()
+    SYSTEMS.get("punica")(bench.world).serve(shortened(bench.jobs("Distinct"), 5, 2))
+    assert len(bench.world.registered) == 4
+    assert all(adapter.image.is_pinned() for adapter in bench.world.registered.values())

@@ -1,0 +1,148 @@
+"""A projection of few rows: every form computes x @ weight^T + bias, whatever the sizes, layouts and splits."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from punica.ops.triton_ops.backbone import skinny_gemm
+from punica.ops.triton_ops.backbone.skinny_gemm import GemmForm, RowsForm, TilesForm, choose_form, run_form
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOKENS = (1, 2, 3, 8, 16, 17, 32, 33, 64)
+
+
+class Case:
+    """Operands whose rows lie apart, NaN between them, and the product in float64."""
+
+    def __init__(self, tokens: int, n: int, k: int, dtype: torch.dtype, device: str, gap: int = 8) -> None:
+        self.x, _ = self._rows(tokens, k, gap, dtype, device)
+        self.weight, _ = self._rows(n, k, gap, dtype, device)
+        self.weight /= k**0.5
+        self.bias = torch.randn(n).to(device, dtype)
+        self.out, self.whole = self._rows(tokens, n, gap, dtype, device)
+        self.product = self.x.double() @ self.weight.double().t()
+
+    @staticmethod
+    def _rows(rows: int, width: int, gap: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.full((rows, width + gap), torch.nan, dtype=dtype, device=device)
+        whole[:, :width] = torch.randn(rows, width)
+        return whole[:, :width], whole
+
+    def check(self, with_bias: bool) -> None:
+        expected, tolerance = self.product + self.bias.double() * with_bias, TOLERANCE[self.out.dtype]
+        torch.testing.assert_close(self.out.double(), expected, rtol=tolerance, atol=tolerance)
+        assert bool(self.whole[:, self.out.shape[1] :].isnan().all())
+
+    def run(self, with_bias: bool = True, batch_invariant: bool = False) -> torch.Tensor:
+        bias = self.bias if with_bias else None
+        skinny_gemm(self.out, self.x, self.weight, bias, batch_invariant=batch_invariant)
+        self.check(with_bias)
+        return self.out.clone()
+
+    def run_form(self, form: GemmForm) -> None:
+        run_form(self.out, self.x, self.weight, self.bias, form)
+        self.check(True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_any_number_of_rows(tokens: int, dtype: torch.dtype, device: str) -> None:
+    case = Case(tokens, 40, 96, dtype, device)
+    case.run(with_bias=False)
+    case.run(batch_invariant=True)
+
+
+@pytest.mark.parametrize(("n", "k", "gap"), [(1, 1, 0), (33, 7, 1), (70, 129, 3), (8, 640, 0)])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_odd_sizes_and_layouts(tokens: int, n: int, k: int, gap: int, device: str) -> None:
+    for dtype in (torch.float32, torch.float16):
+        Case(tokens, n, k, dtype, device, gap).run()
+
+
+@pytest.mark.parametrize("split_k", [1, 2, 3])
+@pytest.mark.parametrize("k", [192, 200])
+def test_every_form_and_split(k: int, split_k: int, device: str) -> None:
+    case = Case(3, 40, k, torch.float16, device)
+    case.run_form(RowsForm(2 << split_k, 32, 4))
+    for block_t, ahead in ((8, 0), (16, 64)):
+        case.run_form(TilesForm(block_t, 16, 32, split_k, 3, 4, ahead))
+
+
+def test_rows_do_not_depend_on_their_batch(device: str) -> None:
+    for dtype in DTYPES:
+        case = Case(17, 24, 600, dtype, device)
+        whole = case.run(batch_invariant=True)
+        for first, end in ((0, 1), (5, 8), (7, 16)):
+            out = torch.empty(end - first, 24, dtype=dtype, device=device)
+            skinny_gemm(out, case.x[first:end], case.weight, case.bias, batch_invariant=True)
+            assert torch.equal(out, whole[first:end])
+
+
+def test_the_invariant_form_is_one_form() -> None:
+    for (n, k), dtype in itertools.product(((4096, 4096), (12288, 4096), (4096, 11008)), DTYPES):
+        forms = [choose_form(n, k, tokens, dtype, 132, True) for tokens in range(1, 65)]
+        tiles = [form for form in forms if isinstance(form, TilesForm)]
+        assert len(tiles) == len(forms)
+        assert len({form._replace(block_t=0) for form in tiles}) == 1
+        assert min(form.block_t - tokens for tokens, form in enumerate(tiles, 1)) == 0
+
+
+def test_no_rows_are_no_launch(device: str) -> None:
+    skinny_gemm(torch.empty(0, 8, device=device), torch.empty(0, 4, device=device), torch.ones(8, 4, device=device))
+
+
+def test_bad_operands_are_refused(device: str) -> None:
+    good: dict[str, Any] = {
+        "out": torch.zeros(2, 8, device=device), "x": torch.zeros(2, 4, device=device),
+        "weight": torch.zeros(8, 4, device=device), "bias": torch.zeros(8, device=device),
+    }  # fmt: skip
+    wide = torch.zeros(65, 4, device=device)
+    for kind, message, changes in (
+        (ValueError, r"weight must be \[any, 4\]", {"weight": torch.zeros(8, 5, device=device)}),
+        (ValueError, r"out must be \[2, 8\]", {"out": good["out"][:1]}),
+        (ValueError, r"bias must be \[8\]", {"bias": good["bias"][:7]}),
+        (ValueError, "weight must have a last stride of 1", {"weight": torch.zeros(4, 8, device=device).t()}),
+        (TypeError, "weight must be torch.float32", {"weight": good["weight"].half()}),
+        (ValueError, "up to 64 rows", {"x": wide, "out": torch.zeros(65, 8, device=device)}),
+    ):
+        with pytest.raises(kind, match=message):
+            skinny_gemm(**good | changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (12288, 4096), (4096, 11008), (1000, 5120)])
+def test_full_sizes(n: int, k: int, dtype: torch.dtype) -> None:
+    case = Case(64, n, k, dtype, "cuda")
+    whole = case.run(batch_invariant=True)
+    for tokens in TOKENS:
+        x, out = case.x[:tokens], torch.empty(tokens, n, dtype=dtype, device="cuda")
+        skinny_gemm(out, x, case.weight, case.bias, batch_invariant=True)
+        assert torch.equal(out, whole[:tokens])
+        for _ in range(2):
+            skinny_gemm(out, x, case.weight, case.bias)
+            again = torch.empty_like(out)
+            skinny_gemm(again, x, case.weight, case.bias)
+            assert torch.equal(out, again)
+        expected = case.product[:tokens] + case.bias.double()
+        torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+def test_a_graph_counts_arrivals_at_a_new_weight_by_itself() -> None:
+    case = Case(1, 64, 8192, torch.float16, "cuda")
+    form = TilesForm(16, 64, 128, 2, 3, 4, 0)
+    run_form(case.out, case.x, case.weight.clone(), None, form)  # compiled
+    stranger, graph, expected = case.weight.clone(), torch.cuda.CUDAGraph(), case.out.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run_form(case.out, case.x, stranger, None, form)
+    for _ in range(3):
+        case.out.fill_(float("nan"))
+        graph.replay()
+        assert case.out.equal(expected)
+        run_form(case.out, case.x, stranger, None, form)  # and outside of it
+        assert case.out.equal(expected)
