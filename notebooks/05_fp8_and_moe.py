@@ -33,7 +33,7 @@ sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f /
 from experiments.ext_expert_tables import LAYERS
 from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_moe import EXPERIMENT as MOE
-from notebooks.stored_rows import StoredRows, as_markdown
+from notebooks.stored_rows import SideBySide, StoredRows, as_markdown
 from punica.measure.records import read_rows
 
 ROOT = Path(sys.path[0])
@@ -145,7 +145,22 @@ display(as_markdown(experts[["panel", "alignment", "w13", "w2", "sum, delta"]]))
 display(Markdown("Ratios to the public kernels: [operator tables](../results/h200/operator_tables.md)."))
 
 # %% [markdown]
-# On a CPU, a layer and a model of either kind, an eighth as wide: what the adapters add, by popularity.
+# A layer, a model and a step of the engine of either kind (on a CPU an eighth as wide): what the adapters add, by
+# popularity. Layers and models are timed by the best clock of the machine, steps of the engine by the host's.
 
 # %%
-display(*cpu.figure(MOE))
+display(*SideBySide(ROOT).figure(MOE))
+
+
+# %%
+def engine_steps(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
+    """A step of the engine with adapters on experts, over one without, by format of the adapters (the panels)."""
+    steps = rows[(rows["metric"] == "step_latency") & (rows["statistic"] == "median")]
+    keys = ["panel", "batch_size", "workload"]
+    cells = steps.pivot_table(index=keys, columns="system", values="value", sort=False)
+    found = cells.reindex(columns=["engine", "backbone engine"]).add_suffix(" (ms)")
+    found["with / without"] = found.iloc[:, 0] / found.iloc[:, 1]
+    return found.reset_index()
+
+
+display(*SideBySide(ROOT).table(MOE, engine_steps))

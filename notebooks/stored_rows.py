@@ -24,6 +24,9 @@ from experiments.plots.frames import centre, described, measured_frame, paper_fr
 PAPER = "paper, A100"
 TableOf = Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame]
 """A table from the measured rows of one figure and the paper's."""
+_HOURS_AT_PAPER = ("ext_latency_under_load", "ext_many_adapters")
+"""Experiments whose scale=paper takes a GPU hours: scale=gpu measures them."""
+_MACHINES = {"A CPU": "cpu", "An H200": "h200"}  # folders in results/ or outputs/
 
 
 class StoredRows:
@@ -83,13 +86,37 @@ class StoredRows:
         first, last = min(rows["date"])[:10], max(rows["date"])[:10]
         when = first if first == last else f"{first} to {last}"
         name = self._file(experiment).relative_to(self.root).as_posix()
-        return Markdown(f"*Read: `{name}` ({kind}). Measured on {described(rows)}; commit {commits}; {when}.*")
+        how = "Simulated, nothing measured, on" if set(rows["kind"]) == {"simulated"} else "Measured on"
+        return Markdown(f"*Read: `{name}` ({kind}). {how} {described(rows)}; commit {commits}; {when}.*")
+
+
+class SideBySide:
+    """The stored rows of several machines, one after the other; each part is shown by ``display(*part)``."""
+
+    def __init__(self, root: Path) -> None:
+        self.machines = {name: StoredRows(root, folder) for name, folder in _MACHINES.items()}
+
+    def figure(self, experiment: Experiment) -> list[Image | Markdown]:
+        """`StoredRows.figure` of every machine."""
+        return self._each(lambda stored: stored.figure(experiment))
+
+    def table(self, experiment: Experiment, table_of: TableOf) -> list[Image | Markdown]:
+        """`StoredRows.table` of every machine."""
+        return self._each(lambda stored: [stored.table(experiment, table_of)])
+
+    def verdicts(self, figures: Sequence[str]) -> list[Image | Markdown]:
+        """`StoredRows.verdicts` of every machine."""
+        return self._each(lambda stored: [stored.verdicts(figures)])
+
+    def _each(self, parts_of: Callable[[StoredRows], list[Image | Markdown]]) -> list[Image | Markdown]:
+        return [part for name, stored in self.machines.items() for part in (Markdown(f"**{name}**"), *parts_of(stored))]
 
 
 def how_to_measure(stored: StoredRows, *experiments: Experiment) -> str:
     """The commands that make and record the rows of ``experiments`` on a machine with that hardware."""
     names = ",".join(experiment.name for experiment in experiments)
-    scale = " scale=paper" if stored.hardware != "cpu" else ""
+    long = any(experiment.name in _HOURS_AT_PAPER for experiment in experiments)
+    scale = "" if stored.hardware == "cpu" else " scale=gpu" if long else " scale=paper"
     measure = f'`make reproduce ARGS="figures=[{names}] hardware={stored.hardware}{scale}"`'
     return f"{measure} measures them; `make record` keeps them."
 
