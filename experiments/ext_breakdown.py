@@ -9,6 +9,8 @@ decodes that join it (the paper's mixed step, section 5) come nearly free. On a 
 Measured on an `Engine` whose slots are full: a decode step of `batch_size` requests at each of `contexts`, a prompt
 alone, and a prompt with `batch_size` - 1 decodes; each without adapters, with one for all (Identical), and with one for
 every request (Distinct), in turns. Every step is checked to be the one that was wanted, and adapters to change tokens.
+On a GPU also what two switches of the engine cost or save, in decode steps: `batch_invariant`, and keys and values in
+FP8 (systems `batch invariant` and `fp8 cache`).
 
     step_latency           the step by the host's clock, from `Engine.step` to the tokens, as a server sees it
     time_<part>            means over steps that were watched, which add up to step_latency_watched: on a GPU a few with
@@ -21,7 +23,7 @@ every request (Distinct), in turns. Every step is checked to be the one that was
     added_per_token        the same over the tokens that the step computes
     floor                  the time of the bytes that must move, at the bandwidth of a large copy (copy_bandwidth)
 
-Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 40 seconds per model.
+Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 1.5 minutes per model.
 """
 
 from __future__ import annotations
@@ -45,12 +47,19 @@ if TYPE_CHECKING:
 DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
 NONE = ""
 """The workload of steps without adapters."""
+SWITCHES: dict[str, dict[str, bool]] = {
+    "punica": {},
+    "batch invariant": {"batch_invariant": True},
+    "fp8 cache": {"fp8_kv_cache": True},
+}
+"""System -> what of the engine it switches on."""
 
 
 @dataclass
 class BreakdownConf(FigureConf):
     """Requests of a step, cached tokens of those that decode, tokens of a prompt."""
 
+    gpu_systems: list[str] = MISSING
     batch_size: int | None = None
     contexts: list[int] = MISSING
     prompt: int = MISSING
@@ -63,6 +72,10 @@ class Breakdown(Experiment):
     reads = ("model", "workload", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
     clock, differing, drawn_by = "host_clock", ("workload",), "breakdown.draw_breakdown"
 
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        figure = cast(BreakdownConf, cfg.figure)
+        return [name for name in figure.systems if cfg.hardware.device != "cpu" or name not in figure.gpu_systems]
+
     def points(self, cfg: Config) -> list[Point]:
         figure, settings = cast(BreakdownConf, cfg.figure), {"model": model_settings(cfg.model)}
         batch = self._batch(cfg)
@@ -71,8 +84,10 @@ class Breakdown(Experiment):
         return [
             Point(kind, system, workload, cfg.model.name, requests, length, rank, settings)
             for system in cfg.system.names
+            if system in self.known_systems(cfg)
             for rank in cfg.adapters.ranks
             for kind, requests, length in kinds
+            if kind == DECODE or not SWITCHES[system]
             for workload in (NONE, *cfg.workload.names)
         ]
 
@@ -83,26 +98,27 @@ class Breakdown(Experiment):
         from experiments.benches.breakdown import listed, measured
         from experiments.benches.operators import protocol
 
-        bench = self._bench(cfg, cast(int, points[0].rank))
+        bench = self._bench(cfg, points[0].system, cast(int, points[0].rank))
         shapes = {point.workload: _shape(point) for point in points}
         cases = measured(bench, shapes, protocol(cfg))
         if names := listed(list(cases.values())):
             tqdm.write(f"{self.name}: kernels of no part, {points[0].label()}: {names}", file=sys.stderr)
         return [_readings(cfg, point, shapes[point.workload], cases) for point in points]
 
-    def _bench(self, cfg: Config, rank: int) -> EngineSteps:
-        """The checked engine, built once per rank."""
+    def _bench(self, cfg: Config, system: str, rank: int) -> EngineSteps:
+        """The checked engine, built once per system and rank."""
         from experiments.benches.engine_steps import EngineSteps, check_adapters_matter
 
         figure, batch = cast(BreakdownConf, cfg.figure), self._batch(cfg)
 
         def checked() -> EngineSteps:
             longest = max(*figure.contexts, figure.prompt)
-            bench = EngineSteps.of_llama(cfg.model, rank, batch, longest, cfg.hardware.device)
-            check_adapters_matter(bench, [_shape(point) for point in self.points(cfg) if point.panel == DECODE])
+            bench = EngineSteps.of_llama(cfg.model, rank, batch, longest, cfg.hardware.device, **SWITCHES[system])
+            mine = [point for point in self.points(cfg) if (point.panel, point.system) == (DECODE, system)]
+            check_adapters_matter(bench, [_shape(point) for point in mine])
             return bench
 
-        return self.kept((cfg.model.name, rank), checked)
+        return self.kept((cfg.model.name, system, rank), checked)
 
 
 def _shape(point: Point) -> StepShape:
@@ -137,7 +153,9 @@ def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case
         added = [mine - plain for mine, plain in zip(case.steps, cases[NONE].steps, strict=True)]
         found += times("added_latency", added)
         found.append(Reading("added_per_token", 1e6 * median(added) / shape.rows, "us"))
-    moved, bandwidth = bytes_moved(cfg.model, cast(int, point.rank), shape), copy_bandwidth(cfg.hardware.device)
+    fp8_cache = SWITCHES[point.system].get("fp8_kv_cache", False)
+    moved = bytes_moved(cfg.model, cast(int, point.rank), shape, fp8_cache=fp8_cache)
+    bandwidth = copy_bandwidth(cfg.hardware.device)
     found += [Reading("bytes_moved", moved, "byte"), Reading("copy_bandwidth", bandwidth / 1e9, "GB/s")]
     return [*found, Reading("floor", 1e3 * moved / bandwidth, "ms")]
 

@@ -125,14 +125,15 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def bytes_moved(model: ModelConf, rank: int, shape: StepShape) -> int:
+def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: bool = False) -> int:
     """What a step must read: the weights but for the embedding, of which it needs a few rows; keys and values of every
     cached token of the requests that decode; each adapter once. Keys and values that are written, and activations,
-    are little beside it.
+    are little beside it. `fp8_cache`: keys and values have a byte each.
     """
     weights = model.backbone_parameters() - model.vocab_size * model.hidden_size
     cached = shape.decodes * shape.context * model.kv_elements()
-    return model.dtype.bytes * (weights + cached + shape.num_adapters * model.lora_parameters(rank))
+    wide = weights + shape.num_adapters * model.lora_parameters(rank)
+    return model.dtype.bytes * wide + (1 if fp8_cache else model.dtype.bytes) * cached
 
 
 def listed(cases: Sequence[Case], most: int = 6) -> str:

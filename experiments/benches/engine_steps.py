@@ -7,7 +7,7 @@ adapters.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,14 +91,14 @@ def lora_manager(engine: Engine) -> LoRAModelManager:
 class EngineSteps:
     """An engine for `model` with `batch_size` adapters of `rank` in its slots (ids 1 to `batch_size`, copies of the one
     that `make_adapter` makes for the engine's manager: speed does not depend on their values), for requests of up to
-    `longest` tokens. `lora`: other fields of the `LoRAConfig`.
+    `longest` tokens. `switches`: other fields of the `EngineConfig`; `lora`: of the `LoRAConfig`.
     """
 
     def __init__(
         self, model: LlamaForCausalLM, rank: int, batch_size: int, longest: int,
-        make_adapter: Callable[[LoRAModelManager], LoRAModel], **lora: Any,
+        make_adapter: Callable[[LoRAModelManager], LoRAModel], switches: Mapping[str, Any] | None = None, **lora: Any,
     ) -> None:  # fmt: skip
-        config = EngineConfig(max_batch_size=batch_size, max_model_len=longest + ROOM)
+        config = EngineConfig(max_batch_size=batch_size, max_model_len=longest + ROOM, **(switches or {}))
         sizes = {"max_loras": batch_size, "max_cpu_loras": batch_size}  # nobody joins for whom a slot is to be spare
         self.engine = Engine(model, config.lora_config(rank, **sizes, **lora), config)
         fill_with_noise(self.engine.runner.attention.cache)
@@ -114,11 +114,13 @@ class EngineSteps:
             manager.activate_adapter(adapter_id)
 
     @classmethod
-    def of_llama(cls, model: ModelConf, rank: int, batch_size: int, longest: int, device: str) -> "EngineSteps":
-        """Of a Llama with random weights."""
+    def of_llama(
+        cls, model: ModelConf, rank: int, batch_size: int, longest: int, device: str, **switches: Any
+    ) -> "EngineSteps":
+        """Of a Llama with random weights; `switches` of the engine."""
         llama = random_llama(model, device)
         adapter = random_adapter(1, llama.config, rank, 0, dtype=llama.lm_head.weight.dtype)
-        return cls(llama, rank, batch_size, longest, lambda _: adapter)
+        return cls(llama, rank, batch_size, longest, lambda _: adapter, switches)
 
     def begin(self, shape: StepShape) -> None:
         """Nothing but the decoding requests of `shape` runs; good for fewer than `ROOM` steps."""

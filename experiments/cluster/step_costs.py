@@ -74,7 +74,7 @@ def timed_decodes(rows: pd.DataFrame, model: str) -> list[TimedStep]:
 
 def timed_steps(rows: pd.DataFrame, model: str) -> list[TimedStep]:
     """Rows of `ext_breakdown` of ``model``: decodes, a prompt alone, and a prompt among decodes, by the engine."""
-    chosen = rows[(rows["metric"] == "step_latency") & (rows["model"] == model)]
+    chosen = rows[(rows["metric"] == "step_latency") & (rows["model"] == model) & (rows["system"] == "punica")]
     found = []
     for panel, part in chosen.groupby("panel", sort=False):
         for batch, length, rank, workload, seconds in _values(part):

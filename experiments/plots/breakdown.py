@@ -27,6 +27,8 @@ PARTS: dict[str, tuple[str, Any, str]] = {
 }
 """Part -> its name, colour and hatch; in drawing order."""
 CASES = {"": "no adapter", "Identical": "Identical", "Distinct": "Distinct"}
+SWITCHED = {"batch invariant": "D", "fp8 cache": "s"}
+"""Systems whose steps are marks on the bars of `punica`."""
 READABLE = 0.06
 """Share of the longest bar from which a part carries its share of the step in percent."""
 BAR = 0.8
@@ -51,6 +53,10 @@ def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         Line2D([], [], color="black", marker="|", linestyle="", markersize=9, label="step (median)"),
         Line2D([], [], color="black", linestyle=":", label="floor of the bytes"),
     ]
+    handles += [
+        Line2D([], [], color="black", marker=marker, linestyle="", markersize=4, markerfacecolor="white", label=name)
+        for name, marker in SWITCHED.items() if (rows["system"] == name).any()
+    ]  # fmt: skip
     style.caption(figure, "Where the time of a step goes", described(rows), handles, 4)
     return figure
 
@@ -69,10 +75,11 @@ def _patch(part: str) -> Patch:
 
 def _fill(axis: Axes, rows: pd.DataFrame, title: str) -> None:
     """The bars of one kind of step on one model."""
-    table = rows.pivot_table(index="workload", columns="metric", values="value", sort=False)
+    mine = rows[~rows["system"].isin([*SWITCHED])]
+    table = mine.pivot_table(index="workload", columns="metric", values="value", sort=False)
     table = table.reindex([name for name in CASES if name in table.index])
     longest = max(table.filter(like="time_").sum(axis=1).max(), 1e-12)
-    loud = set(rows.loc[rows["disturbed"].eq(True), "workload"]) if "disturbed" in rows else set()
+    loud = set(mine.loc[mine["disturbed"].eq(True), "workload"]) if "disturbed" in mine else set()
     for place, (name, case) in enumerate(table.iterrows()):
         _bar(axis, place, case, longest)
         ends = [place - BAR / 2, place + BAR / 2]
@@ -80,6 +87,11 @@ def _fill(axis: Axes, rows: pd.DataFrame, title: str) -> None:
         axis.plot([case["floor"]] * 2, ends, color="black", linewidth=1.2, linestyle=":", zorder=3)
         if name in loud:
             style.hollow(axis, [case["step_latency"]], [place], {"color": "black", "marker": "o"})
+    steps = rows[(rows["metric"] == "step_latency") & rows["workload"].isin(table.index)]
+    for system, marker in SWITCHED.items():
+        here = steps[steps["system"] == system]
+        places = [list(table.index).index(name) + BAR / 2 for name in here["workload"]]
+        axis.plot(here["value"], places, marker, color="black", markerfacecolor="white", markersize=4, zorder=5)
     axis.set_yticks(range(len(table)), [CASES[str(name)] for name in table.index])
     axis.set_ylim(len(table) - 0.5, -0.5)
     axis.set_xlim(0, 1.14 * max(longest, table["step_latency"].max()))

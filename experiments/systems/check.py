@@ -27,6 +27,9 @@ from experiments.systems.world import World
 AGREEMENT = 0.9
 """Share of positions at which a half-precision system must choose the reference's token. Random weights give flat
 logits, so that more calls are close than with a trained model."""
+WITHIN = 0.99
+"""Share of positions whose logits must be within the tolerance, the others within twice of it: rounding has tails, and
+whole requests have thousands of positions. A wrong adapter, position or block is off by half and more."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,15 @@ def _check_forced(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
     if system.lora and max(changes) <= limit:  # at the first positions, which go on from nothing but a prompt
         raise CheckFailed("the adapters change no logits of the checked requests, so the check could not see them")
     found = system.forced(jobs, forced)
-    errors = [_largest_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
-    worst = max(range(len(jobs)), key=errors.__getitem__)
-    if not errors[worst] <= limit:
+    errors = [_errors(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+    worst = max(range(len(jobs)), key=lambda request: float(errors[request].nan_to_num(torch.inf).max()))
+    largest = float(errors[worst].max())
+    within = float((torch.cat(errors) <= limit).double().mean())
+    if not (within >= WITHIN and largest <= 2 * limit):
         raise CheckFailed(
-            f"{type(system).__name__} gives logits that differ from Hugging Face's by {errors[worst]:.2e} (relative, "
-            f"above {limit:.0e}) for request {worst} (adapter {jobs[worst].adapter_id}, {len(jobs[worst].prompt)} "
-            "prompt tokens), given the same tokens"
+            f"{type(system).__name__} gives logits that differ from Hugging Face's by up to {largest:.2e} (relative; "
+            f"{within:.4f} of {sum(map(len, errors))} positions are within {limit:.0e}), the most for request {worst} "
+            f"(adapter {jobs[worst].adapter_id}, {len(jobs[worst].prompt)} prompt tokens), given the same tokens"
         )
     same = torch.cat([ours.argmax(-1) == theirs.argmax(-1) for ours, theirs in zip(found, expected, strict=True)])
     share = float(same.double().mean())
@@ -110,9 +115,9 @@ def _check_forced(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
             f"{type(system).__name__} chooses Hugging Face's token at {share:.3f} of {len(same)} positions, below "
             f"{AGREEMENT}, given the same tokens before"
         )
-    return Agreement(share, errors[worst], len(same))
+    return Agreement(share, largest, len(same))
 
 
-def _largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Over the positions of `[positions, vocabulary]`."""
-    return max(difference(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+def _errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative, of each of the positions of `[positions, vocabulary]`."""
+    return torch.tensor([difference(ours, theirs) for ours, theirs in zip(found, expected, strict=True)])

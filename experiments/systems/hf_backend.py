@@ -99,13 +99,9 @@ class PeftBackend:
     def decoding(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0
     ) -> Decoding:
-        """A batch ready to decode. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all.
-
-        On a GPU mixed batches have our product, so that what our operator gains over PEFT's is no gain of products.
-        """
+        """A batch ready to decode. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all."""
         if self._faster:
-            kind = SameProduct if rows is not None else self._faster[len(prompts) == 1]
-            use_product(kind, linear_layers(self.model, self.weights.device))
+            use_product(self._faster[len(prompts) == 1], linear_layers(self.model, self.weights.device))
         named = {} if rows is None else {"adapter_names": rows}
         return Decoding(self.model, prompts, new_tokens, self._room, self.weights.device, named, done)
 

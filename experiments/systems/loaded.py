@@ -81,9 +81,10 @@ class FromFolders(Loaded):
         self._folders = [root / str(index) for index in range(min(FOLDERS, world.limits.max_batch_size))]
         for index, folder in enumerate(self._folders):
             if not folder.exists():
-                write_random_adapter(
-                    folder, world.config, world.rank, world.seed + index, alpha=world.alpha, dtype=world.dtype
-                )
+                write_random_adapter(  # the world's own weights, which the reference has
+                    folder, world.config, world.rank, world.seed + index,
+                    alpha=world.alpha, dtype=world.dtype, device=world.device,
+                )  # fmt: skip
 
     def _register(self, adapter_ids: Collection[int]) -> None:
         """The first, most popular ones in host memory, as after a long time; they share what they have."""

@@ -24,6 +24,9 @@ class LRUCache(Generic[K, V]):
 
     Pinned entries are never evicted; they can still be popped, which drops the pin. TypeError, ValueError: the
     capacity is not an integer >= 1.
+
+    Attributes:
+        uses: how often an entry was entered, used or taken out: while it stays, so does the order of use.
     """
 
     def __init__(self, capacity: int, on_remove: Callable[[K, V], None] | None = None) -> None:
@@ -31,6 +34,7 @@ class LRUCache(Generic[K, V]):
         self._on_remove = on_remove or (lambda key, value: None)
         self._entries: OrderedDict[K, V] = OrderedDict()  # least recently used first
         self._pinned: set[K] = set()
+        self.uses = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -71,10 +75,12 @@ class LRUCache(Generic[K, V]):
         if len(self._entries) >= self.capacity:
             self.remove_oldest()
         self._entries[key] = value
+        self.uses += 1
 
     def touch(self, key: K) -> None:
         """Mark as the most recently used. KeyError for an absent key."""
         self._entries.move_to_end(key)
+        self.uses += 1
 
     def pop(self, key: K, default: V | None = None) -> V | None:
         """Take an entry out, pinned or not; its value, or `default` if absent."""
@@ -82,6 +88,7 @@ class LRUCache(Generic[K, V]):
             return default
         value = self._entries.pop(key)
         self._pinned.discard(key)
+        self.uses += 1
         self._on_remove(key, value)
         return value
 
@@ -180,6 +187,7 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
         lora = self.require(adapter_id).renamed(new_id)
         del self._entries[adapter_id]
         self._entries[new_id] = lora
+        self.uses += 1
         if adapter_id in self.requests:
             self.requests[new_id] = self.requests.pop(adapter_id)
         if adapter_id in self.active:
@@ -233,6 +241,7 @@ class HeldAdapters(LRUCache[int, LoRAModel]):
             return False
         self.unpin(adapter_id)
         self.index_to_id[placement.slot] = None
+        self.uses += 1
         return True
 
     def slots_of(self, adapter_ids: Iterable[int]) -> dict[int, int]:

@@ -58,6 +58,11 @@ class RegisteredAdapters:
         """Ids that :meth:`pin_adapter` keeps registered and active."""
         return self._held.pinned
 
+    @property
+    def uses(self) -> int:
+        """A number that changes whenever an adapter is registered, used, moved into a slot or out of it, or removed."""
+        return self._held.uses
+
     def __len__(self) -> int:
         return len(self._held)
 

@@ -96,6 +96,7 @@ def write_random_adapter(
     target_modules: Sequence[str] = LLAMA_LORA_MODULES,
     alpha: float | None = None,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Path:
     """Write a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), and return its path.
 
@@ -104,10 +105,12 @@ def write_random_adapter(
     Args:
         folder: created with its parents; existing adapter files in it are overwritten.
         model_config: Hugging Face Llama config (or anything with its sizes).
-        rank, seed, target_modules, dtype: see :func:`random_adapter_tensors`.
+        rank, seed, target_modules, dtype, device: see :func:`random_adapter_tensors`.
         alpha: `lora_alpha`; default `2 * rank`, i.e. scaling 2.
     """
-    tensors = random_adapter_tensors(model_config, rank, seed, target_modules=target_modules, dtype=dtype)
+    tensors = random_adapter_tensors(
+        model_config, rank, seed, target_modules=target_modules, dtype=dtype, device=device
+    )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

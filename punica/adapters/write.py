@@ -160,7 +160,7 @@ class StreamSlotWriter:
         self._stream.wait_stream(self._step_stream)  # the slots and the table are still being made
         self._reading: frozenset[int] = frozenset()  # slots of the step that runs or ran last
         self._last_read: dict[int, torch.cuda.Event] = {}  # of the other slots: the end of their last step
-        self._written: dict[int, CopyEvent] = {}  # the latest copy into each slot
+        self._written: dict[int, CopyEvent] = {}  # the latest copy into a slot, unless a step found it ended
         self._in_flight: list[tuple[CopyEvent, Tensor]] = []  # images that a kernel may still read
 
     def __del__(self) -> None:
@@ -207,7 +207,9 @@ class StreamSlotWriter:
         for slot in self._reading:
             self._last_read.pop(slot, None)
             copied = self._written.get(slot)
-            if copied is not None and not copied.is_ready():
+            if copied is not None and copied.is_ready():
+                del self._written[slot]  # to ask the driver about each slot takes longer than all else here
+            elif copied is not None:
                 copied.wait()
         self._in_flight = [(copied, image) for copied, image in self._in_flight if not copied.is_ready()]
 

@@ -306,6 +306,9 @@ class Engine(Generation):
 
         Those of running requests come first, so that none of them makes room for one that joins.
         """
+        wanted = [*plan.decodes, *plan.idle, *plan.prefills]
+        if residency.are_active(wanted):
+            return
         for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
             if request not in self.scheduler.running:
                 continue  # it went with the last unfinished member of its batch
@@ -315,6 +318,8 @@ class Engine(Generation):
                 if isinstance(error, torch.OutOfMemoryError):
                     raise  # no fault of the adapter
                 failed += self._fail(request, f"{type(error).__name__}: {error}")
+        if not failed:
+            residency.note_active(wanted)
 
     def _fail(self, request: RequestState, error: str) -> list[RequestState]:
         """Take a request out for good, as failed unless it is a finished member of the batch; those that failed."""

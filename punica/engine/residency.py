@@ -55,6 +55,7 @@ class AdapterResidency:
         self._versions: dict[int, _Version] = {}  # in use, by weights_id
         self._new_ids = itertools.count(-1, -1)
         self._prefetched: str | None = None  # the waiting request that was last tried
+        self._settled: tuple[list[RequestState], int] = ([], -1)  # whose adapters are active, as of which use
 
     # --- arrival and departure ---------------------------------------------------------------------------------------
 
@@ -124,6 +125,16 @@ class AdapterResidency:
         first, so that none of them makes room for one that somebody removed meanwhile and that is brought back.
         """
         return sorted(requests, key=lambda request: self.manager.get_adapter(request.weights_id) is None)
+
+    def are_active(self, requests: list[RequestState]) -> bool:
+        """Whether :meth:`note_active` was called for these last, and no adapter was used or changed by anybody since:
+        then to make them active again would change nothing, and most steps are those.
+        """
+        return self._settled == (requests, self.manager.uses)
+
+    def note_active(self, requests: list[RequestState]) -> None:
+        """The adapters of all these were made active just now, in this order."""
+        self._settled = requests, self.manager.uses
 
     def activate(self, request: RequestState) -> None:
         """Make the adapter of a request active: of one that joins the newest version, loading it if need be, of one

@@ -66,7 +66,9 @@ def send(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device
     It starts from page-locked memory that torch caches, in powers of two, and does not hand out again before the copy
     has ended: only the first of a size waits for the system.
     """
-    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    host = torch.tensor(values, dtype=dtype, device="cpu")
+    if device.type == "cuda":
+        host = host.pin_memory()  # torch.tensor(pin_memory=True) takes no numpy array
     return host.to(device, non_blocking=True)
 
 

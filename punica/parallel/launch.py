@@ -178,8 +178,9 @@ def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
     if tp_size < world.size:
         process_group, _ = dist.new_subgroups(tp_size)
         undo.callback(dist.destroy_process_group, process_group)
-    for met in {None, process_group}:  # the world, and if that is another one the own group
-        _meet(world, met)
+    _meet(world, None)
+    if process_group is not None:  # all ranks meet in this order; another one on some of them would be a deadlock
+        _meet(world, process_group)
     group = TorchDistGroup(process_group)
     undo.callback(group.close)
     return group

@@ -12,7 +12,7 @@ from fakes import composed
 from experiments.benches import breakdown, device_parts, host_parts
 from experiments.benches.device_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
 from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter, launch_times
-from experiments.harness import CheckFailed
+from experiments.harness import CheckFailed, ConfigError
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
@@ -238,10 +238,19 @@ def test_the_grid_has_every_kind_of_step_without_adapters_and_with(tmp_path):
     cfg = settle(composed(tmp_path, "scale=gpu", "hardware=h200", name=BREAKDOWN.name), BREAKDOWN)
     points = BREAKDOWN.points(cfg)
     kinds = [("decode", 32, 512), ("decode", 32, 2048), ("prefill", 1, 512), ("mixed", 32, 512)]
-    assert [(p.panel, p.batch_size, p.seq_len) for p in points[::3]] == kinds
-    assert [p.workload for p in points] == ["", "Identical", "Distinct"] * 4
-    assert [len(group) for group in BREAKDOWN.together(points)] == [3] * 4
+    assert [(p.panel, p.batch_size, p.seq_len) for p in points[:12:3]] == kinds
+    assert [p.workload for p in points] == ["", "Identical", "Distinct"] * 8
+    assert [len(group) for group in BREAKDOWN.together(points)] == [3] * 8
+    assert [p.system for p in points[::3]] == ["punica"] * 4 + ["batch invariant"] * 2 + ["fp8 cache"] * 2
+    assert [(p.panel, p.seq_len) for p in points[12::3]] == [("decode", 512), ("decode", 2048)] * 2
     assert {p.model for p in points} == {"llama2-7b"}
+
+
+def test_a_cpu_has_no_switches_to_price(tmp_path):
+    cfg = settle(composed(tmp_path, name=BREAKDOWN.name), BREAKDOWN)
+    assert {point.system for point in BREAKDOWN.points(cfg)} == {"punica"}
+    with pytest.raises(ConfigError, match="it has punica"):
+        settle(composed(tmp_path, "system=batch_invariant", name=BREAKDOWN.name), BREAKDOWN)
 
 
 def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
@@ -272,7 +281,10 @@ def gpu_rows(models=("llama2-7b", "llama2-13b")):
                 metrics = {"time_base_gemm": 4.0, "time_attention": 2.0, "time_lora_expand": expand, "time_gaps": 0.5}
                 metrics |= {"step_latency": 6.4 + expand, "floor": 5.0}
                 about = {**fixed, "model": model, "panel": panel, "batch_size": batch, "seq_len": 512}
+                about["system"] = "punica"
                 lines += [{**about, "workload": workload, "metric": m, "value": v} for m, v in metrics.items()]
+                switched = {**about, "workload": workload, "system": "fp8 cache", "metric": "step_latency"}
+                lines += [{**switched, "value": 6.0 + expand}] * (panel == "decode")
     return pd.DataFrame(lines)
 
 
@@ -288,12 +300,15 @@ def test_the_figure_stacks_the_parts_of_every_model_and_step():
         assert [label.get_text() for label in first.get_yticklabels()] == ["no adapter", "Identical", "Distinct"]
         assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.5, 4, 2, 0.2, 0.5, 4, 2, 0.8, 0.5]
         assert first.patches[-1].get_x() == pytest.approx(6.8)
-        assert [line.get_xdata()[0] for line in first.lines[-2:]] == [7.2, 5.0]
+        steps, marks = first.lines[-4:-2], first.lines[-2:]
+        assert [line.get_xdata()[0] for line in steps] == [7.2, 5.0]
+        assert [list(line.get_xdata()) for line in marks] == [[], [6.0, 6.2, 6.8]]
         written = [text.get_text().strip() for text in first.texts]
         assert [text for text in written if text.endswith("ms")] == ["6.4 ms", "6.6 ms", "7.2 ms"]
         assert "62%" in written  # 4.0 of 6.5
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
         assert legend[:4] == ["base products", "attention", "LoRA expand", "nothing runs"]
+        assert legend[-1] == "fp8 cache"
     finally:
         plt.close(figure)
 
