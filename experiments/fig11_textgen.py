@@ -21,7 +21,8 @@ different lengths have rows side by side. A short one takes about 5 minutes on t
 Throughput counts prompt and new tokens (D13); `new_token_throughput` only new ones. The paper's vLLM,
 FasterTransformer and DeepSpeed are policy baselines on our engine, without LoRA (`experiments.systems`); Hugging Face
 with PEFT is the real thing. All systems have the same matrix product (on a GPU, Hugging Face has the faster of ours and
-torch's, which take the device as long: ours takes longer to launch). Switching adapters is charged to Punica and not to the baselines.
+torch's, which take the device as long: ours takes longer to launch). Switching adapters is charged to Punica and not to
+the baselines.
 `punica_last_admitted` is Punica with the released harness's index rule (D04). On a GPU all systems of the engine run as
 CUDA graphs, captured before the clock.
 

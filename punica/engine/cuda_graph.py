@@ -153,7 +153,10 @@ class StepGraphs:
         return captured_adapters(rows, self._max_loras) or [1]
 
     def release(self) -> None:
-        """Forget all graphs, and which found no memory; the next step that needs one captures it again."""
+        """Forget all graphs, and which found no memory; the next step that needs one captures it again. Waits for the
+        device, which may be at one.
+        """
+        torch.cuda.synchronize(self._device)
         self._captured.clear()
         self._refused.clear()
         self.statistics = CaptureStatistics()

@@ -49,6 +49,7 @@ from punica.scheduling import (
     Scheduler,
     StepLayout,
     StepPlan,
+    is_where,
     lay_out,
     one_token_later,
 )
@@ -245,7 +246,7 @@ class Engine(Generation):
         check_in_step()
         start = time.perf_counter()
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
-        plan = self.scheduler.schedule(pinned)
+        plan, layout = self._next_step(pinned)
         failed = self._fail_shut_out(pinned) if plan.is_empty else []
         try:
             if self._residency is not None:
@@ -254,10 +255,11 @@ class Engine(Generation):
             if plan.is_empty:
                 idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
                 return self._with_kept(StepOutput({}, (), idle, tuple(map(self.result_of, failed))))
-            slots = None if self._residency is None else self._residency.slots()
-            layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, self._expected)
-            scheduled = time.perf_counter()
-            tokens = self.runner.run(layout, lambda tokens: self._work_ahead(layout, tokens, pinned))
+            if layout is None:
+                slots = None if self._residency is None else self._residency.slots()
+                layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, self._expected)
+            step, scheduled = layout, time.perf_counter()
+            tokens = self.runner.run(step, lambda tokens: self._work_ahead(step, plan, tokens, pinned))
         except BaseException:
             for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
                 if request.request_id in self._requests:
@@ -266,7 +268,7 @@ class Engine(Generation):
             raise
         statistics = StepStatistics(
             batch_size=len(layout.requests),
-            num_idle=len(plan.idle),
+            num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
             num_prefill_tokens=layout.num_prefill_rows,
             num_segments=layout.num_segments,
             num_preempted=len(plan.preempted),
@@ -300,6 +302,17 @@ class Engine(Generation):
         self.runner.capture_graphs(check_count("prompt_tokens", prompt_tokens, 0))
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _next_step(self, pinned: Collection[int]) -> tuple[StepPlan, StepLayout | None]:
+        """What runs next: the step that the device has begun already, for those who are still in it, or a new one, to
+        be laid out once its adapters are active (``None``).
+        """
+        begun = self._expected
+        if begun is not None and self.runner.has_begun(begun):
+            plan = self.scheduler.go_on(begun.requests)
+            if not plan.is_empty and is_where(begun, (*plan.decodes, *plan.idle)):
+                return plan, begun
+        return self.scheduler.schedule(pinned), None
 
     def _activate(self, residency: AdapterResidency, plan: StepPlan, failed: list[RequestState]) -> None:
         """Make the adapters of the step active; requests that fail because theirs cannot be come to ``failed``.
@@ -341,14 +354,23 @@ class Engine(Generation):
         )
         return StepPlan(prefills, decodes, idle, plan.preempted)
 
-    def _work_ahead(self, layout: StepLayout, tokens: torch.Tensor, pinned: Collection[int]) -> None:
-        """While the device computes the step ``layout`` and its ``tokens``: load what joins next, and lay out and send
-        the next step, as far as that can be foreseen.
+    def _work_ahead(
+        self, layout: StepLayout, plan: StepPlan, tokens: torch.Tensor, pinned: Collection[int]
+    ) -> None:
+        """While the device computes the step ``layout`` of ``plan`` and its ``tokens``: load what joins next, lay out
+        and send the next step, as far as that can be foreseen, and have the device begin it if nobody may join.
+
+        Who arrives after that joins a step later. Who stops with this step has a row in the next one all the same,
+        which nobody reads.
         """
         self._prefetch(pinned)
-        self._expected = one_token_later(layout, self.blocks) if self.runner.works_ahead else None
+        complete = len(plan.prefills) + len(plan.decodes) + len(plan.idle) == len(layout.requests)
+        foreseen = complete and self.runner.works_ahead
+        self._expected = one_token_later(layout, self.blocks) if foreseen else None
         if self._expected is not None:
             self.runner.stage_ahead(self._expected, tokens)
+            if not self.scheduler.somebody_may_join(pinned):
+                self.runner.begin_ahead(self._expected)
 
     def _prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue if there is a slot to spare.

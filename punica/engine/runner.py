@@ -14,7 +14,7 @@ from punica.engine.config import EngineConfig
 from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, decode_sizes, prompt_sizes
 from punica.engine.kernel_attention import INVARIANT_SPLITS, KernelAttention, attention_for
 from punica.engine.kv_cache import KVCache
-from punica.engine.sampler import choose_tokens, greedy_tokens, token_logprobs
+from punica.engine.sampler import PendingLogprobs, PendingTokens, choose_tokens, greedy_tokens, token_logprobs
 from punica.metadata import RowGroups
 from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, in_step
@@ -48,6 +48,17 @@ class _StagedStep(NamedTuple):
     rows: StepRows
 
 
+class _BegunStep(NamedTuple):
+    """A step that the device was given: its spans as laid out, its tokens where the next step may read them, and what
+    the host will get.
+    """
+
+    spans: tuple[Span, ...]
+    tokens: Tensor
+    token_ids: PendingTokens
+    logprobs: PendingLogprobs
+
+
 class ModelRunner:
     """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share.
 
@@ -66,6 +77,7 @@ class ModelRunner:
         self.buffers = StepBuffers(max_step_rows(config), device)
         self.graphs: StepGraphs | None = None
         self._staged: _StagedStep | None = None
+        self._begun: _BegunStep | None = None
         self._results: StepResult | None = None
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
             slots = 0 if manager is None else manager.lora_slots
@@ -80,24 +92,26 @@ class ModelRunner:
     def run(self, layout: StepLayout, meanwhile: Callable[[Tensor], None]) -> StepTokens:
         """Tokens of a step; how they are chosen is the matter of ``sampler.py``. ``meanwhile`` is called with them when
         all has been given to the device, and before the host reads them, which waits for it. What fails on one of
-        several ranks, ``meanwhile`` aside, puts them out of step (:func:`~punica.parallel.in_step`).
+        several ranks, ``meanwhile`` aside, puts them out of step (:func:`~punica.parallel.in_step`). What was sent
+        ahead of a step that fails is forgotten.
         """
-        start = time.perf_counter()
-        staged = self._take_staged(layout)
-        with in_step():
-            if self.manager is not None:
-                is_prefill, padded = layout.num_prefill_rows > 0, staged.padded
-                self.manager.begin_step(padded.segments, padded.sampled_slots, is_prefill=is_prefill)
-            ready = time.perf_counter()
-            if staged.shape is None or self.graphs is None:
-                logits, best = self._forward(staged.rows, samples_all=not layout.num_prefill_rows)
-            else:
-                logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
-            tokens = choose_tokens(logits, layout.requests, best)
-            logprobs = token_logprobs(logits, tokens, layout.requests)
-        meanwhile(tokens)
-        with in_step():
-            return StepTokens(tokens.tolist(), logprobs.read(), ready - start, time.perf_counter() - ready)
+        start = ready = time.perf_counter()
+        begun = self._begun if self.has_begun(layout) else None
+        self._begun = None
+        try:
+            if begun is None:
+                staged = self._take_staged(layout)
+                with in_step():
+                    self._announce(staged)
+                    ready = time.perf_counter()
+                    begun = self._launch(staged, layout)
+            meanwhile(begun.tokens)
+            with in_step():
+                token_ids, logprobs = begun.token_ids.read(), begun.logprobs.read()
+            return StepTokens(token_ids, logprobs, ready - start, time.perf_counter() - ready)
+        except BaseException:
+            self._staged = self._begun = None
+            raise
 
     @property
     def works_ahead(self) -> bool:
@@ -118,11 +132,30 @@ class ModelRunner:
             self._staged.rows.token_ids[: len(tokens)].copy_(tokens.clamp(min=0))  # NO_TOKEN: an idle row
 
     @torch.inference_mode()
+    def begin_ahead(self, layout: StepLayout) -> None:
+        """Give the device the step that was staged ahead, behind the one that it is at, so that it goes on at once
+        while the host reads that one's tokens. Not where a choice of tokens needs what the host has yet to read: all
+        must be greedy, and want no log-probabilities.
+        """
+        staged = self._staged
+        if staged is None or staged.spans is not layout.spans:
+            return
+        if all(request.params.is_greedy and request.params.logprobs is None for request in layout.requests):
+            self._staged = None
+            with in_step():
+                self._announce(staged)
+                self._begun = self._launch(staged, layout)
+
+    def has_begun(self, layout: StepLayout) -> bool:
+        """Whether the device was given this step by :meth:`begin_ahead`, and nothing has been captured since."""
+        return self._begun is not None and self._begun.spans is layout.spans
+
+    @torch.inference_mode()
     def capture_graphs(self, prompt_rows: int) -> None:
         """Capture the graphs of all steps with up to that many rows of prompts now, instead of when a first step needs
         each; nothing where there are none.
         """
-        self._staged = None
+        self._staged = self._begun = None
         if self.graphs is not None:
             for shape in self.graphs.shapes(prompt_rows):
                 self.graphs.prepare(shape)
@@ -132,11 +165,28 @@ class ModelRunner:
         """Capture now the graph of a step of that many rows of prompts and rows that decode, the latter with so many
         different adapters (``uses_lora``: any row of the step has one); nothing where the host launches such a step.
         """
-        self._staged = None
+        self._staged = self._begun = None
         if self.graphs is not None:
             shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
             if shape is not None:
                 self.graphs.prepare(shape)
+
+    def _announce(self, staged: _StagedStep) -> None:
+        """Tell the adapters' manager which step the device is given next."""
+        if self.manager is not None:
+            padded = staged.padded
+            is_prefill = padded.num_prefill_rows > 0
+            self.manager.begin_step(padded.segments, padded.sampled_slots, is_prefill=is_prefill)
+
+    def _launch(self, staged: _StagedStep, layout: StepLayout) -> _BegunStep:
+        """Give the device all of a step that was announced."""
+        if staged.shape is None or self.graphs is None:
+            logits, best = self._forward(staged.rows, samples_all=not layout.num_prefill_rows)
+        else:
+            logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
+        tokens = choose_tokens(logits, layout.requests, best)
+        logprobs = token_logprobs(logits, tokens, layout.requests)
+        return _BegunStep(layout.spans, tokens, PendingTokens(tokens), logprobs)
 
     def _take_staged(self, layout: StepLayout) -> _StagedStep:
         """The step as sent ahead, if it is this one and its graph has not been released since; else sent now."""

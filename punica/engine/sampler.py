@@ -69,6 +69,24 @@ class PendingLogprobs(NamedTuple):
         return found
 
 
+class PendingTokens:
+    """Token ids on their way to the host: copied behind the step that makes them, so that the step after it may begin,
+    and overwrite them, before the host reads.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=tokens.is_cuda)
+        self._tokens.copy_(tokens, non_blocking=True)
+        self._copied = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
+
+    def read(self) -> list[int]:
+        """The ids; the host waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        ids: list[int] = self._tokens.tolist()
+        return ids
+
+
 def greedy_tokens(logits: Tensor) -> Tensor:
     """The id of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``. ``NO_TOKEN``
     for a row that holds NaN.

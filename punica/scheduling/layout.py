@@ -7,7 +7,7 @@ Sorting makes the rows of one adapter neighbours, so that SGMV sees one segment 
 layout and the segments are made once per invocation and used by every LoRA layer of the model (7 L of them).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -169,6 +169,12 @@ def lay_out(
         kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
         num_prefill_rows=sum(request.num_tokens for request in plan.prefills),
     )
+
+
+def is_where(layout: StepLayout, requests: Collection[RequestState]) -> bool:
+    """Whether ``layout`` has the next token of each of ``requests``, members of it that are still in the batch."""
+    spans = dict(zip(layout.requests, layout.spans, strict=True))
+    return all(_end_of(request) == spans[request].kv_length for request in requests)
 
 
 def _came_true(expected: StepLayout, requests: tuple[RequestState, ...], sampled_slots: tuple[int, ...]) -> bool:

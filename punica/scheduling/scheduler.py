@@ -81,6 +81,20 @@ class Scheduler:
         admitted = self._admit(len(self.running), pinned)
         return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
 
+    def somebody_may_join(self, pinned: Collection[int] = ()) -> bool:
+        """Whether :meth:`schedule` would admit from the queue if the batch stayed as it is."""
+        if not self.waiting:
+            return False
+        request = self.rule.candidate(self.waiting, self.is_resident)
+        return self._may_join(request, [], len(self.running), pinned)
+
+    def go_on(self, requests: Collection[RequestState]) -> StepPlan:
+        """The step of those of ``requests`` that are still in the batch, their blocks reserved; nobody joins."""
+        here = set(self.running)
+        members = [request for request in requests if request in here]
+        decoding = tuple(request for request in members if request.status is RequestStatus.RUNNING)
+        return StepPlan((), decoding, tuple(request for request in members if request not in decoding), ())
+
     def retire_finished(self) -> None:
         """Free the blocks and the places of finished requests; of an inseparable batch, once all are finished."""
         finished = self._finished()

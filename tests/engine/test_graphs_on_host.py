@@ -111,14 +111,20 @@ def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_the_host_and_n
     assert graphs.statistics.refused == 0
 
 
-def test_graphs_released_under_a_step_that_was_sent_ahead_are_captured_again(engine, backbone) -> None:
+@pytest.mark.parametrize("begins", [False, True], ids=["sent", "begun"])
+def test_graphs_released_under_a_step_that_was_sent_ahead_are_captured_again(
+    begins, engine, backbone, monkeypatch
+) -> None:
+    if not begins:
+        monkeypatch.setattr(runner_module.ModelRunner, "begin_ahead", lambda *_: None)
+
     def release(step: int) -> None:
         if step == 3:
-            assert engine.runner._staged is not None
+            assert (engine.runner._begun if begins else engine.runner._staged) is not None
             engine.runner.graphs.release()
 
     serve(engine, backbone, release)
-    assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == 2
+    assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == (1 if begins else 2), "a begun step needs none"
 
 
 def test_results_of_all_graphs_lie_in_one_place(engine, backbone) -> None:

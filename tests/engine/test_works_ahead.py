@@ -4,6 +4,8 @@ import pytest
 
 from punica.engine import Request
 from punica.engine.runner import ModelRunner
+from punica.engine.sampler import PendingTokens
+from punica.scheduling import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -66,4 +68,101 @@ def test_cancelled_preempted_and_new_requests(backbone, foreseen) -> None:
         assert tokens == backbone.generate_merged((i + 1,) * 3, i % 4, 20)
     assert sorted(served) == ["r0", "r1", "r3", "r4", "r5"]
     assert not engine.blocks.owners()
-    assert {came_true for _, came_true in foreseen} >= {True, False}
+
+
+@pytest.fixture
+def begun(monkeypatch) -> list:
+    """The steps that the device was given ahead."""
+    steps, launch = [], ModelRunner.begin_ahead
+    monkeypatch.setattr(ModelRunner, "begin_ahead", lambda *given: steps.append(given[1]) or launch(*given))
+    return steps
+
+
+def test_a_step_is_begun_before_the_host_has_read_the_one_before(backbone, begun, monkeypatch) -> None:
+    """One invocation for each step all the same, and no adapter is looked after in between."""
+    engine, calls = backbone.engine(max_batch_size=2), {"forward": 0, "activate": 0}
+    watched = (("forward", engine.runner, "_forward"), ("activate", engine._residency, "activate"))
+    for name, owner, attribute in watched:
+
+        def counted(*given, name=name, call=getattr(owner, attribute), **named):
+            calls[name] += 1
+            return call(*given, **named)
+
+        monkeypatch.setattr(owner, attribute, counted)
+    states = [engine.add_request(Request(f"r{i}", [3 + i, 1], 12, backbone.adapters[i])) for i in (1, 2)]
+    steps = 0
+    while engine.has_unfinished():
+        engine.step()
+        steps += 1
+    expected = [backbone.generate_merged((3 + i, 1), i, 12) for i in (1, 2)]
+    assert [state.output_token_ids for state in states] == expected
+    assert steps == calls["forward"] == 13
+    assert len(begun) == 9, "all but two with a prompt, the first after them, and the one behind the end of a request"
+    assert calls["activate"] == 1 + 2 + 1, "when one joins, when the other does, and when one is left"
+
+
+def test_who_stops_in_the_step_before_has_a_row_that_nobody_reads(backbone, begun) -> None:
+    expected = {i: backbone.generate_merged((3 + i, 1), i, 12) for i in range(3)}
+    stop = next(place for place in range(3, 9) if expected[1][place] not in expected[1][:place])
+    engine = backbone.engine(max_batch_size=2)
+    params = {0: None, 1: SamplingParams(max_new_tokens=12, stop_token_ids=[expected[1][stop]], ignore_eos=True)}
+    wishes = [Request(f"r{i}", [3 + i, 1], params.get(i) or 12, backbone.adapters.get(i)) for i in range(3)]
+    states = [engine.add_request(wish) for wish in wishes]
+    idle = []
+    while engine.has_unfinished():
+        statistics = engine.step().statistics
+        idle.append(statistics.num_idle)
+    assert states[1].output_token_ids == expected[1][: stop + 1]
+    assert states[0].output_token_ids == expected[0]
+    assert states[2].output_token_ids == expected[2]
+    assert sum(idle) == 1
+    assert not engine.blocks.owners()
+
+
+def test_an_aborted_request_and_a_new_one_of_its_name(backbone, begun) -> None:
+    engine = backbone.engine(max_batch_size=2)
+    first = engine.add_request(Request("a", [5, 1], 12, backbone.adapters[1]))
+    other = engine.add_request(Request("b", [6, 1], 12, backbone.adapters[2]))
+    for _ in range(5):
+        engine.step()
+    assert begun
+    engine.abort_request("a")
+    again = engine.add_request(Request("a", [7, 1], 6, backbone.adapters[3]))
+    while engine.has_unfinished():
+        engine.step()
+    assert first.output_token_ids == backbone.generate_merged((5, 1), 1, 12)[: len(first.output_token_ids)]
+    assert other.output_token_ids == backbone.generate_merged((6, 1), 2, 12)
+    assert again.output_token_ids == backbone.generate_merged((7, 1), 3, 6)
+
+
+def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) -> None:
+    engine = backbone.engine(max_batch_size=2)
+    state = engine.add_request(Request("a", [5, 1], 12, backbone.adapters[1]))
+    for _ in range(4):
+        engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(PendingTokens, "read", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.runner._begun is None
+    while engine.has_unfinished():
+        engine.step()
+    assert state.output_token_ids == backbone.generate_merged((5, 1), 1, 12)
+
+
+@pytest.mark.parametrize("wish", [{"temperature": 0.7}, {"logprobs": 2}, {"repetition_penalty": 1.2}])
+def test_choices_that_need_what_the_host_reads_are_not_begun(wish, backbone, begun) -> None:
+    engine = backbone.engine(max_batch_size=2)
+    engine.add_request(Request("a", [5, 1], SamplingParams(max_new_tokens=6, **wish)))
+    while engine.has_unfinished():
+        engine.step()
+        assert engine.runner._begun is None
+
+
+def test_who_may_join_is_not_kept_waiting(backbone, begun) -> None:
+    """With a place free and a request in the queue, the next step is left to the host."""
+    engine = backbone.engine(max_batch_size=3)
+    for i in range(3):
+        engine.add_request(Request(f"r{i}", [3 + i], 9, backbone.adapters.get(i)))
+    sizes = [engine.step().statistics.batch_size for _ in range(3)]
+    assert sizes == [1, 2, 3]
