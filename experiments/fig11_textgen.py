@@ -28,7 +28,7 @@ CUDA graphs, captured before the clock.
 
 Before timing, the first tokens of a few requests of each workload are compared with Hugging Face's, one request at a
 time, which also warms up; and once for each system on our engine those of `figure.whole_requests` up to
-`figure.whole_tokens`: on a GPU 16 requests from end to end, on a laptop 3 up to 32 tokens (`systems.check`).
+`figure.whole_tokens`: on a GPU 8 requests from end to end, on a laptop 3 up to 32 tokens (`systems.check`).
 Where all systems involved were measured, ratio rows follow, per draw: speed-up over the best baseline, and over PEFT's
 mixed batches split into `operator_gain` (punica_static / hf_peft_mixed) and `continuous_batching_gain` (punica /
 punica_static); across workloads, Punica on Distinct and Identical over the backbone alone on Identical, and over each

@@ -354,9 +354,7 @@ class Engine(Generation):
         )
         return StepPlan(prefills, decodes, idle, plan.preempted)
 
-    def _work_ahead(
-        self, layout: StepLayout, plan: StepPlan, tokens: torch.Tensor, pinned: Collection[int]
-    ) -> None:
+    def _work_ahead(self, layout: StepLayout, plan: StepPlan, tokens: torch.Tensor, pinned: Collection[int]) -> None:
         """While the device computes the step ``layout`` of ``plan`` and its ``tokens``: load what joins next, lay out
         and send the next step, as far as that can be foreseen, and have the device begin it if nobody may join.
 

@@ -177,9 +177,7 @@ class AdapterResidency:
         if not isinstance(request.adapter, LoRARequest):
             return True
         users = self._users.get(request.adapter_id, {}).values()
-        return self.manager.is_active(request.weights_id) and not any(
-            _loads_anew(other) for other in users
-        )
+        return self.manager.is_active(request.weights_id) and not any(_loads_anew(other) for other in users)
 
     def is_loaded(self, request: RequestState) -> bool:
         """Whether a waiting request can join without those who run having to wait for its folder; if not, that is read

@@ -81,14 +81,18 @@ def begun(monkeypatch) -> list:
 def test_a_step_is_begun_before_the_host_has_read_the_one_before(backbone, begun, monkeypatch) -> None:
     """One invocation for each step all the same, and no adapter is looked after in between."""
     engine, calls = backbone.engine(max_batch_size=2), {"forward": 0, "activate": 0}
-    watched = (("forward", engine.runner, "_forward"), ("activate", engine._residency, "activate"))
-    for name, owner, attribute in watched:
 
-        def counted(*given, name=name, call=getattr(owner, attribute), **named):
+    def count(name: str, owner: object, attribute: str) -> None:
+        call = getattr(owner, attribute)
+
+        def counted(*given, **named):
             calls[name] += 1
             return call(*given, **named)
 
         monkeypatch.setattr(owner, attribute, counted)
+
+    count("forward", engine.runner, "_forward")
+    count("activate", engine._residency, "activate")
     states = [engine.add_request(Request(f"r{i}", [3 + i, 1], 12, backbone.adapters[i])) for i in (1, 2)]
     steps = 0
     while engine.has_unfinished():
