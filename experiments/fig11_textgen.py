@@ -34,9 +34,10 @@ mixed batches split into `operator_gain` (punica_static / hf_peft_mixed) and `co
 punica_static); across workloads, Punica on Distinct and Identical over the backbone alone on Identical, and over each
 other. The report holds them against what was asked of an H200.
 
-Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six windows of 100 steps per cell (40 of PEFT's
-mixed batches), two in each of three passes, expected to take an H200 10 minutes for model=llama2-7b and 13 for
-model=llama2-13b, which PEFT's mixed batches take half of; 75 and 120 GB. A command there ends after 8 minutes
+Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six windows of 100 steps per cell (10 of PEFT's
+mixed batches, whose steps take over a second), two in each of three passes: on an H200 with model=llama2-7b 2.5 minutes
+for the first pass of the systems of our engine, checks included, and 40 s for each further one; Hugging Face's, whose
+host launches every kernel, are expected to add 3 minutes a pass; 75 and 120 GB. A command there ends after 8 minutes
 (`scale.minutes`), and the same command again goes on where it ended. In pieces, of 13B the last one split by workloads:
 
     python -m experiments.fig11_textgen scale=paper model=llama2-7b draw=false \
