@@ -70,7 +70,7 @@ def speed_up(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     found["best baseline"] = baselines.idxmax(axis=1)
     found["punica / best baseline"] = cells["punica"] / baselines.max(axis=1)
     ratios = rows[rows["metric"] == "speedup_over_best_baseline"].set_index(["model", "workload"])
-    if {"lowest", "highest"} <= set(ratios.columns):
+    if not ratios.empty and {"lowest", "highest"} <= set(ratios.columns):
         found["runs"] = ratios["lowest"].map("{:.3g}".format) + " to " + ratios["highest"].map("{:.3g}".format)
     if "hf_peft_mixed" in cells:
         found["punica / PEFT mixed"] = cells["punica"] / cells["hf_peft_mixed"]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from experiments.benches.engine_state import clear, put
@@ -74,7 +75,9 @@ class StepShape:
 
 
 class TimedStep(NamedTuple):
-    """Seconds of a step by the host's clock, its statistics, and the tokens it gave."""
+    """Seconds of a step by the host's clock, its statistics, and the tokens it gave. A step that the device began when
+    the one before ended has taken the time since then.
+    """
 
     seconds: float
     statistics: StepStatistics
@@ -105,6 +108,7 @@ class EngineSteps:
         self._names = itertools.count()
         self._shape: StepShape | None = None
         self._ran: set[StepShape] = set()
+        self._ended: float | None = None
         manager = lora_manager(self.engine)
         manager.add_adapter(make_adapter(manager))
         registered = manager.list_adapters()[1]
@@ -125,7 +129,7 @@ class EngineSteps:
     def begin(self, shape: StepShape) -> None:
         """Nothing but the decoding requests of `shape` runs; good for fewer than `ROOM` steps."""
         clear(self.engine)
-        self._shape = shape
+        self._shape, self._ended = shape, None
         for adapter in shape.adapters[bool(shape.prompt) :]:
             put(self.engine, self._request(shape.context - 1, adapter), 1)
 
@@ -143,6 +147,16 @@ class EngineSteps:
         """Whether a device beside the host computes the steps."""
         return self.engine.runner.model.lm_head.weight.is_cuda
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the device has begun the next step."""
+        return self.engine.runner.is_ahead
+
+    def wait(self) -> None:
+        """Until the device has nothing to do."""
+        if self.engine.runner.model.lm_head.weight.is_cuda:
+            torch.cuda.synchronize()
+
     def step(self, begins: Callable[[], None] = lambda: None) -> TimedStep:
         """The next step of the shape that was begun; `begins` is called right before the clock runs.
 
@@ -155,9 +169,10 @@ class EngineSteps:
         if joining is not None:
             self.engine.add_request(joining)
         begins()
-        started = time.perf_counter()
+        started = self._ended if self._ended is not None and self.is_ahead else time.perf_counter()
         output = self.engine.step()
-        seconds = time.perf_counter() - started
+        self._ended = time.perf_counter()
+        seconds = self._ended - started
         if joining is not None:
             self.engine.abort_request(joining.request_id)
         done = output.statistics

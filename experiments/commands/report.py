@@ -106,7 +106,8 @@ def write_report(
         *(f"* {note}" for note in notes),
         "",
     ]
-    parts += [*verdict_table(verdicts, figures, target), "", *_ranks(frame), *_predicted(frame, paper), *_placed(frame)]
+    parts += [*verdict_table(verdicts, figures, target), "", *_asked(frame)]
+    parts += [*_ranks(frame), *_predicted(frame, paper), *_placed(frame)]
     if len(machines) > 1:
         sure = [f"* {name}: {certainty(found)}" for name, found in machines.items()]
         parts += ["## Every machine that was measured", "", *machine_table(machines), "", *sure, ""]

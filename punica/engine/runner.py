@@ -146,6 +146,11 @@ class ModelRunner:
                 self._announce(staged)
                 self._begun = self._launch(staged, layout)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the device was given a step whose tokens nobody has read yet."""
+        return self._begun is not None
+
     def has_begun(self, layout: StepLayout) -> bool:
         """Whether the device was given this step by :meth:`begin_ahead`, and nothing has been captured since."""
         return self._begun is not None and self._begun.spans is layout.spans

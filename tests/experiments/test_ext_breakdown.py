@@ -18,6 +18,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
 from experiments.harness.settings import settle
 from experiments.plots.breakdown import draw_breakdown
+from punica.engine.runner import ModelRunner
 from punica.measure.records import read_rows
 from punica.measure.timing import Protocol
 
@@ -327,3 +328,24 @@ def test_a_gpu_says_where_its_time_goes():
     assert sum(distinct.values()) == pytest.approx(sum(cases["Distinct"].watched) / len(cases["Distinct"].watched))
     assert distinct[device_parts.GAPS] > 0
     assert breakdown.copy_bandwidth("cuda") > 1e11
+
+
+def test_steps_that_are_begun_ahead_are_timed_from_the_end_of_the_one_before(bench, monkeypatch):
+    """What passes on the host between two of them is the device's time, too."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", True)
+    bench.settle(shape())
+    assert bench.is_ahead
+    time.sleep(0.05)
+    assert bench.step().seconds > 0.05
+    assert bench.step().seconds < 0.05
+    bench.begin(shape())
+    assert bench.step().seconds < 0.05, "of what was begun for others nothing counts"
+
+
+def test_the_watched_steps_of_a_gpu_that_is_ahead_share_the_time_of_all(bench, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "works_ahead", True)
+    monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
+    monkeypatch.setattr(device_parts, "watched_kernels", lambda work: [work()] and [Kernel(CUBLAS, 0.0, 1e-6)])
+    (case,) = breakdown.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
+    assert len(set(case.watched)) == 1 < len(case.watched)
+    assert case.mean_parts()[device_parts.GAPS] == pytest.approx(case.watched[0] - 1e-6 / len(case.watched))

@@ -43,6 +43,16 @@ def test_ratios_across_workloads_have_the_span_of_their_repeats():
     assert len(table) == 2 + 6
 
 
+def test_a_baseline_that_is_missing_on_one_workload_costs_that_ratio_alone():
+    lines = rows(model="llama2-7b", hardware="h200")
+    hf_peft = {**CELL, "system": "hf_peft", "workload": "Distinct", "metric": "throughput", "value": 1.0}
+    lines.append(laptop("11", **hf_peft, panel="7B Model", model="llama2-7b", hardware="h200", repeat=0))
+    found = by_name(asked(frame(lines)))
+    assert "Punica / best baseline, Distinct" in found
+    assert not {f"Punica / best baseline, {name}" for name in ("Uniform", "Skewed")} & set(found)
+    assert len(found) == 4
+
+
 def test_a_cpu_has_values_and_no_bounds():
     found = asked(frame(rows(model="llama-small", hardware="cpu")))
     assert len(found) == 6
