@@ -1,5 +1,7 @@
 """Putting an engine into the middle of a stream: requests that run already, whose keys and values are noise."""
 
+import torch
+
 from punica.engine import Engine, Request
 from punica.scheduling import RequestState, RequestStatus
 
@@ -20,7 +22,7 @@ def put(engine: Engine, request: Request, generated: int) -> None:
 
 
 def clear(engine: Engine) -> None:
-    """Nobody waits or runs any more."""
+    """Nobody waits or runs any more, and the device has nothing to do."""
     scheduler = engine.scheduler
     for state in [*scheduler.running, *scheduler.waiting]:
         if not state.has_ended:
@@ -28,3 +30,6 @@ def clear(engine: Engine) -> None:
     for state in list(scheduler.running):
         if state in scheduler.running:  # the members of an inseparable batch leave together
             scheduler.take_out(state)
+    engine.runner.forget_ahead()
+    if engine.runner.model.lm_head.weight.is_cuda:
+        torch.cuda.synchronize()  # a step that it had begun is not to be part of what is timed next

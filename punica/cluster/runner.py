@@ -3,8 +3,9 @@
 It decides nothing. The scheduler counts batches and pages for all runners (`gpu.py`), so a runner's engine must never
 come to another decision than it: a step has at most one prompt, a slot is there for every request of a batch, and the
 engine has more blocks than the scheduler knows of, by what it wants to see free before somebody joins. One thing it
-cannot foresee: on a GPU a request whose adapter is not in memory joins some steps later, while the others go on
-(`punica.engine.residency`). Every reply says what really happened, and `dispatch.py` compares.
+cannot foresee: on a GPU a request joins some steps later, while the others go on, if its adapter is not in memory
+(`punica.engine.residency`), or one later, if the next step has begun. Every reply says what really happened, and
+`dispatch.py` compares.
 
 No Ray in here: what an actor wraps can be run in any process.
 """
@@ -94,7 +95,7 @@ class StepReply:
         waiting: the one that was to begin, if its adapter is still being read beside the steps of the others: it
             begins as soon as it can, and nobody else before it.
         finished: those that ended with it. ``failed``: those that ended with an error, which is the value.
-        used_blocks: of the KV cache, after the step.
+        used_blocks: of the KV cache, by what is computed after the step; a GPU has reserved the next tokens' already.
         seconds: that it took in the runner.
     """
 
@@ -154,8 +155,8 @@ class Runner:
         }
         for name in (*finished, *failed):
             self._with_logprobs.pop(name, None)
-        blocks = self.engine.blocks
-        used = blocks.num_blocks - blocks.num_free
+        running = self.engine.scheduler.running
+        used = sum(self.engine.blocks.blocks_for(state.num_tokens - 1) for state in running)
         waiting = frozenset(state.request_id for state in self.engine.scheduler.waiting)
         return StepReply(output.tokens, logprobs, waiting, finished, failed, used, time.perf_counter() - start)
 

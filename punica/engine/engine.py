@@ -4,7 +4,8 @@ Sections 5 and 6 of the paper.
 
     step:  schedule -> activate adapters -> lay out rows -> metadata, model, sampling -> deliver, retire the finished
 
-Continuous batching: requests join and leave between steps, whatever their adapters are.
+Continuous batching: requests join and leave between steps, whatever their adapters are. On a GPU the next step begins
+before the host has read the tokens of this one, where nobody may join: who arrives after that joins a step later.
 """
 
 import time
@@ -126,6 +127,7 @@ class Engine(Generation):
             self.scheduler.on_leave, self.scheduler.is_resident = self._residency.release, self._residency.is_resident
             self.scheduler.is_loaded = self._residency.is_loaded
         self._expected: StepLayout | None = None  # the next step, unless somebody joins, leaves or stops
+        self._begun_at = 0  # `manager.uses` when the device was given it
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer)
         self.defaults = defaults or GenerationDefaults()
@@ -306,11 +308,14 @@ class Engine(Generation):
     def _next_step(self, pinned: Collection[int]) -> tuple[StepPlan, StepLayout | None]:
         """What runs next: the step that the device has begun already, for those who are still in it, or a new one, to
         be laid out once its adapters are active (``None``).
+
+        Not the begun one if anybody has touched adapters since: one that was pinned may need a running request's slot,
+        one that was loaded may have another slot now.
         """
         begun = self._expected
-        if begun is not None and self.runner.has_begun(begun):
+        if begun is not None and self.runner.has_begun(begun) and self._begun_at == self._adapter_uses():
             plan = self.scheduler.go_on(begun.requests)
-            if not plan.is_empty and is_where(begun, (*plan.decodes, *plan.idle)):
+            if not plan.is_empty and is_where(begun, plan.decodes):
                 return plan, begun
         return self.scheduler.schedule(pinned), None
 
@@ -362,13 +367,18 @@ class Engine(Generation):
         which nobody reads.
         """
         self._prefetch(pinned)
-        complete = len(plan.prefills) + len(plan.decodes) + len(plan.idle) == len(layout.requests)
+        members = len(plan.prefills) + len(plan.decodes) + len(plan.idle)
+        complete = members == len(layout.requests) == len(self.scheduler.running)
         foreseen = complete and self.runner.works_ahead
         self._expected = one_token_later(layout, self.blocks) if foreseen else None
         if self._expected is not None:
             self.runner.stage_ahead(self._expected, tokens)
             if not self.scheduler.somebody_may_join(pinned):
                 self.runner.begin_ahead(self._expected)
+                self._begun_at = self._adapter_uses()
+
+    def _adapter_uses(self) -> int:
+        return 0 if self.manager is None else self.manager.uses
 
     def _prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue if there is a slot to spare.

@@ -9,10 +9,11 @@ from punica.engine.results import GenerationResult
 class StepStatistics:
     """What a step was made of and where its time went (seconds, host clock).
 
-    ``batch_size``: requests in the invocation, ``num_idle`` of them finished ones of a static batch.
-    ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments. ``schedule_s``: scheduling, adapter
-    activation, layout; ``metadata_s``: buffers of the step and segment indices; ``model_s``: the model with LoRA, up
-    to the tokens on the host.
+    ``batch_size``: requests in the invocation, ``num_idle`` of them finished ones of a static batch, or gone when it
+    had begun already. ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments. ``schedule_s``: scheduling,
+    adapter activation, layout; ``metadata_s``: buffers of the step and segment indices; ``model_s``: the model with
+    LoRA, up to the tokens on the host. Of a step that began beside the one before, ``metadata_s`` is 0, and ``model_s``
+    holds what the host does for the next one.
     """
 
     batch_size: int = 0

@@ -110,7 +110,7 @@ class ModelRunner:
                 token_ids, logprobs = begun.token_ids.read(), begun.logprobs.read()
             return StepTokens(token_ids, logprobs, ready - start, time.perf_counter() - ready)
         except BaseException:
-            self._staged = self._begun = None
+            self.forget_ahead()
             raise
 
     @property
@@ -152,15 +152,19 @@ class ModelRunner:
         return self._begun is not None
 
     def has_begun(self, layout: StepLayout) -> bool:
-        """Whether the device was given this step by :meth:`begin_ahead`, and nothing has been captured since."""
+        """Whether the device was given this step by :meth:`begin_ahead`, and it was not forgotten since."""
         return self._begun is not None and self._begun.spans is layout.spans
+
+    def forget_ahead(self) -> None:
+        """Nothing was sent or begun ahead; what the device is at ends all the same."""
+        self._staged = self._begun = None
 
     @torch.inference_mode()
     def capture_graphs(self, prompt_rows: int) -> None:
         """Capture the graphs of all steps with up to that many rows of prompts now, instead of when a first step needs
         each; nothing where there are none.
         """
-        self._staged = self._begun = None
+        self.forget_ahead()
         if self.graphs is not None:
             for shape in self.graphs.shapes(prompt_rows):
                 self.graphs.prepare(shape)
@@ -170,7 +174,7 @@ class ModelRunner:
         """Capture now the graph of a step of that many rows of prompts and rows that decode, the latter with so many
         different adapters (``uses_lora``: any row of the step has one); nothing where the host launches such a step.
         """
-        self._staged = self._begun = None
+        self.forget_ahead()
         if self.graphs is not None:
             shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
             if shape is not None:

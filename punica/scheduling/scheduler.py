@@ -89,11 +89,16 @@ class Scheduler:
         return self._may_join(request, [], len(self.running), pinned)
 
     def go_on(self, requests: Collection[RequestState]) -> StepPlan:
-        """The step of those of ``requests`` that are still in the batch, their blocks reserved; nobody joins."""
+        """The step of those of ``requests`` that are still in the batch, their blocks reserved; nobody joins, or is
+        preempted for somebody's pin.
+        """
         here = set(self.running)
         members = [request for request in requests if request in here]
-        decoding = tuple(request for request in members if request.status is RequestStatus.RUNNING)
-        return StepPlan((), decoding, tuple(request for request in members if request not in decoding), ())
+        decoding, idle = (
+            tuple(request for request in members if (request.status is RequestStatus.RUNNING) == decodes)
+            for decodes in (True, False)
+        )
+        return StepPlan((), decoding, idle, ())
 
     def retire_finished(self) -> None:
         """Free the blocks and the places of finished requests; of an inseparable batch, once all are finished."""

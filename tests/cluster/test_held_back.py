@@ -9,6 +9,7 @@ from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy
 from punica.cluster.dispatch import EndedStep
 from punica.engine import Request
+from punica.engine.runner import ModelRunner
 from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed, write_adapters
 
 NAME = "runner-0"
@@ -17,6 +18,12 @@ NAME = "runner-0"
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
     return write_adapters(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
+def works_ahead(request, monkeypatch) -> None:
+    """A CPU's steps, and a GPU's, where a step begins before the host has read the one before."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
 
 
 class SlowWorld:

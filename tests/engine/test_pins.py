@@ -5,10 +5,17 @@ import re
 import pytest
 
 from punica.engine import Engine, Request
+from punica.engine.runner import ModelRunner
 from punica.scheduling import RequestStatus
 from tests.engine.helpers import tokens_of
 
 RULES = ("fcfs", "fcfs_many", "resident_first", "single_adapter", "static", "static_mixed")
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
+def works_ahead(request, monkeypatch) -> None:
+    """A CPU's steps, and a GPU's, where a step begins before the host has read the one before."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
 
 
 def finish(engine: Engine) -> None:

@@ -1,8 +1,10 @@
 """Laying out and sending the next step while the device is at this one: what was foreseen wrongly costs no token."""
 
+from dataclasses import replace
+
 import pytest
 
-from punica.engine import Request
+from punica.engine import Engine, EngineConfig, Request
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingTokens
 from punica.scheduling import SamplingParams
@@ -170,3 +172,66 @@ def test_who_may_join_is_not_kept_waiting(backbone, begun) -> None:
         engine.add_request(Request(f"r{i}", [3 + i], 9, backbone.adapters.get(i)))
     sizes = [engine.step().statistics.batch_size for _ in range(3)]
     assert sizes == [1, 2, 3]
+
+
+@pytest.fixture
+def pair(backbone):
+    """Two requests with adapters 1 and 2 in two slots, four steps on; what they end with, and a check of it."""
+    config = EngineConfig(max_batch_size=2, max_model_len=64)
+    engine = Engine(backbone.model(), config.lora_config(16, max_loras=2, max_cpu_loras=8), config)
+    states = [engine.add_request(Request(f"r{i}", [3 + i, 1], 12, backbone.adapters[i])) for i in (1, 2)]
+    for _ in range(4):
+        engine.step()
+    assert engine.runner.is_ahead
+
+    def go_on() -> None:
+        while engine.has_unfinished():
+            assert not engine.step().failed
+        expected = [backbone.generate_merged((3 + i, 1), i, 12) for i in (1, 2)]
+        assert [state.output_token_ids for state in states] == expected
+
+    return engine, go_on
+
+
+def test_slots_that_move_under_a_begun_step(pair, backbone) -> None:
+    """Running requests are computed with their own adapters when another one has taken a slot of theirs."""
+    engine, go_on = pair
+    engine.manager.add_adapter(backbone.adapters[3])
+    go_on()
+
+
+def test_a_pin_under_a_begun_step_takes_its_slot(pair, backbone) -> None:
+    engine, go_on = pair
+    engine.manager.pin_adapter(1)
+    engine.manager.add_adapter(backbone.adapters[3])
+    engine.manager.unpin_adapter(1)
+    engine.manager.pin_adapter(3)
+    assert engine.step().statistics.num_preempted == 1
+    go_on()
+
+
+def test_a_version_loaded_under_a_begun_step_is_for_those_who_come(pair, backbone) -> None:
+    engine, go_on = pair
+    engine.manager.add_adapter(replace(backbone.adapters[3], lora_int_id=1, load_inplace=True))
+    go_on()
+
+
+def test_a_static_batch_goes_on_with_the_begun_step_when_a_member_stops(backbone, monkeypatch) -> None:
+    expected = backbone.generate_merged((4, 1), 1, 12)
+    stop = next(place for place in range(4, 10) if expected[place] not in expected[:place])
+    engine, calls = backbone.engine("static_mixed", max_batch_size=2), []
+    forward = engine.runner._forward
+    monkeypatch.setattr(engine.runner, "_forward", lambda *given, **named: calls.append(1) or forward(*given, **named))
+    ends = SamplingParams(max_new_tokens=12, stop_token_ids=[expected[stop]])
+    states = [
+        engine.add_request(Request("r1", [4, 1], ends, backbone.adapters[1])),
+        engine.add_request(Request("r2", [5, 1], 12, backbone.adapters[2])),
+    ]
+    steps = 0
+    while engine.has_unfinished():
+        engine.step()
+        steps += 1
+    assert len(calls) == steps
+    assert [state.output_token_ids for state in states] == [
+        expected[: stop + 1], backbone.generate_merged((5, 1), 2, 12),
+    ]  # fmt: skip
