@@ -18,7 +18,8 @@ FP8 (systems `batch invariant` and `fp8 cache`).
                            on a CPU all, with a clock around the calls (`benches.host_parts`), where LoRA is one call
     inflation              on a GPU step_latency_watched / step_latency: what the profiler costs
     host_<phase>           what the host does for a step: schedule, metadata (tables of the step), and on a GPU launch
-                           (from the tables until all is given to the device), then ahead (the next step, meanwhile)
+                           (from the tables until all is given to the device), then ahead (the next step, meanwhile);
+                           of a decode step, which began beside the one before, all is ahead but the scheduling
     added_latency          what the adapters add to the step; in a decode step that is to every user's next token
     added_per_token        the same over the tokens that the step computes
     floor                  the time of the bytes that must move, at the bandwidth of a large copy (copy_bandwidth)

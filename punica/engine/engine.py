@@ -79,7 +79,7 @@ class Engine(Generation):
         defaults: end tokens of the model, and how tokens are chosen where ``generate`` is not told; without it there
             are no end tokens, and decoding is greedy.
         cache: keys and values; ``None`` makes one of ``engine_config``'s size. Engines that take turns, none of which
-            has requests while another one serves, may share one: give each the same.
+            has requests while another one serves, may share one, on one CUDA stream: give each the same.
 
     Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
     ``max_model_len`` beyond the model's positions, for a cache and slots that take more memory than is free (on any
