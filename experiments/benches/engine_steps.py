@@ -108,7 +108,7 @@ class EngineSteps:
         self._names = itertools.count()
         self._shape: StepShape | None = None
         self._ran: set[StepShape] = set()
-        self._ended: float | None = None
+        self._ended = 0.0  # the step before, which matters while the device is ahead
         manager = lora_manager(self.engine)
         manager.add_adapter(make_adapter(manager))
         registered = manager.list_adapters()[1]
@@ -129,7 +129,7 @@ class EngineSteps:
     def begin(self, shape: StepShape) -> None:
         """Nothing but the decoding requests of `shape` runs; good for fewer than `ROOM` steps."""
         clear(self.engine)
-        self._shape, self._ended = shape, None
+        self._shape = shape
         for adapter in shape.adapters[bool(shape.prompt) :]:
             put(self.engine, self._request(shape.context - 1, adapter), 1)
 
@@ -169,7 +169,7 @@ class EngineSteps:
         if joining is not None:
             self.engine.add_request(joining)
         begins()
-        started = self._ended if self._ended is not None and self.is_ahead else time.perf_counter()
+        started = self._ended if self.is_ahead else time.perf_counter()
         output = self.engine.step()
         self._ended = time.perf_counter()
         seconds = self._ended - started

@@ -163,19 +163,14 @@ class Dispatcher:
 
     def leave(self, uuid: str) -> None:
         """A runner is given back: its requests wait again, at their places in the queue, with all that arrived."""
-        self.policy.remove_gpu(uuid)
-        del self._runners[uuid]
-        self.startable.discard(uuid)
+        self._forget(uuid)
         self._place()
 
     def died(self, uuid: str, reason: str) -> tuple[RequestState, ...]:
         """As `leave`, of a runner that died, with the error that told of it. Those of its requests that are taken for
         the cause (`suspicion.py`) have failed and are returned.
         """
-        book, failed = self._runners[uuid], []
-        self.policy.remove_gpu(uuid)
-        del self._runners[uuid]
-        self.startable.discard(uuid)
+        book, failed = self._forget(uuid), []
         for key in sorted((book.inside - book.drop) & self._entries.keys()):
             entry = self._entries[key]
             suspicion, was_alone = entry.suspicion, entry.suspicion.alone
@@ -280,6 +275,12 @@ class Dispatcher:
                 rank = PEFTHelper.from_local_dir(adapter.absolute_path).r
             self._ranks.put(adapter.source, rank)
         return rank
+
+    def _forget(self, uuid: str) -> _RunnerBook:
+        """Take a runner out, and what is known of it; its requests wait again."""
+        self.policy.remove_gpu(uuid)
+        self.startable.discard(uuid)
+        return self._runners.pop(uuid)
 
     def _place(self) -> None:
         if not self.policy.num_queued:
