@@ -36,13 +36,13 @@ class KernelAttention:
     def __init__(self, cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None) -> None:
         self.cache = cache
         self._max_rows, self._max_blocks, self._splits = max_rows, max_blocks, splits
-        (_, self._lengths_at, self._tables_at), places = aligned_offsets(
-            [max_rows + 1, max_rows, max_rows * max_blocks]
+        (_, self._lengths_at, self._order_at, self._tables_at), places = aligned_offsets(
+            [max_rows + 1, max_rows, max_rows, max_rows * max_blocks]
         )
         self._staged = StagedBuffer((places,), torch.int32, cache.keys[0].device)
         on_device = self._staged.tensor
         self._prompt_starts = on_device[: max_rows + 1]
-        self._lengths = on_device[self._lengths_at :][:max_rows]
+        self._lengths, self._order = (on_device[at:][:max_rows] for at in (self._lengths_at, self._order_at))
         self._tables = on_device[self._tables_at :][: max_rows * max_blocks].view(max_rows, max_blocks)
         self._written: dict[int, list[tuple[int, ...]]] = {}  # per host array: the table in each of its rows
         self._prompts: Sequence[Span] = ()
@@ -91,7 +91,7 @@ class KernelAttention:
         if decodes:
             decode_attention(
                 output[first:], q[first:], keys, values, self._tables[:decodes], self._lengths[:decodes],
-                self.cache.block_size, self._splits,
+                self._order[:decodes], self.cache.block_size, self._splits,
             )  # fmt: skip
         return output
 
@@ -104,14 +104,18 @@ class KernelAttention:
             output[rows] = attend_prompt(q[rows], k[rows], v[rows])
 
     def _stage(self, spans: Sequence[Span]) -> None:
-        """Send where prompts begin, and lengths and block tables of the decode rows, 0 tokens for all behind them."""
+        """Send where prompts begin, and lengths, order and block tables of the decode rows, 0 tokens for all behind
+        them.
+        """
         host = self._staged.begin()
         prompts = len(self._prompts)
         host[:prompts] = [span.start for span in self._prompts]
         host[prompts : self._max_rows + 1] = sum(span.length for span in self._prompts)
-        lengths, tables = host[self._lengths_at :][: self._max_rows], host[self._tables_at :]
+        lengths, order = (host[at:][: self._max_rows] for at in (self._lengths_at, self._order_at))
         lengths[: len(spans)] = [span.kv_length for span in spans]
         lengths[len(spans) :] = 0
+        order[:] = (-lengths).argsort(kind="stable")  # what pads the step stays behind its rows
+        tables = host[self._tables_at :]
         written = self._written.setdefault(host.ctypes.data, [()] * self._max_rows)
         for row, span in enumerate(spans):
             if written[row] != span.block_table:  # most requests keep their row and their blocks

@@ -95,6 +95,26 @@ def test_a_step_forgets_the_one_before() -> None:
         torch.testing.assert_close(attention.attend(0, given), expected, atol=2e-5, rtol=2e-5)
 
 
+@torch.inference_mode()
+def test_the_longest_request_is_taken_first_and_what_pads_the_step_last(monkeypatch) -> None:
+    taken = []
+    monkeypatch.setattr(
+        "punica.ops.triton_ops.backbone.decode_attention", lambda *given: taken.append((given[5], given[6]))
+    )
+    attention = KernelAttention(caches("cpu", 2, 8)[0], 8, 5)
+    prompt, *decodes = [Span(0, 7, 7, TABLES[3]), *(Span(7 + i, 1, n, TABLES[0]) for i, n in enumerate((9, 3, 11, 9)))]
+    for spans, padding in (([prompt, *decodes], 2), (decodes[:2], 0)):
+        first = spans[0].length if spans[0] is prompt else 0
+        rows = torch.full((first + len(spans) - bool(first) + padding,), -1)
+        attention.begin(spans, rows)
+        attention.attend(0, packed(len(rows), 4, 2, 8, "cpu", norms=False))
+        lengths, order = taken.pop()
+        assert sorted(order.tolist()) == list(range(len(rows) - first))
+        in_order = lengths[order.long()].tolist()
+        assert in_order == sorted(in_order, reverse=True)
+        assert in_order[: len(in_order) - padding] == sorted([s.kv_length for s in spans[bool(first) :]], reverse=True)
+
+
 def test_heads_that_no_kernel_takes_are_plain_torch_s_on_a_gpu_too() -> None:
     def attention(size: int, is_cuda: bool = True, dtype: torch.dtype = torch.float16) -> type:
         keys = SimpleNamespace(is_cuda=is_cuda, shape=(40, 2, size), device=torch.device("cpu"))

@@ -38,7 +38,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     norms = HeadNorms(weight, weight, 1e-6) if case["layer"] in NORMALISED else None
     rotate_and_store(qkv, cos, cos, empty(TOKENS, dtype=torch.int64), keys, keys, norms)
     out = empty(TOKENS, heads, size, dtype=dtype)
-    decode_attention(out, qkv[:, :heads], keys, keys, table, lengths, BLOCK_SIZE, case["splits"])
+    decode_attention(out, qkv[:, :heads], keys, keys, table, lengths, lengths, BLOCK_SIZE, case["splits"])
     swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))
     down, hidden_rows = empty(hidden, inner, dtype=dtype), empty(TOKENS, inner, dtype=dtype)
     for tokens in (1, TOKENS):

@@ -55,6 +55,7 @@ class World:
         self.keys, self.values = keys.to(device, cached), values.to(device, cached)
         self.table = table.to(device)
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+        self.order = torch.randperm(len(counts)).to(device, torch.int32)
 
     def _stored(self, heads: torch.Tensor) -> torch.Tensor:
         """What the cache holds of them."""
@@ -63,8 +64,9 @@ class World:
     def run(self, splits: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format) if out is None else out
         decode_attention(
-            out, self.q, self.keys, self.values, self.table, self.lengths, self.case.page, splits or self.case.splits
-        )
+            out, self.q, self.keys, self.values, self.table, self.lengths, self.order, self.case.page,
+            splits or self.case.splits,
+        )  # fmt: skip
         return out
 
     def expected(self) -> torch.Tensor:
@@ -139,7 +141,8 @@ def test_with_fixed_splits_a_row_does_not_depend_on_the_batch(splits: int, devic
         alone = torch.empty_like(whole[:1])
         at = slice(row, row + 1)
         decode_attention(
-            alone, world.q[at], world.keys, world.values, world.table[at], world.lengths[at], PAGE, splits
+            alone, world.q[at], world.keys, world.values, world.table[at], world.lengths[at],
+            torch.zeros_like(world.order[at]), PAGE, splits,
         )  # fmt: skip
         assert torch.equal(alone[0], whole[row])
 
@@ -154,7 +157,7 @@ def test_bad_operands_are_refused(device: str) -> None:
     world = World(Case(4, 2, 64, (20, 5)), device)
     good: dict[str, Any] = {
         "out": torch.zeros(2, 4, 64, device=device), "q": world.q, "keys": world.keys, "values": world.values,
-        "block_table": world.table, "lengths": world.lengths, "block_size": PAGE,
+        "block_table": world.table, "lengths": world.lengths, "order": world.order, "block_size": PAGE,
     }  # fmt: skip
     wide = torch.zeros(2, 1, 260, device=device)
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -168,6 +171,8 @@ def test_bad_operands_are_refused(device: str) -> None:
         (ValueError, "block_size must divide", {"block_size": 11}),
         (ValueError, "values must be", {"values": world.values[:16]}),
         (TypeError, "lengths must be int32", {"lengths": world.lengths.long()}),
+        (ValueError, "order must be", {"order": world.order[:1]}),
+        (TypeError, "order must be int32", {"order": world.order.long()}),
         (TypeError, "keys must be torch.float32", {"keys": world.keys.half()}),
     ]
     for kind, message, changes in bad:
@@ -204,9 +209,9 @@ def test_a_captured_graph_follows_lengths_and_tables(splits: int) -> None:
     most = max(world.keys.shape[0] for world in worlds)
     fixed = worlds[0]
     keys, values = (torch.zeros(most, 8, 128, dtype=torch.float16, device="cuda") for _ in range(2))
-    q, table, lengths = fixed.q.clone(), fixed.table.clone(), fixed.lengths.clone()
+    q, table, lengths, order = (given.clone() for given in (fixed.q, fixed.table, fixed.lengths, fixed.order))
     out = torch.empty_like(q)
-    call = (out, q, keys, values, table, lengths, PAGE, splits)
+    call = (out, q, keys, values, table, lengths, order, PAGE, splits)
     lengths.zero_()
     decode_attention(*call)  # compiles
     graph = torch.cuda.CUDAGraph()

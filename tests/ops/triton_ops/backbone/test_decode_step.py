@@ -33,6 +33,7 @@ def decode_step(model: LlamaForCausalLM, cache: KVCache, token_ids: torch.Tensor
     table = [[*span.block_table, *[0] * (width - len(span.block_table))] for span in spans]
     block_table = torch.tensor(table, dtype=torch.int32, device=device)
     lengths = torch.tensor([span.kv_length for span in spans], dtype=torch.int32, device=device)
+    order = torch.arange(len(spans), dtype=torch.int32, device=device)
     x, delta = parts.embed_tokens(token_ids), None
     cos, sin = parts.rotary(positions)
     normed = torch.empty_like(x)
@@ -45,7 +46,7 @@ def decode_step(model: LlamaForCausalLM, cache: KVCache, token_ids: torch.Tensor
         rotate_and_store(qkv, cos, sin, rows, keys, values, norms)
         q = qkv[:, : attention.num_heads]
         attended = torch.empty_like(q, memory_format=torch.contiguous_format)
-        decode_attention(attended, q, keys, values, block_table, lengths, BLOCK_SIZE, 2)
+        decode_attention(attended, q, keys, values, block_table, lengths, order, BLOCK_SIZE, 2)
         add_rms_norm(
             normed, x, attention.o_proj(attended.flatten(1)),
             layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps,
