@@ -23,25 +23,24 @@ are measured whatever `system` says. Rates come from the rows of the same repeat
     ttft_bound:   in panel `baseline capacity`: five decode steps and the step of a prompt; ttft_p99_over_bound
 
 There is no _p99 of fewer than 100 requests or gaps: p95 and _max are what these can say. On two cores that is every
-point at a low rate. At scale=gpu a repeat has 400 requests at the baseline's capacity, and as many at a load as come
-within 30 seconds: hundreds of Punica's, and no p99 of a baseline's.
+point at a low rate. At scale=gpu a repeat has 200 requests at the baseline's capacity, and as many at a load as come
+within 8 to 10 seconds: hundreds of Punica's, and no p99 of a baseline's.
 
 Lengths are those that the paper states (D01; `systems.stream`), scaled to `max_len`. Baselines run without LoRA, and
 switching their adapter costs nothing, as in Figure 11. Tokens are compared with Hugging Face's before timing.
 
-Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B, expected: a command measures one
-repeat of what it names and ends before ten minutes; what is there is not measured again. One repeat of all is 34
-minutes; the same commands once more, in this order, measure the next one, up to `scale.passes`.
+Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B a command measures one repeat of
+what it names and ends before ten minutes; what is there is not measured again. The same commands once more, in this
+order, measure the next repeat, up to `scale.passes`.
 
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=continuous_batching  # 5 minutes
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=static_batching  # 5
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica 'figure.loads=[120]'  # 7
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica  # its other loads: 5
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many 'figure.loads=[120]'  # 7
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many  # its other loads: 5
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica  # 4.3 minutes
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=continuous_batching  # 1.5
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=static_batching  # about 2
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many  # about 4
 
-1.5 minutes of each build and check the systems and capture graphs; 3.3 of those with one load are the 400 requests at
-about 2 per second. At scale=paper loads are measured for up to 100 seconds, an hour a repeat.
+The first takes the capacity of both baselines as well; 70 seconds of it are the 200 requests at 2.8 per second, a
+minute builds and checks the systems and captures their graphs. At scale=paper loads are measured for up to 100 seconds,
+an hour a repeat.
 """
 
 from __future__ import annotations

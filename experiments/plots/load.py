@@ -29,7 +29,8 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     were too few requests for a p99), and throughput.
     """
     rows = centre(rows)
-    workloads, systems = (list(dict.fromkeys(rows[name])) for name in ("workload", "system"))
+    loads = rows[rows["panel"] != CAPACITY]
+    workloads, systems = (list(dict.fromkeys(loads[name])) for name in ("workload", "system"))
     depth = len(LATENCIES) + 1
     figure, axes = style.grid(depth, len(workloads), 2.6 * len(workloads) + 2.9, 1.5 * depth + 1.2)
     for workload, column in zip(workloads, axes.T, strict=True):
@@ -44,8 +45,7 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         column[-1].set_xlabel("requests per second that arrive")
         for axis in column:
             axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(style.PLAIN)
-            axis.tick_params(which="minor", labelbottom=False)
+            style.label_decades(axis.xaxis)
             style.log_y(axis)
     for axis, label in zip(axes[:, 0], [*LATENCIES.values(), "throughput\n(token/s)"], strict=True):
         axis.set_ylabel(label)

@@ -35,7 +35,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         places = Places(mine, theirs)
         for axis, relative in zip(axes[:, column], (False, True), strict=True):
             for frame, paper_bar in ((mine, False), (theirs, True)):
-                bars(axis, relative_to_best(frame) if relative else frame, places, relative, paper_bar)
+                bars(axis, relative_to_best(frame) if relative else frame, places, paper_bar)
             axis.set_yscale("log")
             axis.set_xticks(range(len(places.workloads)), places.workloads)
             axis.grid(axis="x", visible=False)
@@ -110,7 +110,7 @@ class Places:
         return (system, False) not in self.slots
 
 
-def bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper: bool) -> None:
+def bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
     """One bar with its value per row of `cells`, and a line over the span of its repeats; a disturbed one hollow."""
     for cell in cells.itertuples():
         left, value, width = places.left(cell.system, cell.workload, paper), float(cell.value), places.width
@@ -124,8 +124,13 @@ def bars(axis: Axes, cells: pd.DataFrame, places: Places, relative: bool, paper:
         if low < high:
             axis.vlines(left + 0.45 * width, low, high, color="0.1", linewidth=0.8, zorder=4)
         name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
-        text, colour = f"{value:.{2 if relative else 0}f}{name}", style.PAPER_GREY if paper else "0.2"
-        style.note(axis, text, left + 0.45 * width, value, va="bottom", rotation=90, fontsize=5.5, color=colour)
+        look = {"va": "bottom", "rotation": 90, "fontsize": 5.5, "color": style.PAPER_GREY if paper else "0.2"}
+        style.note(axis, f"{_short(value)}{name}", left + 0.45 * width, value, **look)
+
+
+def _short(value: float) -> str:
+    """Two or three digits, and all of those before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.2f}" if 0.1 <= value < 2 else f"{value:.2g}"
 
 
 PAPER_BAR = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}

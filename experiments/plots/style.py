@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -101,10 +102,15 @@ def log_x(axis: Axes) -> None:
 def log_y(axis: Axes) -> None:
     """A logarithmic vertical axis that is labelled at 1, 2 and 5 of every decade."""
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(PLAIN)
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    label_decades(axis.yaxis)
     axis.tick_params(which="minor", length=0)
+
+
+def label_decades(axis: Axis) -> None:
+    """Label a logarithmic axis at 1, 2 and 5 of every decade."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(PLAIN)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def measured_style(name: str) -> dict[str, Any]:

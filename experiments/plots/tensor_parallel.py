@@ -36,16 +36,16 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         axes[0, column].set_title(f"{mine['model'].iloc[0]} on {ranks} ranks, beside the paper's 70B on 8 GPUs")
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel("step (ms), hatched: collectives")
-    _memory(axes[0, -1], rows)
-    _ratios(axes[1, -1], rows)
+    _memory(axes[0, -1], rows, panels)
+    _ratios(axes[1, -1], rows, panels)
     _finish(figure, rows, theirs, about)
     return figure
 
 
 def _throughput(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
     places = Places(mine, theirs)
-    bars(axis, mine, places, False, False)
-    bars(axis, theirs, places, False, True)
+    bars(axis, mine, places, False)
+    bars(axis, theirs, places, True)
     style.log_y(axis)
     low, high = axis.get_ylim()
     axis.set_ylim(low, high * (high / low) ** 0.15)  # room for the labels
@@ -57,7 +57,7 @@ def _steps(axis: Axes, mine: pd.DataFrame) -> None:
     steps = mine[mine["metric"] == "step_latency"]
     shares = mine[mine["metric"] == "collective_share"].set_index(["system", "workload"])["value"]
     places = Places(steps, steps.iloc[:0])
-    bars(axis, steps, places, False, False)
+    bars(axis, steps, places, False)
     for cell in steps.itertuples():
         left, share = places.left(cell.system, cell.workload, False), shares.get((cell.system, cell.workload))
         if left is not None and share is not None:
@@ -71,31 +71,38 @@ def _workloads(axis: Axes, places: Places) -> None:
     axis.grid(axis="x", visible=False)
 
 
-def _memory(axis: Axes, rows: pd.DataFrame) -> None:
+def _memory(axis: Axes, rows: pd.DataFrame, panels: list[str]) -> None:
     """Adapter slots of the fullest rank; the same for all workloads."""
     found = rows[rows["metric"] == "adapter_memory"].drop_duplicates(["panel", "system"])
-    _side_by_side(axis, found.assign(value=found["value"] / 1e9), "{:.3g}")
+    found = _in_order(found.assign(value=found["value"] / 1e9), panels)
+    for at, cell in zip(_side_by_side(axis, found), found.itertuples(), strict=True):
+        style.note(axis, f"{cell.value:.3g}", at, float(cell.value), va="bottom")
     axis.set_ylabel("adapter slots (GB per rank)")
 
 
-def _ratios(axis: Axes, rows: pd.DataFrame) -> None:
+def _ratios(axis: Axes, rows: pd.DataFrame, panels: list[str]) -> None:
     """Punica on Distinct over backbone-only on Identical; a line where bytes would have it (computed)."""
-    found = rows[rows["metric"] == RATIO].sort_values("panel", kind="stable")
+    found = _in_order(rows[rows["metric"] == RATIO], [f"{panel} ratios" for panel in panels])
     allowed = rows[rows["metric"] == ALLOWED].set_index(["panel", "system"])["value"]
-    for at, cell in zip(_side_by_side(axis, found, "{:.2f}"), found.itertuples(), strict=True):
+    for at, cell in zip(_side_by_side(axis, found), found.itertuples(), strict=True):
+        style.note(axis, f"{cell.value:.3f}", at, 0.0, color="white", va="bottom", zorder=5)
         value = allowed.get((cell.panel, cell.system))
         if value is not None:
             axis.plot([at - 0.45, at + 0.45], [value, value], color="0.2", linewidth=1.4, zorder=5)
     axis.set_ylabel("Distinct over backbone-only\nIdentical; lines: bytes (computed)")
 
 
-def _side_by_side(axis: Axes, cells: pd.DataFrame, text: str) -> list[float]:
-    """A bar for each of `cells`, named by its ranks; where they stand."""
+def _in_order(cells: pd.DataFrame, panels: list[str]) -> pd.DataFrame:
+    """Those of the first panel first."""
+    return cells.sort_values("panel", key=lambda names: names.map(panels.index), kind="stable")
+
+
+def _side_by_side(axis: Axes, cells: pd.DataFrame) -> list[float]:
+    """A bar for each of `cells`, named by its model and ranks; where they stand."""
     places = [float(place) for place in range(len(cells))]
     for at, cell in zip(places, cells.itertuples(), strict=True):
         axis.bar(at, cell.value, 0.9, color=colour_of(cell.system), zorder=3)
-        style.note(axis, text.format(cell.value), at, float(cell.value), va="bottom")
-    names = [str(panel).removesuffix(" ratios").rpartition(", ")[2] for panel in cells["panel"]]
+    names = [str(panel).removesuffix(" ratios").replace(" Model, ", "\n") for panel in cells["panel"]]
     axis.set_xticks(places, names)
     axis.grid(axis="x", visible=False)
     axis.margins(y=0.15)
