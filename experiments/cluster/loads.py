@@ -1,32 +1,77 @@
-"""Requests that arrive by the clock on one GPU (rows of `ext_latency_under_load`): the p99 of their first tokens' wait,
-simulated with a cost model that never saw them.
+"""Requests that arrive by the clock on one GPU (rows of `ext_latency_under_load`): the p99 of their first tokens' wait.
+
+The same requests arrive at the same times on a virtual clock. Loads below capacity are predicted; what a step with a
+prompt costs beside its rows is told by the others, at capacity and beyond and at the baseline's, which are not. An
+engine on a GPU works ahead.
 """
 
 import json
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.harness.points import Reading
 from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
 from punica.measure.records import read_rows
-from punica.workload import RequestLengths, poisson_arrivals, popularity, released_lengths, rescaled, stated_lengths
+from punica.workload import (
+    RequestLengths,
+    independent_seeds,
+    poisson_arrivals,
+    popularity,
+    released_lengths,
+    rescaled,
+    stated_lengths,
+)
 
 FILE = "ext_latency_under_load"
 P99 = "time_to_first_token_p99"
-NEEDED = ("offered_rate", "load", P99)
-REQUESTS = 4000
-"""Simulated ones, so that one in a hundred is many."""
-SEED = 0
+PREDICTED = ("offered_rate", "load", P99)
+TOLD = ("decode_step", "prefill_step")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a machine was loaded with, in the words of `ext_latency_under_load`'s settings; seconds of warm-up, of
+    measured arrivals and of patience, and the requests for which these seconds are longer, see `load_bench.Span`.
+    """
+
+    lengths: str
+    requests: int
+    max_len: int
+    warm: float
+    seconds: float
+    drain: float
+    least: float
+    longest: float
+    seed: int
+    works_ahead: bool
+
+    def measured(self, rate: float) -> tuple[float, float]:
+        """From when to when requests count that arrive at ``rate`` per second."""
+        return self.warm, self.warm + max(self.seconds, min(self.least / rate, self.longest))
+
+    def arrivals(self, rate: float, repeat: int) -> NDArray[np.float64]:
+        """Seconds at which requests arrive."""
+        return poisson_arrivals(rate, self.measured(rate)[1] + self.drain, independent_seeds(self.seed + repeat, 1)[0])
+
+    @property
+    def drawn(self) -> RequestLengths:
+        """The different requests, which come again and again."""
+        return rescaled((stated_lengths if self.lengths == "stated" else released_lengths)(self.requests), self.max_len)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests per second of ``workload`` that Punica was offered, the p99 of their time to first token in seconds, and
-    what the stream was made of.
+    """Requests per second of ``workload`` that Punica was offered, the p99 of their time to first token in seconds,
+    what the stream was made of, and how many seconds longer steps with a prompt took than others at rates that are not
+    predicted (`None`: that was not measured).
     """
 
     panel: str
@@ -36,9 +81,8 @@ class Load:
     p99: float
     max_batch_size: int
     rank: int
-    lengths: str
-    requests: int
-    max_len: int
+    stream: Stream
+    joining: float | None
 
 
 @cache
@@ -50,27 +94,43 @@ def recorded_loads(results: Path) -> dict[tuple[str, str], list[Load]]:
 
 def read_loads(folder: Path) -> dict[str, list[Load]]:
     """Model -> loads of Punica below its capacity: beyond it a queue is as long as the run."""
-    stream = json.loads((folder / f"{FILE}.json").read_text(encoding="utf-8"))["figure"]
-    made = {name: stream[name] for name in ("lengths", "requests", "max_len")}
+    stream = stream_of(json.loads((folder / f"{FILE}.json").read_text(encoding="utf-8")))
     cells: dict[tuple[str, str, str, int], dict[str, float]] = defaultdict(dict)
     shapes = {}
     for row in read_rows(folder / f"{FILE}.csv"):
-        if row.system == "punica" and row.metric in NEEDED and row.panel.startswith("load ") and not row.disturbed:
+        if row.system == "punica" and row.metric in (*PREDICTED, *TOLD) and not row.disturbed:
             key = row.model, row.panel, row.workload, row.repeat or 0
             cells[key][row.metric] = row.value
             shapes[key] = row.batch_size or 0, row.rank or 0
+    longer: dict[str, list[float]] = defaultdict(list)
+    for (model, panel, *_), value in cells.items():
+        if set(TOLD) <= set(value) and not _is_predicted(panel, value):
+            longer[model].append((value["prefill_step"] - value["decode_step"]) / 1e3)
     found: dict[str, list[Load]] = defaultdict(list)
     for (model, panel, workload, repeat), value in cells.items():
-        if set(NEEDED) <= set(value) and value["load"] < 1:
-            batch, rank = shapes[model, panel, workload, repeat]
-            p99 = value[P99] / 1e3
-            found[model].append(Load(panel, workload, repeat, value["offered_rate"], p99, batch, rank, **made))
+        if _is_predicted(panel, value):
+            about = value["offered_rate"], value[P99] / 1e3, *shapes[model, panel, workload, repeat]
+            joining = median(longer[model]) if model in longer else None
+            found[model].append(Load(panel, workload, repeat, *about, stream, joining))
     return dict(found)
+
+
+def _is_predicted(panel: str, value: Mapping[str, float]) -> bool:
+    return panel.startswith("load ") and set(PREDICTED) <= set(value) and value["load"] < 1
+
+
+def stream_of(settings: Mapping) -> Stream:
+    """Of the settings that lie beside the rows."""
+    names = ("lengths", "requests", "max_len", "warm", "seconds", "drain", "least")
+    made = {name: settings["figure"][name] for name in names}
+    made["longest"] = settings["figure"].get("longest", math.inf)  # rows from before it was a setting
+    return Stream(**made, seed=settings["adapters"]["seed"], works_ahead=settings["hardware"]["device"] != "cpu")
 
 
 def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
     """The p99 that a simulation gives, and how far it is from the measured one."""
-    seconds = p99_first_token(cost, load.rate, lengths_of(load), load.workload, load.rank, SEED, load.max_batch_size)
+    cost = with_joins(load, cost)
+    seconds = p99_first_token(load, cost)
     about = {"kind": "simulated", "cost_model": cost.name}
     return [
         Reading("p99_first_token", 1e3 * seconds, "ms", **about),
@@ -78,27 +138,29 @@ def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
     ]
 
 
-def lengths_of(load: Load) -> RequestLengths:
-    """`REQUESTS` requests, those of the load's stream again and again."""
-    drawn = (stated_lengths if load.lengths == "stated" else released_lengths)(load.requests)
-    drawn = rescaled(drawn, load.max_len)
-    return RequestLengths(np.resize(drawn.prompt, REQUESTS), np.resize(drawn.output, REQUESTS))
+def with_joins(load: Load, cost: StepCost) -> StepCost:
+    """``cost`` with what the rates that are not predicted tell of steps with a prompt, if they do."""
+    if load.joining is None:
+        return cost
+    rows = float(load.stream.drawn.prompt.mean())
+    name = f"{cost.name}, steps with a prompt of other loads"
+    return replace(cost, name=name, join=max(0.0, load.joining - cost.prefill * rows))
 
 
-def p99_first_token(
-    cost: StepCost, rate: float, lengths: RequestLengths, workload: str, rank: int, seed: int, max_batch_size: int
-) -> float:
-    """Seconds until the first token that 99 of 100 requests see on one GPU, when they arrive at ``rate`` per second.
+def p99_first_token(load: Load, cost: StepCost) -> float:
+    """Seconds until the first token that 99 of 100 of the load's requests see on one GPU.
 
     The KV cache is as large as it has to be.
     """
-    count = len(lengths)
-    arrivals = poisson_arrivals(rate, 2 * count / rate, seed)[:count]
-    if len(arrivals) < count:
-        raise ValueError(f"{len(arrivals)} of {count} requests arrived in twice their time; use another seed")
-    adapters = popularity(workload).requests(count, seed=seed) + 1
-    policy = ClusterPolicy(max_batch_size=max_batch_size)
-    longest = int((lengths.prompt + lengths.output).max())
-    policy.add_gpu("gpu", max_batch_size * (policy.page_size + longest))
-    result = simulate(Trace(arrivals, lengths, adapters, np.full(count, rank)), policy, cost)
-    return float(np.quantile(result.first_token_s - arrivals, 0.99))
+    stream, size = load.stream, load.max_batch_size
+    arrivals, drawn = stream.arrivals(load.rate, load.repeat), stream.drawn
+    count = len(arrivals)
+    lengths = RequestLengths(np.resize(drawn.prompt, count), np.resize(drawn.output, count))
+    adapters = np.resize(popularity(load.workload).requests(stream.requests) + 1, count)
+    policy = ClusterPolicy(max_batch_size=size)
+    policy.add_gpu("gpu", size * (policy.page_size + int((drawn.prompt + drawn.output).max())))
+    trace = Trace(arrivals, lengths, adapters, np.full(count, load.rank))
+    result = simulate(trace, policy, cost, works_ahead=stream.works_ahead)
+    first, end = stream.measured(load.rate)
+    counts = (first <= arrivals) & (arrivals < end)
+    return float(np.quantile((result.first_token_s - arrivals)[counts], 0.99))

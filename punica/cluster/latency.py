@@ -1,10 +1,13 @@
 """What one step of one GPU costs: linear in what it has to read and compute, fitted to steps that somebody timed.
 
     seconds = base + decodes * row + kv_tokens * kv + prefill_tokens * prefill + adapter_ranks * rank
+              + join, with a prompt
 
 ``base`` is the weights of the backbone and the launches, ``kv_tokens`` the tokens whose keys and values are read,
-``adapter_ranks`` the sum of the ranks of the different adapters in the step, whose bytes are read once each. The
-coefficients are not negative, and the fit minimises relative errors, so that short steps count as much as long ones.
+``adapter_ranks`` the sum of the ranks of the different adapters in the step, whose bytes are read once each. ``join``
+is what a step with a prompt takes beside the prompt's rows: the device waits for the host, which lays it out, and its
+rows are padded. The coefficients are not negative, and the fit, of all but ``join``, minimises relative errors, so that
+short steps count as much as long ones.
 For a GPU that nobody timed, `roofline_cost` has the same form from bandwidth and arithmetic rate alone.
 """
 
@@ -41,7 +44,7 @@ class StepCost:
     """Seconds of a step; ``name`` says where the coefficients come from and is written into every simulated row.
 
     ``base`` is in seconds, the others in seconds per decode row, per token of KV cache, per row of a prompt, and per
-    unit of rank.
+    unit of rank; ``join`` is in seconds again.
     """
 
     name: str
@@ -50,6 +53,7 @@ class StepCost:
     kv: float
     prefill: float
     rank: float
+    join: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Of one step."""
@@ -59,6 +63,7 @@ class StepCost:
             + self.kv * work.kv_tokens
             + self.prefill * work.prefill_tokens
             + self.rank * work.adapter_ranks
+            + (self.join if work.prefill_tokens else 0.0)
         )
 
     def slowed(self, factor: float, name: str) -> "StepCost":
@@ -76,7 +81,7 @@ class StepCost:
         per_element = model.itemsize * (1 / after - 1 / before)
         return StepCost(
             name, self.base + model.weights * per_element, self.row, self.kv + model.kv * per_element, self.prefill,
-            self.rank + model.lora * per_element,
+            self.rank + model.lora * per_element, self.join,
         )  # fmt: skip
 
 

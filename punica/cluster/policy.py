@@ -163,10 +163,11 @@ class ClusterPolicy:
             placed.append(PlacedRequest(head.request_id, chosen.uuid))
         return placed
 
-    def begin_step(self, uuid: str) -> ClusterStep:
+    def begin_step(self, uuid: str, joins: bool = True) -> ClusterStep:
         """What the GPU runs next; until `end_step` it is in flight. RuntimeError when a step is in flight already.
 
-        Requests are evicted until the others can grow; `place` says where they go on.
+        Requests are evicted until the others can grow; `place` says where they go on. ``joins=False``: nobody joins in
+        this step, who was placed waits for the next one.
         """
         gpu = self._gpu(uuid)
         if gpu.in_flight:
@@ -176,7 +177,7 @@ class ClusterPolicy:
             victim = self.rule.victim(gpu)
             self._requeue(victim)
             evicted.append(victim.request_id)
-        prefills = tuple(gpu.pending.values())[: self.rule.prefills_per_step]
+        prefills = tuple(gpu.pending.values())[: self.rule.prefills_per_step if joins else 0]
         step = ClusterStep(tuple(request.request_id for request in prefills), gpu.num_decoding, tuple(evicted))
         if not step.is_empty:
             gpu.begin_step(prefills)

@@ -1,7 +1,9 @@
 """A cluster on a virtual clock: the real policy, requests that arrive over time, and steps that cost what a model says.
 
 Two kinds of events exist, an arrival and the end of a GPU's step; in between nothing changes. Every GPU with requests
-runs one step after the other. There is no randomness here: the same trace gives the same result, to the bit.
+runs one step after the other; GPUs whose engines work ahead begin the next step before the host has read this one's
+tokens, wherever nobody joins or leaves, and who arrives meanwhile joins a step later. There is no randomness here: the
+same trace gives the same result, to the bit.
 
 Left out: the network between scheduler and runners, sampling, and the load of an adapter (2 ms beside a step of 30,
 which it hides behind). What that hides must be in the cost model, see `StepCost.slowed`.
@@ -81,11 +83,12 @@ class SimulationResult:
 
 
 def simulate(
-    trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False
+    trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False
 ) -> SimulationResult:
     """Serve the whole trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
 
-    ``padded_ranks``: kernels read every adapter of a batch at its largest rank, and not at its own.
+    ``padded_ranks``: kernels read every adapter of a batch at its largest rank, and not at its own. ``works_ahead``:
+    the engines do, as ours on a GPU.
     ValueError when it is not, or when a request is larger than any GPU; RuntimeError when a step takes no time.
     """
     if not policy.gpus or policy.requests:
@@ -93,7 +96,7 @@ def simulate(
             f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; start from one with GPUs and "
             "without requests"
         )
-    return _Simulation(trace, policy, cost, padded_ranks).run()
+    return _Simulation(trace, policy, cost, padded_ranks, works_ahead).run()
 
 
 @dataclass(eq=False)
@@ -102,6 +105,7 @@ class _Simulation:
     policy: ClusterPolicy
     cost: StepCost
     padded_ranks: bool
+    works_ahead: bool
     events: list[tuple[float, str]] = field(default_factory=list)  # ends of steps: time, GPU
     steps: int = 0
     evictions: int = 0
@@ -117,6 +121,7 @@ class _Simulation:
         self.ends: dict[str, defaultdict[int, list[tuple[str, int]]]] = {
             uuid: defaultdict(list) for uuid in self.policy.gpus
         }
+        self.begun_ahead: set[str] = set()  # GPUs whose next step is that of this one's requests
         self.tokens: defaultdict[int, int] = defaultdict(int)
         self.batch: dict[str, defaultdict[int, int]] = {uuid: defaultdict(int) for uuid in self.policy.gpus}
         self.by_batch = [0.0] * (self.policy.max_batch_size + 1)
@@ -146,7 +151,8 @@ class _Simulation:
         self.longest_queue = max(self.longest_queue, self.policy.num_queued)
 
     def _begin_step(self, now: float, uuid: str) -> None:
-        step = self.policy.begin_step(uuid)
+        step = self.policy.begin_step(uuid, joins=uuid not in self.begun_ahead)
+        self.begun_ahead.discard(uuid)
         if not step.is_empty:
             gpu, requests = self.policy.gpus[uuid], self.policy.requests
             prefill_tokens = 0
@@ -161,6 +167,8 @@ class _Simulation:
             if not seconds > 0:
                 raise RuntimeError(f"cost model {self.cost.name!r} gives a step of {seconds!r} s; it must be positive")
             self.current[uuid] = now, step
+            if self.works_ahead and not (step.prefills or gpu.pending or gpu.step in self.ends[uuid]):
+                self.begun_ahead.add(uuid)
             heapq.heappush(self.events, (now + seconds, uuid))
         if step.evicted:
             self.evictions += len(step.evicted)

@@ -27,6 +27,20 @@ def placed(policy: ClusterPolicy) -> str:
     return " ".join(f"{request}>{gpu}" for request, gpu in policy.place())
 
 
+def test_who_is_placed_waits_while_a_step_lets_nobody_join():
+    policy = cluster("a")
+    submit(policy, "1")
+    policy.place()
+    assert policy.begin_step("a", joins=False).is_empty
+    assert step(policy, "a").prefills == ("1",)
+    submit(policy, "2")
+    policy.place()
+    begun = policy.begin_step("a", joins=False)
+    policy.end_step("a")
+    assert (begun.prefills, begun.num_decodes) == ((), 1)
+    assert step(policy, "a").prefills == ("2",)
+
+
 def test_requests_fill_the_largest_working_set_and_ties_go_to_the_highest_uuid():
     policy = cluster("abc")
     submit(policy, "12345")

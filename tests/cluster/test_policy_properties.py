@@ -105,7 +105,8 @@ class World:
             return
         gpu = self.random.choice(sorted(idle))
         members = self.members(gpu)
-        step = self.policy.begin_step(gpu)
+        joins = self.random.random() < 0.8
+        step = self.policy.begin_step(gpu, joins)
         for name in step.evicted:
             assert name in members
             self.back_to_queue(name)
@@ -113,7 +114,8 @@ class World:
         decoding = [name for name in self.members(gpu) if name in self.kv]
         assert step.num_decodes == len(decoding)
         assert list(step.prefills) == self.pending[gpu][: len(step.prefills)]
-        assert step.is_empty == (not self.members(gpu))
+        assert joins or not step.prefills
+        assert step.is_empty == (not self.members(gpu) if joins else not decoding)
         del self.pending[gpu][: len(step.prefills)]
         for name in decoding:
             self.kv[name] += 1

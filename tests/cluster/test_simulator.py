@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from punica.cluster import SCHEDULING_RULES, ClusterPolicy, StepCost, Trace, simulate
+from punica.cluster import SCHEDULING_RULES, ClusterPolicy, StepCost, StepWork, Trace, simulate
 from punica.workload import RequestLengths, Timeline, poisson_arrivals, popularity, released_lengths, scaled_lengths
 
 SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
@@ -49,6 +49,32 @@ def test_who_takes_a_place_in_the_same_second_counts_beside_who_left_it_but_no_b
     assert result.seconds_by_batch[2] > 0
 
 
+def test_an_engine_that_works_ahead_lets_who_arrives_during_a_step_join_one_later():
+    asked = trace([0.0, 1.5, 3.5], [5, 7, 3], [9, 4, 2])
+    result = simulate(asked, cluster(1), SECOND, works_ahead=True)
+    # the first one's prompt until 1; its second step, begun at 1, has a third behind it when the second arrives at 1.5
+    assert result.first_token_s.tolist() == [1.0, 4.0, 5.0]  # the third arrives in the second one's prompt: at its end
+    assert simulate(asked, cluster(1), SECOND).first_token_s.tolist() == [1.0, 3.0, 5.0]
+    assert result.finish_s.tolist() == [9.0, 7.0, 6.0]
+
+
+def test_nothing_is_begun_ahead_of_a_step_with_which_somebody_leaves():
+    asked = trace([0.0, 1.5], [5, 7], [2, 2])
+    for works_ahead in (False, True):  # the step from 1 to 2 is the first one's last
+        assert simulate(asked, cluster(1), SECOND, works_ahead=works_ahead).first_token_s.tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("rate", [5.0, 25.0])
+def test_working_ahead_changes_no_throughput_and_delays_first_tokens_by_a_step_at_most(rate):
+    asked = random_trace(300, rate, seed=3)
+    plain, ahead = (simulate(asked, cluster(1), A100, works_ahead=works) for works in (False, True))
+    longest = A100.seconds(StepWork(32, 32 * 256, 256, 32 * 16))
+    delay = np.median(ahead.first_token_s - asked.arrivals) - np.median(plain.first_token_s - asked.arrivals)
+    assert -1e-9 <= delay <= longest
+    assert ahead.finish_s.max() == pytest.approx(plain.finish_s.max(), rel=0.03)
+    assert ahead.tokens.sum() == plain.tokens.sum()
+
+
 def test_a_gpu_sleeps_until_the_next_arrival():
     result = simulate(trace([0.0, 10.25], [4, 4], [1, 2]), cluster(1), SECOND)
     assert result.finish_s.tolist() == [1.0, 12.25]
@@ -61,6 +87,13 @@ def test_a_step_costs_what_the_model_says():
     # prefill of 3; then a decode that reads 4 tokens, then one that reads 5; one adapter of rank 16 in each
     assert result.first_token_s[0] == 1 + 3000 + 8
     assert result.finish_s[0] == result.first_token_s[0] + (1 + 10 + 400 + 8) + (1 + 10 + 500 + 8)
+
+
+def test_a_step_with_a_prompt_takes_its_constant_once():
+    cost = StepCost("joins", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0, join=0.25)
+    result = simulate(trace([0.0, 0.0], [3, 4], [3, 1]), cluster(1), cost)
+    assert result.first_token_s.tolist() == [1.25, 2.5]
+    assert result.finish_s.tolist() == [3.5, 2.5]
 
 
 def test_kernels_that_pad_ranks_read_every_adapter_at_the_largest():

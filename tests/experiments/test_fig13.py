@@ -15,7 +15,7 @@ from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.cluster import chosen_cost
 from experiments.cluster.hour import paper_cluster, paper_hour
-from experiments.cluster.loads import first_token_readings, p99_first_token, read_loads, recorded_loads
+from experiments.cluster.loads import first_token_readings, p99_first_token, read_loads, recorded_loads, with_joins
 from experiments.cluster.scaled import replayed
 from experiments.cluster.served import (
     ServedHour,
@@ -41,7 +41,7 @@ from experiments.harness.settings import settle
 from experiments.plots.frames import frame_of
 from punica.cluster import StepCost, StepWork, simulate
 from punica.measure.records import Row, read_rows, write_rows
-from punica.workload import RequestLengths
+from punica.workload import independent_seeds, poisson_arrivals
 
 PAPER = Path(__file__).parents[2] / "paper_results"
 COST = StepCost("a cost", base=0.01, row=1e-5, kv=1e-7, prefill=1e-4, rank=1e-6)
@@ -289,19 +289,25 @@ def test_fig13_is_measured_after_the_figures_that_it_predicts():
     )
 
 
+FIGURE = {
+    "requests": 64, "lengths": "stated", "max_len": 256, "warm": 1.0, "seconds": 20.0, "drain": 5.0, "least": 80.0,
+    "longest": 30.0,
+}  # fmt: skip
+
+
 def loads(folder: Path, p99: float) -> None:
     """Rows of a machine that was loaded by the clock, and their configuration."""
     about = {"figure": "ext latency under load", "system": "punica", "workload": "Distinct", "model": "llama2-7b"}
     about |= {"hardware": "h200", "batch_size": 8, "seq_len": None, "rank": 16, "unit": "", "repeat": 0}
-    values = {"offered_rate": 2.0, "load": 0.6, "time_to_first_token_p99": p99}
-    far = {"offered_rate": 9.0, "load": 1.2, "time_to_first_token_p99": 9e9}
+    values = {"offered_rate": 2.0, "load": 0.6, "time_to_first_token_p99": p99, "decode_step": 4.0, "prefill_step": 9e9}
+    far = {"offered_rate": 9.0, "load": 1.2, "time_to_first_token_p99": 9e9, "decode_step": 4.0, "prefill_step": 12.0}
     lines = [
         Row(**about, panel=panel, metric=name, value=value)
         for panel, part in (("load 60", values), ("load 120", far))
         for name, value in part.items()
     ]
     write_rows(folder / "h200" / "ext_latency_under_load.csv", lines)
-    config = {"figure": {"requests": 64, "lengths": "stated", "max_len": 256}}
+    config = {"figure": FIGURE, "adapters": {"seed": 3}, "hardware": {"device": "cuda"}}
     (folder / "h200" / "ext_latency_under_load.json").write_text(json.dumps(config))
 
 
@@ -316,11 +322,36 @@ def test_first_tokens_under_load_are_compared_below_capacity(tmp_path):
     assert predicted["p99_error"] == pytest.approx(predicted["p99_first_token"] - 1)
 
 
-def test_first_tokens_wait_a_step_or_two_until_the_gpu_is_full():
-    lengths = RequestLengths(np.full(300, 8), np.full(300, 40))
-    step = COST.seconds(StepWork(8, 8 * 30, 8, 128))
-    light, heavy = (p99_first_token(COST, rate, lengths, "Distinct", 16, 1, 8) for rate in (2.0, 40.0))
-    assert COST.base < light < 3 * step
+def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_beside_its_rows(tmp_path):
+    loads(tmp_path, p99=1.0)
+    (load,) = read_loads(tmp_path / "h200")["llama2-7b"]
+    rows = float(load.stream.drawn.prompt.mean())
+    assert load.joining == pytest.approx(0.008)
+    assert with_joins(load, COST).join == pytest.approx(0.008 - COST.prefill * rows)
+    assert with_joins(replace(load, joining=1e-9), COST).join == 0.0
+    assert with_joins(replace(load, joining=None), COST) == COST
+
+
+def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path):
+    from experiments.systems.load_bench import Span
+
+    loads(tmp_path, p99=1.0)
+    (load,) = read_loads(tmp_path / "h200")["llama2-7b"]
+    names = ("warm", "seconds", "drain", "least", "longest")
+    for rate in (1.0, 3.0, 50.0):
+        span = Span(**{name: FIGURE[name] for name in names}).at(rate)
+        assert load.stream.measured(rate) == span.measured
+        seed = independent_seeds(3 + 2, 1)[0]
+        assert np.array_equal(load.stream.arrivals(rate, 2), poisson_arrivals(rate, span.deadline, seed))
+    assert load.stream.works_ahead
+
+
+def test_first_tokens_wait_a_step_or_two_until_the_gpu_is_full(tmp_path):
+    loads(tmp_path, p99=1.0)
+    (load,) = read_loads(tmp_path / "h200")["llama2-7b"]
+    step = COST.seconds(StepWork(8, 8 * 130, 100, 128))
+    light, heavy = (p99_first_token(replace(load, rate=rate), COST) for rate in (2.0, 400.0))
+    assert COST.base < light < 4 * step
     assert heavy > 10 * light
 
 
