@@ -102,8 +102,9 @@ def _side_by_side(axis: Axes, cells: pd.DataFrame) -> list[float]:
     places = [float(place) for place in range(len(cells))]
     for at, cell in zip(places, cells.itertuples(), strict=True):
         axis.bar(at, cell.value, 0.9, color=colour_of(cell.system), zorder=3)
-    names = [str(panel).removesuffix(" ratios").replace(" Model, ", "\n") for panel in cells["panel"]]
-    axis.set_xticks(places, names)
+    ranks = [str(panel).removesuffix(" ratios").rpartition(", ")[2] for panel in cells["panel"]]
+    models = [str(model).rpartition("-")[2] for model in cells["model"]]
+    axis.set_xticks(places, ["\n".join(names) for names in zip(models, ranks, strict=True)])
     axis.grid(axis="x", visible=False)
     axis.margins(y=0.15)
     return places
