@@ -34,12 +34,12 @@ system, so `disk` is the time to read, check, pack and stage it, without that of
 Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B, expected: a command measures one
 repeat of what it names and ends before ten minutes; the same command once more measures the next repeat.
 
-    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf system=punica  # 8 minutes
-    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf  # the other rule: 8 minutes
+    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf system=punica  # 6 minutes
+    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf  # the other rule: 6 minutes
     ...                                                                    # and so workload=uniform, workload=skewed
 
-Two minutes of each build and check systems and capture graphs, once for each kind of panel; a panel takes 50 seconds,
-30 of them for arrivals, about 300. At scale=paper 2.5 times as long.
+Two minutes of each build and check systems and capture graphs, once for each kind of panel; a panel takes 25 seconds,
+ten of them for arrivals, about 200. At scale=paper five times as long.
 """
 
 from __future__ import annotations
