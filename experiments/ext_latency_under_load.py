@@ -35,8 +35,8 @@ order, measure the next repeat, up to `scale.passes`.
 
     python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica  # 4.3 minutes
     python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=continuous_batching  # 1.5
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=static_batching  # about 2
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many  # about 4
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=static_batching  # 2, expected
+    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many  # 4, expected
 
 The first takes the capacity of both baselines as well; 70 seconds of it are the 200 requests at 2.8 per second, a
 minute builds and checks the systems and captures their graphs. At scale=paper loads are measured for up to 100 seconds,

@@ -1,7 +1,8 @@
 """What the simulations predict of the paper, and of recorded windows, beside what was published or measured.
 
-Nothing that stands here was fitted: the cost models rest on Figures 1 and 10, on the datasheets of two cards, and for
-windows on the half that is not predicted.
+Nothing that stands here was fitted to what is predicted: the cost models rest on Figures 1 and 10, on the datasheets of
+two cards, for windows on the half that is not predicted, and for first tokens under load on that half too and on what
+steps with a prompt took at the rates that are not predicted.
 """
 
 from dataclasses import dataclass
@@ -134,9 +135,18 @@ def _windows(frame: pd.DataFrame) -> list[Prediction]:
     for (panel, metric), (name, within) in bounds.items():
         for _, row in frame[frame["panel"].str.startswith(panel) & (frame["metric"] == metric)].iterrows():
             where = "the windows that were not fitted" if panel == WINDOWS else row["panel"].removeprefix(f"{panel}, ")
-            what = f"{row['system']}, {row['model']}: {name} of {where} (over measured)"
+            what = f"{row['system']}, {row['model']}: {name} of {where} (over measured{_span(frame, row)})"
             found.append(_relative(what, 1 + float(row["value"]), 1.0, within))
     return found
+
+
+def _span(frame: pd.DataFrame, row: pd.Series) -> str:
+    """How far off a number is by the lowest and the highest of what it rests on, where rows say that."""
+    mine = frame[(frame["panel"] == row["panel"]) & (frame["system"] == row["system"])]
+    ends = [mine.loc[mine["metric"] == f"{row['metric']}_{end}", "value"] for end in ("low", "high")]
+    if any(end.empty for end in ends):
+        return ""
+    return "; {:+.1f} to {:+.1f} %".format(*(100 * float(end.iloc[-1]) for end in ends))
 
 
 def _runners(frame: pd.DataFrame) -> list[Prediction]:

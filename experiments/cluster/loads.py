@@ -32,7 +32,9 @@ from punica.workload import (
 
 FILE = "ext_latency_under_load"
 P99 = "time_to_first_token_p99"
-PREDICTED = ("offered_rate", "load", P99)
+FEWEST = 100
+"""Requests; of fewer the p99 would lie between the two that waited longest."""
+PREDICTED = ("offered_rate", "load", "requests", P99)
 TOLD = ("decode_step", "prefill_step")
 
 
@@ -61,6 +63,11 @@ class Stream:
         """Seconds at which requests arrive."""
         return poisson_arrivals(rate, self.measured(rate)[1] + self.drain, independent_seeds(self.seed + repeat, 1)[0])
 
+    def counted(self, rate: float, repeat: int) -> NDArray[np.intp]:
+        """Which of the arrivals are measured."""
+        arrivals, (first, end) = self.arrivals(rate, repeat), self.measured(rate)
+        return np.flatnonzero((first <= arrivals) & (arrivals < end))
+
     @property
     def drawn(self) -> RequestLengths:
         """The different requests, which come again and again."""
@@ -70,8 +77,8 @@ class Stream:
 @dataclass(frozen=True)
 class Load:
     """Requests per second of ``workload`` that Punica was offered, the p99 of their time to first token in seconds,
-    what the stream was made of, and how many seconds longer steps with a prompt took than others at rates that are not
-    predicted (`None`: that was not measured).
+    what the stream was made of, and how many seconds longer steps with a prompt took than others at each of the rates
+    that are not predicted.
     """
 
     panel: str
@@ -82,7 +89,7 @@ class Load:
     max_batch_size: int
     rank: int
     stream: Stream
-    joining: float | None
+    joining: tuple[float, ...]
 
 
 @cache
@@ -93,7 +100,9 @@ def recorded_loads(results: Path) -> dict[tuple[str, str], list[Load]]:
 
 
 def read_loads(folder: Path) -> dict[str, list[Load]]:
-    """Model -> loads of Punica below its capacity: beyond it a queue is as long as the run."""
+    """Model -> loads of Punica below its capacity: beyond it a queue is as long as the run. Those with a p99, and whose
+    requests are as many as the settings beside the rows say: these are of the last command that wrote some.
+    """
     stream = stream_of(json.loads((folder / f"{FILE}.json").read_text(encoding="utf-8")))
     cells: dict[tuple[str, str, str, int], dict[str, float]] = defaultdict(dict)
     shapes = {}
@@ -110,8 +119,9 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
     for (model, panel, workload, repeat), value in cells.items():
         if _is_predicted(panel, value):
             about = value["offered_rate"], value[P99] / 1e3, *shapes[model, panel, workload, repeat]
-            joining = median(longer[model]) if model in longer else None
-            found[model].append(Load(panel, workload, repeat, *about, stream, joining))
+            load = Load(panel, workload, repeat, *about, stream, tuple(sorted(longer[model])))
+            if FEWEST <= value["requests"] == len(stream.counted(load.rate, load.repeat)):
+                found[model].append(load)
     return dict(found)
 
 
@@ -128,23 +138,25 @@ def stream_of(settings: Mapping) -> Stream:
 
 
 def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
-    """The p99 that a simulation gives, and how far it is from the measured one."""
-    cost = with_joins(load, cost)
-    seconds = p99_first_token(load, cost)
-    about = {"kind": "simulated", "cost_model": cost.name}
+    """The p99 that a simulation gives, and how far it is from the measured one; `_low` and `_high`: with steps with a
+    prompt as single rates tell of them. Near capacity a few percent of a step decide how long a queue becomes.
+    """
+    told = load.joining or (0.0,)
+    cases = {"": median(told), "_low": told[0], "_high": told[-1]}
+    costs = {name: with_joins(load, cost, seconds) for name, seconds in cases.items()}
+    waits = {name: p99_first_token(load, one) for name, one in costs.items()}
+    about = {"kind": "simulated", "cost_model": costs[""].name}
     return [
-        Reading("p99_first_token", 1e3 * seconds, "ms", **about),
-        Reading("p99_error", seconds / load.p99 - 1, "fraction", **about),
+        Reading("p99_first_token", 1e3 * waits[""], "ms", **about),
+        *(Reading(f"p99_error{name}", wait / load.p99 - 1, "fraction", **about) for name, wait in waits.items()),
     ]
 
 
-def with_joins(load: Load, cost: StepCost) -> StepCost:
-    """``cost`` with what the rates that are not predicted tell of steps with a prompt, if they do."""
-    if load.joining is None:
-        return cost
+def with_joins(load: Load, cost: StepCost, seconds: float) -> StepCost:
+    """``cost`` with steps with a prompt that take ``seconds`` more than others, the prompt's rows among that."""
     rows = float(load.stream.drawn.prompt.mean())
     name = f"{cost.name}, steps with a prompt of other loads"
-    return replace(cost, name=name, join=max(0.0, load.joining - cost.prefill * rows))
+    return replace(cost, name=name, join=max(0.0, seconds - cost.prefill * rows))
 
 
 def p99_first_token(load: Load, cost: StepCost) -> float:
@@ -161,6 +173,5 @@ def p99_first_token(load: Load, cost: StepCost) -> float:
     policy.add_gpu("gpu", size * (policy.page_size + int((drawn.prompt + drawn.output).max())))
     trace = Trace(arrivals, lengths, adapters, np.full(count, load.rank))
     result = simulate(trace, policy, cost, works_ahead=stream.works_ahead)
-    first, end = stream.measured(load.rate)
-    counts = (first <= arrivals) & (arrivals < end)
-    return float(np.quantile((result.first_token_s - arrivals)[counts], 0.99))
+    counted = stream.counted(load.rate, load.repeat)
+    return float(np.quantile((result.first_token_s - arrivals)[counted], 0.99))

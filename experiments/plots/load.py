@@ -29,8 +29,8 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     were too few requests for a p99), and throughput.
     """
     rows = centre(rows)
-    loads = rows[rows["panel"] != CAPACITY]
-    workloads, systems = (list(dict.fromkeys(loads[name])) for name in ("workload", "system"))
+    workloads = list(dict.fromkeys(rows["workload"]))
+    systems = list(dict.fromkeys(rows.loc[rows["panel"] != CAPACITY, "system"]))
     depth = len(LATENCIES) + 1
     figure, axes = style.grid(depth, len(workloads), 2.6 * len(workloads) + 2.9, 1.5 * depth + 1.2)
     for workload, column in zip(workloads, axes.T, strict=True):

@@ -125,12 +125,13 @@ def bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
             axis.vlines(left + 0.45 * width, low, high, color="0.1", linewidth=0.8, zorder=4)
         name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
         look = {"va": "bottom", "rotation": 90, "fontsize": 5.5, "color": style.PAPER_GREY if paper else "0.2"}
-        style.note(axis, f"{_short(value)}{name}", left + 0.45 * width, value, **look)
+        style.note(axis, f"{short(value)}{name}", left + 0.45 * width, value, **look)
 
 
-def _short(value: float) -> str:
-    """Two or three digits, and all of those before the point."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.2f}" if 0.1 <= value < 2 else f"{value:.2g}"
+def short(value: float) -> str:
+    """All digits before the point, one behind it below 10 and two below 2, as many as it takes for less than 0.1."""
+    digits = 0 if value >= 9.95 else 1 if value >= 2 else 2
+    return f"{value:.{digits}f}" if value >= 0.1 else f"{value:.2g}"
 
 
 PAPER_BAR = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}

@@ -167,7 +167,7 @@ class ClusterPolicy:
         """What the GPU runs next; until `end_step` it is in flight. RuntimeError when a step is in flight already.
 
         Requests are evicted until the others can grow; `place` says where they go on. ``joins=False``: nobody joins in
-        this step, who was placed waits for the next one.
+        this step, which is empty where nobody decodes; who was placed waits for the next one.
         """
         gpu = self._gpu(uuid)
         if gpu.in_flight:

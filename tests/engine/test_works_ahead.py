@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingTokens
 from punica.scheduling import SamplingParams
+from punica.workload import RequestLengths
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,30 @@ def test_cancelled_preempted_and_new_requests(backbone, foreseen) -> None:
         assert tokens == backbone.generate_merged((i + 1,) * 3, i % 4, 20)
     assert sorted(served) == ["r0", "r1", "r3", "r4", "r5"]
     assert not engine.blocks.owners()
+
+
+@pytest.mark.parametrize("works_ahead", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_who_arrives_joins_in_the_step_that_the_cluster_s_simulator_says(
+    backbone, monkeypatch, seed, works_ahead
+) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", works_ahead)
+    chance = np.random.default_rng(seed)
+    arrivals = np.sort(np.r_[0.0, chance.uniform(0.05, 35.0, 30)])
+    lengths = RequestLengths(chance.integers(1, 5, 31), np.r_[58, chance.integers(1, 12, 30)])  # the first never idles
+    engine, first, steps = backbone.engine(max_batch_size=4), {}, 0
+    while len(first) < len(arrivals):
+        for i in np.flatnonzero((steps - 1 < arrivals) & (arrivals <= steps)):
+            engine.add_request(Request(f"{i}", [1] * int(lengths.prompt[i]), int(lengths.output[i])))
+        steps += 1
+        for name in engine.step().tokens:
+            first.setdefault(int(name), steps)
+    policy = ClusterPolicy(max_batch_size=4)
+    policy.add_gpu("gpu", 1000)
+    second = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
+    nobody = np.zeros(len(arrivals), dtype=np.int64)
+    said = simulate(Trace(arrivals, lengths, nobody, nobody), policy, second, works_ahead=works_ahead)
+    assert [first[i] for i in range(len(arrivals))] == said.first_token_s.tolist()
 
 
 @pytest.fixture

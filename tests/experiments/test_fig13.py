@@ -1,8 +1,10 @@
 """Figure 13's simulated world: the readings of an hour, what is predicted beside it, and other scheduling rules."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -14,8 +16,16 @@ from experiments.claims.paper import read_figure
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.cluster import chosen_cost
+from experiments.cluster import loads as loads_module
 from experiments.cluster.hour import paper_cluster, paper_hour
-from experiments.cluster.loads import first_token_readings, p99_first_token, read_loads, recorded_loads, with_joins
+from experiments.cluster.loads import (
+    Stream,
+    first_token_readings,
+    p99_first_token,
+    read_loads,
+    recorded_loads,
+    with_joins,
+)
 from experiments.cluster.scaled import replayed
 from experiments.cluster.served import (
     ServedHour,
@@ -290,20 +300,24 @@ def test_fig13_is_measured_after_the_figures_that_it_predicts():
 
 
 FIGURE = {
-    "requests": 64, "lengths": "stated", "max_len": 256, "warm": 1.0, "seconds": 20.0, "drain": 5.0, "least": 80.0,
+    "requests": 64, "lengths": "stated", "max_len": 256, "warm": 1.0, "seconds": 20.0, "drain": 5.0, "least": 120.0,
     "longest": 30.0,
 }  # fmt: skip
+REQUESTS = 113
+"""That arrive in the 24 measured seconds of 5 per second, by the settings' seed."""
 
 
 def loads(folder: Path, p99: float) -> None:
     """Rows of a machine that was loaded by the clock, and their configuration."""
     about = {"figure": "ext latency under load", "system": "punica", "workload": "Distinct", "model": "llama2-7b"}
     about |= {"hardware": "h200", "batch_size": 8, "seq_len": None, "rank": 16, "unit": "", "repeat": 0}
-    values = {"offered_rate": 2.0, "load": 0.6, "time_to_first_token_p99": p99, "decode_step": 4.0, "prefill_step": 9e9}
+    values = {"offered_rate": 5.0, "load": 0.6, "time_to_first_token_p99": p99, "requests": REQUESTS}
+    values |= {"decode_step": 4.0, "prefill_step": 9e9}
     far = {"offered_rate": 9.0, "load": 1.2, "time_to_first_token_p99": 9e9, "decode_step": 4.0, "prefill_step": 12.0}
+    base = {"offered_rate": 1.0, "decode_step": 4.0, "prefill_step": 14.0}
     lines = [
         Row(**about, panel=panel, metric=name, value=value)
-        for panel, part in (("load 60", values), ("load 120", far))
+        for panel, part in (("load 60", values), ("load 120", far), ("baseline capacity", base))
         for name, value in part.items()
     ]
     write_rows(folder / "h200" / "ext_latency_under_load.csv", lines)
@@ -320,19 +334,30 @@ def test_first_tokens_under_load_are_compared_below_capacity(tmp_path):
     found = {one.metric: one.value for one in first_token_readings(again, COST)}
     assert found["p99_error"] == pytest.approx(0.0)
     assert predicted["p99_error"] == pytest.approx(predicted["p99_first_token"] - 1)
+    assert predicted["p99_error_low"] < predicted["p99_error"] < predicted["p99_error_high"]
+
+
+def test_rows_of_other_settings_than_those_beside_them_and_of_few_requests_are_not_predicted(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_fig13.REQUESTS", REQUESTS + 1)
+    loads(tmp_path, p99=1.0)
+    assert read_loads(tmp_path / "h200") == {}
+    monkeypatch.setattr("test_fig13.REQUESTS", 99)
+    monkeypatch.setattr(Stream, "counted", lambda *_: range(99))
+    loads(tmp_path, p99=1.0)
+    assert read_loads(tmp_path / "h200") == {}
 
 
 def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_beside_its_rows(tmp_path):
     loads(tmp_path, p99=1.0)
     (load,) = read_loads(tmp_path / "h200")["llama2-7b"]
     rows = float(load.stream.drawn.prompt.mean())
-    assert load.joining == pytest.approx(0.008)
-    assert with_joins(load, COST).join == pytest.approx(0.008 - COST.prefill * rows)
-    assert with_joins(replace(load, joining=1e-9), COST).join == 0.0
-    assert with_joins(replace(load, joining=None), COST) == COST
+    assert load.joining == pytest.approx((0.008, 0.010))
+    assert with_joins(load, COST, 0.008).join == pytest.approx(0.008 - COST.prefill * rows)
+    assert with_joins(load, COST, 1e-9).join == 0.0
 
 
-def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path):
+def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path, monkeypatch):
+    from experiments.systems import paper_stream
     from experiments.systems.load_bench import Span
 
     loads(tmp_path, p99=1.0)
@@ -344,6 +369,14 @@ def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path):
         seed = independent_seeds(3 + 2, 1)[0]
         assert np.array_equal(load.stream.arrivals(rate, 2), poisson_arrivals(rate, span.deadline, seed))
     assert load.stream.works_ahead
+    served = []
+    monkeypatch.setattr(loads_module, "simulate", lambda trace, *_, **__: served.append(trace) or SimpleNamespace(
+        first_token_s=trace.arrivals + 1.0))  # fmt: skip
+    assert p99_first_token(replace(load, workload="Skewed"), COST) == pytest.approx(1.0)
+    jobs = itertools.cycle(paper_stream("Skewed", 64, 256, 100, "stated"))
+    sent = [(len(job.prompt), job.new_tokens, job.adapter_id) for job, _ in zip(jobs, served[0].arrivals, strict=False)]
+    again = zip(served[0].lengths.prompt, served[0].lengths.output, served[0].adapters, strict=True)
+    assert sent == [tuple(map(int, one)) for one in again]
 
 
 def test_first_tokens_wait_a_step_or_two_until_the_gpu_is_full(tmp_path):

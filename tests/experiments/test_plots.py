@@ -14,7 +14,8 @@ from experiments.harness.settings import settle
 from experiments.plots.frames import described, frame_of, one_of_repeats
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
-from experiments.plots.serving_bars import draw_serving, relative_to_best
+from experiments.plots.load import draw_load
+from experiments.plots.serving_bars import draw_serving, relative_to_best, short
 from punica.measure.records import Row
 
 PAPER = REPOSITORY / "paper_results"
@@ -140,6 +141,19 @@ def test_bars_are_relative_to_the_best_system_on_identical():
         ("punica", "Distinct"): 0.72, ("punica", "Identical"): 0.8,
         ("continuous_batching", "Distinct"): 0.08, ("continuous_batching", "Identical"): 1.0,
     }  # fmt: skip
+
+
+def test_bars_are_labelled_with_two_or_three_digits():
+    labels = {0.0025: "0.0025", 0.846: "0.85", 1.9: "1.90", 7.44: "7.4", 9.97: "10", 24.6: "25", 4087: "4087"}
+    assert {value: short(value) for value in labels} == labels
+
+
+def test_a_machine_of_which_only_the_capacity_is_known_has_a_figure_of_load():
+    about = {"figure": "ext latency under load", "panel": "capacity", "workload": "Distinct", "model": "llama2-7b"}
+    about |= {"system": "punica", "batch_size": 32, "statistic": "value", "device": "x", "timer": "host_clock"}
+    rows = pd.DataFrame([{**about, "scale": "gpu", "metric": "capacity", "value": 3.0, "unit": "request/s"}])
+    figure = draw_load(rows, pd.DataFrame())
+    assert not any(axis.lines for axis in figure.axes)
 
 
 def test_serving_bars_have_the_papers_deepspeed_and_say_their_regime():
