@@ -116,8 +116,8 @@ if len(beside):
     ratios = beside.assign(metric=beside["metric"].str.removeprefix(RAY)).set_index("metric")["value"]
     display(ratios.rename("Ray over its simulator").to_frame().round(3))
     others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
-    display(Markdown("Requests with other tokens than a single engine gives, ties that another batch rounds the other way: "
-                     + ", ".join(f"{value:.0f} ({panel})" for panel, value in others.items())))  # fmt: skip
+    said = ", ".join(f"{value:.0f} ({panel})" for panel, value in others.items())
+    display(Markdown(f"Requests with other tokens than from one engine, ties that another batch rounds otherwise: {said}"))
 else:
     display(Markdown(f"*No rows of runners on Ray yet: `python -m experiments.{FIG13.name} runtime=ray`*"))
 

@@ -12,9 +12,9 @@ from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots.frames import described, frame_of, one_of_repeats
+from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
-from experiments.plots.load import draw_load
 from experiments.plots.serving_bars import draw_serving, relative_to_best, short
 from punica.measure.records import Row
 
