@@ -117,7 +117,7 @@ if len(beside):
     display(ratios.rename("Ray over its simulator").to_frame().round(3))
     others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
     said = ", ".join(f"{value:.0f} ({panel})" for panel, value in others.items())
-    display(Markdown(f"Requests with other tokens than one engine gives, ties that another batch rounds otherwise: {said}"))
+    display(Markdown(f"Requests with other tokens than from one engine (ties that are rounded otherwise): {said}"))
 else:
     display(Markdown(f"*No rows of runners on Ray yet: `python -m experiments.{FIG13.name} runtime=ray`*"))
 
