@@ -63,10 +63,10 @@ class Stream:
         """Seconds at which requests arrive."""
         return poisson_arrivals(rate, self.measured(rate)[1] + self.drain, independent_seeds(self.seed + repeat, 1)[0])
 
-    def counted(self, rate: float, repeat: int) -> NDArray[np.intp]:
+    def counts(self, rate: float, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which of the arrivals are measured."""
-        arrivals, (first, end) = self.arrivals(rate, repeat), self.measured(rate)
-        return np.flatnonzero((first <= arrivals) & (arrivals < end))
+        first, end = self.measured(rate)
+        return (first <= arrivals) & (arrivals < end)
 
     @property
     def drawn(self) -> RequestLengths:
@@ -120,7 +120,7 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
         if _is_predicted(panel, value):
             about = value["offered_rate"], value[P99] / 1e3, *shapes[model, panel, workload, repeat]
             load = Load(panel, workload, repeat, *about, stream, tuple(sorted(longer[model])))
-            if FEWEST <= value["requests"] == len(stream.counted(load.rate, load.repeat)):
+            if FEWEST <= value["requests"] == stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum():
                 found[model].append(load)
     return dict(found)
 
@@ -139,11 +139,13 @@ def stream_of(settings: Mapping) -> Stream:
 
 def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
     """The p99 that a simulation gives, and how far it is from the measured one; `_low` and `_high`: with steps with a
-    prompt as single rates tell of them. Near capacity a few percent of a step decide how long a queue becomes.
+    prompt as single rates tell of them, where they do. Near capacity a few percent of a step decide how long a queue
+    becomes.
     """
-    told = load.joining or (0.0,)
-    cases = {"": median(told), "_low": told[0], "_high": told[-1]}
-    costs = {name: with_joins(load, cost, seconds) for name, seconds in cases.items()}
+    costs = {"": cost}
+    if told := load.joining:
+        cases = {"": median(told), "_low": told[0], "_high": told[-1]}
+        costs = {name: with_joins(load, cost, seconds) for name, seconds in cases.items()}
     waits = {name: p99_first_token(load, one) for name, one in costs.items()}
     about = {"kind": "simulated", "cost_model": costs[""].name}
     return [
@@ -173,5 +175,5 @@ def p99_first_token(load: Load, cost: StepCost) -> float:
     policy.add_gpu("gpu", size * (policy.page_size + int((drawn.prompt + drawn.output).max())))
     trace = Trace(arrivals, lengths, adapters, np.full(count, load.rank))
     result = simulate(trace, policy, cost, works_ahead=stream.works_ahead)
-    counted = stream.counted(load.rate, load.repeat)
-    return float(np.quantile((result.first_token_s - arrivals)[counted], 0.99))
+    waits = result.first_token_s - arrivals
+    return float(np.quantile(waits[stream.counts(load.rate, arrivals)], 0.99))

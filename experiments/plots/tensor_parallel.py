@@ -36,8 +36,8 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         axes[0, column].set_title(f"{mine['model'].iloc[0]} on {ranks} ranks, beside the paper's 70B on 8 GPUs")
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel("step (ms), hatched: collectives")
-    _memory(axes[0, -1], rows, panels)
-    _ratios(axes[1, -1], rows, panels)
+    _memory(axes[0, -1], rows)
+    _ratios(axes[1, -1], rows)
     _finish(figure, rows, theirs, about)
     return figure
 
@@ -71,18 +71,18 @@ def _workloads(axis: Axes, places: Places) -> None:
     axis.grid(axis="x", visible=False)
 
 
-def _memory(axis: Axes, rows: pd.DataFrame, panels: list[str]) -> None:
+def _memory(axis: Axes, rows: pd.DataFrame) -> None:
     """Adapter slots of the fullest rank; the same for all workloads."""
     found = rows[rows["metric"] == "adapter_memory"].drop_duplicates(["panel", "system"])
-    found = _in_order(found.assign(value=found["value"] / 1e9), panels)
+    found = found.assign(value=found["value"] / 1e9)
     for at, cell in zip(_side_by_side(axis, found), found.itertuples(), strict=True):
         style.note(axis, f"{cell.value:.3g}", at, float(cell.value), va="bottom")
     axis.set_ylabel("adapter slots (GB per rank)")
 
 
-def _ratios(axis: Axes, rows: pd.DataFrame, panels: list[str]) -> None:
+def _ratios(axis: Axes, rows: pd.DataFrame) -> None:
     """Punica on Distinct over backbone-only on Identical; a line where bytes would have it (computed)."""
-    found = _in_order(rows[rows["metric"] == RATIO], [f"{panel} ratios" for panel in panels])
+    found = rows[rows["metric"] == RATIO]
     allowed = rows[rows["metric"] == ALLOWED].set_index(["panel", "system"])["value"]
     for at, cell in zip(_side_by_side(axis, found), found.itertuples(), strict=True):
         style.note(axis, f"{cell.value:.3f}", at, 0.0, color="white", va="bottom", zorder=5)
@@ -90,11 +90,6 @@ def _ratios(axis: Axes, rows: pd.DataFrame, panels: list[str]) -> None:
         if value is not None:
             axis.plot([at - 0.45, at + 0.45], [value, value], color="0.2", linewidth=1.4, zorder=5)
     axis.set_ylabel("Distinct over backbone-only\nIdentical; lines: bytes (computed)")
-
-
-def _in_order(cells: pd.DataFrame, panels: list[str]) -> pd.DataFrame:
-    """Those of the first panel first."""
-    return cells.sort_values("panel", key=lambda names: names.map(panels.index), kind="stable")
 
 
 def _side_by_side(axis: Axes, cells: pd.DataFrame) -> list[float]:

@@ -342,7 +342,7 @@ def test_rows_of_other_settings_than_those_beside_them_and_of_few_requests_are_n
     loads(tmp_path, p99=1.0)
     assert read_loads(tmp_path / "h200") == {}
     monkeypatch.setattr("test_fig13.REQUESTS", 99)
-    monkeypatch.setattr(Stream, "counted", lambda *_: range(99))
+    monkeypatch.setattr(Stream, "counts", lambda *_: np.ones(99, dtype=bool))
     loads(tmp_path, p99=1.0)
     assert read_loads(tmp_path / "h200") == {}
 
@@ -354,6 +354,8 @@ def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_besid
     assert load.joining == pytest.approx((0.008, 0.010))
     assert with_joins(load, COST, 0.008).join == pytest.approx(0.008 - COST.prefill * rows)
     assert with_joins(load, COST, 1e-9).join == 0.0
+    untold = {one.metric: one.cost_model for one in first_token_readings(replace(load, joining=()), COST)}
+    assert untold == dict.fromkeys(("p99_first_token", "p99_error"), COST.name)
 
 
 def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path, monkeypatch):
