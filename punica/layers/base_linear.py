@@ -26,7 +26,8 @@ from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, Shapes
 from punica.layers.dual_stream import DualStream, dual_stream_for
 from punica.layers.utils import as_rows, base_weight, has_no_lora
-from punica.parallel.linear import check_last_dim
+from punica.parallel.linear import UnquantizedLinearMethod, check_last_dim
+from punica.parallel.matmul import is_skinny
 
 
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
@@ -84,8 +85,13 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         beside = getattr(wrapper, "takes_aside", False) and not has_no_lora(wrapper)
         streams = self._streams if beside else None
         aside = None if streams is None else streams.begin(rows)
-        output = self._base_output(x, bias)
-        y, options = as_rows(output), dict[str, Any]() if aside is None else {"aside": aside}
+        options: dict[str, Any] = {} if aside is None else {"aside": aside}
+        if aside is not None and self._has_plain_product(x, rows):
+            output = x.new_empty(x.shape[0], self.output_size)
+            options["base"] = (self.weight,) if bias is None else (self.weight, bias)
+        else:
+            output = self._base_output(x, bias)
+        y = as_rows(output)
         returned = wrapper.add_lora_linear(
             y, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices,
             lora_ranks=self.lora_ranks, **options, **self.fp8_keywords,
@@ -98,6 +104,11 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         check_last_dim(x, self.input_size, type(self).__name__)
         rows, dtype = as_rows(x), self._row_dtype
         return rows if rows.dtype == dtype else rows.to(dtype)
+
+    def _has_plain_product(self, x: Tensor, rows: Tensor) -> bool:
+        """Whether the base product is one that the op of the LoRA term can make as well: that of `is_skinny`."""
+        plain = not self._uses_base_forward and type(self.base_layer.quant_method) is UnquantizedLinearMethod
+        return plain and rows.dtype == x.dtype and is_skinny(x, self.weight)
 
     def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The base layer's product; ``quant_method`` knows how its weight is stored."""

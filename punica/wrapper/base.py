@@ -41,7 +41,7 @@ class PunicaWrapperABC(ABC):
     """The six methods that a layer may call. Here they work in place and return None; a platform that cannot update in
     place returns the result instead, and layers honour it.
 
-    ``takes_aside``: whether `add_lora_linear` takes the keyword ``aside`` of `punica.layers.dual_stream`.
+    ``takes_aside``: whether `add_lora_linear` takes the keywords ``aside`` and ``base`` of `punica.layers.dual_stream`.
     """
 
     takes_aside: bool = False
@@ -217,17 +217,22 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
 
         Shapes as in `add_shrink` and `add_expand`; the intermediate ``[n, T', r]`` is float32 whatever the model dtype.
         ``buffer`` (CPU only): n float32 tensors ``[T', r]`` that are zeroed and then hold the intermediate. Keywords:
-        ``add_inputs`` (default True), ``lora_ranks``, ``aside`` (GPU only: `punica.layers.dual_stream`). A and B must
-        have one rank: rank-sharded weights go through `add_shrink`, a collective, `add_expand`. A step without any
-        adapter writes nothing at all. A and B in FP8 need the keywords of `punica.wrapper.fp8`; with ``use_fp8_w8a8``
-        an x that is not FP8 is quantised per token (leave ``a_scale`` out), and so is the intermediate.
+        ``add_inputs`` (default True), ``lora_ranks``; on a GPU also (`punica.layers.dual_stream`) ``aside``, and
+        ``base``, the weight and perhaps the bias of a base product, which y gets first. A and B must have one rank:
+        rank-sharded weights go through `add_shrink`, a collective, `add_expand`. A step without any adapter adds
+        nothing at all. A and B in FP8 need the keywords of `punica.wrapper.fp8`; with ``use_fp8_w8a8`` an x that is not
+        FP8 is quantised per token (leave ``a_scale`` out), and so is the intermediate.
         """
         known = "add_inputs", "lora_ranks", *FP8_KEYWORDS
-        check_keywords("add_lora_linear", kwargs, (*known, "aside") if self.takes_aside else known)
+        check_keywords("add_lora_linear", kwargs, (*known, "aside", "base") if self.takes_aside else known)
         check_bool("add_inputs", kwargs.get("add_inputs", True))
+        if "base" in kwargs and not (buffer is None and kwargs.get("add_inputs", True)):
+            raise ValueError(
+                "add_lora_linear: a base product needs add_inputs=True and no buffer, so as not to be lost"
+            )
         kwargs = self._with_fp8(kwargs)
         batch = self._step()
-        if buffer is None and batch.no_lora:
+        if buffer is None and batch.no_lora and "base" not in kwargs:
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
         check_slices(output_slices, lora_b_stacked)

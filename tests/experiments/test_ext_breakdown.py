@@ -43,6 +43,7 @@ def bench() -> EngineSteps:
     ("name", "part"),
     [
         ("_lora_shrink_rows_kernel", SHRINK),
+        ("_gemm_and_shrink_kernel", BASE),
         ("_lora_expand_search_kernel", EXPAND),
         ("_decode_attention_kernel", ATTENTION),
         ("_combine_kernel", ATTENTION),

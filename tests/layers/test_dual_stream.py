@@ -10,6 +10,8 @@ from layer_cases import IN, LINEAR, MIXED, config_for, linear_layer, use, wrappe
 from punica.layers import dual_stream as module
 from punica.layers.dual_stream import dual_stream_for
 from punica.parallel import ReplicatedLinear
+from punica.parallel.linear import BatchInvariantLinearMethod
+from punica.wrapper.gpu import PunicaWrapperGPU
 
 
 class Over:
@@ -114,3 +116,29 @@ def test_a_stream_of_its_own_for_decode_steps_that_are_captured(monkeypatch) -> 
         assert streams.begin(torch.empty(most + 1, 1)) is None, "a prefill"
         assert streams.begin(torch.empty(most, 1)) == (streams.aside if captured else nullcontext)
     assert marks == ["current"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_plain_product_of_few_rows_is_left_to_the_op(name, bias) -> None:
+    """On the kernels, in Triton's interpreter where there is no GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = config_for(torch.float16)
+    layer, _ = linear_layer(LINEAR[name], config, device)
+    wrapper = PunicaWrapperGPU(32, 32, device, lora_config=config)
+    layer.set_mapping(wrapper)
+    use(wrapper, MIXED)
+    given, add = [], wrapper.add_lora_linear
+    wrapper.add_lora_linear = lambda *operands, **options: given.append(options) or add(*operands, **options)
+    x = torch.randn(len(MIXED), IN).half().to(device)
+    vector = torch.randn(layer.output_size, device=device).half() if bias else None
+    layer._streams = None
+    expected = layer.apply(x, vector)
+    layer._streams = Recorded([], True)
+    torch.testing.assert_close(layer.apply(x, vector), expected, rtol=4e-3, atol=4e-3)
+    plain = not layer._uses_base_forward
+    assert [len(options.get("base", ())) for options in given] == [0, (1 + bias) * plain]
+    layer.base_layer.quant_method = BatchInvariantLinearMethod()
+    layer._base_output = lambda x, bias: expected.clone()
+    layer.apply(x, vector)
+    assert "base" not in given[-1], "no plain product"

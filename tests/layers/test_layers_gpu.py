@@ -166,19 +166,23 @@ def test_two_streams_equal_one(name: str, dtype: torch.dtype, fp8: str | None) -
         use(wrapper, slots)
         x.normal_()
         graph.replay()
-        assert torch.equal(result, one(x)), "the same kernels"
+        if dtype == torch.float32:
+            assert torch.equal(result, one(x)), "the same kernels"
+        else:  # low ranks are shrunk in the launch of the base product, whose programs cut the sums otherwise
+            assert_close(result, one(x))
 
 
+@pytest.mark.parametrize("max_rank", [16, 64])
 @pytest.mark.parametrize("rows", [1, 8, 32])
-def test_two_streams_do_not_touch_memory_that_is_still_in_use(rows: int) -> None:
+def test_beside_the_base_product_no_memory_is_touched_that_is_still_in_use(rows: int, max_rank: int) -> None:
     """Many large layers in one graph, whose memory changes hands all the time: what a missing wait would corrupt."""
-    config = LoRAConfig(max_lora_rank=64, max_loras=MAX_LORAS, lora_dtype=torch.bfloat16)
+    config = LoRAConfig(max_lora_rank=max_rank, max_loras=MAX_LORAS, lora_dtype=torch.bfloat16)
     torch.manual_seed(6)
     with torch.device(DEVICE):
         base = ColumnParallelLinear(2048, 2048, bias=False, return_bias=False, params_dtype=torch.bfloat16)
     base.weight.data.normal_(std=2048**-0.5)
     layer = from_layer(base, MAX_LORAS, config, [])
-    for slot, rank in ((0, 64), (1, 16), (2, 33)):
+    for slot, rank in ((0, max_rank), (1, max_rank // 4), (2, max_rank // 2 + 1)):
         layer.set_lora(slot, *random_pair(rank, 2048, 2048))
     use(wrapper := wrapper_for(config, DEVICE), ([0, 1, 2, -1] * rows)[:rows])
     layer.set_mapping(wrapper)
@@ -188,10 +192,9 @@ def test_two_streams_do_not_touch_memory_that_is_still_in_use(rows: int) -> None
             x = torch.tanh(layer(x))  # the layer's x and result are freed as soon as it has been launched
         return x
 
-    streams, layer._streams = layer._streams, None
     inputs = [torch.randn(rows, 2048, device=DEVICE).bfloat16() for _ in range(4)]
-    expected = [chain(x) for x in inputs]
-    layer._streams = streams
+    expected = [chain(x) for x in inputs]  # not captured: the same kernels, all on one stream
+    torch.cuda.synchronize()
     x = torch.empty_like(inputs[0])
     graph, result = captured(chain, x)
     for i in range(100):

@@ -7,8 +7,8 @@ shrink leaves fp32 planes ``[splits, n, T, r]`` in a workspace and expand sums t
 (compute capability 9.0 and newer) expand starts while shrink still runs, its weights and the old y already fetched when
 the planes are ready; shrink likewise fetches A while the kernel in front of it ends. That is safe because every kernel
 here lets its successor start only after it has itself waited for its predecessor: what a kernel reads early was
-complete two kernels ago. The exception is an expand whose shrink ran elsewhere (``aside``): the kernel in front of it
-may have written y, so that it fetches only weights early.
+complete two kernels ago. The exception is an expand whose shrink ran beside the base product, on another stream
+(``aside``) or in its launch (``base``): the kernel in front of it wrote y, so that it fetches only weights early.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,17 @@ from torch import Tensor
 
 from punica.metadata import LoRABatch
 from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
+from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.fp8_device import WIDE, Held
+from punica.ops.triton_ops.gemm_and_shrink import (
+    BaseForm,
+    GemmAndShrinkPlan,
+    check_base,
+    describe_base,
+    fused_config,
+    plan_gemm_and_shrink,
+)
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_shrink import plan_shrink, plane_rank
@@ -30,13 +39,33 @@ from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op,
 from punica.ops.triton_ops.plan import Batch, KernelPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
+Aside = Callable[[], AbstractContextManager]
+"""What puts the launches inside on another stream and joins that to the current one."""
+
 
 class LinearPlan(NamedTuple):
-    """Both launches and the shape of the planes between them."""
+    """Both launches and the shape of the planes between them; the first may make a base product, too."""
 
-    shrink: KernelPlan
+    shrink: KernelPlan | GemmAndShrinkPlan
     expand: KernelPlan
     planes: tuple[int, int, int, int]
+
+    def run(
+        self, x: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], y: Tensor, batch: Batch,
+        lora_ranks: Tensor | None, aligned: bool, scale: float, aside: Aside | None, base: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Launch; ``aside`` and ``base`` as in `linear`."""
+        with on_device(x.get_device()):
+            if isinstance(self.shrink, GemmAndShrinkPlan):
+                planes = torch.empty(self.planes, dtype=torch.float32, device=x.device)
+                self.shrink.run(x, base, y, lora_a, planes, batch, lora_ranks, aligned, scale)
+            else:
+                if base:
+                    skinny_gemm(y, x, *base)
+                with _HERE if aside is None else aside():
+                    planes = torch.empty(self.planes, dtype=torch.float32, device=x.device)
+                    self.shrink.run(x, lora_a, planes, batch, lora_ranks, aligned, scale)
+            self.expand.run(planes, lora_b, y, batch, lora_ranks, aligned)
 
 
 def plan_linear(
@@ -44,53 +73,67 @@ def plan_linear(
     batch: Batch,
     shrink: dict[str, Any], expand: dict[str, Any],
     *, add_inputs: bool = True, has_ranks: bool = False, pdl: bool = False, pdl_shrink: bool | None = None,
-    apart: bool = False, held: tuple[Held, Held] = (WIDE, WIDE),
+    apart: bool = False, fused: BaseForm | None = None, held: tuple[Held, Held] = (WIDE, WIDE),
 ) -> LinearPlan:  # fmt: skip
     """The two launches with the given configurations. ``pdl_shrink``: start shrink early too (None: as ``pdl``);
-    ``apart``: they are not behind one another; ``held``: how A and B are.
+    ``apart``: they are not behind one another; ``fused``: the first makes this base product, too (``shrink`` is of
+    `fused_config`); ``held``: how A and B are.
     """
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
     planes = (shrink["split_k"], slices, tokens, plane_rank(rank))
     strides = (prod(planes[1:]), prod(planes[2:]), planes[3], 1)
     overlap, early = pdl and not apart, (pdl if pdl_shrink is None else pdl_shrink) and not apart
-    first = plan_shrink(
-        x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early, held=held[0]
-    )
+    first: KernelPlan | GemmAndShrinkPlan
+    if fused is None:
+        first = plan_shrink(
+            x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early, held=held[0]
+        )
+    else:
+        first = plan_gemm_and_shrink(x, fused, y, a, shrink, has_ranks=has_ranks, pdl=pdl, held=held[0])
     second = plan_expand(
         planes, strides, kind, y, b, batch, expand,
-        offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, late=apart,
+        offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, late=apart or fused is not None,
         held=held[1],
     )  # fmt: skip
     return LinearPlan(first, second, planes)
 
 
-def _describe(names: Names, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) -> tuple[Weights, Weights]:
+Described = tuple[Weights, Weights, BaseForm | None]
+
+
+def _describe(
+    names: Names, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], base: Sequence[Tensor] = ()
+) -> Described:
     a, b = describe_stored(names.a, lora_a, -2), describe_stored(names.b, lora_b, -1)
     check_pair(a, b, names)
-    return a, b
+    return a, b, describe_base(base)
 
 
-def _plan(call: Call, forms: tuple[Weights, Weights]) -> LinearPlan | None:
+def _plan(call: Call, forms: Described) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
     names, x, y, lora_ranks, batch, switches = call
-    a, b = forms
+    a, b, base = forms
     add_inputs, options, apart = switches
     check_input(names.input, x, a, names.a)
     check_stored_output(names.output, y, b, 0)
     tokens, k = x.shape
     if y.shape[0] != tokens:
         raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
+    if base is not None:
+        check_base(base, x, y)
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, a)
     width, slices, shape = max(b.widths), len(a.widths), batch.shape
     if 0 in (tokens, k, a.rank, batch.max_segments, width):
         return None
     shrink = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=batch.listed)
+    fused = None if base is None or options.tuned_dir is not None else fused_config(shrink, x, base, a.rank)
+    shrink = fused or shrink
     expand = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, shrink["split_k"], b.row_major)
     return plan_linear(
         y, x, a, b, batch, shrink, expand,
         add_inputs=add_inputs, has_ranks=lora_ranks is not None,
-        pdl=options.pdl and supports_pdl(x.device), apart=apart,
+        pdl=options.pdl and supports_pdl(x.device), apart=apart or base is not None, fused=base if fused else None,
     )  # fmt: skip
 
 
@@ -101,27 +144,31 @@ _HERE = nullcontext()
 def linear(
     y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: Batch,
     scale: float = 1.0, *, add_inputs: bool = True, lora_ranks: Tensor | None = None, options: Options = Options(),
-    aside: Callable[[], AbstractContextManager] | None = None,
+    aside: Aside | None = None, base: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
     """`lora_linear` on a step: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T``, arguments as there.
 
     ``aside``: shrink is launched in this context, which puts it on another stream and joins that to the current one.
+    ``base``: ``weight [N, K]`` and perhaps ``bias [N]`` of up to 64 rows' base product (`skinny_gemm`), which y gets
+    first; the shrink is made beside it, aside or in the same launch.
     """
+    traced = is_traced()
+    if base and (batch.no_lora or traced):
+        skinny_gemm(y, x, *base)
     if batch.no_lora:
         return
-    if isinstance(batch, LoRABatch) and is_traced():
+    if isinstance(batch, LoRABatch) and traced:
         given = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **options._asdict()}
         call_flat(lora_linear, (y, x, lora_a_stacked, lora_b_stacked), batch, x.shape[0], **given)
         return
     switches = (add_inputs, options, aside is not None)
-    plan, aligned = _PLANS.find(x, y, (lora_a_stacked, lora_b_stacked), lora_ranks, batch, switches, scale)
-    if plan is None:
-        return
-    with on_device(x.get_device()):
-        with aside() if aside is not None else _HERE:
-            planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-            plan.shrink.run(x, lora_a_stacked, planes, batch, lora_ranks, aligned, float(scale))
-        plan.expand.run(planes, lora_b_stacked, y, batch, lora_ranks, aligned)
+    weights = (lora_a_stacked, lora_b_stacked, base) if base else (lora_a_stacked, lora_b_stacked)
+    plan, aligned = _PLANS.find(x, y, weights, lora_ranks, batch, switches, scale)
+    if plan is not None:
+        operands = (x, lora_a_stacked, lora_b_stacked, y, batch, lora_ranks)
+        plan.run(*operands, aligned, float(scale), aside, base)
+    elif base:
+        skinny_gemm(y, x, *base)
 
 
 @custom_op(mutates="output_tensor")

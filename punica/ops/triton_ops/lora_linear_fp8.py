@@ -4,8 +4,8 @@ Weight-only it is what `punica.ops.triton_ops.lora_linear` is: two launches, spl
 started early. With w8a8, x (unless it comes as FP8 with scales) and the float32 intermediate are quantised per token.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -16,12 +16,14 @@ from punica.ops.checks import Names, Weights, check_input, check_pair, check_ran
 from punica.ops.fp8_checks import Form, Scales, Scheme, check_activation, check_scales, forms_of
 from punica.ops.fp8_ops import Parts, check_linear_fp8, run_linear
 from punica.ops.quant import FP8_DTYPES
+from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
-from punica.ops.triton_ops.launch import on_device, supports_pdl
+from punica.ops.triton_ops.gemm_and_shrink import BaseForm, check_base, describe_base, fused_config
+from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
-from punica.ops.triton_ops.lora_linear import LinearPlan, plan_linear
+from punica.ops.triton_ops.lora_linear import Aside, LinearPlan, plan_linear
 from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8, shrink_fp8
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, names_of
 from punica.ops.triton_ops.plan import Batch
@@ -29,22 +31,22 @@ from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 Stored = tuple[Weights, Scales, Scheme]
-Described = tuple[tuple[Weights, tuple[Form, ...]], tuple[Weights, tuple[Form, ...]]]
+Described = tuple[tuple[Weights, tuple[Form, ...]], tuple[Weights, tuple[Form, ...]], BaseForm | None]
 
 
 def _describe(
     names: Names, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], a_scale: Sequence[Tensor],
-    b_scale: Sequence[Tensor],
+    b_scale: Sequence[Tensor], base: Sequence[Tensor] = (),
 ) -> Described:  # fmt: skip
     a, b = describe_stored(names.a, lora_a, -2, FP8_DTYPES), describe_stored(names.b, lora_b, -1, FP8_DTYPES)
     check_pair(a, b, names)
-    return (a, forms_of("lora_a_scale", a_scale)), (b, forms_of("lora_b_scale", b_scale))
+    return (a, forms_of("lora_a_scale", a_scale)), (b, forms_of("lora_b_scale", b_scale)), describe_base(base)
 
 
 def _plan(call: Call, forms: Described) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
     names, x, y, lora_ranks, batch, (add_inputs, shrink, expand, options, apart) = call
-    (a, a_scales), (b, b_scales) = forms
+    (a, a_scales), (b, b_scales), base = forms
     shrink.check()
     expand.check()
     tokens, k, has_ranks = x.shape[0], a.widths[0], lora_ranks is not None
@@ -59,22 +61,24 @@ def _plan(call: Call, forms: Described) -> LinearPlan | None:
     check_stored_output(names.output, y, b, 0)
     if y.shape[0] != tokens:
         raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
+    if base is not None:
+        check_base(base, x, y)
     batch.check_tensors(tokens, x.device)
     check_ranks(lora_ranks, a)
     if 0 in (tokens, k, a.rank, batch.max_segments, max(b.widths)):
         return None
     return plan_linear_fp8(
         y, x, (a, a_lie, shrink), (b, b_lie, expand), batch, options, add_inputs=add_inputs, has_ranks=has_ranks,
-        pdl=options.pdl and supports_pdl(x.device), apart=apart,
+        pdl=options.pdl and supports_pdl(x.device), apart=apart or base is not None, base=base,
     )  # fmt: skip
 
 
 def plan_linear_fp8(
     y: Tensor, x: Tensor, given_a: Stored, given_b: Stored, batch: Batch, options: Options,
-    *, add_inputs: bool, has_ranks: bool, pdl: bool, apart: bool = False,
+    *, add_inputs: bool, has_ranks: bool, pdl: bool, apart: bool = False, base: BaseForm | None = None,
 ) -> LinearPlan:  # fmt: skip
     """The two launches for weights, how their scales lie, and the scheme of these; ``apart``: not behind one another,
-    so that FP8's own kernels are launched plainly.
+    so that FP8's own kernels are launched plainly. ``base``: a product that the first may make, too.
     """
     (a, a_lie, shrink), (b, b_lie, expand) = given_a, given_b
     tokens, k, slices, width, shape = x.shape[0], a.widths[0], len(a.widths), max(b.widths), batch.shape
@@ -83,13 +87,15 @@ def plan_linear_fp8(
     held = None if held_a is None or held_b is None or b.row_major else (held_a, held_b)
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
     second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, first["split_k"], b.row_major)
+    fused = None
     if held is not None and options.tuned_dir is None:  # what a tuned table says stays
-        first = shrink_in_fp8(first, shape, tokens, a.rank)
+        fused = None if base is None else fused_config(first, x, base, a.rank)
+        first = fused or shrink_in_fp8(first, shape, tokens, a.rank)
         second = expand_in_fp8(second, shape, tokens, b.widths, b.rank)
     if held is not None:
         return plan_linear(
             y, x, a, b, batch, first, second,
-            add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, apart=apart, held=held,
+            add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, apart=apart, fused=base if fused else None, held=held,
         )  # fmt: skip
     pdl = pdl and not apart
     planes, low = (first["split_k"], slices, tokens, a.rank), torch.float32
@@ -106,7 +112,6 @@ def plan_linear_fp8(
 
 
 _PLANS = Plans(_describe, _plan)
-_HERE = nullcontext()
 
 
 def linear_fp8(
@@ -114,17 +119,21 @@ def linear_fp8(
     scale: float = 1.0,
     *, lora_a_scale: Sequence[Tensor] | None, lora_b_scale: Sequence[Tensor] | None, a_scale: Tensor | None = None,
     shrink: Scheme = Scheme(), expand: Scheme = Scheme(), add_inputs: bool = True, lora_ranks: Tensor | None = None,
-    options: Options = Options(), aside: Callable[[], AbstractContextManager] | None = None,
+    options: Options = Options(), aside: Aside | None = None, base: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
     """`lora_linear_fp8` on a step: ``y[t, o_i : ...] (+)= scale * (x[t] @ A_i^T) @ B_i^T`` with FP8 weights, arguments
-    and errors as of `punica.ops.fp8_ops.linear_fp8`; ``aside`` as in `punica.ops.triton_ops.lora_linear.linear`.
+    and errors as of `punica.ops.fp8_ops.linear_fp8`; ``aside`` and ``base`` as in
+    `punica.ops.triton_ops.lora_linear.linear`.
     """
+    quantises = shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None
+    traced = is_traced()
+    if base and (batch.no_lora or quantises or traced):
+        skinny_gemm(y, x, *base)
     if batch.no_lora:
         return
     a_scales = () if lora_a_scale is None else lora_a_scale
     b_scales = () if lora_b_scale is None else lora_b_scale
-    weights = (lora_a_stacked, lora_b_stacked, a_scales, b_scales)
-    if isinstance(batch, LoRABatch) and is_traced():
+    if isinstance(batch, LoRABatch) and traced:
         call_flat(
             lora_linear_fp8, (y, x, lora_a_stacked, lora_b_stacked), batch, x.shape[0], scaling=scale,
             lora_a_scale=a_scales, lora_b_scale=b_scales, a_scale=a_scale,
@@ -132,7 +141,7 @@ def linear_fp8(
             **options._asdict(),
         )  # fmt: skip
         return
-    if shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None:
+    if quantises:
         check_linear_fp8(
             y, x, lora_a_stacked, lora_b_stacked, batch, lora_a_scale, lora_b_scale, a_scale, shrink, expand,
             lora_ranks, names_of(batch),
@@ -144,16 +153,13 @@ def linear_fp8(
         )  # fmt: skip
         return
     switches = (add_inputs, shrink, expand, options, aside is not None)
-    plan, aligned = _PLANS.find(x, y, weights, lora_ranks, batch, switches, scale)
-    if plan is None:
-        return
-    with on_device(x.get_device()):
-        with aside() if aside is not None else _HERE:
-            planes = torch.empty(plan.planes, dtype=torch.float32, device=x.device)
-            plan.shrink.run(
-                x, operands(lora_a_stacked, a_scales, None), planes, batch, lora_ranks, aligned, float(scale)
-            )
-        plan.expand.run(planes, operands(lora_b_stacked, b_scales, None), y, batch, lora_ranks, aligned)
+    weights = (lora_a_stacked, lora_b_stacked, a_scales, b_scales)
+    plan, aligned = _PLANS.find(x, y, (*weights, base) if base else weights, lora_ranks, batch, switches, scale)
+    if plan is not None:
+        held = operands(lora_a_stacked, a_scales, None), operands(lora_b_stacked, b_scales, None)
+        plan.run(x, *held, y, batch, lora_ranks, aligned, float(scale), aside, base)
+    elif base:
+        skinny_gemm(y, x, *base)
 
 
 @custom_op(mutates="output_tensor")

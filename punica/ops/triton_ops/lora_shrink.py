@@ -55,7 +55,7 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 
 @triton.jit
-def _shrink_row(
+def shrink_row(
     x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
     K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
@@ -209,7 +209,7 @@ def _shrink_tile(
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x BLOCK_R ranks x one K split; TOGETHER: the ranks of all slices are side by side, so that x
-    is read once for all of them. Slots of up to 16 ranks are read whole, as in `_shrink_row`.
+    is read once for all of them. Slots of up to 16 ranks are read whole, as in `shrink_row`.
     """
     WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
@@ -292,7 +292,7 @@ def _lora_shrink_rows_kernel(
     pid_k, pid_r = pid % SPLIT_K, (pid // SPLIT_K) % PROGRAMS_R
     row = (pid // (SPLIT_K * PROGRAMS_R)).to(tl.int64)
     slot = tl.load(mapping_ptr + row)
-    _shrink_row(
+    shrink_row(
         x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
         num_tokens, num_slots, scaling, stride_xt, stride_xk,
         K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
@@ -386,7 +386,7 @@ def _lora_shrink_listed_kernel(
         total = tl.load(totals_ptr + ROWS_AT)
         while item < total:
             slot, row, _ = read_record(record)
-            _shrink_row(
+            shrink_row(
                 x_ptr, operands, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
                 pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
                 K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
@@ -412,18 +412,10 @@ def plan_shrink(
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
-    stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
     if held.format and direct:
         raise ValueError("A in FP8 with a direct result: these kernels shrink it into planes (lora_shrink_fp8 either)")
-    out_rank = rank if direct else plane_rank(rank)
-    constants = {"K": k, "R": rank, "OUT_R": out_rank, "HELD": held, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak}
-    constants |= {
-        "NUM_SLICES": slices,
-        "SPLIT_K": split_k,
-        "HAS_RANKS": has_ranks,
-        "ACCUMULATE": accumulate,
-        "PDL": overlap,
-    }
+    constants = stored_constants(weights, rank if direct else plane_rank(rank), held)
+    constants |= {"SPLIT_K": split_k, "HAS_RANKS": has_ranks, "ACCUMULATE": accumulate, "PDL": overlap}
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
     dtypes = (x.dtype, weights.dtype, out_dtype)
 
@@ -469,6 +461,16 @@ def plan_shrink(
     grid = ((tiles + bare_tiles) * per_tile, slices, 1)
     launch = Launch(_lora_shrink_search_kernel, grid, dtypes, x.stride(), constants, **shared)
     return SearchPlan(launch, (tokens, segments, tiles, weights.slots))
+
+
+def stored_constants(weights: Weights, out_rank: int, held: Held) -> dict[str, Any]:
+    """What the kernels are compiled for in A, and in rows of their output with room for ``out_rank`` ranks."""
+    rank, k = weights.rank, weights.widths[0]
+    stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
+    return {
+        "K": k, "R": rank, "OUT_R": out_rank, "HELD": held, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak,
+        "NUM_SLICES": len(weights.widths),
+    }  # fmt: skip
 
 
 def plane_rank(rank: int) -> int:

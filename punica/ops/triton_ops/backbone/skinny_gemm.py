@@ -67,6 +67,24 @@ class TilesForm(NamedTuple):
 GemmForm = RowsForm | TilesForm
 
 
+class WeightForm(NamedTuple):
+    """What kernels and launches know of ``weight [n, k]`` and its bias."""
+
+    n: int
+    k: int
+    stride: int
+    has_bias: bool
+    prefetches: bool
+    """Whether rows can be brought into the L2 cache by instructions that move multiples of 16 bytes."""
+
+
+def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
+    """The form of a weight whose rows are dense."""
+    (n, k), stride = weight.shape, weight.stride(0)
+    whole = weight.data_ptr() % 16 == 0 and (k | stride) * weight.element_size() % 16 == 0
+    return WeightForm(n, k, stride, bias is not None, whole)
+
+
 @triton.jit
 def bring_near(ptrs, width):
     """Ask for `width` elements behind each of these pointers (multiples of 16 bytes, or none) in the L2 cache."""
@@ -194,9 +212,9 @@ def finish_tile(
             _store(out_ptrs, total, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _gemm_tiles_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tokens, x_stride, w_stride, out_stride,
+@triton.jit
+def gemm_tile(
+    x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tile, split, tokens, x_stride, w_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -205,7 +223,6 @@ def _gemm_tiles_kernel(
     BLOCK_T.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    tile, split = tl.program_id(0), tl.program_id(1)
     first, end = STEPS * split // SPLIT_K, STEPS * (split + 1) // SPLIT_K
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_t, offs_k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
@@ -221,6 +238,21 @@ def _gemm_tiles_kernel(
     finish_tile(
         acc, out_ptr, bias_ptr, planes_ptr, arrived_ptr, tile, split, offs_n, offs_t, mask_t, out_stride,
         N, BLOCK_N, BLOCK_T, SPLIT_K, HAS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _gemm_tiles_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tokens, x_stride, w_stride, out_stride,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """All tiles, and all parts of K of each."""
+    gemm_tile(
+        x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tl.program_id(0), tl.program_id(1), tokens,
+        x_stride, w_stride, out_stride,
+        N, K, BLOCK_T, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, AHEAD, HAS_BIAS, PDL, INTERPRETED,
     )  # fmt: skip
 
 
@@ -298,33 +330,30 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: 
     """`skinny_gemm` in a given form, on operands known to be right."""
     (tokens, k), n, pdl = x.shape, weight.shape[0], supports_pdl(x.device)
     tiles = triton.cdiv(n, form.block_n)
-    constants: dict[str, Any] = {"N": n, "K": k, "BLOCK_N": form.block_n, "BLOCK_K": form.block_k}
-    constants |= {"HAS_BIAS": bias is not None, "PDL": pdl}
     strides = x.stride(0), weight.stride(0), out.stride(0)
     tensors: tuple[Tensor, ...] = (x, weight, weight if bias is None else bias, out)
     shared: dict[str, Any] = {"num_warps": form.num_warps, "pdl": pdl, "device": x.device}
     if isinstance(form, RowsForm):
-        constants |= {"TOKENS": tokens, "VECTOR": 16 // x.element_size()}
+        constants: dict[str, Any] = {"N": n, "K": k, "BLOCK_N": form.block_n, "BLOCK_K": form.block_k}
+        constants |= {"HAS_BIAS": bias is not None, "PDL": pdl, "TOKENS": tokens, "VECTOR": 16 // x.element_size()}
         launch = Launch(_gemm_rows_kernel, (tiles, 1, 1), (x.dtype,), strides, constants, **shared)
     else:
-        constants |= {"BLOCK_T": form.block_t, "SPLIT_K": form.split_k, "STAGES": stages_of(form, x)}
-        constants |= {"AHEAD": form.ahead if prefetches(weight) else 0, "INTERPRETED": INTERPRETED}
-        planes, arrived = split_workspace(out, weight, form)
-        tensors += (planes, arrived)
+        constants = tiles_constants(form, x, weight_form(weight, bias)) | {"PDL": pdl}
+        tensors += split_workspace(out, weight, form)
         grid = (tiles, form.split_k, 1)
         launch = Launch(_gemm_tiles_kernel, grid, (x.dtype, form.split_k > 1), strides, constants, **shared)
     with on_device(x.get_device()):
         launch(tensors, () if isinstance(form, RowsForm) else (tokens,), not INTERPRETED and all_aligned(*tensors))
 
 
-def stages_of(form: TilesForm, x: Tensor) -> int:
-    """The stages of a form that fit into shared memory."""
-    return stages_that_fit(form.num_stages, form.block_k * (form.block_n + form.block_t) * x.element_size(), x.device)
-
-
-def prefetches(weight: Tensor) -> bool:
-    """Whether rows of the weight can be brought into the L2 cache by instructions that move multiples of 16 bytes."""
-    return weight.data_ptr() % 16 == 0 and (weight.shape[1] | weight.stride(0)) * weight.element_size() % 16 == 0
+def tiles_constants(form: TilesForm, x: Tensor, weight: WeightForm) -> dict[str, Any]:
+    """What `gemm_tile` is compiled for, early launch aside."""
+    tile_bytes = form.block_k * (form.block_n + form.block_t) * x.element_size()
+    return {
+        "N": weight.n, "K": weight.k, "BLOCK_T": form.block_t, "BLOCK_N": form.block_n, "BLOCK_K": form.block_k,
+        "SPLIT_K": form.split_k, "STAGES": stages_that_fit(form.num_stages, tile_bytes, x.device),
+        "AHEAD": form.ahead if weight.prefetches else 0, "HAS_BIAS": weight.has_bias, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
 
 
 def split_workspace(out: Tensor, weight: Tensor, form: TilesForm) -> tuple[Tensor, Tensor]:
