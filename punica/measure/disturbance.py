@@ -13,6 +13,7 @@ decides whether to try again.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import resource
@@ -23,22 +24,27 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import psutil
 
-from punica.measure.environment import gpu_query
+from punica.measure.environment import gpu_query, l3_mib
 
 OTHER_CPU_LIMIT = 0.05
 """Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
 CALIBRATION_LIMIT = 1.5
-"""How many times the quickest calibration of this process one may take."""
+"""How many times as long as on this machine when it is quiet (`Calibrator.quiet`) a calibration may take."""
 SHORTEST_OTHER_S = 0.04
 """Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 """NVML's reasons to slow down that a cool GPU with enough power does not have: hardware, software thermal, hardware
 thermal, power brake. The power cap (0x4) is left out: dense products reach it on a healthy GPU."""
 
-_ATTEMPTS = 3
+_ATTEMPTS = 5
 _COPY_MIB = 32
+_QUIET_SHARE = 0.1
+"""Of the calibrations of a process, those that say what it takes when nothing disturbs. Not the quickest alone: that is
+a rare one (on a virtual machine with two cores a third less than what is usual), the rarer the longer a run lasts, so
+that a point's mark would depend on how many were measured before it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Calibration:
 
 
 class Calibrator:
-    """The product and the copy on one device, and the quickest that either ever was in this process."""
+    """The product and the copy on one device, and all that they took in this process."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -112,19 +118,30 @@ class Calibrator:
         cuda = device.startswith("cuda")
         size, dtype = (2048, torch.float16) if cuda else (512, torch.float32)
         left = torch.ones(size, size, device=device, dtype=dtype)
-        product, source = torch.empty_like(left), torch.ones(_COPY_MIB << 18, device=device, dtype=torch.int32)
-        target = torch.empty_like(source)
+        product = torch.empty_like(left)
         self._wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
         self._gemm = lambda: torch.mm(left, left, out=product)
-        self._copy = lambda: target.copy_(source)
-        self.best = Calibration(math.inf, math.inf)
+        # Copied in turns, so that none is in a cache from the last time: how much of it others left there would be
+        # what is measured. Few turns are not enough, since caches do not drop the oldest first.
+        pairs = 1 if cuda else max(8, math.ceil(2 * (l3_mib() or 0) / _COPY_MIB))
+        parts = torch.ones(2 * pairs, _COPY_MIB << 18, device=device, dtype=torch.int32)
+        turns = itertools.cycle(range(pairs))
+        self._copy = lambda: parts[pairs + (turn := next(turns))].copy_(parts[turn])
+        self._found: list[Calibration] = []
         self.run()  # first calls pay for what later ones find
+        self._found.clear()
 
     def run(self) -> Calibration:
-        """Calibrate now (some 20 ms on two cores)."""
+        """Calibrate now (some 30 ms on two cores)."""
         found = Calibration(self._microseconds(self._gemm), self._microseconds(self._copy))
-        self.best = Calibration(min(self.best.gemm_us, found.gemm_us), min(self.best.copy_us, found.copy_us))
+        self._found.append(found)
         return found
+
+    @property
+    def quiet(self) -> Calibration:
+        """What both take when nothing disturbs: a tenth of this process's calibrations are quicker."""
+        gemm, copy = zip(*[(one.gemm_us, one.copy_us) for one in self._found], strict=True)
+        return Calibration(*[float(np.quantile(times, _QUIET_SHARE)) for times in (gemm, copy)])
 
     def _microseconds(self, call: Callable[[], object]) -> float:
         times = []
@@ -159,8 +176,8 @@ class Watch:
         calibration = self._calibrator.run()
         gemm = (self._calibration.gemm_us + calibration.gemm_us) / 2
         copy = (self._calibration.copy_us + calibration.copy_us) / 2
-        best = self._calibrator.best
-        slow = max(gemm / best.gemm_us, copy / best.copy_us) > CALIBRATION_LIMIT
+        quiet = self._calibrator.quiet
+        slow = max(gemm / quiet.gemm_us, copy / quiet.copy_us) > CALIBRATION_LIMIT
         share, crowded = _crowded(before, after)
         throttled = gpu is not None and bool(gpu[1] & THROTTLED)
         return Disturbance(slow or crowded or throttled, share, gemm, copy, gpu[0] if gpu else None)
