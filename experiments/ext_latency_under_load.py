@@ -55,9 +55,10 @@ from omegaconf import MISSING
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
+from experiments.harness.span import Span
 
 if TYPE_CHECKING:
-    from experiments.systems.load_bench import Capacity, Span
+    from experiments.systems.load_bench import Capacity
     from experiments.systems.loaded import Loaded
     from experiments.systems.stream import Job
     from experiments.systems.world import World
@@ -152,7 +153,6 @@ class LoadBench:
 
     def __init__(self, cfg: Config) -> None:
         from experiments.systems import Limits, World
-        from experiments.systems.load_bench import Span
 
         figure, engine, adapters = cast(LoadConf, cfg.figure), cfg.engine, cfg.adapters
         limits = Limits(engine.max_batch_size, figure.max_len, engine.block_size, engine.num_blocks)

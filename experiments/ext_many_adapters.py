@@ -57,9 +57,9 @@ from experiments.ext_latency_under_load import check_length
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
+from experiments.harness.span import Span
 
 if TYPE_CHECKING:
-    from experiments.systems.load_bench import Span
     from experiments.systems.loaded import Loaded
     from experiments.systems.stream import Job
     from experiments.systems.world import World
@@ -186,7 +186,6 @@ class ManyBench:
 
     def __init__(self, cfg: Config) -> None:
         from experiments.systems import Limits, World
-        from experiments.systems.load_bench import Span
 
         figure, adapters = cast(ManyConf, cfg.figure), cfg.adapters
         limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)

@@ -2,7 +2,8 @@
 
 Every instant belongs to one part: among the kernels that run, to the one that started first, so that a kernel launched
 early counts from when the one before it ends. A LoRA shrink runs beside the base product: in its launch, where it is
-part of that, or on a stream of its own, where it counts only while nothing else runs. What no kernel covers is a gap. So the parts add up to the time that was watched.
+part of that, or on a stream of its own, where it counts only while nothing else runs. What no kernel covers is a gap.
+So the parts add up to the time that was watched.
 """
 
 import itertools

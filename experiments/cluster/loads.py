@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.harness.points import Reading
+from experiments.harness.span import FEWEST_FOR_P99, Span
 from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
 from punica.measure.records import read_rows
 from punica.workload import (
     RequestLengths,
-    independent_seeds,
-    poisson_arrivals,
     popularity,
     released_lengths,
     rescaled,
@@ -32,41 +31,28 @@ from punica.workload import (
 
 FILE = "ext_latency_under_load"
 P99 = "time_to_first_token_p99"
-FEWEST = 100
-"""Requests; of fewer the p99 would lie between the two that waited longest."""
 PREDICTED = ("offered_rate", "load", "requests", P99)
 TOLD = ("decode_step", "prefill_step")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What a machine was loaded with, in the words of `ext_latency_under_load`'s settings; seconds of warm-up, of
-    measured arrivals and of patience, and the requests for which these seconds are longer, see `load_bench.Span`.
-    """
+    """What a machine was loaded with, in the words of `ext_latency_under_load`'s settings."""
 
     lengths: str
     requests: int
     max_len: int
-    warm: float
-    seconds: float
-    drain: float
-    least: float
-    longest: float
+    span: Span
     seed: int
     works_ahead: bool
 
-    def measured(self, rate: float) -> tuple[float, float]:
-        """From when to when requests count that arrive at ``rate`` per second."""
-        return self.warm, self.warm + max(self.seconds, min(self.least / rate, self.longest))
-
     def arrivals(self, rate: float, repeat: int) -> NDArray[np.float64]:
-        """Seconds at which requests arrive."""
-        return poisson_arrivals(rate, self.measured(rate)[1] + self.drain, independent_seeds(self.seed + repeat, 1)[0])
+        """Seconds at which requests arrive, ``rate`` of them per second."""
+        return self.span.at(rate).arrivals(rate, self.seed + repeat)
 
     def counts(self, rate: float, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which of the arrivals are measured."""
-        first, end = self.measured(rate)
-        return (first <= arrivals) & (arrivals < end)
+        return self.span.at(rate).counts(arrivals)
 
     @property
     def drawn(self) -> RequestLengths:
@@ -120,7 +106,8 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
         if _is_predicted(panel, value):
             about = value["offered_rate"], value[P99] / 1e3, *shapes[model, panel, workload, repeat]
             load = Load(panel, workload, repeat, *about, stream, tuple(sorted(longer[model])))
-            if FEWEST <= value["requests"] == stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum():
+            counted = stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum()
+            if FEWEST_FOR_P99 <= value["requests"] == counted:
                 found[model].append(load)
     return dict(found)
 
@@ -131,10 +118,16 @@ def _is_predicted(panel: str, value: Mapping[str, float]) -> bool:
 
 def stream_of(settings: Mapping) -> Stream:
     """Of the settings that lie beside the rows."""
-    names = ("lengths", "requests", "max_len", "warm", "seconds", "drain", "least")
-    made = {name: settings["figure"][name] for name in names}
-    made["longest"] = settings["figure"].get("longest", math.inf)  # rows from before it was a setting
-    return Stream(**made, seed=settings["adapters"]["seed"], works_ahead=settings["hardware"]["device"] != "cpu")
+    figure = settings["figure"]
+    return Stream(
+        **{name: figure[name] for name in ("lengths", "requests", "max_len")},
+        span=Span(
+            **{name: figure[name] for name in ("warm", "seconds", "drain", "least")},
+            longest=figure.get("longest", math.inf),  # rows from before it was a setting
+        ),
+        seed=settings["adapters"]["seed"],
+        works_ahead=settings["hardware"]["device"] != "cpu",
+    )
 
 
 def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:

@@ -7,7 +7,6 @@ which is less than it will have. The numbers of it are in `load_readings`.
 """
 
 import itertools
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,37 +14,12 @@ from statistics import fmean
 
 from experiments.benches.engine_state import clear
 from experiments.harness.points import Reading
+from experiments.harness.span import Span
 from experiments.systems.check import check_tokens
 from experiments.systems.loaded import FOLDERS, Loaded
 from experiments.systems.open_loop import Arrival, Clock, TimedStep, Trace, drive
 from experiments.systems.steady import begin_steadily
 from experiments.systems.stream import Job, shortened
-from punica.workload import independent_seeds, poisson_arrivals
-
-
-@dataclass(frozen=True)
-class Span:
-    """Seconds of warm-up, of arrivals that are measured, and of patience after them."""
-
-    warm: float
-    seconds: float
-    drain: float
-    least: float = 0.0
-    """Requests that are to be expected in the measured time; at a low rate it is as much longer ..."""
-    longest: float = math.inf
-    """... but no longer than this (unless `seconds` are)."""
-
-    def at(self, rate: float) -> "Span":
-        """The span for `rate` requests per second."""
-        return replace(self, seconds=max(self.seconds, min(self.least / rate, self.longest)))
-
-    @property
-    def measured(self) -> tuple[float, float]:
-        return self.warm, self.warm + self.seconds
-
-    @property
-    def deadline(self) -> float:
-        return self.warm + self.seconds + self.drain
 
 
 @dataclass(frozen=True)
@@ -123,7 +97,7 @@ def load(system: Loaded, jobs: Sequence[Job], rate: float, span: Span, seed: int
     """
     span = span.at(rate)
     system.hold({job.adapter_id for job in jobs})
-    times = poisson_arrivals(rate, span.deadline, independent_seeds(seed, 1)[0])
+    times = span.arrivals(rate, seed)
     requests = system.requests([job for job, _ in zip(itertools.cycle(jobs), times, strict=False)])
     arrivals = [Arrival(request, float(at)) for request, at in zip(requests, times, strict=True)]
     with system.captures_nothing():

@@ -9,12 +9,10 @@ import numpy as np
 
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
-from experiments.systems.load_bench import Span
+from experiments.harness.span import FEWEST_FOR_P99, Span
 from experiments.systems.open_loop import DISK, MEMORY, SLOT, Counts, TimedStep, Trace, Traced, check_trace, counts_of
 
 MS = 1e3
-FEWEST_FOR_P99 = 100
-"""Samples; of fewer the p99 would lie between the two longest."""
 
 
 def load_readings(trace: Trace, span: Span) -> list[Reading]:

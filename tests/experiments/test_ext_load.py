@@ -15,6 +15,7 @@ from experiments.harness import ConfigError, Reading
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.settings import keys_read, refuse_unread, settle
+from experiments.harness.span import Span
 from experiments.plots.frames import measured_frame
 from experiments.plots.load import draw_load, draw_many
 from experiments.systems import load_bench
@@ -113,7 +114,7 @@ class Scripted:
 
     @staticmethod
     def bench(bench, cfg) -> None:
-        bench.span = load_bench.Span(0.0, 1.0, 1.0, 6, 5.0)
+        bench.span = Span(0.0, 1.0, 1.0, 6, 5.0)
 
     def capacity_of(self, system, jobs, seconds):
         self.capacities.append((system, 10.0 + len(self.capacities)))

@@ -48,10 +48,10 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
+from experiments.harness.span import Span
 from experiments.plots.frames import frame_of
 from punica.cluster import StepCost, StepWork, simulate
 from punica.measure.records import Row, read_rows, write_rows
-from punica.workload import independent_seeds, poisson_arrivals
 
 PAPER = Path(__file__).parents[2] / "paper_results"
 COST = StepCost("a cost", base=0.01, row=1e-5, kv=1e-7, prefill=1e-4, rank=1e-6)
@@ -360,16 +360,15 @@ def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_besid
 
 def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path, monkeypatch):
     from experiments.systems import paper_stream
-    from experiments.systems.load_bench import Span
 
     loads(tmp_path, p99=1.0)
     (load,) = read_loads(tmp_path / "h200")["llama2-7b"]
     names = ("warm", "seconds", "drain", "least", "longest")
     for rate in (1.0, 3.0, 50.0):
         span = Span(**{name: FIGURE[name] for name in names}).at(rate)
-        assert load.stream.measured(rate) == span.measured
-        seed = independent_seeds(3 + 2, 1)[0]
-        assert np.array_equal(load.stream.arrivals(rate, 2), poisson_arrivals(rate, span.deadline, seed))
+        arrivals = load.stream.arrivals(rate, 2)
+        assert np.array_equal(arrivals, span.arrivals(rate, 3 + 2))
+        assert np.array_equal(load.stream.counts(rate, arrivals), span.counts(arrivals))
     assert load.stream.works_ahead
     served = []
     monkeypatch.setattr(loads_module, "simulate", lambda trace, *_, **__: served.append(trace) or SimpleNamespace(

@@ -9,8 +9,9 @@ import pytest
 
 from experiments.harness import CheckFailed
 from experiments.harness.schema import DType, ModelConf
+from experiments.harness.span import Span
 from experiments.systems import Job, Limits, World, paper_stream
-from experiments.systems.load_bench import Span, capacity_of, check_system, load
+from experiments.systems.load_bench import capacity_of, check_system, load
 from experiments.systems.load_readings import load_readings, place_readings, tail, user_readings, users_of
 from experiments.systems.loaded import ADMISSIONS, BASELINES, FromFolders, Loaded
 from experiments.systems.open_loop import DISK, MEMORY, SLOT, Arrival, Trace, Traced, check_trace, counts_of, drive
