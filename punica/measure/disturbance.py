@@ -43,8 +43,9 @@ _ATTEMPTS = 5
 _COPY_MIB = 32
 _QUIET_SHARE = 0.1
 """Of the calibrations of a process, those that say what it takes when nothing disturbs. Not the quickest alone: that is
-a rare one (on a virtual machine with two cores a third less than what is usual), the rarer the longer a run lasts, so
-that a point's mark would depend on how many were measured before it."""
+a rare one (on a virtual machine with two cores a third less than what is usual), the rarer the longer a run lasts, and
+it marked two of three points of an idle machine. The price: a machine that is slow for nine tenths of a run and more is
+taken for one that is not faster; repeats of another run show it."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,14 @@
 Programs of two kinds stand in one grid: tiles of the base product (`skinny_gemm`) and, behind them, rows of the shrink
 (`lora_shrink`). Beside the bytes of a projection those of a few ranks are few, and the shrink's many short programs
 fill what the tiles leave free, above all while the last of them end. All stays one chain on one stream, in which every
-kernel starts early, where a second stream for the shrink (`punica.layers.dual_stream`) has to be forked and joined:
-Llama-2 7B, 32 rows, rank 16 on an H200, without attention: LoRA adds 0.79 instead of 0.93 ms to a step of 32 adapters,
-0.29 instead of 0.33 to one of a single adapter. Above `MOST_RANKS` the shrink is too much work for what the product's
-shared memory leaves of a multiprocessor: with 64 ranks it takes 3.00 instead of 2.77 ms.
+kernel starts early, where a second stream for the shrink (`punica.layers.dual_stream`) has to be forked and joined.
+
+What counts is the width of the slots, not the rank of an adapter in one. Probed once on an H200 (2026-11-23), with the
+projections, norms and activation of Llama-2 7B's 32 layers in one graph, 32 rows: in slots of rank 16 LoRA adds 0.79 ms
+where it adds 0.93 with a second stream (32 adapters), 0.31 and 0.33 (one adapter); in slots of rank 64 it adds 3.00
+where it adds 2.77, since the product's shared memory leaves little of a multiprocessor to so much work. Between these
+nothing was measured, hence `MOST_RANKS`. One row, and two where K is a multiple of 2048, are multiplied without tensor
+cores (`choose_form`), and have a launch of their own.
 """
 
 from collections.abc import Sequence

@@ -150,7 +150,8 @@ def linear(
 
     ``aside``: shrink is launched in this context, which puts it on another stream and joins that to the current one.
     ``base``: ``weight [N, K]`` and perhaps ``bias [N]`` of up to 64 rows' base product (`skinny_gemm`), which y gets
-    first; the shrink is made beside it, aside or in the same launch.
+    first (it may be uninitialised, and is not ``x``; add_inputs is True); the shrink is made beside it, aside or in the
+    same launch. Under a tracer or profiler the product is one launch and the op another.
     """
     traced = is_traced()
     if base and (batch.no_lora or traced):

@@ -79,6 +79,7 @@ class Compilations:
 
     def __init__(self, capability: int) -> None:
         self.records: list[Record] = []
+        self.capability = capability
         self._compile, self._known = JITFunction.warmup, {}
         shared = SHARED_KIB[capability] << 10
         driver.set_active(AbsentGpu(capability))

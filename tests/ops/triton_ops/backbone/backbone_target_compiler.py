@@ -6,14 +6,18 @@ whether the cache is FP8.
 import json
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from target_compiler import Compilations, empty
 
 from punica.ops.backbone import HeadNorms
+from punica.ops.checks import STEP, describe_stored
 from punica.ops.quant import E4M3
 from punica.ops.triton_ops.backbone import add_rms_norm, decode_attention, rotate_and_store, skinny_gemm, swiglu
+from punica.ops.triton_ops.fp8_device import WIDE, Held
+from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_config, plan_gemm_and_shrink
 
 MODULES = ("decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
 LAYERS = {
@@ -23,6 +27,7 @@ LAYERS = {
 """Heads, kv heads, head size, hidden and inner size."""
 NORMALISED = ("small", "odd")
 TOKENS, BLOCK_SIZE, BLOCKS, WIDTH = 32, 16, 64, 40
+RANK, SLOTS = 16, 4
 
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
@@ -43,7 +48,22 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     down, hidden_rows = empty(hidden, inner, dtype=dtype), empty(TOKENS, inner, dtype=dtype)
     for tokens in (1, TOKENS):
         skinny_gemm(x[:tokens], hidden_rows[:tokens], down)
+    gemm_and_shrink(hidden_rows, down, x, bool(case.get("fp8")), done.capability)
     return [{"case": case, **record} for record in done.records[before:]]
+
+
+def gemm_and_shrink(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8: bool, capability: int) -> None:
+    """The base product with the shrink of ``RANK`` ranks in its launch, A in FP8 or in the dtype of x."""
+    a = empty(SLOTS, RANK, x.shape[1], dtype=E4M3 if fp8 else x.dtype)
+    base, stored = describe_base((weight,)), describe_stored(STEP.a, (a,), -2, (a.dtype,))
+    config = fused_config({"row_wise": True}, x, base, RANK)
+    held = Held(1, True) if fp8 else WIDE
+    plan = plan_gemm_and_shrink(x, base, y, stored, config, has_ranks=True, pdl=capability >= 90, held=held)
+    scales = empty(SLOTS, RANK, dtype=torch.float32)
+    given = (a if capability >= 89 else a.view(torch.uint8), scales, scales) if fp8 else (a,)
+    planes = empty(config["split_k"], 1, TOKENS, RANK, dtype=torch.float32)
+    step = SimpleNamespace(tensors=[empty(TOKENS, dtype=torch.int32)])
+    plan.run(x, (weight,), y, given, planes, step, empty(1, SLOTS, dtype=torch.int32), True, 1.0)
 
 
 def main() -> None:
