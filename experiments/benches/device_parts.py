@@ -2,8 +2,8 @@
 
 Every instant belongs to one part: among the kernels that run, to the one that started first, so that a kernel launched
 early counts from when the one before it ends. A LoRA shrink runs beside the base product: in its launch, where it is
-part of that (so that what low ranks cost is found in the base product's time beside that without LoRA), or on a stream
-of its own, where it counts only while nothing else runs. What no kernel covers is a gap. So the parts add up to the time
+part of that (what low ranks cost is then found in the base product's time beside that without LoRA), or on a stream of
+its own, where it counts only while nothing else runs. What no kernel covers is a gap. So the parts add up to the time
 that was watched.
 """
 

@@ -41,8 +41,8 @@ class PunicaWrapperABC(ABC):
     """The six methods that a layer may call. Here they work in place and return None; a platform that cannot update in
     place returns the result instead, and layers honour it.
 
-    ``takes_aside``: whether `add_lora_linear` takes ``aside`` and ``base``, with which a layer has shrink and base product
-    made beside one another (`punica.layers.dual_stream`). With ``base`` nothing was written to ``y`` before.
+    ``takes_aside``: whether `add_lora_linear` takes ``aside`` and ``base``, with which a layer has shrink and base
+    product made beside one another (`punica.layers.dual_stream`). With ``base`` nothing was written to ``y`` before.
     """
 
     takes_aside: bool = False
@@ -219,10 +219,11 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         Shapes as in `add_shrink` and `add_expand`; the intermediate ``[n, T', r]`` is float32 whatever the model dtype.
         ``buffer`` (CPU only): n float32 tensors ``[T', r]`` that are zeroed and then hold the intermediate. Keywords:
         ``add_inputs`` (default True), ``lora_ranks``; on a GPU also (`punica.layers.dual_stream`) ``aside``, and
-        ``base``, the weight and perhaps the bias of a base product, which y gets first (it may be uninitialised). A and B must have one rank:
-        rank-sharded weights go through `add_shrink`, a collective, `add_expand`. A step without any adapter adds
-        nothing at all. A and B in FP8 need the keywords of `punica.wrapper.fp8`; with ``use_fp8_w8a8`` an x that is not
-        FP8 is quantised per token (leave ``a_scale`` out), and so is the intermediate.
+        ``base``, the weight and perhaps the bias of a base product, which y gets first (it may be uninitialised). A and
+        B must have one rank: rank-sharded weights go through `add_shrink`, a collective, `add_expand`. A step without
+        any adapter adds nothing at all. A and B in FP8 need the keywords of `punica.wrapper.fp8`; with
+        ``use_fp8_w8a8`` an x that is not FP8 is quantised per token (leave ``a_scale`` out), and so is the
+        intermediate.
         """
         known = "add_inputs", "lora_ranks", *FP8_KEYWORDS
         check_keywords("add_lora_linear", kwargs, (*known, "aside", "base") if self.takes_aside else known)
