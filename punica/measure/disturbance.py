@@ -44,8 +44,9 @@ _COPY_MIB = 32
 _QUIET_SHARE = 0.1
 """Of the calibrations of a process, those that say what it takes when nothing disturbs. Not the quickest alone: that is
 a rare one (on a virtual machine with two cores a third less than what is usual), the rarer the longer a run lasts, and
-it marked two of three points of an idle machine. The price: a machine that is slow for nine tenths of a run and more is
-taken for one that is not faster; repeats of another run show it."""
+it marked two of three points of an idle machine."""
+_ENOUGH = 20
+"""Calibrations from which on that may fall but not rise, so that a machine that stays slow stays marked."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Calibrator:
         turns = itertools.cycle(range(pairs))
         self._copy = lambda: parts[pairs + (turn := next(turns))].copy_(parts[turn])
         self._found: list[Calibration] = []
+        self._lowest = Calibration(math.inf, math.inf)
         self.run()  # first calls pay for what later ones find
         self._found.clear()
 
@@ -136,11 +138,19 @@ class Calibrator:
         """Calibrate now (some 30 ms on two cores)."""
         found = Calibration(self._microseconds(self._gemm), self._microseconds(self._copy))
         self._found.append(found)
+        if len(self._found) >= _ENOUGH:
+            now = self._usual()
+            self._lowest = Calibration(min(self._lowest.gemm_us, now.gemm_us), min(self._lowest.copy_us, now.copy_us))
         return found
 
     @property
     def quiet(self) -> Calibration:
-        """What both take when nothing disturbs: a tenth of this process's calibrations are quicker."""
+        """What both take when nothing disturbs: a tenth of this process's calibrations were quicker, when that was
+        least; of its first few, a tenth of those so far.
+        """
+        return self._usual() if len(self._found) < _ENOUGH else self._lowest
+
+    def _usual(self) -> Calibration:
         gemm, copy = zip(*[(one.gemm_us, one.copy_us) for one in self._found], strict=True)
         return Calibration(*[float(np.quantile(times, _QUIET_SHARE)) for times in (gemm, copy)])
 

@@ -115,6 +115,16 @@ def test_quiet_is_what_is_usual_not_the_rarest(monkeypatch):
     assert Watch("cpu").stop().disturbed
 
 
+def test_a_machine_that_stays_slow_stays_marked(monkeypatch):
+    calibrator = disturbance.Calibrator("cpu")
+    times = iter([100.0] * 12 + [200.0] * 1000)
+    monkeypatch.setattr(calibrator, "_microseconds", lambda call: next(times))
+    monkeypatch.setattr(disturbance, "calibrator", lambda _: calibrator)
+    monkeypatch.setattr(disturbance, "cpu_times", lambda: None)
+    marks = [Watch("cpu").stop().disturbed for _ in range(100)]
+    assert marks == [False] * 3 + [True] * 97
+
+
 @pytest.mark.parametrize("mib", [None, 16.0, 260.0])
 def test_what_is_copied_is_beyond_the_cache(mib, monkeypatch):
     monkeypatch.setattr(disturbance, "l3_mib", lambda: mib)

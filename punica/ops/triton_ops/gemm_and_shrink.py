@@ -16,7 +16,7 @@ cores (`choose_form`), and have a launch of their own.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -43,7 +43,6 @@ from punica.ops.triton_ops.lora_shrink import plane_rank, shrink_row, stored_con
 from punica.ops.triton_ops.plan import Batch
 
 MOST_RANKS = 16
-_NUM_WARPS = 4
 _MOST_ELEMENTS = 16384
 """Of A, that a program holds in registers."""
 
@@ -108,6 +107,14 @@ class GemmAndShrinkPlan(NamedTuple):
         self.launch(tensors, (*self.counts, scale), aligned)
 
 
+def check_base_switches(base: Sequence[Tensor], add_inputs: bool) -> None:
+    """TypeError, ValueError: not a weight and perhaps a bias, or one whose product the LoRA term would overwrite."""
+    if not isinstance(base, (tuple, list)) or not all(isinstance(one, Tensor) for one in base) or len(base) > 2:
+        raise TypeError(f"base must be (weight,) or (weight, bias), two tensors at most, got {type(base).__name__}")
+    if base and not add_inputs:
+        raise ValueError("add_inputs must be True with a base product, which the LoRA term is added to")
+
+
 def describe_base(base: Sequence[Tensor]) -> BaseForm | None:
     """Of ``weight [N, K]`` and, if there is one, ``bias [N]``; None without a base product. ValueError, TypeError:
     shapes, layouts, dtypes or devices.
@@ -156,8 +163,7 @@ def plan_gemm_and_shrink(
     *, has_ranks: bool, pdl: bool, held: Held = WIDE,
 ) -> GemmAndShrinkPlan:  # fmt: skip
     """The launch with a configuration of `fused_config`, for the forms and strides of these tensors."""
-    form = _form_of(x, base)
-    assert isinstance(form, TilesForm), "fused_config answers for no other form"
+    form = cast(TilesForm, _form_of(x, base))  # fused_config answers for no other
     block_r, splits, tokens = config["block_r"], config["split_k"], x.shape[0]
     constants = tiles_constants(form, x, base.weight) | stored_constants(a, plane_rank(a.rank), held)
     constants |= {"SHRINK_R": block_r, "SHRINK_K": config["block_k"], "SHRINK_SPLITS": splits}
@@ -166,7 +172,7 @@ def plan_gemm_and_shrink(
     shrink_programs = tokens * len(a.widths) * triton.cdiv(a.rank, block_r) * splits
     launch = Launch(
         _gemm_and_shrink_kernel, (gemm_programs + shrink_programs, 1, 1), (x.dtype, a.dtype, form.split_k > 1),
-        (x.stride(0), base.weight.stride, y.stride(0)), constants, num_warps=_NUM_WARPS, pdl=pdl, device=x.device,
+        (x.stride(0), base.weight.stride, y.stride(0)), constants, num_warps=form.num_warps, pdl=pdl, device=x.device,
     )  # fmt: skip
     return GemmAndShrinkPlan(launch, form, (tokens, a.slots, gemm_programs))
 

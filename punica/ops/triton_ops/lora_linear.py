@@ -28,6 +28,7 @@ from punica.ops.triton_ops.gemm_and_shrink import (
     BaseForm,
     GemmAndShrinkPlan,
     check_base,
+    check_base_switches,
     describe_base,
     fused_config,
     plan_gemm_and_shrink,
@@ -153,6 +154,7 @@ def linear(
     first (it may be uninitialised, and is not ``x``; add_inputs is True); the shrink is made beside it, aside or in the
     same launch. Under a tracer or profiler the product is one launch and the op another.
     """
+    check_base_switches(base, add_inputs)
     traced = is_traced()
     if base and (batch.no_lora or traced):
         skinny_gemm(y, x, *base)

@@ -20,7 +20,7 @@ from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
-from punica.ops.triton_ops.gemm_and_shrink import BaseForm, check_base, describe_base, fused_config
+from punica.ops.triton_ops.gemm_and_shrink import BaseForm, check_base, check_base_switches, describe_base, fused_config
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
 from punica.ops.triton_ops.lora_linear import Aside, LinearPlan, plan_linear
@@ -86,10 +86,12 @@ def plan_linear_fp8(
     # The kernels of wide weights read these, too, where B is as layers store it.
     held = None if held_a is None or held_b is None or b.row_major else (held_a, held_b)
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
-    second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, first["split_k"], b.row_major)
-    fused = None
-    if held is not None and options.tuned_dir is None:  # what a tuned table says stays
-        fused = None if base is None else fused_config(first, x, base, a.rank)
+    by_rule, fused = held is not None and options.tuned_dir is None, None  # what a tuned table says stays
+    if by_rule and base is not None:
+        fused = fused_config(first, x, base, a.rank)
+    planes_in = (fused or first)["split_k"]
+    second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, planes_in, b.row_major)
+    if by_rule:
         first = fused or shrink_in_fp8(first, shape, tokens, a.rank)
         second = expand_in_fp8(second, shape, tokens, b.widths, b.rank)
     if held is not None:
@@ -125,6 +127,7 @@ def linear_fp8(
     and errors as of `punica.ops.fp8_ops.linear_fp8`; ``aside`` and ``base`` as in
     `punica.ops.triton_ops.lora_linear.linear`.
     """
+    check_base_switches(base, add_inputs)
     quantises = shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None
     traced = is_traced()
     if base and (batch.no_lora or quantises or traced):

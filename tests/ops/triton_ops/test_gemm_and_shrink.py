@@ -217,6 +217,23 @@ def test_operands_that_do_not_fit(change, error, message, device) -> None:
     assert bool(case.y.isnan().all()), "nothing was written"
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"add_inputs": False}, ValueError, "add_inputs must be True with a base product"),
+        ({"base": torch.zeros(136, 200)}, TypeError, "base must be .* got Tensor"),
+        ({"base": (torch.zeros(136, 200), None)}, TypeError, "two tensors at most"),
+        ({"base": (torch.zeros(136, 200),) * 3}, TypeError, "two tensors at most"),
+    ],
+)
+def test_what_base_may_be(options, error, message, device) -> None:
+    case = Case(DISTINCT, device)
+    given = {"base": (case.weight,)} | options
+    with pytest.raises(error, match=message):
+        linear(case.y, case.x, case.a, case.b, case.step, 0.5, **given)
+    assert bool(case.y.isnan().all()), "nothing was written"
+
+
 def test_more_rows_than_a_base_product_takes(device) -> None:
     case = Case([0] * 65, device)
     with pytest.raises(ValueError, match="takes up to 64 rows, got 65"):
