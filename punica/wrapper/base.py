@@ -228,10 +228,8 @@ class PunicaWrapperBase(StepMetadata, MoEMethods, PunicaWrapperABC):
         known = "add_inputs", "lora_ranks", *FP8_KEYWORDS
         check_keywords("add_lora_linear", kwargs, (*known, "aside", "base") if self.takes_aside else known)
         check_bool("add_inputs", kwargs.get("add_inputs", True))
-        if "base" in kwargs and not (buffer is None and kwargs.get("add_inputs", True)):
-            raise ValueError(
-                "add_lora_linear: a base product needs add_inputs=True and no buffer, so as not to be lost"
-            )
+        if "base" in kwargs and buffer is not None:
+            raise ValueError("add_lora_linear: buffer goes with no base product; leave one of them out")
         kwargs = self._with_fp8(kwargs)
         batch = self._step()
         if buffer is None and batch.no_lora and "base" not in kwargs:

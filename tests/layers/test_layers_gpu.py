@@ -166,6 +166,7 @@ def test_two_streams_equal_one(name: str, dtype: torch.dtype, fp8: str | None) -
         use(wrapper, slots)
         x.normal_()
         graph.replay()
+        assert torch.equal(result, two(x)), "not captured: the same kernels, all on one stream"
         if dtype == torch.float32:
             assert torch.equal(result, one(x)), "the same kernels"
         else:  # shrunk in the launch of the base product, whose programs cut the sums otherwise

@@ -155,12 +155,13 @@ def linear(
     same launch. Under a tracer or profiler the product is one launch and the op another.
     """
     check_base_switches(base, add_inputs)
-    traced = is_traced()
-    if base and (batch.no_lora or traced):
-        skinny_gemm(y, x, *base)
     if batch.no_lora:
+        if base:
+            skinny_gemm(y, x, *base)
         return
-    if isinstance(batch, LoRABatch) and traced:
+    if isinstance(batch, LoRABatch) and is_traced():
+        if base:
+            skinny_gemm(y, x, *base)
         given = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **options._asdict()}
         call_flat(lora_linear, (y, x, lora_a_stacked, lora_b_stacked), batch, x.shape[0], **given)
         return

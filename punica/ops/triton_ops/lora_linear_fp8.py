@@ -128,15 +128,15 @@ def linear_fp8(
     `punica.ops.triton_ops.lora_linear.linear`.
     """
     check_base_switches(base, add_inputs)
-    quantises = shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None
-    traced = is_traced()
-    if base and (batch.no_lora or quantises or traced):
-        skinny_gemm(y, x, *base)
     if batch.no_lora:
+        if base:
+            skinny_gemm(y, x, *base)
         return
     a_scales = () if lora_a_scale is None else lora_a_scale
     b_scales = () if lora_b_scale is None else lora_b_scale
-    if isinstance(batch, LoRABatch) and traced:
+    if isinstance(batch, LoRABatch) and is_traced():
+        if base:
+            skinny_gemm(y, x, *base)
         call_flat(
             lora_linear_fp8, (y, x, lora_a_stacked, lora_b_stacked), batch, x.shape[0], scaling=scale,
             lora_a_scale=a_scales, lora_b_scale=b_scales, a_scale=a_scale,
@@ -144,11 +144,13 @@ def linear_fp8(
             **options._asdict(),
         )  # fmt: skip
         return
-    if quantises:
+    if shrink.use_fp8_w8a8 or expand.use_fp8_w8a8 or a_scale is not None:
         check_linear_fp8(
             y, x, lora_a_stacked, lora_b_stacked, batch, lora_a_scale, lora_b_scale, a_scale, shrink, expand,
             lora_ranks, names_of(batch),
         )  # fmt: skip
+        if base:
+            skinny_gemm(y, x, *base)
         parts = Parts(partial(shrink_fp8, options=options), partial(expand_fp8, options=options), quantized_rows)
         run_linear(
             parts, y, x, lora_a_stacked, lora_b_stacked, batch, scale, lora_a_scale, lora_b_scale, a_scale, shrink,
