@@ -29,13 +29,33 @@ def pick(values, index, COUNT: tl.constexpr):
 
 
 @triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """With early launch: the kernel behind may start, once all programs of this one have come here or ended.
+
+    Ahead of its own wait it must read nothing that this kernel writes; or any further in front, where this one has not
+    waited itself before it comes here.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_front(PDL: tl.constexpr):
+    """With early launch: let the kernel behind start, then wait for the one in front. In this order the one behind is
+    there, and has asked for its weights, when a short kernel ends.
+    """
+    let_next_start(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def hold_loads(PDL: tl.constexpr):
-    """Everything loaded above is under way before anything below: with PDL that waits for the kernel in front, and lets
-    the one behind start. Without a barrier, the compiler spares registers by loading one vector after the other.
+    """Everything loaded above is under way before anything below: with PDL that waits for the kernel in front. Without
+    a barrier, the compiler spares registers by loading one vector after the other.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     else:
         tl.debug_barrier()
 

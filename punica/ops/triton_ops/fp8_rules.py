@@ -3,8 +3,9 @@ changed where half the bytes, and making them wide, want another (by search on a
 
 Where a row is taken by itself, bytes are what costs: threads read as many of them at once, that is twice the values. In
 tiles of many rows they are few beside those of the activations, and what costs is making weights wide once for every
-tile: between shared memory and the tensor cores, where it stalls a program. Batch-invariant choices, and those for
-steps of long and short segments, are left alone.
+tile: between shared memory and the tensor cores, where it stalls a program. Choices for steps of long and short
+segments are left alone, and so are batch-invariant ones but for this: no block of B is carried into a loop. Which ranks
+an instruction adds up together follows from whether the compiler sees that they were loaded as bytes.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,9 @@ def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[
     """The same, of slices with so many columns."""
     if config["row_wise"]:
         return _expand_rows(config, rows, widths, rank)
-    if config["weights_left"] or is_mixed(shape):
+    if config["weights_left"]:
+        return config | {"num_stages": max(2, config["num_stages"])}
+    if is_mixed(shape):
         return config
     lanes = block_at_least(rank)
     if rows < 256:

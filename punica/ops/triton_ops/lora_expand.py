@@ -12,7 +12,8 @@ formed in fp32 and rounded once.
   load of h, so the planes are summed once for all of them.
 
 With ``PDL`` the kernel starts while the one in front still runs: B is fetched first, and the old y too unless it is
-``LATE`` (the one in front may write it), then it waits.
+``LATE`` (the one in front may write it), then it waits. Else what wrote y has ended: in front stands the shrink, which
+lets this kernel start when it has waited itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,11 +36,13 @@ from punica.ops.triton_ops.device import (
     dot,
     find_tile,
     hold_loads,
+    let_next_start,
     max_tiles,
     pick,
     rank_of,
     read_record,
     result,
+    wait_for_front,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
@@ -91,6 +94,7 @@ def _expand_row(
     old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
     if ADD and not LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
+    let_next_start(PDL)
     hold_loads(PDL)
     if ADD and LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
@@ -146,6 +150,7 @@ def _expand_row_by_ranks(
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD and not LATE:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    let_next_start(PDL)
     hold_loads(PDL)
     if ADD and LATE:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -248,9 +253,7 @@ def _expand_rows_of(
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
             if ADD and not LATE:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_front(PDL)
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
@@ -288,9 +291,7 @@ def _expand_rows_of(
                 total += before
             tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_front(PDL)
         for _ in tl.range(0, TILES_N):
             mask_n = (offs_n < width)[None, :]
             acc = accumulator(BLOCK_M, BLOCK_N, LEFT)

@@ -47,6 +47,7 @@ from punica.ops.triton_ops.device import (
     rank_of,
     read_record,
     result,
+    wait_for_front,
 )
 from punica.ops.triton_ops.fp8_device import (
     TYPES,
@@ -97,9 +98,7 @@ def _expand_row(
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if ADD:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     total = tl.zeros([BLOCK_N], tl.float32)
     for first_r in tl.range(0, rank, BLOCK_R):
         mask_r = first_r + offs_r < rank
@@ -203,9 +202,7 @@ def _expand_tile(
                 scale = tl.load(scale_ptr + offs_n // GROUP_N * scale_n, mask=mask_n, other=0.0)
                 if ADD:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            wait_for_front(PDL)
             h = _low_rank(h_ptrs, mask_m[:, None] & mask_r[None, :], stride_hp, PLANES, X_FORMAT).to(DTYPE)
             for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
                 if TILES_N > 1:
@@ -226,9 +223,7 @@ def _expand_tile(
                 y_ptrs += BLOCK_N
                 b_ptrs += BLOCK_N * (R if ROW_MAJOR else 1)
         else:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            wait_for_front(PDL)
             for _ in tl.range(0, TILES_N):
                 mask_n = offs_n < width
                 scale_ptrs = scale_ptr + offs_n // GROUP_N * scale_n

@@ -34,6 +34,7 @@ from punica.ops.triton_ops.device import (
     dot,
     find_tile,
     hold_loads,
+    let_next_start,
     max_tiles,
     pick,
     rank_of,
@@ -87,6 +88,7 @@ def shrink_row(
         if HELD.format > 0:
             scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, R, NUM_SLICES, HELD)
         hold_loads(PDL)  # A was written long before; x may come from the kernel in front of this one
+        let_next_start(PDL)  # behind the wait: expand reads early what the kernel in front of this one writes, y
         x = tl.load(x_ptrs, mask=mask_k, other=0.0).to(tl.float32)
         for _ in tl.range(
             pid_r * BLOCK_R, lanes if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R

@@ -106,7 +106,9 @@ def _described(compiled: Any, log: str) -> Record:
         "registers": int(re.findall(r"Used (\d+) registers", log)[-1]),
         "spilled": int(re.findall(r"(\d+) bytes spill stores", log)[-1]),
         "waits": "griddepcontrol" in code,
+        "order": re.findall(r"griddepcontrol\.(\w+)", code),
         "starts_early": bool(compiled.metadata.launch_pdl),
+        "widths": sorted(set(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))),
         "instructions": sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", code))),
     }
 

@@ -114,6 +114,17 @@ def check(capability: int, records: list[Record]) -> None:
     early = [one["case"].get("linear", False) and capability >= 90 for one in records]
     assert [one["waits"] for one in records] == early
     assert [one["starts_early"] for one in records] == early
+    check_shrink_waits(records)
+
+
+def check_shrink_waits(records: list[Record]) -> None:
+    """A shrink lets expand start when it has waited itself: expand reads y early, which the base product before the
+    shrink wrote.
+    """
+    orders = [["", *one["order"]] for one in records if one["form"].startswith("shrink") and one["waits"]]
+    for order in orders:
+        assert "launch_dependents" in order
+        assert {before for before, op in itertools.pairwise(order) if op == "launch_dependents"} == {"wait"}
 
 
 @pytest.mark.slow
@@ -139,14 +150,14 @@ class TestEveryForm:
         for one in everything(capability):
             if "weights left" in one["form"]:
                 op, case = one["form"].split()[0], one["case"]
-                found[op, case["dtype"], case["rank"]].add(tuple(one["instructions"]))
+                found[op, case["dtype"], case["rank"]].add((tuple(one["instructions"]), tuple(one["widths"])))
         assert {len(kinds) for kinds in found.values()} == {1}
-        for (op, dtype, rank), kinds in found.items():
+        for (op, dtype, rank), ((instructions, _),) in found.items():
             if dtype == "float32":
-                assert kinds == {()}
+                assert instructions == ()
             elif op == "expand" or rank <= 32:
                 short = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-                assert kinds == {(f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32",)}
+                assert instructions == (f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32",)
 
 
 FP8: Case = USUAL | {"by_ranks": True, "rank": 64, "fp8": "float8_e4m3fn", "w8a8": False, "scales": "channel"}
@@ -164,7 +175,11 @@ FP8_CASES: list[Case] = [
         {"step": "prefill 2048", "scales": "block"},
         {"step": "prefill 2048", "rank": 128, "w8a8": True, "fp8": "float8_e5m2", "linear": False},
         {"step": "prefill 8192", "rank": 16, "layer": "down"},
+        {"step": "one row", "invariant": True},
         {"step": "prefill 512", "invariant": True},
+        {"step": "prefill 2048", "invariant": True},
+        {"step": "prefill 8192", "invariant": True},
+        {"step": "64 distinct", "invariant": True, "rank": 16, "dtype": "bfloat16"},
         {"step": "prefill 2048", "invariant": True, "dtype": "bfloat16", "rank": 16},
         {"step": "prefill 512", "dtype": "float32", "layer": "odd", "rank": 16},
     )
@@ -179,9 +194,15 @@ def check_fp8(capability: int, records: list[Record]) -> None:
     assert not [one for one in records if one["shared"] > SHARED_KIB[capability] << 10]
     usual = [one for one in records if one["case"]["dtype"] != "float32"]
     assert not [(one["spilled"], one["form"], one["case"]) for one in usual if one["spilled"] > SPILLED]
+    found = defaultdict(set)
     for one in records:
         if "weights left" in one["form"]:
             assert len(one["instructions"]) == 1
+        if one["case"]["invariant"]:
+            key = one["form"].split()[0], one["case"]["dtype"], one["case"]["rank"]
+            found[key].add((*one["instructions"], *one["widths"]))
+    assert {len(kinds) for kinds in found.values()} <= {1}
+    check_shrink_waits(records)
 
 
 @pytest.mark.slow

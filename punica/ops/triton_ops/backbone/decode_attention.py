@@ -26,7 +26,7 @@ from torch import Tensor
 
 from punica.ops.backbone import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
-from punica.ops.triton_ops.device import dot
+from punica.ops.triton_ops.device import dot, wait_for_front
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, widened
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
@@ -107,15 +107,12 @@ def _decode_attention_kernel(
     part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
     begin = tl.minimum(split * part, length)
     end = tl.minimum(begin + part, length)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_front(PDL)
     q = tl.load(q_ptr + row * q_stride + heads[:, None] * SIZE + offs_d[None, :], mask=mask, other=0.0)
     acc, largest, total = _attend(
         q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end,
         KV_HEADS * SIZE, SIZE, PAGE, BLOCK_G, BLOCK_N, BLOCK_D, SCALE, STAGES, FORMAT, INTERPRETED,
     )  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
         targets = row * out_stride + heads[:, None] * SIZE + offs_d[None, :]
@@ -136,9 +133,7 @@ def _combine_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_d = tl.arange(0, BLOCK_D)
     first = (row * HEADS + head) * SPLITS
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     largest = tl.max(tl.load(sums_ptr + first + tl.arange(0, SPLITS)), 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)  # a request without tokens
     acc = tl.zeros([BLOCK_D], tl.float32)

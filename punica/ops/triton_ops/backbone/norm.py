@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.device import wait_for_front
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -24,9 +25,7 @@ def _add_rms_norm_kernel(
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     x = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x += tl.load(delta_ptr + row * delta_stride + offs, mask=mask, other=0.0).to(tl.float32)

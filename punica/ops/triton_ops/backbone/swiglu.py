@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.device import wait_for_front
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -25,9 +26,7 @@ def _swiglu_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     gate = tl.load(gate_up_ptr + row * gate_up_stride + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * gate_up_stride + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up
