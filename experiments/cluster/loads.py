@@ -6,7 +6,6 @@ engine on a GPU works ahead.
 """
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -121,10 +120,7 @@ def stream_of(settings: Mapping) -> Stream:
     figure = settings["figure"]
     return Stream(
         **{name: figure[name] for name in ("lengths", "requests", "max_len")},
-        span=Span(
-            **{name: figure[name] for name in ("warm", "seconds", "drain", "least")},
-            longest=figure.get("longest", math.inf),  # rows from before it was a setting
-        ),
+        span=Span(**{name: figure[name] for name in ("warm", "seconds", "drain", "least", "longest")}),
         seed=settings["adapters"]["seed"],
         works_ahead=settings["hardware"]["device"] != "cpu",
     )

@@ -1,7 +1,8 @@
 """Measures a grid pass after pass, so that repeats of a point are spread in time; disturbed ones again while time is.
 
-Rows are on disk after every group of points. What a pass measured beside other work is marked, and measured again
-after the last pass, when that work may be over: at most `scale.tries` times. A row gives way only to a quieter one.
+Rows are on disk after every group of points. What a pass measured beside other work is marked, and measured again, at
+most `scale.tries` times: after each pass where few are marked, as a burst does it, ahead of further repeats of others,
+and after the last one, when whatever it was may be over. A row gives way only to a quieter one.
 What does not fit into the figure's share of time (`budget`) is left out and counted.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -41,6 +43,14 @@ class Measured:
     left_out: int = 0
 
 
+class _Marked(NamedTuple):
+    """Points whose rows are marked: what disturbed them, and how often they were measured again."""
+
+    group: Group
+    disturbance: Disturbance
+    tries: int = 0
+
+
 class Passes:
     """The measuring of one experiment under `cfg` into `rows`, within `budget`."""
 
@@ -50,7 +60,7 @@ class Passes:
         self.experiment, self.cfg, self.rows, self._loud, self._budget = experiment, cfg, rows, loud, budget
         self.outcome = Measured()
         self._make_row = make_row
-        self._marked: list[tuple[Group, Disturbance]] = []
+        self._marked: list[_Marked] = []
         self._failed: set[str] = set()
         self._short: set[int] = set()  # repeats of which something was left out
 
@@ -66,11 +76,14 @@ class Passes:
                         self._leave_out(group)
                 else:
                     self._pass(groups, progress)
-            self._again(progress)
+                    if 2 * len(self._marked) <= len(groups):  # else other work goes on, and would spoil them again
+                        self._again(progress)
+            for _ in range(self.cfg.scale.tries):
+                self._again(progress)
             self._derive(derived, progress)
             if self.outcome.left_out:
                 progress.write(f"{self.experiment.name}: {_short_of_time(self.outcome.left_out)}", file=sys.stderr)
-        self.outcome.disturbed = sum(len(group) for group, _ in self._marked)
+        self.outcome.disturbed = sum(len(marked.group) for marked in self._marked)
         return self.outcome
 
     def _passes(self, pending: list[Point]) -> Iterator[list[Group]]:
@@ -112,14 +125,14 @@ class Passes:
         values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
         progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
         if disturbance.disturbed:
-            self._marked.append((group, disturbance))
+            self._marked.append(_Marked(group, disturbance))
 
     def _leave_out(self, group: Group) -> None:
         """No time for `group`: what an earlier run left of it stays, with its mark."""
         self._short.add(group[0].repeat)
         self.outcome.left_out += len(group)
         if before := self._earlier(group):
-            self._marked.append((group, before))
+            self._marked.append(_Marked(group, before))
 
     def _earlier(self, group: Group) -> Disturbance | None:
         """What disturbed the rows that an earlier run left of all of `group`; None when one has none."""
@@ -166,19 +179,19 @@ class Passes:
         )
 
     def _again(self, progress: tqdm) -> None:
-        """Measure marked groups again, the most disturbed first, where there is time for what each took before."""
-        for _ in range(self.cfg.scale.tries):
-            waiting, self._marked = sorted(self._marked, key=lambda pair: -(pair[1].other_cpu or 0.0)), []
-            for group, before in waiting:
-                found = None
-                if self._budget.fits(_key(group)):
-                    progress.set_postfix_str(f"again: {group[0].label()}", refresh=True)
-                    found = self._visit(group, progress)
-                if found and _quieter(found[1], before):
-                    self._keep(group, *found)
-                    before = found[1]
-                if before.disturbed and group[0].label() not in self._failed:
-                    self._marked.append((group, before))
+        """Measure marked groups once more, the most disturbed first, where there is time for what each took before."""
+        waiting, self._marked = sorted(self._marked, key=lambda marked: -(marked.disturbance.other_cpu or 0.0)), []
+        for group, before, tries in waiting:
+            found = None
+            if tries < self.cfg.scale.tries and self._budget.fits(_key(group)):
+                tries += 1
+                progress.set_postfix_str(f"again: {group[0].label()}", refresh=True)
+                found = self._visit(group, progress)
+            if found and _quieter(found[1], before):
+                self._keep(group, *found)
+                before = found[1]
+            if before.disturbed and group[0].label() not in self._failed:
+                self._marked.append(_Marked(group, before, tries))
 
     def _derive(self, points: list[Point], progress: tqdm) -> None:
         """What is computed from rows; nothing where those rows were left out."""

@@ -63,7 +63,7 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """A column per popularity; over the panels throughput, first tokens by where the adapter was, and hits."""
     rows = centre(rows)
     workloads, systems, panels = (list(dict.fromkeys(rows[name])) for name in ("workload", "system", "panel"))
-    figure, axes = style.grid(3, len(workloads), 2.5 * len(workloads) + 1.0, 6.2)
+    figure, axes = style.grid(3, len(workloads), 2.5 * len(workloads) + 1.4, 6.2)
     for workload, column in zip(workloads, axes.T, strict=True):
         for place, system in enumerate(systems):
             mine = rows[(rows["workload"] == workload) & (rows["system"] == system)]
@@ -89,7 +89,7 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     ]
     handles += [Line2D([], [], color=style.PALETTE[i], label=name) for i, name in ((7, "a slot"), (2, "host memory"))]
     handles += [Line2D([], [], color="0.3", linestyle="--", label="at its turn (line: on arrival)")]
-    style.caption(figure, "Many adapters", described(rows), handles, 4)
+    style.caption(figure, "Many adapters", described(rows), handles, 2 if len(workloads) == 1 else 4)
     return figure
 
 

@@ -139,12 +139,7 @@ def test_one_cell_is_measured_in_repeats_with_their_ratios_and_not_twice(tmp_pat
 
 def test_ratios_are_marked_where_one_of_their_systems_was_disturbed(tmp_path, machine):
     busy = replace(QUIET, disturbed=True, other_cpu=0.3)
-    machine.script = [
-        QUIET,
-        busy,
-        *[QUIET] * 12,
-        *[busy] * 2,
-    ]  # the second system, also when tried again
+    machine.script = [QUIET, busy, *[QUIET] * 5, busy, *[QUIET] * 7, busy]  # the second of 7, after each pass too
     outcome = run(composed(tmp_path, *CELL, name=NAME), Fig11())
     assert outcome.disturbed == 1
     marked = {(row.system, row.repeat, row.panel) for row in rows_of(tmp_path) if row.disturbed}
