@@ -86,7 +86,8 @@ def plan_linear_fp8(
     # The kernels of wide weights read these, too, where B is as layers store it.
     held = None if held_a is None or held_b is None or b.row_major else (held_a, held_b)
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
-    by_rule, fused = held is not None and options.tuned_dir is None, None  # what a tuned table says stays
+    tuned = options.tuned_dir is not None and not options.batch_invariant  # what a tuned table says stays
+    by_rule, fused = held is not None and not tuned, None
     if by_rule and base is not None:
         fused = fused_config(first, x, base, a.rank)
     planes_in = (fused or first)["split_k"]

@@ -1,5 +1,6 @@
 """Batch invariance: with the switch on, a row has the same bits alone, in part of its batch, and in all of it."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -121,6 +122,22 @@ def check_fp8(layer: Fp8Layer, rows: int) -> None:
 def test_fp8_alone_and_in_company(form, shape, rows, device):
     w8a8, by_ranks = form
     check_fp8(Fp8Layer(shape, rows, torch.float16, device, w8a8=w8a8, by_ranks=by_ranks), rows)
+
+
+def test_fp8_forms_are_the_same_with_a_folder_of_tuned_tables(tmp_path, monkeypatch, device):
+    """No table has a say in them, and so none keeps the FP8 rule from having its own."""
+    found = []
+
+    def noted(y, x, a, b, batch, shrink, expand, **_):
+        found.append((shrink, expand))
+        raise StopIteration
+
+    monkeypatch.setattr(sys.modules["punica.ops.triton_ops.lora_linear_fp8"], "plan_linear", noted)
+    layer = Fp8Layer((16, (16,), 64), 1100, torch.float16, device, w8a8=False, by_ranks=True)
+    for options in (INVARIANT, INVARIANT._replace(tuned_dir=str(tmp_path))):
+        with pytest.raises(StopIteration):
+            linear_fp8(layer.y, layer.x, layer.a, layer.b, layer.step(slice(0, 1100)), options=options, **layer.fp8)
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

@@ -184,8 +184,8 @@ def decode_attention(
         block_size: tokens of a block.
         splits: a power of two up to 32; ``None``: :func:`choose_splits`.
 
-    What lies in the table, in ``lengths`` and in ``order`` is on the device and not checked; it is read ahead of the
-    kernel in front, which must not have written it. ValueError, TypeError: shapes, layouts, dtypes or devices;
+    What lies in the table, in ``lengths`` and in ``order`` is on the device and not checked; it is read before the
+    kernels in front have ended, none of which may write it. ValueError, TypeError: shapes, layouts, dtypes or devices;
     RuntimeError: no Triton kernel runs on this device.
     """
     _check(out, q, keys, values, block_table, lengths, order, block_size, splits)
