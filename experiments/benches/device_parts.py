@@ -22,7 +22,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     (SHRINK, r"_lora_shrink"),
     (EXPAND, r"_lora_expand"),
     (ATTENTION, r"_decode_attention|_combine_kernel|flash|fmha|sdpa"),
-    (SMALL, r"rms_norm|_rotate_and_store|swiglu"),
+    (SMALL, r"rms_norm|_rotary_angles|_rotate_and_store|swiglu"),
     (HEAD, r"argmax"),
     (BASE, r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
     (COPIES, r"^mem(cpy|set)"),

@@ -3,7 +3,8 @@
 Rows are on disk after every group of points. What a pass measured beside other work is marked, and measured again, at
 most `scale.tries` times: after each pass where few are marked, as a burst does it, ahead of further repeats of others,
 and after the last one, when whatever it was may be over. A row gives way only to a quieter one.
-What does not fit into the figure's share of time (`budget`) is left out and counted.
+What does not fit into the figure's share of time (`budget`) is left out and counted. The first pass that measures
+anything new is begun in any case, so that runs of one command add up.
 """
 
 from __future__ import annotations
@@ -68,16 +69,18 @@ class Passes:
         """Measure `pending`, repeat by repeat, then those that are marked again, then what is `derived` from them."""
         self._budget.expect(len(pending))
         with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as progress:
-            passes = list(self._passes(pending))
+            passes, began = list(self._passes(pending)), False
             for index, groups in enumerate(passes):
                 self._say_what_is_left(passes[index:], index, progress)
-                if index and not self._budget.pass_fits([_key(group) for group in groups]):
+                new = [self._earlier(group) is None for group in groups]  # else rows that an earlier run left marked
+                if began and not self._budget.pass_fits([_key(group) for group in groups]):
                     for group in groups:
                         self._leave_out(group)
                 else:
                     self._pass(groups, progress)
                     if 2 * len(self._marked) <= len(groups):  # else other work goes on, and would spoil them again
                         self._again(progress)
+                    began |= any(new)
             for _ in range(self.cfg.scale.tries):
                 self._again(progress)
             self._derive(derived, progress)

@@ -6,7 +6,8 @@ them. A graph replays them all. It is captured for a shape, to which steps are p
 * rows of prompts: none, or one of `prompt_sizes`; rows that no prompt fills write nothing and are read by nobody;
 * decode rows: one of `decode_sizes`; beside a prompt, where a few rows more cost nothing, the largest;
 * adapters, for which the LoRA kernels are chosen (`captured_adapters`: one, a quarter of the decode rows, as many as
-  rows); a step takes the first that is enough. Steps without any adapter have graphs of their own, with no LoRA kernel.
+  rows); a step takes the first that is enough. Steps without any adapter have graphs of their own, with no LoRA kernel;
+* whether an adapter in a slot is for the embedding or the head. Few are, and else their LoRA work is left out.
 
 Whatever differs from step to step lies in buffers that are refilled in place.
 
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from punica.layers import rehearsal
+from punica.layers import capturing_vocabulary, rehearsal
 from punica.metadata import captured_adapters
 from punica.parallel import all_ranks_agree, check_in_step, check_same_on_all_ranks, current_group, in_step
 
@@ -40,12 +41,13 @@ class StepResult(NamedTuple):
 
 class GraphShape(NamedTuple):
     """What a graph was captured for: rows of prompts, then rows that decode, and among these distinct adapters (0: no
-    row of the step has any).
+    row of the step has any); ``vocabulary``: with the LoRA work of embedding and head.
     """
 
     prompt_rows: int
     decode_rows: int
     adapters: int
+    vocabulary: bool = False
 
 
 @dataclass
@@ -93,9 +95,12 @@ class StepGraphs:
         if (group := current_group()).world_size > 1:
             group.before_close(self.release)  # type: ignore[attr-defined]  # who can be captured has it
 
-    def shape(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> GraphShape | None:
+    def shape(
+        self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool
+    ) -> GraphShape | None:
         """The smallest shape for a step; ``None``: there is none, or no memory for its graph. ``adapters``: of the
-        decode rows; ``uses_lora``: whether any row has one.
+        decode rows; ``uses_lora``: whether any row has one; ``vocabulary``: whether any slot has one for embedding or
+        head.
         """
         if prompt_rows > (self._prompt_sizes or [0])[-1]:
             return None
@@ -105,7 +110,7 @@ class StepGraphs:
         else:
             decode_rows = _at_least(decode_rows, self._decode_sizes)
         adapters = _at_least(adapters, self._counts(decode_rows)) if uses_lora else 0
-        shape = GraphShape(prompt_rows, decode_rows, adapters)
+        shape = GraphShape(prompt_rows, decode_rows, adapters, vocabulary and adapters > 0)
         return None if shape in self._refused else shape
 
     def has(self, shape: GraphShape) -> bool:
@@ -121,7 +126,8 @@ class StepGraphs:
         """
         if shape in self._captured or shape in self._refused:
             return shape in self._captured
-        check_same_on_all_ranks("the shape of a captured step (prompt rows, decode rows, adapters)", shape)
+        what = "the shape of a captured step (prompt rows, decode rows, adapters, vocabulary)"
+        check_same_on_all_ranks(what, shape)
         try:
             self._captured[shape] = self._capture(shape)
         except torch.OutOfMemoryError:
@@ -130,15 +136,15 @@ class StepGraphs:
             self.statistics.refused += 1
         return shape in self._captured
 
-    def shapes(self, prompt_rows: int) -> list[GraphShape]:
+    def shapes(self, prompt_rows: int, *, vocabulary: bool) -> list[GraphShape]:
         """Of all steps of up to that many rows of prompts, the largest first, whose memory the others share: decodes,
-        and prompts, beside decodes and alone; each with adapters and without.
+        and prompts, beside decodes and alone; each with adapters and without. ``vocabulary``: as in :meth:`shape`.
         """
         prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
         rows = [(size, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
         rows += [(0, decodes) for decodes in reversed(self._decode_sizes)]
         return [
-            GraphShape(*pair, count)
+            GraphShape(*pair, count, vocabulary and count > 0)
             for pair in rows
             for count in ((*reversed(self._counts(pair[1])), 0) if self._max_loras else (0,))
         ]
@@ -163,12 +169,13 @@ class StepGraphs:
 
     def _capture(self, shape: GraphShape) -> _Captured:
         start, stream = time.perf_counter(), torch.cuda.Stream(self._device)
-        with in_step():
-            self._rehearse(shape, stream)
-        torch.cuda.empty_cache()  # the capture does so too; what it gives back is no graph's
-        free = torch.cuda.mem_get_info(self._device)[0]
-        with all_ranks_agree():  # a graph that one rank has not can be replayed by none; none has sent anything so far
-            captured = self._record(shape, stream)
+        with capturing_vocabulary(shape.vocabulary):
+            with in_step():
+                self._rehearse(shape, stream)
+            torch.cuda.empty_cache()  # the capture does so too; what it gives back is no graph's
+            free = torch.cuda.mem_get_info(self._device)[0]
+            with all_ranks_agree():  # a graph that one rank has not can be replayed by none; none has sent anything yet
+                captured = self._record(shape, stream)
         torch.cuda.synchronize(self._device)
         self.statistics.graphs += 1
         self.statistics.bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])

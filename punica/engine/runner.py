@@ -75,6 +75,8 @@ class ModelRunner:
         splits = INVARIANT_SPLITS if config.batch_invariant else None
         self.attention = attention_for(cache, self._max_requests, -(-config.max_model_len // cache.block_size), splits)
         self.buffers = StepBuffers(max_step_rows(config), device)
+        modules = [] if manager is None else manager.modules.values()
+        self._ends = [layer for layer in modules if layer.skips_when_empty]
         self.graphs: StepGraphs | None = None
         self._staged: _StagedStep | None = None
         self._begun: _BegunStep | None = None
@@ -166,7 +168,7 @@ class ModelRunner:
         """
         self.forget_ahead()
         if self.graphs is not None:
-            for shape in self.graphs.shapes(prompt_rows):
+            for shape in self.graphs.shapes(prompt_rows, vocabulary=self._vocabulary_has_lora):
                 self.graphs.prepare(shape)
 
     @torch.inference_mode()
@@ -176,7 +178,9 @@ class ModelRunner:
         """
         self.forget_ahead()
         if self.graphs is not None:
-            shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
+            shape = self.graphs.shape(
+                prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=self._vocabulary_has_lora
+            )
             if shape is not None:
                 self.graphs.prepare(shape)
 
@@ -225,13 +229,25 @@ class ModelRunner:
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True)
                  if span.start >= layout.num_prefill_rows]  # fmt: skip
         uses_lora = any(slot >= 0 for slot in layout.sampled_slots)
-        return self.graphs.shape(layout.num_prefill_rows, len(slots), len({*slots} - {-1}), uses_lora=uses_lora)
+        return self.graphs.shape(
+            layout.num_prefill_rows, len(slots), len({*slots} - {-1}),
+            uses_lora=uses_lora, vocabulary=self._vocabulary_has_lora,
+        )  # fmt: skip
+
+    @property
+    def _vocabulary_has_lora(self) -> bool:
+        """Whether a slot in use holds an adapter of the embedding or the head."""
+        return any(
+            self.manager is not None and self.manager.lora_index_to_id[slot] is not None
+            for layer in self._ends
+            for slot in layer.filled_slots
+        )
 
     def _begin_any(self, shape: GraphShape) -> None:
         """Fill the buffers with a step of this shape that writes nothing: one prompt, and decode rows among which slots
         are shared out evenly.
         """
-        prompts, decodes, adapters = shape
+        prompts, decodes, adapters, _ = shape
         num_rows, num_sampled = self._rows_of(shape)
         rows = self.buffers.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
         self.attention.begin((), rows.kv_rows, prompts)

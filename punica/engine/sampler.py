@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from punica.metadata.staging import send
+from punica.ops.backbone import argmax
 from punica.scheduling import SamplingParams
 from punica.scheduling.sampling_params import MOST_LOGPROBS
 
@@ -91,9 +92,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     """The id of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``. ``NO_TOKEN``
     for a row that holds NaN.
     """
-    best = logits.argmax(dim=-1)  # counts NaN as the highest: one look tells whether there is any
-    highest = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
-    return best.masked_fill(highest.isnan(), NO_TOKEN)
+    return argmax(logits, NO_TOKEN)
 
 
 def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest], best: Tensor | None = None) -> Tensor:

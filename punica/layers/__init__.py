@@ -40,5 +40,5 @@ from punica.layers.packing import expand_groups
 from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.selection import LORA_CLASSES, from_layer, from_layer_logits_processor
-from punica.layers.utils import register_layer_class, rehearsal, resolve_layer_class
+from punica.layers.utils import capturing_vocabulary, register_layer_class, rehearsal, resolve_layer_class
 from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA

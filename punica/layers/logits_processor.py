@@ -15,7 +15,7 @@ from torch import Tensor
 
 from punica.config import LoRAConfig
 from punica.layers.base import Shapes, UnsplitLayer
-from punica.layers.utils import is_being_captured
+from punica.layers.utils import has_vocabulary_work
 from punica.parallel.logits import ordered_logits
 
 MAX_VOCAB_SIZE = 258048
@@ -97,7 +97,7 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         logits = ordered_logits(self.base_layer, head, hidden_states, embedding_bias, order)
         if logits is None:
             return None
-        if self.filled_slots or is_being_captured(logits):
+        if has_vocabulary_work(self.filled_slots, logits):
             rows = hidden_states.to(cast(LoRAConfig, self.lora_config).lora_dtype)
             returned = wrapper.add_lora_logits(
                 logits, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, lora_ranks=self.lora_ranks,

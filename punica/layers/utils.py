@@ -1,7 +1,7 @@
 """Rules that all LoRA layers share: which base layer a class replaces, where slots live, what `set_lora` accepts."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +128,7 @@ def has_no_lora(wrapper: object) -> bool:
 
 
 _rehearsing = False
+_captures_vocabulary = True
 
 
 @contextmanager
@@ -146,6 +147,26 @@ def is_being_captured(tensor: Tensor) -> bool:
     out at every replay.
     """
     return tensor.is_cuda and (_rehearsing or torch.cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def capturing_vocabulary(wanted: bool) -> Iterator[None]:
+    """Inside, what is captured has the LoRA work of layers that skip it when they are empty (embedding and head), or
+    has it not: such a graph is for steps none of whose adapters is for them.
+    """
+    global _captures_vocabulary
+    before, _captures_vocabulary = _captures_vocabulary, wanted
+    try:
+        yield
+    finally:
+        _captures_vocabulary = before
+
+
+def has_vocabulary_work(filled_slots: Collection[int], tensor: Tensor) -> bool:
+    """Whether embedding or head has LoRA work to do on ``tensor``: a slot is filled. A graph has it for the adapters
+    that will be there, unless it is captured without (:func:`capturing_vocabulary`).
+    """
+    return _captures_vocabulary if is_being_captured(tensor) else bool(filled_slots)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

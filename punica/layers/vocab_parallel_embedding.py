@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from punica.layers.base import Shapes, UnsplitLayer
-from punica.layers.utils import has_no_lora, is_being_captured, is_kind_of
+from punica.layers.utils import has_no_lora, has_vocabulary_work, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from punica.wrapper import PunicaWrapperBase
 
@@ -71,7 +71,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
                 "call update_metadata for this batch"
             )
         output = self.base_layer(input_)
-        if has_no_lora(wrapper) or not (self.filled_slots or is_being_captured(input_)):
+        if has_no_lora(wrapper) or not has_vocabulary_work(self.filled_slots, input_):
             return output
         flat = output.view(-1, output.shape[-1])
         returned = wrapper.add_lora_embedding(

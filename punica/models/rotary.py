@@ -10,12 +10,14 @@ For a head of size D, pair i (0 <= i < D/2) of a vector at position m is turned 
 the distance of their positions. Long-context models change the frequencies, and some scale the result.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from punica.ops.backbone import rotary_angles
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies are the same for every length. Those of the others (``dynamic``, ``longrope``) depend on the
@@ -51,14 +53,10 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.dtype = config.dtype
+        self.dtype = cast(torch.dtype, config.dtype)
         frequencies, self.factor = inverse_frequencies(config)
         self.register_buffer("inverse_frequencies", frequencies.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions ``[T]`` (int64) to ``(cos, sin)``, each ``[T, 1, D/2]``: float32 angles, the model's dtype."""
-        angles = (positions.unsqueeze(-1) * self.inverse_frequencies).unsqueeze(1)
-        cos, sin = angles.cos(), angles.sin()
-        if self.factor != 1.0:
-            cos, sin = cos * self.factor, sin * self.factor
-        return cos.to(self.dtype), sin.to(self.dtype)
+        return rotary_angles(positions, self.inverse_frequencies, self.factor, self.dtype)

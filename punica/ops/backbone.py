@@ -1,6 +1,6 @@
 """What stands between the dense projections of a decoder layer: norms behind residual connections, the activation of
-the MLP, the rotation of queries and keys. One Triton kernel each on a GPU (:mod:`punica.ops.triton_ops.backbone`),
-plain torch elsewhere.
+the MLP, the rotation of queries and keys; and what a step needs once, the angles of that rotation and the most probable
+tokens. One Triton kernel each on a GPU (:mod:`punica.ops.triton_ops.backbone`), plain torch elsewhere.
 """
 
 from typing import NamedTuple
@@ -83,6 +83,35 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return product
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``factor`` times cosine and sine of ``positions [T] * frequencies [D / 2]`` (int64, float32; the product in
+    float32), each ``[T, 1, D / 2]`` in ``dtype``.
+    """
+    if positions.is_cuda and dtype in KERNEL_DTYPES:
+        from punica.ops.triton_ops import backbone
+
+        cos, sin = (positions.new_empty((len(positions), 1, len(frequencies)), dtype=dtype) for _ in range(2))
+        backbone.rotary_angles(cos, sin, positions, frequencies, factor)
+        return cos, sin
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(1)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def argmax(logits: Tensor, no_index: int) -> Tensor:
+    """The index of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``.
+    ``no_index``, which is negative, for a row that holds NaN.
+    """
+    if runs_kernels(logits) and logits.stride(-1) == 1:
+        from punica.ops.triton_ops import backbone
+
+        best = logits.new_empty(len(logits), dtype=torch.int64)
+        backbone.argmax(best, logits, no_index)
+        return best
+    best = logits.argmax(dim=-1)  # counts NaN as the highest: one look tells whether there is any
+    highest = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    return best.masked_fill(highest.isnan(), no_index)
 
 
 def runs_kernels(x: Tensor) -> bool:

@@ -1,13 +1,17 @@
 """How an engine goes about its graphs: the device is a CPU, and a graph launches its step again at every replay."""
 
 import gc
+import json
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
+from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine import runner as runner_module
 from punica.engine.attention import PagedAttention
@@ -139,20 +143,61 @@ def test_results_of_all_graphs_lie_in_one_place(engine, backbone) -> None:
 def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None:
     engine.capture_graphs()
     graphs = engine.runner.graphs
-    decodes = [(0, 2, 2), (0, 2, 1), (0, 2, 0), (0, 1, 1), (0, 1, 0)]
+    decodes = [GraphShape(0, *rest) for rest in ((2, 2), (2, 1), (2, 0), (1, 1), (1, 0))]
     assert graphs.tried == decodes
     engine.capture_graphs(32)
-    beside, alone = [(64, 2, 2), (64, 2, 1), (64, 2, 0)], [(64, 0, 1), (64, 0, 0)]
-    assert graphs.tried == decodes + beside + alone
-    assert graphs.shapes(10_000) == beside + alone + decodes, "no step is longer"
+    prompts = [GraphShape(64, *rest) for rest in ((2, 2), (2, 1), (2, 0), (0, 1), (0, 0))]
+    assert graphs.tried == decodes + prompts
+    assert graphs.shapes(10_000, vocabulary=False) == prompts + decodes, "no step is longer"
     serve(engine, backbone)
-    assert {(64, 0, 0), (64, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
+    assert {GraphShape(64, 0, 0), GraphShape(64, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
     assert len(graphs.tried) == 10
     graphs.statistics.bytes = 7
     assert engine.memory.graphs == 7
     for wrong, kind in ((-1, ValueError), ("many", TypeError)):
         with pytest.raises(kind, match="prompt_tokens"):
             engine.capture_graphs(wrong)
+
+
+def test_steps_have_graphs_of_their_own_while_an_adapter_is_for_embedding_and_head(engine, backbone, tmp_path) -> None:
+    ends, merged = _adapter_of_the_ends(backbone, tmp_path)
+    graphs, plain = engine.runner.graphs, backbone.adapters[1]
+    states = [engine.add_request(Request(f"r{i}", [3, 1], 5, ends if i else plain)) for i in range(2)]
+    engine.step()  # the plain one alone, and the other is on its way into its slot
+    engine.step()
+    assert graphs.replayed[-1] == GraphShape(64, 2, 1, vocabulary=True)
+    while engine.has_unfinished():
+        engine.step()
+    assert graphs.replayed[-1].vocabulary
+    assert states[0].output_token_ids == backbone.generate_merged((3, 1), 1, 5)
+    expected = merged.generate(torch.tensor([[3, 1]]), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert states[1].output_token_ids == expected[0, 2:].tolist()
+    engine.manager.remove_adapter(ends.lora_int_id)
+    serve(engine, backbone)
+    assert not graphs.replayed[-1].vocabulary
+    assert graphs.shape(0, 2, 0, uses_lora=False, vocabulary=True) == GraphShape(0, 2, 0), "without any adapter, one"
+    assert {shape.vocabulary for shape in graphs.shapes(64, vocabulary=True) if shape.adapters} == {True}
+
+
+def _adapter_of_the_ends(backbone, folder) -> tuple[LoRARequest, transformers.LlamaForCausalLM]:
+    """A PEFT adapter of embedding and head with rank 4, and the model that it is merged into."""
+    hidden, vocab = backbone.config.hidden_size, backbone.config.vocab_size
+    pairs = {"embed_tokens": (vocab, hidden), "lm_head": (hidden, vocab)}  # inputs, outputs
+    path = write_random_adapter(folder, backbone.config, 4, 9, target_modules=("q_proj",))
+    settings = json.loads((path / "adapter_config.json").read_text()) | {"target_modules": list(pairs)}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    merged = transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
+    tensors, start = {}, "base_model.model."
+    for name, (inputs, outputs) in pairs.items():
+        a, b = torch.randn(4, inputs) / 4, torch.randn(outputs, 4) / 4
+        if name == "embed_tokens":
+            tensors |= {f"{start}model.{name}.lora_embedding_A": a, f"{start}model.{name}.lora_embedding_B": b}
+            merged.model.embed_tokens.weight.data.add_((b @ a).T, alpha=2.0)
+        else:
+            tensors |= {f"{start}{name}.lora_A.weight": a, f"{start}{name}.lora_B.weight": b}
+            merged.lm_head.weight.data.add_(b @ a, alpha=2.0)
+    save_file(tensors, path / "adapter_model.safetensors")
+    return LoRARequest("ends", 9, str(path)), merged
 
 
 def test_a_dropped_engine_frees_its_cache_at_once(backbone) -> None:

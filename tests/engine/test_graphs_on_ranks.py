@@ -57,7 +57,7 @@ def test_ranks_capture_what_all_of_them_ask_for() -> None:
 def test_ranks_that_ask_for_different_shapes_all_refuse_before_they_capture() -> None:
     def body(rank: int) -> list:
         graphs = Recorded()
-        with pytest.raises(RuntimeError, match=r"\[\[0, 8, 1\], \[0, 4, 1\]\] in rank order"):
+        with pytest.raises(RuntimeError, match=r"\[\[0, 8, 1, 0\], \[0, 4, 1, 0\]\] in rank order"):
             graphs.prepare(GraphShape(0, 4, 1) if rank else DECODE)
         return [graphs.done, graphs.has(DECODE)]
 
@@ -79,7 +79,8 @@ def test_a_capture_that_fails_on_one_rank_fails_on_all_and_may_be_tried_again() 
 def test_a_graph_without_memory_on_one_rank_is_launched_by_the_hosts_of_all() -> None:
     def body(rank: int) -> list:
         graphs = Recorded("recorded" if rank else "")
-        found = [graphs.prepare(DECODE), graphs.prepare(DECODE), graphs.shape(0, 8, 1, uses_lora=True)]
+        found = [graphs.prepare(DECODE), graphs.prepare(DECODE)]
+        found.append(graphs.shape(0, 8, 1, uses_lora=True, vocabulary=False))
         graphs._fails_in = ""
         return [*found, graphs.prepare(GraphShape(0, 8, 0)), graphs.statistics.refused]
 
@@ -145,7 +146,9 @@ def test_engines_of_all_ranks_want_the_same_graphs_in_the_same_order(backbone, m
             slots = {slot for slot in layout.sampled_slots[bool(layout.num_prefill_rows) :] if slot >= 0}
             decodes = len(layout.spans) - bool(layout.num_prefill_rows)
             uses_lora = any(slot >= 0 for slot in layout.sampled_slots)
-            shape = graphs.shape(layout.num_prefill_rows, decodes, len(slots), uses_lora=uses_lora)
+            shape = graphs.shape(
+                layout.num_prefill_rows, decodes, len(slots), uses_lora=uses_lora, vocabulary=False
+            )
             graphs.prepare(shape)
             wanted.append(shape)
 

@@ -166,6 +166,18 @@ def test_marked_rows_that_time_is_too_short_for_stay_and_stay_marked(tmp_path, m
     assert sorted(row.disturbed for row in rows_of(tmp_path)) == [False] + [True] * 5
 
 
+@pytest.mark.parametrize(("firm", "measured", "left_out"), [(True, 2, 1), (False, 3, 0)])
+def test_a_new_pass_is_begun_behind_marked_rows_even_if_not_all_of_it_fits(
+    tmp_path, machine, firm, measured, left_out
+):
+    machine.script = [BUSY, QUIET]
+    run(composed(tmp_path, *GRID, "scale.tries=0", "scale.passes=1"), Slow())
+    slow = Slow()
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=2"), slow, within(0.4, slow, firm))
+    assert (outcome.measured, outcome.left_out) == (measured, left_out)
+    assert {row.repeat for row in rows_of(tmp_path)} == {0, 1}
+
+
 class Summed(Fake):
     """A point that is the sum of what is on disk of its repeat."""
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.layers import LogitsProcessorWithLoRA, from_layer_logits_processor
-from punica.layers import logits_processor as module
+from punica.layers import LogitsProcessorWithLoRA, capturing_vocabulary, from_layer_logits_processor, utils
 from punica.metadata import LoRAMapping
 from punica.parallel import LogitsProcessor, ParallelLMHead
 from punica.wrapper import PunicaWrapperCPU
@@ -219,9 +218,12 @@ def test_no_adapter_in_any_slot_means_no_work(lora_config, monkeypatch) -> None:
         layer.reset_lora(slot)
     assert torch.equal(layer(head, hidden), layer.base_layer(head, hidden))
     assert len(calls) == 1
-    monkeypatch.setattr(module, "is_being_captured", lambda tensor: True)
+    monkeypatch.setattr(utils, "is_being_captured", lambda tensor: True)
     layer(head, hidden)
     assert len(calls) == 2, "a CUDA graph must contain the work of adapters that come later"
+    with capturing_vocabulary(False):
+        layer(head, hidden)
+    assert len(calls) == 2, "but one for steps whose adapters are for other layers"
 
 
 def test_a_returned_tensor_is_honoured(lora_config) -> None:

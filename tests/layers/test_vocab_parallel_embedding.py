@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.layers import VocabParallelEmbeddingWithLoRA, from_layer
-from punica.layers import vocab_parallel_embedding as module
+from punica.layers import VocabParallelEmbeddingWithLoRA, capturing_vocabulary, from_layer, utils
 from punica.metadata import LoRAMapping
 from punica.parallel import VocabParallelEmbedding
 from punica.wrapper import PunicaWrapperCPU
@@ -176,13 +175,26 @@ def test_no_adapter_in_any_slot_means_no_work(lora_config, monkeypatch) -> None:
         layer.reset_lora(slot)
     assert torch.equal(layer(ids), layer.base_layer(ids))
     assert recorder.calls == 1
-    monkeypatch.setattr(module, "is_being_captured", lambda tensor: True)
+    monkeypatch.setattr(utils, "is_being_captured", lambda tensor: True)
     assert torch.equal(layer(ids), layer.base_layer(ids))
     assert recorder.calls == 2, "a CUDA graph must contain the work of adapters that come later"
+    layer.mark_slot(3, True)
+    with capturing_vocabulary(False):
+        assert torch.equal(layer(ids), layer.base_layer(ids))
+        assert recorder.calls == 2, "but one for steps whose adapters are for other layers"
+        with capturing_vocabulary(True):
+            layer(ids)
+    assert recorder.calls == 3
+    layer.mark_slot(3, False)
+    layer(ids)
+    assert recorder.calls == 4
     monkeypatch.undo()
     layer.mark_slot(3, True)
     layer(ids)
-    assert recorder.calls == 3, "a writer that fills slots by itself says so"
+    assert recorder.calls == 5, "a writer that fills slots by itself says so"
+    with capturing_vocabulary(False):
+        layer(ids)
+    assert recorder.calls == 6, "it says nothing of steps that are not captured"
     layer.set_mapping(without := Recorder([-1] * 6))
     layer(ids)
     assert without.calls == 0

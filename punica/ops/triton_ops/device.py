@@ -132,3 +132,16 @@ def dot(a, b, acc, WEIGHTS_LEFT: tl.constexpr, INTERPRETED: tl.constexpr):
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """acc + h @ b for the float32 `h` that shrink left, [ROWS, R], and a block of B in `DTYPE`, in which they multiply.
+
+    bfloat16's 8 bits would lose more of `h` than the sum of the ranks allows, so it goes in two parts, of 8 bits each.
+    """
+    high = h.to(DTYPE)
+    acc = dot(high, b, acc, False, INTERPRETED)
+    if DTYPE == tl.bfloat16:  # noqa: SIM300 (a type of Triton does not know a constexpr)
+        acc = dot((h - high.to(tl.float32)).to(DTYPE), b, acc, False, INTERPRETED)
+    return acc

@@ -17,7 +17,7 @@ neither form reads or writes what lies beyond an adapter's rank. Weights may be 
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot, pick
+from punica.ops.triton_ops.device import dot, dot_of_shrunk, pick
 from punica.ops.triton_ops.moe_reading import (
     column_scales,
     live,
@@ -262,14 +262,15 @@ def _expand_tile(
         factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
     if BLOCK_R >= R:
         h = _sum_planes(h_ptrs, valid[:, None] & (offs_r < read)[None, :], plane, PLANES)
-        h = live(h, offs_r[None, :], rank, HAS_RANKS).to(READ.dtype)
+        h = live(h, offs_r[None, :], rank, HAS_RANKS)
         for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
             mask_n = (offs_n < (1 << 30 if EVEN_N else N))[None, :]
             mask_b = (offs_r < read)[:, None] & mask_n
             b = tl.load(b_ptrs, mask=mask_b, other=0.0)
             b = real_weights(b, scale_ptr, offs_n[None, :], offs_r[:, None], mask_b, READ, READ.dtype)
             b = live(b, offs_r[:, None], rank, HAS_RANKS)
-            total = dot(h, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), False, INTERPRET) * factors[:, None]
+            total = dot_of_shrunk(h, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), READ.dtype, INTERPRET)
+            total *= factors[:, None]
             if READ.weights > 0:
                 total *= column_scales(scale_ptr, offs_n, offs_n < N, READ)[None, :]
             if ADD:
@@ -285,11 +286,11 @@ def _expand_tile(
             for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes, left = offs_r < read - first_r, rank - first_r
                 h = _sum_planes(h_ptrs + first_r, valid[:, None] & lanes[None, :], plane, PLANES)
-                h = live(h, offs_r[None, :], left, HAS_RANKS).to(READ.dtype)
+                h = live(h, offs_r[None, :], left, HAS_RANKS)
                 mask_b = lanes[:, None] & mask_n
                 b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)
                 b = real_weights(b, scale_ptr, offs_n[None, :], (offs_r + first_r)[:, None], mask_b, READ, READ.dtype)
-                acc = dot(h, live(b, offs_r[:, None], left, HAS_RANKS), acc, False, INTERPRET)
+                acc = dot_of_shrunk(h, live(b, offs_r[:, None], left, HAS_RANKS), acc, READ.dtype, INTERPRET)
             total = acc * factors[:, None]
             if READ.weights > 0:
                 total *= column_scales(scale_ptr, offs_n, offs_n < N, READ)[None, :]

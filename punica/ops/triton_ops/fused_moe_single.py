@@ -13,7 +13,7 @@ Ranks and FP8 weights as in `fused_moe_kernels`; ``READ_A`` and ``READ_B`` say h
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot, pick
+from punica.ops.triton_ops.device import dot, dot_of_shrunk, pick
 from punica.ops.triton_ops.fused_moe_kernels import NUMBERS
 from punica.ops.triton_ops.moe_reading import (
     column_scales,
@@ -81,7 +81,6 @@ def moe_one_shot_kernel(
                 a_ptrs_block += BLOCK_K
             if READ_A.weights > 0:
                 acc *= column_scales(a_scale, offs_r, mask_r, READ_A)[None, :]
-            h = acc.to(READ_B.dtype)
             factors = tl.full([BLOCK_M], 1.0, tl.float32)
             if WEIGHTED:
                 factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
@@ -92,7 +91,8 @@ def moe_one_shot_kernel(
                 b = tl.load(b_ptr + offs_r[:, None] + offs_n[None, :] * R, mask=mask_b, other=0.0)
                 b = real_weights(b, b_scale, offs_n[None, :], offs_r[:, None], mask_b, READ_B, READ_B.dtype)
                 b = live(b, offs_r[:, None], rank, HAS_RANKS)
-                delta = dot(h, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), False, INTERPRET) * factors[:, None]
+                delta = dot_of_shrunk(acc, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), READ_B.dtype, INTERPRET)
+                delta *= factors[:, None]
                 if READ_B.weights > 0:
                     delta *= column_scales(b_scale, offs_n, offs_n < N, READ_B)[None, :]
                 y_ptrs = y_ptr + rows[:, None] * stride_y + offs_n[None, :]

@@ -106,6 +106,27 @@ def test_all_paths_agree(case: Case, device: str):
         torch.testing.assert_close(results[0], other, rtol=4e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("rank", [2, 64])
+@pytest.mark.parametrize(("path", "form"), [("two_stage", "rows"), ("two_stage", "tiles"), ("one_shot", "tiles"),
+                                            ("small_batch", "rows")])  # fmt: skip
+def test_ranks_that_cancel_keep_what_bfloat16_would_lose_between_the_products(
+    path: str, form: str, rank: int, device: str, use_form
+):
+    """h = (1 + 2**-10, 1, 0, ...) and B = (1, -1, 0, ...): 2**-10, and 0 if h were rounded to 8 bits."""
+    use_form(form)
+    world = World(Case(tokens=3, hidden=64, rank=rank, dtype=torch.bfloat16, add_inputs=False, naive=True), device)
+    world.x.fill_(1.0)
+    for weights in (*world.a, *world.b):
+        weights.zero_()
+    world.a[0][:, :, :2] = 2.0**-6
+    world.a[0][:, :, 0, 0] += 2.0**-10
+    world.b[0][..., 0], world.b[0][..., 1] = 1.0, -1.0
+    output = run(world, How(path=path, active=3))
+    computed = [output[t, j, world.case.offset :][: world.case.width] for t, j, _, _ in world.used()]
+    assert computed
+    assert {value for row in computed for value in row.tolist()} == {2.0**-10}
+
+
 @pytest.mark.parametrize("name", ["plain", "naive", "gate and up", "down", "no token", "wide rank"])
 def test_flat_op(name: str, device: str):
     world = World(CASES[name], device)

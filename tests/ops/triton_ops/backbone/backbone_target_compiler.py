@@ -15,11 +15,19 @@ from target_compiler import Compilations, empty
 from punica.ops.backbone import HeadNorms
 from punica.ops.checks import STEP, describe_stored
 from punica.ops.quant import E4M3
-from punica.ops.triton_ops.backbone import add_rms_norm, decode_attention, rotate_and_store, skinny_gemm, swiglu
+from punica.ops.triton_ops.backbone import (
+    add_rms_norm,
+    argmax,
+    decode_attention,
+    rotary_angles,
+    rotate_and_store,
+    skinny_gemm,
+    swiglu,
+)
 from punica.ops.triton_ops.fp8_device import WIDE, Held
 from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_config, plan_gemm_and_shrink
 
-MODULES = ("decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
+MODULES = ("angles", "argmax", "decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
 LAYERS = {
     "llama2-7b": (32, 32, 128, 4096, 11008), "llama2-70b": (64, 8, 128, 8192, 28672), "odd": (6, 2, 80, 100, 300),
     "small": (32, 8, 64, 2048, 8192), "wide": (16, 8, 256, 3072, 24576),
@@ -27,17 +35,18 @@ LAYERS = {
 """Heads, kv heads, head size, hidden and inner size."""
 NORMALISED = ("small", "odd")
 TOKENS, BLOCK_SIZE, BLOCKS, WIDTH = 32, 16, 64, 40
-RANK, SLOTS = 16, 4
+RANK, SLOTS, VOCAB = 16, 4, 128_256
 
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
-    """The kernels of a decode step of one layer, in the order of their launches."""
+    """The kernels of a decode step with one layer, in the order of their launches."""
     heads, kv_heads, size, hidden, inner = LAYERS[case["layer"]]
     dtype, i32, before = getattr(torch, case["dtype"]), torch.int32, len(done.records)
     cached = E4M3 if case.get("fp8") else dtype
     x, qkv = empty(TOKENS, hidden, dtype=dtype), empty(TOKENS, heads + 2 * kv_heads, size, dtype=dtype)
     cos, keys = empty(TOKENS, 1, size // 2, dtype=dtype), empty(BLOCKS * BLOCK_SIZE, kv_heads, size, dtype=cached)
     table, lengths = empty(TOKENS, WIDTH, dtype=i32), empty(TOKENS, dtype=i32)
+    rotary_angles(cos, cos, empty(TOKENS, dtype=torch.int64), empty(size // 2, dtype=torch.float32), 1.0)
     add_rms_norm(x, x, x, empty(hidden, dtype=dtype), 1e-5)
     weight = empty(size, dtype=dtype)
     norms = HeadNorms(weight, weight, 1e-6) if case["layer"] in NORMALISED else None
@@ -49,6 +58,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     for tokens in (1, TOKENS):
         skinny_gemm(x[:tokens], hidden_rows[:tokens], down)
     gemm_and_shrink(hidden_rows, down, x, bool(case.get("fp8")), done.capability)
+    argmax(empty(TOKENS, dtype=torch.int64), empty(TOKENS, VOCAB, dtype=dtype), -1)
     return [{"case": case, **record} for record in done.records[before:]]
 
 

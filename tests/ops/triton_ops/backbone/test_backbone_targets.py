@@ -48,7 +48,7 @@ def compiled(capability: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
-    assert len(records) == sum(7 + (case["splits"] > 1) for case in cases)  # and a kernel that adds the splits
+    assert len(records) == sum(9 + (case["splits"] > 1) for case in cases)  # and a kernel that adds the splits
     assert {record["target"] for record in records} == {capability}
     assert max(record["shared"] for record in records) <= SHARED_KIB[capability] << 10
     for switch in ("waits", "starts_early"):
@@ -62,7 +62,7 @@ def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
     cases = [{"layer": "llama2-7b", "dtype": "float16", "splits": 8, "fp8": fp8} for fp8 in (False, True)]
     records = compiled(capability, cases)
     check(capability, cases, records)
-    assert [record["spilled"] for record in records] == [0] * 16
+    assert [record["spilled"] for record in records] == [0] * 20
     assert sum(bool(record["instructions"]) for record in records) == 6  # attention, projections of many rows
 
 

@@ -1,4 +1,6 @@
-"""Norm with residual, RoPE with the cache write, and SwiGLU compute what the parts of `punica.models.llama` do."""
+"""Norm with residual, RoPE with the cache write, its angles, SwiGLU and argmax compute what the parts of
+`punica.models.llama` and `punica.engine.sampler` do.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from punica.ops.backbone import HeadNorms, rotate
-from punica.ops.triton_ops.backbone import add_rms_norm, rotate_and_store, swiglu
+from punica.ops.triton_ops.backbone import add_rms_norm, argmax, rotary_angles, rotate_and_store, swiglu
 from punica.ops.triton_ops.launch import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -98,6 +100,47 @@ def check_swiglu(tokens: int, size: int, dtype: torch.dtype, device: str) -> Non
     assert bool(whole[:, size:].isnan().all())
 
 
+def check_angles(tokens: int, half: int, factor: float, dtype: torch.dtype, device: str) -> None:
+    positions = torch.randint(0, 2**18, (tokens,))
+    positions[0] = 0
+    frequencies = 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = (torch.full((tokens, 1, half), torch.nan, dtype=dtype, device=device) for _ in range(2))
+    rotary_angles(cos, sin, positions.to(device), frequencies.to(device), factor)
+    angles = (positions[:, None, None].float() * frequencies).double()  # the product is rounded to float32
+    check_close(cos, factor * angles.cos())
+    check_close(sin, factor * angles.sin())
+
+
+def check_argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Rows of random numbers, of which the last three, where there are so many, are special."""
+    logits, whole = rows_apart(rows, vocab, dtype, device)
+    whole[:, vocab:] = torch.inf  # what lies between rows would win
+    whole[::2, vocab:] = torch.nan
+    ties = torch.randint(0, vocab, (2,)).tolist()
+    for row, change in ((rows - 1, torch.nan), (rows - 2, -torch.inf), (rows - 3, torch.inf)):
+        if row > 0:
+            logits[row] = change if change == -torch.inf else logits[row]
+            logits[row, ties] = change
+    expected = logits.cpu().float().argmax(dim=-1)  # of equal ones the first
+    expected[logits.cpu().isnan().any(dim=-1)] = -7
+    out = torch.full((rows,), 99, dtype=torch.int64, device=device)
+    argmax(out, logits, -7)
+    assert out.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "half"), [(1, 64), (5, 40), (3, 10)])
+def test_angles_of_rope(tokens: int, half: int, dtype: torch.dtype, device: str) -> None:
+    check_angles(tokens, half, 1.0, dtype, device)
+    check_angles(tokens, half, 1.25, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (4, 100), (7, 8192), (5, 50_001)])
+def test_the_highest_of_each_row(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    check_argmax(rows, vocab, dtype, device)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 64), (3, 100), (5, 1024)])
 @pytest.mark.parametrize("has_delta", [False, True])
@@ -125,6 +168,8 @@ def test_no_tokens_are_no_launch(device: str) -> None:
     swiglu(nothing, torch.empty(0, 16, device=device))
     angles, rows = torch.empty(0, 1, 2, device=device), torch.empty(0, dtype=torch.int64, device=device)
     rotate_and_store(torch.empty(0, 3, 4, device=device), angles, angles, rows, heads, heads)
+    rotary_angles(angles, angles, rows, torch.ones(2, device=device), 1.0)
+    argmax(rows, torch.empty(0, 5, device=device), -1)
     assert bool((heads == 1).all())
 
 
@@ -140,6 +185,10 @@ def test_bad_operands_are_refused(device: str) -> None:
     def rotated(**changes: Any) -> None:
         rotate_and_store(**vars(good) | changes)
 
+    def angles(**changes: Any) -> None:
+        given = {"cos": good.cos, "sin": good.sin, "positions": good.kv_rows, "frequencies": weight[:4], "factor": 1.0}
+        rotary_angles(**given | changes)
+
     for kind, message, call in (
         (ValueError, r"weight must be \[8\]", lambda: add_rms_norm(x, x, None, weight[:4], EPS)),
         (ValueError, r"delta must be \[2, 8\]", lambda: add_rms_norm(x, x, x[:1], weight, EPS)),
@@ -154,6 +203,15 @@ def test_bad_operands_are_refused(device: str) -> None:
         (TypeError, "kv_rows must be int64", lambda: rotated(kv_rows=good.kv_rows.int())),
         (ValueError, "k_weight must be", lambda: rotated(norms=HeadNorms(weight, weight[:4], EPS))),
         (ValueError, "values must be", lambda: rotated(values=good.values[:2])),
+        (ValueError, r"sin must be \[2, 1, 4\]", lambda: angles(sin=good.sin[:1])),
+        (ValueError, r"frequencies must be \[4\]", lambda: angles(frequencies=weight)),
+        (TypeError, "positions must be torch.int64", lambda: angles(positions=good.kv_rows.int())),
+        (TypeError, "frequencies must be torch.float32", lambda: angles(frequencies=weight[:4].double())),
+        (ValueError, "cos must be contiguous", lambda: angles(cos=torch.ones(2, 1, 8, device=device)[..., ::2])),
+        (ValueError, r"out must be \[2\]", lambda: argmax(good.kv_rows[:1], x, -1)),
+        (TypeError, "out must be contiguous torch.int64", lambda: argmax(good.kv_rows.int(), x, -1)),
+        (ValueError, "at least one column", lambda: argmax(good.kv_rows, x[:, :0], -1)),
+        (TypeError, "dtype must be one of", lambda: argmax(good.kv_rows, x.double(), -1)),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             call()
@@ -171,3 +229,6 @@ def test_full_sizes(tokens: int, dtype: torch.dtype) -> None:
         Rotation(tokens, heads, kv_heads, 128, dtype, "cuda").run_normalised()
     for size in (11008, 13824, 14336):
         check_swiglu(tokens, size, dtype, "cuda")
+    check_angles(tokens, 64, 1.0, dtype, "cuda")
+    for vocab in (32_000, 128_256, 151_936):
+        check_argmax(tokens, vocab, dtype, "cuda")

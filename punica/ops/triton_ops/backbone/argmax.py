@@ -1,0 +1,71 @@
+"""The highest of each row of logits, and whether there is a NaN among them, one launch, where torch takes five:
+
+    out[s] = min {i : logits[s, i] = max_j logits[s, j]},      or `no_index` where some logits[s, j] is NaN
+
+A program takes a row, block after block: every lane keeps the highest that it has seen, and where.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.device import wait_for_front
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.op import check_runnable
+
+_MOST_LANES = 8192
+_NO_PLACE = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _argmax_kernel(
+    logits_ptr, out_ptr, stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NO_INDEX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    offs = tl.arange(0, BLOCK)
+    wait_for_front(PDL)
+    best = tl.load(row_ptr + offs, mask=offs < VOCAB, other=float("-inf")).to(tl.float32)
+    place, none = offs, (best != best).to(tl.int32)
+    for start in tl.range(BLOCK, VOCAB, BLOCK, loop_unroll_factor=4):  # loads of several blocks are under way
+        here = start + offs
+        value = tl.load(row_ptr + here, mask=here < VOCAB, other=float("-inf")).to(tl.float32)
+        none |= (value != value).to(tl.int32)
+        higher = value > best
+        best, place = tl.where(higher, value, best), tl.where(higher, here, place)
+    first = tl.min(tl.where(best == tl.max(best, 0), place, _NO_PLACE), 0)
+    tl.store(out_ptr + row, tl.where(tl.max(none, 0) > 0, NO_INDEX, first).to(tl.int64))
+
+
+def argmax(out: Tensor, logits: Tensor, no_index: int) -> None:
+    """The index of the highest element of each row, of equal ones the lowest.
+
+    Args:
+        out: int64 ``[S]``, contiguous.
+        logits: ``[S, vocab]`` in float16, bfloat16 or float32, elements of a row side by side; ``vocab`` at least 1.
+        no_index: for a row that holds NaN; negative.
+
+    ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
+    """
+    check_runnable(logits.device)
+    rows, vocab = check_shape("logits", logits, (None, None))
+    check_shape("out", out, (rows,))
+    check_same(logits)
+    check_rows("logits", logits)
+    if vocab == 0:
+        raise ValueError("logits must have at least one column, got 0; give those of a vocabulary")
+    if out.dtype != torch.int64 or out.device != logits.device or not out.is_contiguous():
+        raise TypeError(f"out must be contiguous torch.int64 on {logits.device}, got {out.dtype} on {out.device}")
+    if rows == 0:
+        return
+    pdl, block = supports_pdl(logits.device), min(_MOST_LANES, block_at_least(vocab))
+    constants = {"VOCAB": vocab, "BLOCK": block, "NO_INDEX": no_index, "PDL": pdl}
+    launch = Launch(
+        _argmax_kernel, (rows, 1, 1), (logits.dtype,), (logits.stride(0),), constants,
+        num_warps=max(1, min(16, block // 256)), pdl=pdl, device=logits.device,
+    )  # fmt: skip
+    with on_device(logits.get_device()):
+        launch((logits, out), (), not INTERPRETED and all_aligned(logits, out))
