@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,15 @@ MOST_HEADER_BYTES = 32 << 20
 MOST_TENSORS = 1 << 17
 
 NameMapper = Callable[[str], str] | Mapping[str, str]
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
+}  # fmt: skip
+"""What safetensors calls the types of torch: to ask it for a tensor of each would read all that the tensor has."""
 
 # <module>.lora_A[.<adapter>].weight, or <module>.lora_embedding_A[.<adapter>]
 _TENSOR_NAME = re.compile(
@@ -88,7 +97,7 @@ def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
             f"unsupported LoRA weight {clip(key)}; expected <module>.lora_A.weight, .lora_B.weight or "
             f".lora_embedding_A/B{_remedy(key)}"
         )
-    own = _TENSOR_NAME.fullmatch(map_tensor_name(key, None)) or match
+    own = match if weights_mapper is None else _TENSOR_NAME.fullmatch(map_tensor_name(key, None)) or match
     return TensorName(match["module"], match["side"] == "A", own["module"])
 
 
@@ -149,12 +158,12 @@ def read_tensors(
     of remote experts are left out. Without numbers, on the meta device, if only types and shapes are asked for.
 
     They are read, never mapped from the file: whoever overwrites it changes nothing here, and whoever makes it shorter
-    does not kill the process (SIGBUS).
+    does not kill the process (SIGBUS). Types and shapes come from the header alone, whatever size they say.
 
     Raises:
         ValueError: only pickled weights (.bin, .pt), which are never read; the file is no safetensors file or has a
-            header too large for `most_tensors` tensors or became shorter meanwhile, a name is not a LoRA name, or a
-            module is not in `expected_lora_modules`.
+            header too large for `most_tensors` tensors, has a tensor of a type that torch lacks, or became shorter
+            meanwhile; a name is not a LoRA name, or a module is not in `expected_lora_modules`.
         FileNotFoundError: no folder, or no weights in it.
     """
     directory = resolve_adapter_path(folder)
@@ -186,7 +195,7 @@ def read_tensors(
                 remote = moe_ep_spec.is_remote if moe_ep_spec else lambda module: False
                 wanted = [key for key, name in names.items() if not remote(name.module)]
                 scales = [key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys]
-                shapes = {key: torch.empty_like(handle.get_tensor(key), device="meta") for key in (*wanted, *scales)}
+                shapes = {key: _shape_of(file, key, handle.get_slice(key)) for key in (*wanted, *scales)}
         except SafetensorError as error:
             raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error
         return _read_numbers(opened, file, header, shapes) if with_numbers else shapes
@@ -202,6 +211,20 @@ def _read_header(opened: BinaryIO, file: Path, most: int) -> bytes:
             "are read"
         )
     return start + opened.read(size)
+
+
+def _shape_of(file: Path, key: str, entry: Any) -> torch.Tensor:
+    """A tensor as the checked header has it (`entry`: safetensors' view of it), on the meta device."""
+    dtype, shape = _DTYPES.get(entry.get_dtype()), entry.get_shape()
+    if dtype is torch.float4_e2m1fn_x2:  # two numbers to an element
+        *rows, columns = shape
+        dtype, shape = (None, shape) if columns % 2 else (dtype, [*rows, columns // 2])
+    if dtype is None:
+        raise ValueError(
+            f"{str(file)!r} is not a valid safetensors file of an adapter: {clip(key)} is {entry.get_dtype()} "
+            f"{clip(shape)}, which torch cannot hold; save LoRA tensors as float16, bfloat16, float32 or float8"
+        )
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _read_numbers(

@@ -87,7 +87,7 @@ class LoRALayerWeights:
             _, b = self.pair()
             if isinstance(b, Fp8Matrix):
                 self.lora_b = b.scaled(self.scaling)
-            else:
+            elif not b.is_meta:  # of which there is no number to multiply, and torch takes long to do so
                 wide = torch.promote_types(b.dtype, torch.float32)
                 self.lora_b = (b.to(wide) * self.scaling).to(b.dtype)
             self.scaling = 1

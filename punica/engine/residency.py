@@ -11,14 +11,16 @@ whatever is loaded under that id meanwhile:
 
 import itertools
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
 from punica.adapters.request import check_same_source
 from punica.checks import clip
+from punica.engine.readers import FolderReaders
 from punica.scheduling import RequestState
+
+_LOOKED_AT = 64  # waiting requests; beyond them the ones whose adapters have to be read are not looked for
 
 
 @dataclass(eq=False)
@@ -42,15 +44,16 @@ class AdapterResidency:
     folder the first one loads it for all. What was read for a request that has begun is kept in host memory until the
     request leaves, even if the manager needs its place.
 
-    With ``reads_beside`` folders are read by a thread of their own: a request whose adapter is not in host memory waits
-    for it in the queue, while those that run go on. It is for a device that computes meanwhile, and for one rank. Only
-    a ``load_inplace`` is read between two steps.
+    With ``reads_beside`` folders are read by threads of their own: a request whose adapter is not in host memory waits
+    for it in the queue, while those that run go on. As soon as one waits, the next in the queue are read too, up to
+    ``READERS`` at once and unused; who waits for the same folder shares one reading. It is for a device that computes
+    meanwhile, and for one rank. Only a ``load_inplace`` is read between two steps.
     """
 
     def __init__(self, manager: LoRAModelManager, *, reads_beside: bool = False) -> None:
         self.manager = manager
-        self._reader = ThreadPoolExecutor(1, "punica-adapters") if reads_beside else None
-        self._reading: dict[str, Future[LoRAModel]] = {}  # by the request that waits for it
+        self._readers = FolderReaders(manager) if reads_beside else None
+        self._waiting: dict[str, RequestState] = {}  # who has not begun, in order of arrival
         self._users: dict[int, dict[str, RequestState]] = {}  # of each id, who is not done, in order of arrival
         self._versions: dict[int, _Version] = {}  # in use, by weights_id
         self._new_ids = itertools.count(-1, -1)
@@ -98,13 +101,13 @@ class AdapterResidency:
         """A request whose adapter was checked is queued: until it leaves, the adapter's id stands for that folder."""
         if isinstance(request.adapter, LoRARequest):
             self._users.setdefault(request.adapter_id, {})[request.request_id] = request
+            self._waiting[request.request_id] = request
             if request.adapter.load_inplace or self._replaces(request.adapter):
                 request.weights_id = next(self._new_ids)
 
     def release(self, request: RequestState) -> None:
         """A request has left, for whatever reason; a version that only it used is forgotten if there is a newer one."""
-        if (reading := self._reading.pop(request.request_id, None)) is not None:
-            reading.cancel()
+        self._waits_no_more(request)
         users = self._users.get(request.adapter_id, {})
         if _loads_anew(request):
             self._hand_on(request, list(users.values()))
@@ -152,6 +155,7 @@ class AdapterResidency:
                 version = self._versions[request.weights_id] = _Version(lora, self.manager.request_of(lora.id))
             version.users += 1
             request.has_weights = True
+            self._waits_no_more(request)
 
     def prefetch(self, request: RequestState) -> None:
         """Make the adapter of a waiting request active, beside the step that is running.
@@ -176,8 +180,7 @@ class AdapterResidency:
         """
         if not isinstance(request.adapter, LoRARequest):
             return True
-        users = self._users.get(request.adapter_id, {}).values()
-        return self.manager.is_active(request.weights_id) and not any(_loads_anew(other) for other in users)
+        return self.manager.is_active(request.weights_id) and not self._is_loaded_anew(request.adapter_id)
 
     def is_loaded(self, request: RequestState) -> bool:
         """Whether a waiting request can join without those who run having to wait for its folder; if not, that is read
@@ -186,7 +189,7 @@ class AdapterResidency:
         What cannot be read counts as loaded: the error belongs to the step in which the request joins.
         """
         adapter = request.adapter
-        if self._reader is None or not isinstance(adapter, LoRARequest) or _loads_anew(request):
+        if self._readers is None or not isinstance(adapter, LoRARequest) or _loads_anew(request):
             return True
         return self._is_read(request, adapter)
 
@@ -199,19 +202,47 @@ class AdapterResidency:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _is_read(self, request: RequestState, adapter: LoRARequest) -> bool:
-        """Whether the adapter of a waiting request needs no reading by the thread, or that is done; else it is read
-        from now on.
+        """Whether the adapter of a waiting request needs no reading by a thread, or that is done; else it is read from
+        now on, and those of the next requests with it.
         """
-        held = request.weights_id in self._versions or self.manager.get_adapter(request.weights_id) is not None
-        if self._reader is None or held:
+        if self._readers is None or self._is_in_memory(request):
             return True
-        if request.request_id not in self._reading:
-            self._reading[request.request_id] = self._reader.submit(self.manager.read_adapter, adapter)
-        return self._reading[request.request_id].done()
+        reading = self._readers.begin(request.request_id, adapter)
+        self._read_ahead()
+        return reading.done()
+
+    def _is_in_memory(self, request: RequestState) -> bool:
+        return request.weights_id in self._versions or self.manager.get_adapter(request.weights_id) is not None
+
+    def _read_ahead(self) -> None:
+        """Read the next adapters of the queue while there is room for what nobody uses yet.
+
+        Not that of an id that somebody waits to load anew: that load comes first, and gives all the others theirs.
+        """
+        for request in itertools.islice(self._waiting.values(), _LOOKED_AT):
+            if self._readers is None or not self._readers.has_room:
+                return
+            adapter = request.adapter
+            if (
+                isinstance(adapter, LoRARequest)
+                and not self._is_in_memory(request)
+                and not self._is_loaded_anew(request.adapter_id)
+                and self._readers.find(request.request_id, adapter) is None
+            ):
+                self._readers.begin(request.request_id, adapter)
+
+    def _waits_no_more(self, request: RequestState) -> None:
+        self._waiting.pop(request.request_id, None)
+        if self._readers is not None:
+            self._readers.drop(request.request_id)
+
+    def _is_loaded_anew(self, adapter_id: int) -> bool:
+        """Whether somebody waits to load the folder of this id again: who came later counts on that."""
+        return any(_loads_anew(other) for other in self._users.get(adapter_id, {}).values())
 
     def _read_failed(self, request: RequestState) -> bool:
         """Of one whose reading is done."""
-        reading = self._reading.get(request.request_id)
+        reading = None if self._readers is None else self._readers.readings.get(request.request_id)
         return reading is not None and reading.exception() is not None
 
     def _known(self, adapter_id: int) -> LoRARequest | None:
@@ -258,11 +289,13 @@ class AdapterResidency:
         if request.has_weights:
             self._settle(request.weights_id)  # under an id of its own, if somebody took its place
         if self.manager.get_adapter(request.weights_id) is None:
-            reading = self._reading.pop(request.request_id, None)
-            if reading is None:
+            reading = None if self._readers is None else self._readers.find(request.request_id, adapter)
+            if self._readers is None or reading is None:
                 self.manager.add_adapter(adapter)
             else:
                 self.manager.add_read_adapter(adapter, reading.result())
+                self._readers.drop(request.request_id)
+                self._read_ahead()
             return
         if not request.has_weights:
             check_same_source(self.manager.request_of(request.weights_id), adapter)
@@ -303,6 +336,8 @@ class AdapterResidency:
         for other in self._users[adapter_id].values():
             if _source_of(other) == adapter.source and not other.has_weights:
                 other.weights_id = adapter_id
+                if self._readers is not None:  # what was read is older than this load, on which it counts
+                    self._readers.drop(other.request_id)
 
     def _set_apart(self, adapter_id: int, old_id: int) -> None:
         """From now on, those who began with the version under `adapter_id` have it under `old_id`."""

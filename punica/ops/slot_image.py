@@ -35,15 +35,18 @@ class SlotMatrix(NamedTuple):
 def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
     """The image of ``matrices`` as uint8 ``[bytes]`` on the CPU, cast to ``dtype``; in page-locked memory if asked."""
     offsets = _offsets(matrices, dtype)
-    image = torch.zeros(offsets[-1] * ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+    image = torch.empty(offsets[-1] * ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+    image[: offsets[0] * ALIGNMENT] = 0
     header = [
         (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, matrix.rank)
         for offset, matrix in zip(offsets[:-1], matrices, strict=True)
     ]
     if header:
         _header(image, len(matrices)).copy_(torch.tensor(header, device="cpu"))
-    for target, matrix in zip(image_matrices(image, len(matrices), dtype), matrices, strict=True):
+    targets = image_matrices(image, len(matrices), dtype)
+    for target, matrix, offset, end in zip(targets, matrices, offsets[:-1], offsets[1:], strict=True):
         if target is not None and matrix.part is not None:
+            image[offset * ALIGNMENT + target.nbytes : end * ALIGNMENT] = 0  # between it and the next one
             target.copy_(matrix.part.detach().to(dtype))  # cast apart: torch is slow to cast and turn at once
     return image
 

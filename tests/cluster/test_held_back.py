@@ -51,7 +51,7 @@ class SlowWorld:
 
     def open(self) -> None:
         self.disk.set()
-        self.world.runners[NAME].engine._residency._reading.popitem()[1].exception(60)
+        self.world.runners[NAME].engine._residency._readers.readings.popitem()[1].exception(60)
 
 
 def test_the_batch_goes_on_and_the_scheduler_counts_right(adapters, monkeypatch) -> None:

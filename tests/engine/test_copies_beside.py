@@ -86,7 +86,7 @@ def test_who_leaves_before_its_turn_costs_no_running_one_its_slot(backbone, monk
     engine.add_request(request(backbone, "second", 2))
     while 2 not in link.begun:
         engine.step()
-        if (reading := engine._residency._reading.get("second")) is not None:
+        if (reading := engine._residency._readers.readings.get("second")) is not None:
             reading.result(60)
     engine.abort_request("second")
     third = engine.add_request(request(backbone, "third", 3, new=2))
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_read_is_read_once(backbone, monkeypatch, tmp_pa
     broken = engine.add_request(Request("second", [5], 4, LoRARequest("nan", 9, str(folder))))
     engine.step()
     with pytest.raises(ValueError, match="nan"):
-        engine._residency._reading["second"].result(60)
+        engine._residency._readers.readings["second"].result(60)
     finish(engine)
     assert reads == ["adapter-1", "nan"]
     assert "'nan'" in broken.error

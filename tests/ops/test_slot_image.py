@@ -22,6 +22,20 @@ def test_matrices_come_back_and_begin_aligned(dtype):
 
 
 @DTYPES
+def test_what_lies_between_matrices_is_zero_whatever_the_memory_held(dtype):
+    parts = [torch.ones(3, 5), torch.ones(1, 1), torch.ones(4, 0), torch.ones(7, 3)]
+    matrices = [SlotMatrix(part, 1) for part in parts]
+    torch.use_deterministic_algorithms(True)  # new memory is then full of the largest number
+    try:
+        image = pack_image(matrices, dtype)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    data = image[4 * 4 * 8 :].view(dtype)
+    assert data.sum() == sum(part.numel() for part in parts)
+    assert ((data == 0) | (data == 1)).all()
+
+
+@DTYPES
 def test_size_is_the_formula(dtype):
     """A header of four int64 per matrix, then the matrices, each rounded up to 16 bytes."""
     parts = [torch.randn(8, 100), torch.randn(33, 8), None, torch.randn(1, 3)]

@@ -1,0 +1,113 @@
+"""What `read_tensors` tells and reads of a file, by safetensors' own word; and several folders read at once."""
+
+import json
+import math
+import re
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+
+from punica.adapters.lora_model import LoRAModel
+from punica.adapters.read import read_tensors
+
+NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
+
+
+def known_to_safetensors(folder: Path) -> list[str]:
+    """All types, as it lists them to whoever asks for another one."""
+    try:
+        read(write(folder, "none", [1], 1))
+    except ValueError as error:
+        return re.findall(r"`(\w+)`", str(error).partition("expected one of")[2])
+    raise AssertionError("a file of a type that there is not was read")
+
+
+def write(folder: Path, dtype: str, shape: list[int], size: int, numbers: bytes = b"") -> Path:
+    """A file with one tensor of `size` bytes: `numbers`, then a hole."""
+    header = json.dumps({NAME: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    with (folder / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + numbers)
+        file.truncate(8 + len(header) + size)
+    return folder
+
+
+def read(folder: Path, with_numbers: bool = True) -> torch.Tensor:
+    return read_tensors(folder, {"q_proj"}, None, None, with_numbers=with_numbers)[NAME]
+
+
+def asked(folder: Path) -> torch.Tensor | None:
+    """The tensor as the library itself gives it; `None` if torch cannot hold it."""
+    try:
+        with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as handle:
+            return handle.get_tensor(NAME)
+    except SafetensorError:
+        return None
+
+
+@pytest.mark.parametrize("shape", [[], [0], [8, 0], [0, 8], [1], [4, 8], [2, 3, 8], [8, 3]], ids=str)
+def test_types_and_shapes_are_those_that_safetensors_gives(tmp_path: Path, shape: list[int]) -> None:
+    known = known_to_safetensors(tmp_path)
+    assert {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F4", "F6_E2M3"} <= set(known)
+    for dtype in known:
+        bits = BITS.get(dtype) or int(re.match(r"[A-Z]+(\d+)", dtype)[1])
+        size, rest = divmod(math.prod(shape) * bits, 8)
+        numbers = bytes(i % 2 if dtype == "BOOL" else i % 251 for i in range(size))
+        write(tmp_path, dtype, shape, size, numbers)
+        wanted = None if rest else asked(tmp_path)
+        if wanted is None:
+            for with_numbers in (False, True):
+                with pytest.raises(ValueError, match="not a valid safetensors file"):
+                    read(tmp_path, with_numbers)
+            continue
+        told, found = read(tmp_path, with_numbers=False), read(tmp_path)
+        assert told.is_meta
+        assert (told.dtype, told.shape) == (found.dtype, found.shape) == (wanted.dtype, wanted.shape), dtype
+        assert bytes(found.reshape(-1).view(torch.uint8).tolist()) == numbers, dtype
+
+
+@pytest.mark.parametrize(("dtype", "shape", "size"), [("F6_E3M2", [4, 8], 24), ("F4", [2, 3], 3)])
+def test_a_type_that_torch_lacks_is_named_with_what_to_do(tmp_path: Path, dtype, shape, size) -> None:
+    write(tmp_path, dtype, shape, size)
+    with pytest.raises(ValueError, match=rf"lora_A\.weight.* is {dtype} .*{shape[1]}.*; save LoRA tensors as float16"):
+        read(tmp_path, with_numbers=False)
+
+
+def test_types_and_shapes_cost_no_memory(tmp_path: Path) -> None:
+    """A hole of 4 GiB: to touch it all would fault each of its million pages."""
+    write(tmp_path, "F16", [1 << 11, 1 << 20], 1 << 32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert read(tmp_path, with_numbers=False).shape == (1 << 11, 1 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000
+
+
+def test_readers_beside_each_other_find_what_each_finds_alone(make_manager, tenants) -> None:
+    """Rank patterns too, whose matches are remembered; folder 7 is that of 1 under another id."""
+    manager = make_manager()
+    for i in range(1, 7):
+        tenants.write(i, rank=i, target_modules="all-linear", rank_pattern={"no_such_module": 8})
+    requests = [tenants.request(i) for i in range(1, 7)]
+    requests.append(tenants.request(7, lora_path=requests[0].lora_path))
+    for request in requests[::2]:
+        manager.check_adapter(request)
+    alone = [tensors_of(manager.read_adapter(request)) for request in requests]
+    with ThreadPoolExecutor(4) as readers:
+        order = [i for _ in range(5) for i in (0, 6, 1, 1, 2, 3, 4, 5)]
+        readings = [(i, readers.submit(manager.read_adapter, requests[i])) for i in order]
+        for request in requests:
+            manager.check_adapter(request)
+    for i, reading in readings:
+        assert reading.result().id == i + 1
+        found = tensors_of(reading.result())
+        assert all(torch.equal(one, other) for one, other in zip(found, alone[i], strict=True))
+    assert manager.list_adapters() == {}
+
+
+def tensors_of(lora: LoRAModel) -> list[torch.Tensor]:
+    pairs = [weights.pair() for _, weights in sorted(lora.loras.items())]
+    flat = [each for pair in pairs for side in pair for each in (side if isinstance(side, list) else [side])]
+    return [each for each in flat if each is not None]
