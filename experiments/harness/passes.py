@@ -73,7 +73,8 @@ class Passes:
             for index, groups in enumerate(passes):
                 self._say_what_is_left(passes[index:], index, progress)
                 new = [self._earlier(group) is None for group in groups]  # else rows that an earlier run left marked
-                if began and not self._budget.pass_fits([_key(group) for group in groups]):
+                may_give_way = index > 0 and (began or not any(new))
+                if may_give_way and not self._budget.pass_fits([_key(group) for group in groups]):
                     for group in groups:
                         self._leave_out(group)
                 else:

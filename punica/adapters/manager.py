@@ -145,7 +145,7 @@ class LoRAModelManager(RegisteredAdapters):
     def read_adapter(self, request: LoRARequest) -> LoRAModel:
         """A request's folder, read, checked, packed and staged for :meth:`add_read_adapter`; nothing is registered.
 
-        Another thread than the manager's may call it, meanwhile: it touches nothing that changes. Raises as
+        Other threads than the manager's may call it, meanwhile: it touches nothing that changes. Raises as
         :meth:`add_adapter` for the folder. Not for tensor-parallel ranks, which have to agree on what they read.
         """
         return self._writer.stage(self._loader.load(request))

@@ -219,7 +219,7 @@ def _shape_of(file: Path, key: str, entry: Any) -> torch.Tensor:
     if dtype is torch.float4_e2m1fn_x2:  # two numbers to an element
         *rows, columns = shape
         dtype, shape = (None, shape) if columns % 2 else (dtype, [*rows, columns // 2])
-    if dtype is None:
+    if dtype is None or max(shape, default=0) >= 1 << 63:
         raise ValueError(
             f"{str(file)!r} is not a valid safetensors file of an adapter: {clip(key)} is {entry.get_dtype()} "
             f"{clip(shape)}, which torch cannot hold; save LoRA tensors as float16, bfloat16, float32 or float8"

@@ -7,7 +7,7 @@ them. A graph replays them all. It is captured for a shape, to which steps are p
 * decode rows: one of `decode_sizes`; beside a prompt, where a few rows more cost nothing, the largest;
 * adapters, for which the LoRA kernels are chosen (`captured_adapters`: one, a quarter of the decode rows, as many as
   rows); a step takes the first that is enough. Steps without any adapter have graphs of their own, with no LoRA kernel;
-* whether an adapter in a slot is for the embedding or the head. Few are, and else their LoRA work is left out.
+* whether any of the step's adapters is for the embedding or the head. Few are, and else their LoRA work is left out.
 
 Whatever differs from step to step lies in buffers that are refilled in place.
 
@@ -99,7 +99,7 @@ class StepGraphs:
         self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool
     ) -> GraphShape | None:
         """The smallest shape for a step; ``None``: there is none, or no memory for its graph. ``adapters``: of the
-        decode rows; ``uses_lora``: whether any row has one; ``vocabulary``: whether any slot has one for embedding or
+        decode rows; ``uses_lora``: whether any row has one; ``vocabulary``: whether any row has one for embedding or
         head.
         """
         if prompt_rows > (self._prompt_sizes or [0])[-1]:
@@ -138,15 +138,17 @@ class StepGraphs:
 
     def shapes(self, prompt_rows: int, *, vocabulary: bool) -> list[GraphShape]:
         """Of all steps of up to that many rows of prompts, the largest first, whose memory the others share: decodes,
-        and prompts, beside decodes and alone; each with adapters and without. ``vocabulary``: as in :meth:`shape`.
+        and prompts, beside decodes and alone; each with adapters and without, and with ``vocabulary`` also with those
+        of embedding and head.
         """
         prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
         rows = [(size, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
         rows += [(0, decodes) for decodes in reversed(self._decode_sizes)]
         return [
-            GraphShape(*pair, count, vocabulary and count > 0)
+            GraphShape(*pair, count, ends)
             for pair in rows
             for count in ((*reversed(self._counts(pair[1])), 0) if self._max_loras else (0,))
+            for ends in ((True, False) if vocabulary and count else (False,))
         ]
 
     def replay(self, shape: GraphShape) -> StepResult:

@@ -298,8 +298,8 @@ class Engine(Generation):
         It costs two steps launched by the host for each graph, and the time to compile kernels that are new. With LoRA
         there are up to four for each of ``decode_sizes(max_batch_size)`` and up to six for each of
         ``prompt_sizes(prompt_tokens)`` (`punica.engine.cuda_graph`): 24 and 48 for 32 requests and 512 tokens; without,
-        one and two. Steps have graphs of their own while an adapter in a slot is for the embedding or the head: to have
-        those beforehand, activate one first. What they hold is in :attr:`memory`; where that ends, the host launches
+        one and two. Steps with an adapter of the embedding or the head have graphs of their own: to have those, too,
+        activate such an adapter first. What they hold is in :attr:`memory`; where that ends, the host launches
         those steps. Nothing happens without graphs. All ranks must come here. TypeError, ValueError: not an integer of
         at least 0.
         """

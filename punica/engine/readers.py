@@ -20,7 +20,7 @@ class FolderReaders:
         self.readings: dict[str, Future[LoRAModel]] = {}
         self._adapters: dict[str, LoRARequest] = {}  # what those requests wait for
         self._manager = manager
-        self._pool = ThreadPoolExecutor(READERS, "punica-adapters", _compute_alone, (torch.get_num_threads(),))
+        self._pool = ThreadPoolExecutor(READERS, "punica-adapters", _compute_alone)
 
     @property
     def has_room(self) -> bool:
@@ -57,14 +57,18 @@ class FolderReaders:
             reading.cancel()
 
 
-def _compute_alone(threads_of_others: int) -> None:
+_starts = threading.Lock()
+
+
+def _compute_alone() -> None:
     """Have this thread compute on one core: each reader would else have a team as large as the machine, for copies of
     100 KB, and the teams would take the cores from one another and from the thread that runs the steps.
 
     torch takes the number for the threads that begin later, so another thread sets theirs again.
     """
-    torch.get_num_threads()  # a thread takes the common number when it first asks, and then keeps its own
-    torch.set_num_threads(1)
-    others = threading.Thread(target=torch.set_num_threads, args=(threads_of_others,))
-    others.start()
-    others.join()
+    with _starts:
+        common = torch.get_num_threads()  # a thread takes the common number when it first asks, and then keeps its own
+        torch.set_num_threads(1)
+        others = threading.Thread(target=torch.set_num_threads, args=(common,))
+        others.start()
+        others.join()

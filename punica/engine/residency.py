@@ -226,8 +226,8 @@ class AdapterResidency:
             if (
                 isinstance(adapter, LoRARequest)
                 and not self._is_in_memory(request)
-                and not self._is_loaded_anew(request.adapter_id)
                 and self._readers.find(request.request_id, adapter) is None
+                and not self._is_loaded_anew(request.adapter_id)
             ):
                 self._readers.begin(request.request_id, adapter)
 

@@ -168,19 +168,18 @@ class ModelRunner:
         """
         self.forget_ahead()
         if self.graphs is not None:
-            for shape in self.graphs.shapes(prompt_rows, vocabulary=self._vocabulary_has_lora):
+            for shape in self.graphs.shapes(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends)):
                 self.graphs.prepare(shape)
 
     @torch.inference_mode()
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
         """Capture now the graph of a step of that many rows of prompts and rows that decode, the latter with so many
-        different adapters (``uses_lora``: any row of the step has one); nothing where the host launches such a step.
+        different adapters (``uses_lora``: any row of the step has one), none of them for the embedding or the head;
+        nothing where the host launches such a step.
         """
         self.forget_ahead()
         if self.graphs is not None:
-            shape = self.graphs.shape(
-                prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=self._vocabulary_has_lora
-            )
+            shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
             if shape is not None:
                 self.graphs.prepare(shape)
 
@@ -228,20 +227,11 @@ class ModelRunner:
             return None
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True)
                  if span.start >= layout.num_prefill_rows]  # fmt: skip
-        uses_lora = any(slot >= 0 for slot in layout.sampled_slots)
+        used = {*layout.sampled_slots} - {-1}
         return self.graphs.shape(
             layout.num_prefill_rows, len(slots), len({*slots} - {-1}),
-            uses_lora=uses_lora, vocabulary=self._vocabulary_has_lora,
+            uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
         )  # fmt: skip
-
-    @property
-    def _vocabulary_has_lora(self) -> bool:
-        """Whether a slot in use holds an adapter of the embedding or the head."""
-        return any(
-            self.manager is not None and self.manager.lora_index_to_id[slot] is not None
-            for layer in self._ends
-            for slot in layer.filled_slots
-        )
 
     def _begin_any(self, shape: GraphShape) -> None:
         """Fill the buffers with a step of this shape that writes nothing: one prompt, and decode rows among which slots

@@ -59,7 +59,8 @@ def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
     inner *= getattr(sizes, "num_experts_per_tok", None) or 1
     decodes, prompts = decode_sizes(config.max_batch_size), prompt_sizes(config.max_num_batched_tokens)
     elements = (prompts[-1] + decodes[-1]) * (4 * sizes.hidden_size + 3 * inner) + 2 * decodes[-1] * sizes.vocab_size
-    return elements * model.lm_head.weight.element_size() + (4 * len(decodes) + 6 * len(prompts)) * _GRAPH_BYTES
+    graphs = 7 * len(decodes) + 10 * len(prompts)  # each with LoRA again for adapters of embedding or head
+    return elements * model.lm_head.weight.element_size() + graphs * _GRAPH_BYTES
 
 
 def slot_bytes(model: LlamaForCausalLM, rank: int, itemsize: int) -> int:

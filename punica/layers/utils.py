@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -127,26 +128,32 @@ def has_no_lora(wrapper: object) -> bool:
     return getattr(wrapper, "no_lora", False)
 
 
-_rehearsing = False
-_captures_vocabulary = True
+# Of a thread each: engines of two threads may capture at the same time.
+_rehearsing = ContextVar("rehearsing", default=False)
+_captures_vocabulary = ContextVar("captures_vocabulary", default=True)
+
+
+@contextmanager
+def _set(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Inside, layers do what they would do in a capture, so that a graph finds its kernels compiled and loaded."""
-    global _rehearsing
-    _rehearsing = True
-    try:
+    with _set(_rehearsing, True):
         yield
-    finally:
-        _rehearsing = False
 
 
 def is_being_captured(tensor: Tensor) -> bool:
     """Whether work on ``tensor`` goes into a CUDA graph now (or in its `rehearsal`): then what is left out stays left
     out at every replay.
     """
-    return tensor.is_cuda and (_rehearsing or torch.cuda.is_current_stream_capturing())
+    return tensor.is_cuda and (_rehearsing.get() or torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager
@@ -154,19 +161,15 @@ def capturing_vocabulary(wanted: bool) -> Iterator[None]:
     """Inside, what is captured has the LoRA work of layers that skip it when they are empty (embedding and head), or
     has it not: such a graph is for steps none of whose adapters is for them.
     """
-    global _captures_vocabulary
-    before, _captures_vocabulary = _captures_vocabulary, wanted
-    try:
+    with _set(_captures_vocabulary, wanted):
         yield
-    finally:
-        _captures_vocabulary = before
 
 
 def has_vocabulary_work(filled_slots: Collection[int], tensor: Tensor) -> bool:
     """Whether embedding or head has LoRA work to do on ``tensor``: a slot is filled. A graph has it for the adapters
     that will be there, unless it is captured without (:func:`capturing_vocabulary`).
     """
-    return _captures_vocabulary if is_being_captured(tensor) else bool(filled_slots)
+    return _captures_vocabulary.get() if is_being_captured(tensor) else bool(filled_slots)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

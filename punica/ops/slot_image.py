@@ -36,7 +36,6 @@ def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory
     """The image of ``matrices`` as uint8 ``[bytes]`` on the CPU, cast to ``dtype``; in page-locked memory if asked."""
     offsets = _offsets(matrices, dtype)
     image = torch.empty(offsets[-1] * ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
-    image[: offsets[0] * ALIGNMENT] = 0
     header = [
         (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, matrix.rank)
         for offset, matrix in zip(offsets[:-1], matrices, strict=True)

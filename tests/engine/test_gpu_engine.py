@@ -12,7 +12,7 @@ from punica.engine import runner as runner_module
 from punica.engine.sizes import graph_reserve
 from punica.metadata import LoRABatch
 from punica.scheduling import SamplingParams
-from tests.engine.helpers import tokens_of
+from tests.engine.helpers import adapter_of_the_ends, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +26,25 @@ def engine_on_gpu(backbone, dtype: torch.dtype = torch.float32, **sizes) -> Engi
 def test_tokens_are_those_of_merged_models(backbone, mixed_wishes, serve, graphs) -> None:
     expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
     assert serve(engine_on_gpu(backbone, cuda_graphs=graphs), mixed_wishes) == expected
+
+
+def test_an_adapter_of_embedding_and_head_joins_and_leaves_others_that_decode(backbone, tmp_path) -> None:
+    ends, merged = adapter_of_the_ends(backbone, tmp_path)
+    engine = engine_on_gpu(backbone)
+    replayed, replay = [], engine.runner.graphs.replay
+    engine.runner.graphs.replay = lambda shape: replayed.append(shape) or replay(shape)
+    long = engine.add_request(Request("long", [3, 1], 24, backbone.adapters[1]))
+    for _ in range(4):
+        engine.step()
+    short = engine.add_request(Request("short", [5, 6], 6, ends))
+    while engine.has_unfinished():
+        engine.step()
+    assert long.output_token_ids == backbone.generate_merged((3, 1), 1, 24)
+    expected = merged.generate(torch.tensor([[5, 6]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert short.output_token_ids == expected[0, 2:].tolist()
+    kinds = [shape.vocabulary for shape in replayed]
+    assert (kinds[0], kinds[-1]) == (False, False)
+    assert True in kinds
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -178,6 +178,15 @@ def test_a_new_pass_is_begun_behind_marked_rows_even_if_not_all_of_it_fits(
     assert {row.repeat for row in rows_of(tmp_path)} == {0, 1}
 
 
+@pytest.mark.parametrize("firm", [False, True])
+def test_marked_rows_alone_are_measured_again_pass_by_pass_as_far_as_they_fit(tmp_path, machine, firm):
+    machine.script = [BUSY] * 6
+    run(composed(tmp_path, *GRID, "scale.tries=0"), Slow())
+    slow = Slow()
+    outcome = run(composed(tmp_path, *GRID, "scale.tries=0"), slow, within(0.4, slow, firm))
+    assert (outcome.measured, outcome.left_out, outcome.disturbed) == (2, 4, 4)
+
+
 class Summed(Fake):
     """A point that is the sum of what is on disk of its repeat."""
 

@@ -1,5 +1,7 @@
 """The embedding with LoRA on one rank: gathered rows, added ids, padding, when it does nothing."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -210,3 +212,12 @@ def test_a_returned_tensor_is_honoured(lora_config) -> None:
     ids = torch.tensor(IDS).view(2, 3)
     difference = (layer(ids) - layer.base_layer(ids)).view(6, DIM)
     torch.testing.assert_close(difference, torch.tensor([1.0, 1, 1, 1, 0, 0]).unsqueeze(1).expand(6, DIM))
+
+
+def test_what_one_thread_captures_says_nothing_of_another(monkeypatch) -> None:
+    monkeypatch.setattr(utils, "is_being_captured", lambda tensor: True)
+    tensor = torch.zeros(1)
+    with ThreadPoolExecutor(1) as other, capturing_vocabulary(False):
+        assert not utils.has_vocabulary_work({0}, tensor)
+        assert other.submit(utils.has_vocabulary_work, set(), tensor).result()
+    assert utils.has_vocabulary_work(set(), tensor)

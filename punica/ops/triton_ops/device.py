@@ -143,5 +143,7 @@ def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     high = h.to(DTYPE)
     acc = dot(high, b, acc, False, INTERPRETED)
     if DTYPE == tl.bfloat16:  # noqa: SIM300 (a type of Triton does not know a constexpr)
-        acc = dot((h - high.to(tl.float32)).to(DTYPE), b, acc, False, INTERPRETED)
+        wide = high.to(tl.float32)
+        low = tl.where(tl.abs(wide) < float("inf"), h - wide, 0.0)  # of an infinite one nothing is left
+        acc = dot(low.to(DTYPE), b, acc, False, INTERPRETED)
     return acc
