@@ -29,7 +29,7 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     figure, axes = style.grid(len(lines), len(models), width, len(lines) * style.PANEL_HEIGHT + 1.2)
     for model, column in zip(models, axes.T, strict=True):
         mine = rows[rows["panel"] == model]
-        column[0].set_title(model)
+        column[0].set_title(model.replace(", ", ",\n"))
         for axis, (metric, system, beside, _) in zip(column, lines, strict=True):
             _lines(axis, mine, metric, system, beside)
         column[-1].set_xlabel("batch size")

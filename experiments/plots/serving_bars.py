@@ -143,7 +143,8 @@ def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str)
     names = {system: f"{system} ({PAPER_NAMES[system]})" if system in known else system for system in ours}
     handles = [Patch(color=colour_of(system), label=names[system]) for system in ours]
     alone = [f"{INITIALS[system]}: {PAPER_NAMES[system]}" for system in known if system not in ours]
-    handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **PAPER_BAR))
+    if not paper.empty:
+        handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **PAPER_BAR))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     of = "" if set(rows["figure"]) == {"11"} else f" ({', '.join(dict.fromkeys(rows['figure']))})"
     title = f"Figure 11: text generation, at most {limit} requests per batch{of}"
