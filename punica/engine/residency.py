@@ -52,7 +52,7 @@ class AdapterResidency:
 
     def __init__(self, manager: LoRAModelManager, *, reads_beside: bool = False) -> None:
         self.manager = manager
-        self._readers = FolderReaders(manager) if reads_beside else None
+        self._reads_beside, self._readers = reads_beside, FolderReaders(manager)
         self._waiting: dict[str, RequestState] = {}  # who has not begun, in order of arrival
         self._users: dict[int, dict[str, RequestState]] = {}  # of each id, who is not done, in order of arrival
         self._versions: dict[int, _Version] = {}  # in use, by weights_id
@@ -189,7 +189,7 @@ class AdapterResidency:
         What cannot be read counts as loaded: the error belongs to the step in which the request joins.
         """
         adapter = request.adapter
-        if self._readers is None or not isinstance(adapter, LoRARequest) or _loads_anew(request):
+        if not self._reads_beside or not isinstance(adapter, LoRARequest) or _loads_anew(request):
             return True
         return self._is_read(request, adapter)
 
@@ -205,7 +205,7 @@ class AdapterResidency:
         """Whether the adapter of a waiting request needs no reading by a thread, or that is done; else it is read from
         now on, and those of the next requests with it.
         """
-        if self._readers is None or self._is_in_memory(request):
+        if not self._reads_beside or self._is_in_memory(request):
             return True
         reading = self._readers.begin(request.request_id, adapter)
         self._read_ahead()
@@ -220,7 +220,7 @@ class AdapterResidency:
         Not that of an id that somebody waits to load anew: that load comes first, and gives all the others theirs.
         """
         for request in itertools.islice(self._waiting.values(), _LOOKED_AT):
-            if self._readers is None or not self._readers.has_room:
+            if not self._readers.has_room:
                 return
             adapter = request.adapter
             if (
@@ -233,8 +233,7 @@ class AdapterResidency:
 
     def _waits_no_more(self, request: RequestState) -> None:
         self._waiting.pop(request.request_id, None)
-        if self._readers is not None:
-            self._readers.drop(request.request_id)
+        self._readers.drop(request.request_id)
 
     def _is_loaded_anew(self, adapter_id: int) -> bool:
         """Whether somebody waits to load the folder of this id again: who came later counts on that."""
@@ -242,7 +241,7 @@ class AdapterResidency:
 
     def _read_failed(self, request: RequestState) -> bool:
         """Of one whose reading is done."""
-        reading = None if self._readers is None else self._readers.readings.get(request.request_id)
+        reading = self._readers.readings.get(request.request_id)
         return reading is not None and reading.exception() is not None
 
     def _known(self, adapter_id: int) -> LoRARequest | None:
@@ -289,8 +288,8 @@ class AdapterResidency:
         if request.has_weights:
             self._settle(request.weights_id)  # under an id of its own, if somebody took its place
         if self.manager.get_adapter(request.weights_id) is None:
-            reading = None if self._readers is None else self._readers.find(request.request_id, adapter)
-            if self._readers is None or reading is None:
+            reading = self._readers.find(request.request_id, adapter)
+            if reading is None:
                 self.manager.add_adapter(adapter)
             else:
                 self.manager.add_read_adapter(adapter, reading.result())
@@ -336,8 +335,7 @@ class AdapterResidency:
         for other in self._users[adapter_id].values():
             if _source_of(other) == adapter.source and not other.has_weights:
                 other.weights_id = adapter_id
-                if self._readers is not None:  # what was read is older than this load, on which it counts
-                    self._readers.drop(other.request_id)
+                self._readers.drop(other.request_id)  # what was read is older than this load, on which it counts
 
     def _set_apart(self, adapter_id: int, old_id: int) -> None:
         """From now on, those who began with the version under `adapter_id` have it under `old_id`."""
