@@ -10,7 +10,7 @@ are windows of it (`experiments.systems.windows`): the scheduler is replayed wit
 are drawn whose tokens per step, requests, contexts and prompts agree with the stream's when steps with a prefill weigh
 as much as in the stream (rows `tokens_per_step` and `stream_tokens_per_step`, and so on), and a system runs them as it
 would there: with prefills, joins, departures, adapter loads, over a KV cache full of noise. Every pass takes another
-draw, and goes over all systems and workloads, so that a slow minute cannot fall on one column.
+draw, and goes over all systems and workloads by turns, so that a slow minute falls on no system and no workload alone.
 
 `figure.whole_stream=true` serves the stream to its end instead and prints what windows predict beside it; streams of
 different lengths have rows side by side. A short one takes about 5 minutes on two cores:
@@ -60,7 +60,8 @@ In full, once: 256 requests per cell, and 1,024 on Distinct; what a serving take
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -130,6 +131,24 @@ class Fig11(Experiment):
                 place = f"{panel}, {ACROSS} {RATIOS}", "punica", "Distinct", cfg.model.name, limit, None, rank
                 points.append(Point(*place, settings_of(cfg)))
         return points
+
+    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
+        """Each alone, rank by rank (systems without LoRA with the first), systems and workloads by turns."""
+        workloads, systems, ranks = (
+            list(dict.fromkeys(found))
+            for found in zip(*[(point.workload, point.system, point.rank) for point in points], strict=True)
+        )
+        ranks = [rank for rank in ranks if rank is not None]
+        circle = math.lcm(len(systems), len(workloads))  # after so many both would begin again with the same
+        turns = {
+            (systems[i % len(systems)], workloads[(i + i // circle) % len(workloads)]): i
+            for i in range(len(systems) * len(workloads))
+        }
+
+        def turn(point: Point) -> tuple[int, int]:
+            return 0 if point.rank is None else ranks.index(point.rank), turns[point.system, point.workload]
+
+        return [[point] for point in sorted(points, key=turn)]
 
     def is_derived(self, point: Point) -> bool:
         return point.panel.endswith(RATIOS)

@@ -1,5 +1,6 @@
 """Figure 11 as an experiment: its grid, its rows, its ratios, its bad inputs, its command line."""
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from experiments.ext_stated_lengths import StatedLengths
 from experiments.fig11_textgen import BASELINES, EXPERIMENT, Fig11, ratios
 from experiments.harness.experiment import CheckFailed
+from experiments.harness.points import Point
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle
@@ -42,6 +44,26 @@ def test_every_workload_has_all_systems_and_then_its_ratios(tmp_path):
     assert {point.batch_size for point in cell} == {32}
     assert len(points(tmp_path)) == 4 * len(cell) + 1
     assert points(tmp_path)[-1].panel == "7B Model, across workloads ratios"
+
+
+@pytest.mark.parametrize("systems", [5, 6, 7, 8])
+def test_a_slow_minute_falls_on_no_workload_and_no_system_alone(systems):
+    grid = [
+        Point("p", str(system), workload, "m", 32, None, None if system < 2 else 16, {})
+        for workload, system in itertools.product(["Distinct", "Uniform", "Skewed", "Identical"], range(systems))
+    ]
+    order = [group[0] for group in EXPERIMENT.together(grid)]
+    assert sorted(map(Point.key, order)) == sorted(map(Point.key, grid))
+    for first in range(len(order)):
+        assert len({point.system for point in order[first : first + systems]}) == min(systems, len(order) - first)
+        assert len({point.workload for point in order[first : first + 4]}) >= min(3, len(order) - first)
+
+
+def test_ranks_do_not_take_turns_as_each_has_systems_of_its_own(tmp_path):
+    measured = [one for one in points(tmp_path, "adapters.ranks=[4,8]") if not EXPERIMENT.is_derived(one)]
+    ranks = [group[0].rank for group in EXPERIMENT.together(measured)]
+    assert None in ranks[: ranks.index(8)]
+    assert set(ranks[ranks.index(8) :]) == {8}
 
 
 def test_slow_systems_have_shorter_windows(tmp_path):
