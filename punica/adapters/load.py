@@ -15,6 +15,7 @@ from punica.adapters.pack import AdapterPacker
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config
 from punica.adapters.read import WEIGHTS_FILE, lora_names, read_tensors
 from punica.adapters.request import LoRARequest, loading
+from punica.adapters.weights import StackedLoRALayerWeights
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
 from punica.ops.quant import FP8_DTYPES
@@ -121,7 +122,19 @@ class AdapterLoader:
         lora = LoRAModel.from_lora_tensors(request.lora_int_id, tensors, config, device, dtype, self._vocab_size)
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
             raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
+        if self._moe_ep_spec is not None:
+            _check_all_experts(lora, self._moe_ep_spec.global_num_experts)
         return lora
+
+
+def _check_all_experts(lora: LoRAModel, num_experts: int) -> None:
+    """What a folder has is over all experts, although a rank holds but a part of them. ValueError."""
+    for name, weights in lora.loras.items():
+        if isinstance(weights, StackedLoRALayerWeights) and weights.num_experts != num_experts:
+            raise ValueError(
+                f"module {name!r} has {weights.num_experts} experts of rank {weights.rank}, the rank in the adapter's "
+                f"config; the model has {num_experts}"
+            )
 
 
 def _state_of(request: LoRARequest) -> tuple | None:

@@ -85,7 +85,7 @@ def _pack_stacked(members: list[LoRALayerWeights], name: str, layer: FusedMoEWit
                 f"A with {a.shape[2]} columns and B with {b.shape[1]} rows are none of gate-and-up and down, "
                 f"{sorted(sizes)}, or are given twice"
             )
-        found[which] = _local(a, layer), _local(b, layer)
+        found[which] = _local(a, member, layer), _local(b, member, layer)
     rank = max(member.rank for member in members)
     nothing = (None, None)
     w13, w2 = found.get("w13", nothing), found.get("w2", nothing)
@@ -102,13 +102,15 @@ def _cut(factor: Factor, part: Callable[[Tensor], Tensor]) -> Factor:
     return factor.cut(part) if isinstance(factor, Fp8Matrix) else part(factor)
 
 
-def _local(factor: Factor, layer: FusedMoEWithLoRA) -> Factor:
+def _local(factor: Factor, member: StackedLoRALayerWeights, layer: FusedMoEWithLoRA) -> Factor:
     """This rank's experts of a tensor over all experts; of this rank's already as it is."""
-    experts = factor.shape[0]
+    experts = member.num_experts
     if experts == layer.global_num_experts and experts != layer.local_num_experts:
         mine = torch.tensor(layer.local_experts, device=factor.device)
         return _cut(factor, lambda experts: experts[mine])
     if experts != layer.local_num_experts:
-        raise ValueError(f"it has {experts} experts; the model has {layer.global_num_experts}, this rank "
-                         f"{layer.local_num_experts}")  # fmt: skip
+        raise ValueError(
+            f"{member.module_name!r} has {experts} experts of rank {member.rank}, the rank in the adapter's config; "
+            f"the model has {layer.global_num_experts}, this rank {layer.local_num_experts}"
+        )
     return factor

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern
+from punica.adapters.read import is_stacked_name
 from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
@@ -23,7 +24,9 @@ CONFIG_FILE = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20
 MOST_PATTERNS = 4096  # keys of rank_pattern, and of alpha_pattern
 # These initialisations subtract something from the base weights, and training went on from there.
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+# Parameters of all experts of a layer in the order in which their module has them: PEFT wraps the first innermost.
+_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 class _Rule(NamedTuple):
@@ -62,7 +65,8 @@ class PEFTHelper(UnsupportedFeatures):
 
     For module m (adapter naming, without `base_model.model.`) the rank `r_m` and `alpha_m` are the values of the first
     key of `rank_pattern` / `alpha_pattern`, in file order, that matches m or a suffix of m after a dot, else the global
-    ones. Then
+    ones; of a module that `target_parameters` adapts, it is its parameter's name that must match, `<m>.weight` or
+    `...experts.gate_up_proj`. Then
 
         delta W_m = scaling_m * B_m A_m,   scaling_m = alpha_m / r_m   (alpha_m / sqrt(r_m) with `use_rslora`)
 
@@ -92,6 +96,7 @@ class PEFTHelper(UnsupportedFeatures):
     bias: str = "none"
     peft_type: str | None = None
     init_lora_weights: bool | str = True
+    _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rank_rules: list[_Rule] = field(init=False, repr=False, compare=False)
     _alpha_rules: list[_Rule] = field(init=False, repr=False, compare=False)
     # which rules count for the modules that were asked about; None: the global value
@@ -110,6 +115,7 @@ class PEFTHelper(UnsupportedFeatures):
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters is required, got neither")
+        object.__setattr__(self, "_parameters", frozenset(self.target_parameters or ()))
         object.__setattr__(self, "_rank_rules", _compile_rules(self.rank_pattern, "rank_pattern", check_count))
         object.__setattr__(self, "_alpha_rules", _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha))
 
@@ -166,7 +172,7 @@ class PEFTHelper(UnsupportedFeatures):
 
         ValueError: that takes too long, see :mod:`punica.adapters.patterns`.
         """
-        names = [name for name in dict.fromkeys(modules) if name not in self._matched]
+        names = [name for name in dict.fromkeys(map(self._name_in_patterns, modules)) if name not in self._matched]
         if not names or not (self._rank_rules or self._alpha_rules):
             return
         together = ModuleNames(names, Steps())
@@ -177,7 +183,18 @@ class PEFTHelper(UnsupportedFeatures):
     def _rules_of(self, module_name: str) -> tuple[_Rule | None, _Rule | None]:
         """Of rank and alpha."""
         self.resolve([module_name])
-        return self._matched.get(module_name, (None, None))
+        return self._matched.get(self._name_in_patterns(module_name), (None, None))
+
+    def _name_in_patterns(self, module_name: str) -> str:
+        """What PEFT compares patterns with: of one of `target_parameters` its own name, else the module's."""
+        owner, depth = module_name.replace(".base_layer", ""), module_name.count(".base_layer")
+        candidates = _EXPERT_PARAMETERS if is_stacked_name(module_name) else ("weight",)
+        names = [name for parameter in candidates if self._is_parameter(name := f"{owner}.{parameter}")]
+        return names[-1 - depth] if depth < len(names) else module_name
+
+    def _is_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` name it, whole or by its end."""
+        return any(name[start:] in self._parameters for start in _starts_of_parts(name))
 
     def rank_of(self, module_name: str) -> int:
         """`r_m` of one module."""
@@ -223,7 +240,7 @@ class PEFTHelper(UnsupportedFeatures):
         With `modules`, the ones adapted as far as they are known, only ranks that one of them has count; without a
         `rank_pattern` that is `r`. `None`: any module may be meant, so every rank in the config counts.
 
-        Warns when `init_lora_weights` is pissa, olora, corda or lora_ga: training then started from a changed base
+        Warns when `init_lora_weights` is pissa, olora, corda, lora_ga or loftq: training then started from a changed base
         model, which the serving backbone is not.
 
         Raises:

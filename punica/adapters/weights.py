@@ -122,10 +122,14 @@ class StackedLoRALayerWeights(LoRALayerWeights):
         if self.scaling is None:
             self.scaling = self.lora_alpha / self.rank
 
+    @property
+    def num_experts(self) -> int:
+        """E, by the rank that the adapter's config gives them."""
+        return self.pair()[0].shape[0] // self.rank
+
     def by_expert(self) -> tuple[torch.Tensor | Fp8Matrix, torch.Tensor | Fp8Matrix]:
         """`A [E, r, in]` and `B [E, out, r]`, scaled. Of FP8 the values stay; all experts share B's scales."""
-        a, b = self.optimize().pair()
-        experts = a.shape[0] // self.rank
+        (a, b), experts = self.optimize().pair(), self.num_experts
 
         def of_a(rows: torch.Tensor) -> torch.Tensor:
             return rows.view(experts, self.rank, -1)

@@ -272,7 +272,7 @@ def test_a_busy_cluster_is_waited_for_a_while_and_named(pair) -> None:
         with pytest.raises(RuntimeError, match=rf"runner-0000 could not be started: no place in .* {said}"):
             RayCluster(factory(), 1, num_cpus=2, place_timeout_s=1)
         said = rf"within 10 s for 1 CPUs \(0 of {total:g} are free\)"
-        with RayCluster(factory(), 1, place_timeout_s=10) as cluster:  # enough for Ray to give a place on a busy machine
+        with RayCluster(factory(), 1, place_timeout_s=10) as cluster:  # a busy machine's Ray takes seconds to give one
             added = cluster.add_runner()
             lost: list[LostRunner] = []
             assert serve_until_lost(cluster, lost).runner == added
