@@ -240,7 +240,7 @@ class PEFTHelper(UnsupportedFeatures):
         With `modules`, the ones adapted as far as they are known, only ranks that one of them has count; without a
         `rank_pattern` that is `r`. `None`: any module may be meant, so every rank in the config counts.
 
-        Warns when `init_lora_weights` is pissa, olora, corda, lora_ga or loftq: training then started from a changed base
+        Warns when `init_lora_weights` is pissa, olora, corda, lora_ga or loftq: training started from a changed base
         model, which the serving backbone is not.
 
         Raises:

@@ -80,8 +80,10 @@ class ExpertForm(NamedTuple):
 # --- alignment -------------------------------------------------------------------------------------------------------
 
 
-def check_routing(topk_ids: Any, mapping: Any, enabled: Any, max_loras: int, expert_map: Any) -> None:
-    """The inputs of an alignment: TypeError for dtypes, ValueError for shapes."""
+def check_routing(
+    topk_ids: Any, mapping: Any, enabled: Any, max_loras: int, expert_map: Any, num_experts: int = 0
+) -> None:
+    """The inputs of an alignment: TypeError for dtypes, ValueError for shapes. ``expert_map`` has ``num_experts``."""
     check_dtype("topk_ids", topk_ids, INTEGERS)
     if topk_ids.ndim != 2:
         raise ValueError(f"topk_ids has shape {tuple(topk_ids.shape)}; expected [T, k]")
@@ -91,6 +93,10 @@ def check_routing(topk_ids: Any, mapping: Any, enabled: Any, max_loras: int, exp
         check_dtype("expert_map", expert_map, (torch.int32,))
         if expert_map.ndim != 1:
             raise ValueError(f"expert_map has shape {tuple(expert_map.shape)}; expected one entry per global expert")
+        if len(expert_map) < num_experts:
+            raise ValueError(f"expert_map has {len(expert_map)} entries; {num_experts} are needed, one per expert "
+                             "(num_experts)")  # fmt: skip
+        _check_without_gaps(expert_map=expert_map)
 
 
 def check_mapping(mapping: Any, tokens: int) -> None:
@@ -98,8 +104,7 @@ def check_mapping(mapping: Any, tokens: int) -> None:
     check_dtype("token_lora_mapping", mapping, (torch.int32,))
     if tuple(mapping.shape) != (tokens,):
         raise ValueError(f"token_lora_mapping has shape {tuple(mapping.shape)}; ({tokens},) is needed, one per token")
-    if not mapping.is_contiguous():
-        raise ValueError(f"token_lora_mapping has stride {mapping.stride()}; it must be contiguous")
+    _check_without_gaps(token_lora_mapping=mapping)
 
 
 def check_enabled(enabled: Any, max_loras: int) -> None:
@@ -111,6 +116,14 @@ def check_enabled(enabled: Any, max_loras: int) -> None:
             f"adapter_enabled is {enabled.dtype} {tuple(enabled.shape)}; int32 ({max_loras + 1},) is needed, one entry "
             "per slot (max_loras) and one for no slot"
         )
+    _check_without_gaps(adapter_enabled=enabled)
+
+
+def _check_without_gaps(**tensors: Tensor) -> None:
+    """ValueError for a tensor that the kernels could not read as a list."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous, pass .contiguous()")
 
 
 def check_block_size(block_size: Any, smallest: int) -> None:
@@ -119,6 +132,27 @@ def check_block_size(block_size: Any, smallest: int) -> None:
     if not legal or (smallest >= 16 and block_size & (block_size - 1)):
         wanted = "a power of two >= 16" if smallest >= 16 else f"an integer >= {smallest}"
         raise ValueError(f"block_size must be {wanted}, got {block_size!r}")
+
+
+def check_padded(pairs: int, num_experts: int, block_size: int, padded: int, blocks: int) -> None:
+    """ValueError where one slot's pairs, if their experts fall badly, would not fit into ``padded`` ids and ``blocks``
+    blocks: how they fall is known on the device only.
+    """
+    groups = min(pairs, num_experts)
+    needed = groups + (pairs - groups) // block_size if groups else 0
+    if padded < needed * block_size or blocks < needed:
+        raise ValueError(
+            f"max_num_tokens_padded is {padded} and max_num_m_blocks {blocks}; {pairs} pairs of {num_experts} experts "
+            f"in blocks of {block_size} can need {needed * block_size} and {needed}: pass at least these"
+        )
+
+
+def check_lora_ids(lora_ids: Any) -> None:
+    """Slots to look at: int32, any number of them."""
+    check_dtype("lora_ids", lora_ids, (torch.int32,))
+    if lora_ids.ndim != 1:
+        raise ValueError(f"lora_ids has shape {tuple(lora_ids.shape)}; expected a list of slots")
+    _check_without_gaps(lora_ids=lora_ids)
 
 
 def check_aligned_outputs(outputs: dict[str, tuple[Any, int]]) -> None:
@@ -254,6 +288,7 @@ def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None
         if tuple(experts.shape) != (pairs,):
             raise ValueError(f"expert_ids has shape {tuple(experts.shape)}; without sorted_token_ids one expert per "
                              f"pair is needed, ({pairs},)")  # fmt: skip
+        _check_without_gaps(expert_ids=experts)
         return 1
     if counts is None:
         raise ValueError("sorted_token_ids without num_tokens_post_padded: pass both")
@@ -265,8 +300,11 @@ def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None
                          "[L, B], [L]")  # fmt: skip
     if len(counts) != slots:
         raise ValueError(f"the alignment has {len(counts)} slots, the weights have {slots}")
-    if given.lora_ids is not None and tuple(given.lora_ids.shape) != (slots + 1,):
-        raise ValueError(f"lora_ids has shape {tuple(given.lora_ids.shape)}; ({slots + 1},) is needed")
+    if given.lora_ids is not None:
+        check_lora_ids(given.lora_ids)
+        if len(given.lora_ids) > slots + 1:
+            raise ValueError(f"lora_ids has {len(given.lora_ids)} entries; at most {slots + 1} fit: every slot and -1")
+    _check_without_gaps(sorted_token_ids=ids, expert_ids=experts, num_tokens_post_padded=counts)
     padded, blocks = ids.shape[1], experts.shape[1]
     if block_m is None and padded % max(1, blocks) == 0:
         return padded // max(1, blocks) or 16

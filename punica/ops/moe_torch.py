@@ -20,6 +20,8 @@ from punica.ops.moe_checks import (
     check_aligned_outputs,
     check_block_size,
     check_experts,
+    check_lora_ids,
+    check_padded,
     check_routing,
 )
 
@@ -41,15 +43,18 @@ def moe_lora_align_block_size(
         num_experts: ids from it on are dropped, like negative ones.
         sorted_token_ids, expert_ids, num_tokens_post_pad: int32, ``[L, P]``, ``[L, B]`` and ``[L]``, flat or not, with
             P = ``max_num_tokens_padded`` and B = ``max_num_m_blocks``.
-        adapter_enabled, lora_ids: int32 ``[L+1]``: slots with weights here, and slots in use (-1: none).
+        adapter_enabled: int32 ``[L+1]``: slots with weights here.
+        lora_ids: int32, any number of them: slots in use (-1: none).
         expert_map: int32 ``[E_g]``, local expert or -1.
 
     Row l of the outputs then holds the pairs of slot l, experts ascending and pairs ascending within one, each expert's
     filled up with the sentinel ``T * k``; the expert of every block (-1 past the last); and how many ids that makes.
     Rows of other slots stay as they are. ValueError and TypeError before any write.
     """
-    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map)
+    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map, num_experts)
     check_block_size(block_size, 1)
+    check_padded(topk_ids.numel(), num_experts, block_size, max_num_tokens_padded, max_num_m_blocks)
+    check_lora_ids(lora_ids)
     padded, blocks = max_num_tokens_padded, max_num_m_blocks
     check_aligned_outputs({
         "sorted_token_ids": (sorted_token_ids, max_loras * padded),
@@ -61,7 +66,7 @@ def moe_lora_align_block_size(
     legal = (ids >= 0) & (ids < num_experts)
     if expert_map is not None:
         ids = expert_map.long()[ids.where(legal, ids.new_zeros(()))] if expert_map.numel() else ids - num_experts
-        legal &= ids >= 0
+        legal &= (ids >= 0) & (ids < num_experts)
     slots = token_lora_mapping.repeat_interleave(top_k)
     rows, expert_rows = sorted_token_ids.view(max_loras, padded), expert_ids.view(max_loras, blocks)
     enabled = adapter_enabled.tolist()

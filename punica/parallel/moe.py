@@ -202,7 +202,7 @@ class RoutedExperts(nn.Module):
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, weights_on_input: bool
     ) -> Tensor:
         """``x [T, H]`` to ``[T, H]``: this rank's experts, summed over k. ``topk_ids`` are global experts."""
-        tokens, top_k = topk_ids.shape
+        top_k = topk_ids.shape[1]
         local = topk_ids if expert_map is None else expert_map[topk_ids].long()
         rows = x * topk_weights.to(x.dtype) if weights_on_input else x
         factors = torch.ones_like(topk_weights) if weights_on_input else topk_weights
@@ -211,7 +211,7 @@ class RoutedExperts(nn.Module):
         context, aligned = self.lora_context, None
         if context is not None:
             aligned = context.add_w13(up, rows, topk_ids, topk_weights, expert_map, self.w13_weight, self.w2_weight)
-        inner = self.activate(up).reshape(tokens * top_k, -1)
+        inner = self.activate(up).flatten(0, 1)
         down = groups.multiply(inner, self.w2_weight, 1)
         if not weights_on_input:
             down *= factors.to(down.dtype).unsqueeze(-1)

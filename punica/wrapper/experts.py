@@ -62,7 +62,7 @@ class ExpertMethods(MoEMethods):
             if expert_map is not None:
                 raise ValueError("naive_block_assignment with an expert_map: experts would be global numbers; pass one "
                                  "of the two")  # fmt: skip
-            return mapping, None, topk_ids.reshape(-1), None
+            return mapping, None, topk_ids.contiguous().view(-1), None
         pairs, buckets = topk_ids.numel(), num_experts if expert_map is None else expert_map.numel()
         padded = pairs + buckets * (block_size - 1)
         if pad_sorted_ids:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import expert_cases
 import pytest
 import torch
 from expert_cases import (
@@ -27,9 +28,11 @@ from expert_cases import (
 
 from punica.config import LoRAConfig
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, from_layer
+from punica.metadata import LoRAMapping
 from punica.ops.quant import Fp8Matrix
 from punica.parallel import FusedMoE, place_experts, spawn_tensor_parallel
 from punica.parallel.moe import expert_map_of
+from punica.wrapper import PunicaWrapperGPU
 
 close = torch.testing.assert_close
 
@@ -78,6 +81,22 @@ class TestOneRank:
             stack[3] = float("nan")
             stack[:, 4] = float("nan")
         assert torch.equal(layer(x, logits), before)
+
+    @pytest.mark.parametrize("parallel", [{}, {"use_ep": True, "tp_rank": 1, "tp_size": 2, "reduce_results": False}],
+                             ids=["all experts", "a rank's experts"])  # fmt: skip
+    @pytest.mark.parametrize("backend", ["none", "cpu", "gpu"])
+    def test_no_token(self, backend, parallel, monkeypatch):
+        device = "cuda" if backend == "gpu" and torch.cuda.is_available() else "cpu"
+        if backend == "gpu":  # interpreted where there is none
+            monkeypatch.setattr(expert_cases, "get_punica_wrapper", PunicaWrapperGPU)
+        base = base_layer(device=device, **parallel)
+        assert (base.expert_map is not None) == bool(parallel)
+        layer = base if backend == "none" else wrapped(base, tenants(5))
+        x, logits = inputs(5, device)
+        assert layer(x[:0], logits[:0]).shape == (0, HIDDEN)
+        if backend != "none":  # nor has the step any
+            layer.punica_wrapper.update_metadata(LoRAMapping((), ()), list(range(1, SLOTS + 1)), SLOTS + 1, 100)
+            assert layer(x[:0], logits[:0]).shape == (0, HIDDEN)
 
     def test_flags_and_resets(self):
         layer = wrapped(base_layer(), tenants(5))

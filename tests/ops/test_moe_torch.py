@@ -104,6 +104,22 @@ def test_alignment(tokens, top_k, experts, slots, parallel):
         ({"adapter_enabled": torch.zeros(3)}, ValueError, "adapter_enabled"),
         ({"sorted_token_ids": torch.zeros(3, dtype=torch.int32)}, ValueError, "sorted_token_ids"),
         ({"expert_map": torch.zeros(4)}, TypeError, "expert_map"),
+        ({"expert_map": torch.zeros(3, dtype=torch.int32)}, ValueError, "expert_map has 3 entries; 4 are needed"),
+        ({"expert_map": torch.zeros(8, dtype=torch.int32)[::2]}, ValueError, "expert_map has strides"),
+        ({"adapter_enabled": torch.ones(6, dtype=torch.int32)[::2]}, ValueError, "adapter_enabled has strides"),
+        ({"lora_ids": torch.ones(4, dtype=torch.int32)[::2]}, ValueError, "lora_ids has strides"),
+        ({"lora_ids": torch.ones(1, 2, dtype=torch.int32)}, ValueError, "lora_ids has shape"),
+        ({"lora_ids": torch.ones(2, dtype=torch.long)}, TypeError, "lora_ids"),
+        (
+            {"max_num_tokens_padded": 9, "sorted_token_ids": torch.zeros(18, dtype=torch.int32)},
+            ValueError,
+            "max_num_tokens_padded is 9 .* can need 10 and 5",
+        ),
+        (
+            {"max_num_m_blocks": 4, "expert_ids": torch.zeros(8, dtype=torch.int32)},
+            ValueError,
+            "max_num_m_blocks 4; 6 pairs of 4 experts",
+        ),
     ],
 )
 def test_alignment_refuses(change, error, message):

@@ -103,6 +103,21 @@ def test_naive_assignment(make):
         )
 
 
+def test_naive_experts_may_be_a_column(make):
+    """Of a wider routing: one expert per token, with something else between two of them."""
+    case = Case(tokens=3, top_k=1, experts=16, slots=2, mapping=(0, 1, 0), naive=True, hidden=16, width=16)
+    wrapper = make([0, 1, 0], 2)
+    world = World(case, wrapper.device)
+    ids = torch.cat((world.topk_ids, (world.topk_ids + 1) % 16), dim=1)[:, :1]
+    y, w1 = world.y[..., :16].contiguous(), torch.empty(16, 1, 1)
+    _, experts, _, _ = wrapper.add_lora_w13(
+        y, world.x, tuple(world.a), tuple(world.b), ids, world.weights, None, w1, w1, 3, 1, 2, world.enabled, 16, 1, 1,
+        False, False,
+    )  # fmt: skip
+    torch.testing.assert_close(y.double(), world.expected[..., :16], rtol=1e-4, atol=1e-4)
+    assert experts.is_contiguous()
+
+
 LAYERS = {
     "sorted": Case(tokens=9, top_k=2, experts=4, slots=2, slices=2, width=24, hidden=32),
     "naive": Case(tokens=2, top_k=2, experts=16, slots=3, slices=2, width=24, hidden=32, naive=True),

@@ -57,9 +57,15 @@ def _where(given: Experts) -> tuple[Tensor, ...]:
     mapping = given.mapping
     ids = given.sorted_ids if given.sorted_ids is not None else mapping
     counts = given.counts if given.counts is not None else mapping
-    listed = given.lora_ids if given.lora_ids is not None else mapping
+    listed = mapping if given.lora_ids is None else _padded(given.lora_ids, given.lora_a[0].shape[0] + 1)
     ranks = given.lora_ranks if given.lora_ranks is not None else mapping
     return ids, given.expert_ids, counts, mapping, given.enabled, listed, ranks
+
+
+def _padded(lora_ids: Tensor, size: int) -> Tensor:
+    """The slots to look at, at least as many as kernels read: -1 is none."""
+    missing = size - len(lora_ids)
+    return torch.nn.functional.pad(lora_ids, (0, missing), value=-1) if missing > 0 else lora_ids
 
 
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
@@ -101,6 +107,7 @@ def _run_two_stage(
     if switches.fully_sharded:
         ranks = collectives.current()
         planes = ranks.all_reduce(planes) if plan.form.rank == plan.form.full_rank else ranks.all_gather(planes)
+        planes = planes.contiguous()  # gathered from one rank of A each, a view of what arrived
     if fp8 is not None and fp8.h_scale is not None:
         planes = rounded(planes.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
     tensors = (planes, b, given.output, given.topk_weights, *where)
@@ -134,7 +141,8 @@ def fused_moe_lora(
         sorted_token_ids, expert_ids, num_tokens_post_padded: of `moe_lora_align_block_size`, [L, P], [L, B], [L]; or
             None, [T*k], None: every pair by itself.
         token_lora_mapping: [T] int32. max_lora_rank: R. top_k_num: k.
-        lora_ids, num_active_loras: slots to look at, int32 [L+1], and how many are in use (None: all).
+        lora_ids, num_active_loras: slots to look at, int32, at most L+1 (-1: none), and how many are in use (None:
+            all).
         adapter_enabled: int32 [L+1], 0: the slot has no weights here.
         shrink_*, expand_*: blocks (powers of two >= 16, m equal to the alignment's), m tiles that share weights, warps,
             pipeline stages and K splits of the two-stage path.

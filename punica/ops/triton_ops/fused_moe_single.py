@@ -120,8 +120,9 @@ def _fused_moe_lora_small_batch_kernel(
         chunk, slice_id = item % chunks, item // chunks % NUM_SLICES
         pair = (item // (chunks * NUM_SLICES)).to(tl.int64)
         slot = tl.load(mapping_ptr + pair // top_k)
-        expert = tl.load(experts_ptr + pair).to(tl.int32)
+        expert = tl.load(experts_ptr + pair)
         active = (slot >= 0) & (slot < num_slots) & (expert >= 0) & (expert < num_experts)
+        expert = expert.to(tl.int32)
         active = active & (tl.load(enabled_ptr + tl.where(slot >= 0, slot, 0), mask=active, other=0) != 0)
         rank = tl.full([], R, tl.int32)
         if HAS_RANKS:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.moe_checks import check_aligned_outputs, check_block_size, check_routing
+from punica.ops.moe_checks import check_aligned_outputs, check_block_size, check_lora_ids, check_padded, check_routing
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device
 from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced
 
@@ -31,8 +31,9 @@ def _experts_of(
 ):  # fmt: skip
     """Local expert of each pair of this slot; BINS - 1 for those of other slots, ranks, or no expert at all."""
     mask = offs < pairs
-    ids = tl.load(topk_ptr + offs, mask=mask, other=-1).to(tl.int32)
+    ids = tl.load(topk_ptr + offs, mask=mask, other=-1)
     mine = mask & (ids >= 0) & (ids < buckets)
+    ids = tl.where(mine, ids, 0).to(tl.int32)
     if not EVERYBODY:
         mine = mine & (tl.load(mapping_ptr + offs // top_k, mask=mask, other=-1) == slot)
     if HAS_MAP:
@@ -42,17 +43,17 @@ def _experts_of(
 
 
 @triton.jit(
-    do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "num_slots"],
+    do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "num_ids"],
     do_not_specialize_on_alignment=["mapping_ptr", "map_ptr", "enabled_ptr", "ids_ptr"],
 )
 def _moe_align_kernel(
     topk_ptr, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, sorted_ptr, experts_ptr, counts_ptr,
-    pairs, top_k, buckets, padded, blocks, num_slots,
+    pairs, top_k, buckets, padded, blocks, num_ids,
     BINS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IDS: tl.constexpr,
     HAS_MAP: tl.constexpr, HAS_IDS: tl.constexpr, EVERYBODY: tl.constexpr,
 ):  # fmt: skip
-    """Slot ``program_id(1)``. Without HAS_IDS all slots are listed, and those without blocks are filled, too.
-    EVERYBODY: there is one slot, which all tokens use.
+    """Slot ``program_id(1)``, if it is one of ``num_ids`` that are listed. Without HAS_IDS all slots are listed, and
+    those without blocks are filled, too. EVERYBODY: there is one slot, which all tokens use.
     """
     slot = tl.program_id(1)
     first = tl.program_id(0) * EXPERTS
@@ -61,7 +62,7 @@ def _moe_align_kernel(
         active = tl.load(enabled_ptr + slot) != 0
     if HAS_IDS:
         offs_ids = tl.arange(0, IDS)
-        listed = tl.load(ids_ptr + offs_ids, mask=offs_ids <= num_slots, other=-1) == slot
+        listed = tl.load(ids_ptr + offs_ids, mask=offs_ids < num_ids, other=-1) == slot
         active = active & (tl.sum(listed.to(tl.int32), 0) > 0)
     offs = tl.arange(0, BLOCK)
     bins = tl.arange(0, BINS)
@@ -121,13 +122,14 @@ def _launch(
     if max_loras == 0:
         return
     topk_ids = topk_ids.contiguous()
+    num_ids = 0 if lora_ids is None else len(lora_ids)
     bins = block_at_least(buckets + 1)
     constants = {
         "BINS": bins,
         "BLOCK": min(1024, block_at_least(topk_ids.numel(), 128)),
         "EXPERTS": EXPERTS_PER_PROGRAM,
         "BLOCK_SIZE": block_size,
-        "IDS": block_at_least(max_loras + 1),
+        "IDS": block_at_least(num_ids),
         "HAS_MAP": expert_map is not None,
         "HAS_IDS": lora_ids is not None,
         "EVERYBODY": mapping is None,
@@ -139,7 +141,7 @@ def _launch(
     counts = outputs[2]  # stands for what the kernel does not look at
     maybe = (mapping, expert_map, enabled, lora_ids)
     tensors = (topk_ids, *[counts if one is None else one for one in maybe], *outputs)
-    numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, max_loras)
+    numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, num_ids)
     with on_device(topk_ids.get_device()):
         launch(tensors, numbers, not INTERPRETED and all_aligned(topk_ids, *outputs))
 
@@ -181,13 +183,14 @@ def moe_lora_align_block_size(
     """As `punica.ops.moe_torch.moe_lora_align_block_size`; ``block_size`` a power of two >= 16. ``lora_ids`` None: all
     slots, and every element is written, also of slots without blocks.
     """
-    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map)
+    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map, num_experts)
     check_block_size(block_size, 16)
     outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
     lengths = (max_loras * max_num_tokens_padded, max_loras * max_num_m_blocks, max_loras)
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")
     check_aligned_outputs(dict(zip(names, zip(outputs, lengths, strict=True), strict=True)))
+    check_padded(topk_ids.numel(), num_experts, block_size, max_num_tokens_padded, max_num_m_blocks)
     if lora_ids is not None:
-        check_aligned_outputs({"lora_ids": (lora_ids, max_loras + 1)})
+        check_lora_ids(lora_ids)
     sizes = (num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks)
     _launch(topk_ids, token_lora_mapping, *sizes, outputs, adapter_enabled, lora_ids, expert_map)

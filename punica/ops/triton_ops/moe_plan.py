@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from punica.checks import check_count
 from punica.ops import collectives
 from punica.ops.moe_checks import ExpertForm, Experts, Switches, check_block_size, check_experts
 from punica.ops.triton_ops import moe_rules as rules
@@ -240,6 +241,10 @@ def _check_configs(shrink: Numbers, expand: Numbers) -> None:
                 check_block_size(value, 16)
             except ValueError as error:
                 raise ValueError(f"{where}_block_size_{name}: {error}") from None
+        for name, value in zip(("group_size_m", "num_warps", "num_stages", "split_k"), numbers[3:], strict=True):
+            check_count(f"{where}_{name}", value)
+        if numbers[4] & (numbers[4] - 1):
+            raise ValueError(f"{where}_num_warps is {numbers[4]}, must be a power of two")
     if shrink[0] != expand[0]:
         raise ValueError(f"shrink_block_size_m is {shrink[0]}, expand_block_size_m {expand[0]}; they must be equal")
 
@@ -261,6 +266,8 @@ def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options
 
 def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
     """All checks, then the launches; None when there is nothing to do."""
+    if how.active is not None and how.active < 0:
+        raise ValueError(f"num_active_loras is {how.active}; it must be at least 0, or None for all slots")
     if how.configs is not None:
         _check_configs(*how.configs)
     form = check_experts(given, max_lora_rank, top_k, switches, how.configs[0][0] if how.configs else None)

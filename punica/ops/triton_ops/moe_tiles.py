@@ -46,7 +46,8 @@ def find_tile(
     """Slot (-1: nothing to do), expert, and where in the sorted pairs the tile begins (naive: the pair itself)."""
     if NAIVE:
         slot = tl.load(mapping_ptr + tile // top_k)
-        expert = tl.load(experts_ptr + tile).to(tl.int32)
+        expert = tl.load(experts_ptr + tile)
+        expert = tl.where((expert >= 0) & (expert < num_experts), expert, -1).to(tl.int32)  # of 64 bits it may be
         here = (slot >= 0) & (slot < num_slots)
         here = here & (tl.load(enabled_ptr + tl.where(here, slot, 0)) != 0)
         first = tile.to(tl.int64)

@@ -12,6 +12,7 @@ from punica.ops.moe_checks import ExpertForm
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.fused_moe_lora import fused, fused_moe_lora
 from punica.ops.triton_ops.moe_plan import How
+from punica.parallel.group import _concatenate
 from tests.ops.moe_cases import CASES, Case, World
 
 module = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
@@ -206,6 +207,52 @@ def test_a_rank_has_its_part_of_the_true_ranks(form: str, fp8: str | None, devic
         world.check(run_rank(rank))
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_gathered_planes_may_be_a_view(rank: int, device: str, monkeypatch):
+    """As a group leaves them where every process has one rank of A."""
+    world = World(Case(tokens=3, slots=2, rank=2 * rank, slices=2, hidden=16, width=16), device)
+    parts: dict[int, torch.Tensor] = {}
+    for process in (0, 1, 0, 1):
+
+        def gather(part: torch.Tensor, process: int = process) -> torch.Tensor:
+            parts[process] = part
+            return _concatenate(torch.stack([parts.get(other, part) for other in (0, 1)]), -1)
+
+        known = len(parts) == 2
+        monkeypatch.setattr(
+            collectives, "_installed", Collectives(lambda: 2, lambda process=process: process, lambda t: t, gather)
+        )
+        given = world.given(moe_align.moe_lora_align_block_size)
+        own = slice(rank * process, rank * (process + 1))
+        given = given._replace(lora_a=[a[:, :, own].contiguous() for a in given.lora_a])
+        fused(given, rank, world.case.top_k, world.switches._replace(fully_sharded=True))
+        if known:
+            world.check(given.output)
+
+
+@pytest.mark.parametrize("path", ["two_stage", "one_shot", "small_batch"])
+def test_experts_of_64_bits_are_nobody(path: str, device: str):
+    world = World(Case(tokens=3, naive=True, mapping=(0, 1, 2), hidden=16, width=16), device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    given.expert_ids[0] += 2**32
+    given.expert_ids[3] -= 2**32
+    for pair in (0, 3):
+        world.expected.view(6, -1)[pair] = world.y.view(6, -1)[pair].double()
+    fused(given, world.case.rank, world.case.top_k, world.switches, How(path=path))
+    world.check(given.output)
+
+
+@pytest.mark.parametrize("path", ["two_stage", "one_shot"])
+def test_fewer_slots_may_be_listed(path: str, device: str):
+    world = World(Case(tokens=4, mapping=(2, -1, 2, 2), hidden=16, width=16), device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    for listed in ([2], [2, -1]):
+        given.output.copy_(world.y)
+        slots = torch.tensor(listed, dtype=torch.int32, device=device)
+        fused(given._replace(lora_ids=slots), world.case.rank, world.case.top_k, world.switches, How(path=path))
+        world.check(given.output)
+
+
 def test_batch_invariance_fixes_form_and_split():
     """Only what does not change a pair's sums may follow the batch."""
     found = set()
@@ -233,6 +280,11 @@ def test_chunks_of_a_small_batch(numbers: tuple[int, int, int], chunk: int):
     assert moe_rules.pick_small_batch_chunk(*numbers) == chunk
 
 
+def gapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, every second place of what lies in memory."""
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
 class TestRefusals:
     def given(self, device: str, **changes: Any):
         world = World(Case(**changes), device)
@@ -256,6 +308,13 @@ class TestRefusals:
             (lambda g: g._replace(expert_ids=g.expert_ids[:1]), ValueError, "shapes"),
             (lambda g: g._replace(mapping=g.mapping[:-1]), ValueError, "token_lora_mapping"),
             (lambda g: g._replace(enabled=g.enabled[:-1]), ValueError, "adapter_enabled"),
+            (lambda g: g._replace(enabled=gapped(g.enabled)), ValueError, "adapter_enabled has strides"),
+            (lambda g: g._replace(sorted_ids=gapped(g.sorted_ids)), ValueError, "sorted_token_ids has strides"),
+            (lambda g: g._replace(expert_ids=gapped(g.expert_ids)), ValueError, "expert_ids has strides"),
+            (lambda g: g._replace(counts=gapped(g.counts)), ValueError, "num_tokens_post_padded has strides"),
+            (lambda g: g._replace(lora_ids=gapped(g.lora_ids)), ValueError, "lora_ids has strides"),
+            (lambda g: g._replace(lora_ids=g.lora_ids.repeat(2)), ValueError, "lora_ids has 8 entries; at most 4 fit"),
+            (lambda g: g._replace(lora_ids=g.lora_ids.long()), TypeError, "lora_ids"),
         ],
     )
     def test_operands(self, change, error, message, device):
@@ -272,6 +331,11 @@ class TestRefusals:
             (NUMBERS, (16, 8, *NUMBERS[2:]), "expand_block_size_n"),
             ((32, *NUMBERS[1:]), NUMBERS, "must be equal"),
             ((32, *NUMBERS[1:]), (32, *NUMBERS[1:]), "alignment"),
+            ((*NUMBERS[:3], 0, *NUMBERS[4:]), NUMBERS, "shrink_group_size_m is 0"),
+            ((*NUMBERS[:4], 3, *NUMBERS[5:]), NUMBERS, "shrink_num_warps is 3, must be a power of two"),
+            (NUMBERS, (*NUMBERS[:5], 0, 1), "expand_num_stages is 0"),
+            ((*NUMBERS[:6], 0), NUMBERS, "shrink_split_k is 0"),
+            (NUMBERS, (*NUMBERS[:6], -1), "expand_split_k is -1"),
         ],
     )
     def test_blocks(self, shrink, expand, message, device):
@@ -293,6 +357,11 @@ class TestRefusals:
         a, b = ([w[:2] for w in side] for side in (given.lora_a, given.lora_b))
         with pytest.raises(ValueError, match="3 slots"):
             fused(given._replace(lora_a=a, lora_b=b, enabled=given.enabled[:3]), world.case.rank, 2, world.switches)
+        with pytest.raises(ValueError, match="num_active_loras is -1"):
+            fused(given, world.case.rank, world.case.top_k, world.switches, How(active=-1))
+        naive = given._replace(sorted_ids=None, counts=None, expert_ids=gapped(world.topk_ids.reshape(-1)))
+        with pytest.raises(ValueError, match="expert_ids has strides"):
+            fused(naive, world.case.rank, world.case.top_k, world.switches)
         switches = world.switches._replace(fully_sharded=True, add_inputs=False)
         with pytest.raises(ValueError, match="add_inputs=False"):
             fused(given, world.case.rank, world.case.top_k, switches)

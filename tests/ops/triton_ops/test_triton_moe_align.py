@@ -42,6 +42,58 @@ def test_alignment(shape, parallel, device):
     assert all(map(torch.equal, everything, found))
 
 
+def aligned(
+    op, ids: list[list[int]], listed: list[int], expert_map: list[int] | None, device: str, experts: int = 4
+) -> list[list[int]]:
+    """One slot, or token t in slot t % 2, in blocks of 16: what stands in the outputs."""
+    blocks = len(ids) * len(ids[0])
+    outputs = [torch.full((n,), -7, dtype=torch.int32, device=device) for n in (2 * blocks * 16, 2 * blocks, 2)]
+    mapping, enabled, listed_slots, local = (
+        None if numbers is None else torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in ([t % 2 for t in range(len(ids))], [1, 1, 0], listed, expert_map)
+    )
+    op.moe_lora_align_block_size(
+        torch.tensor(ids, device=device), mapping, experts, 16, 2, blocks * 16, blocks, *outputs, enabled, listed_slots,
+        local,
+    )  # fmt: skip
+    return [one.tolist() for one in outputs]
+
+
+@pytest.mark.parametrize("op", [moe_torch, moe_align], ids=["torch", "triton"])
+class TestBothOps:
+    @pytest.mark.parametrize("listed", [[], [1], [0, 1], [2, 1, 0, -1], [-1] * 40 + [1, 0]], ids=len)
+    def test_any_number_of_slots_may_be_listed(self, op, listed, device):
+        everything = aligned(moe_torch, [[0, 1], [2, 3]], [0, 1, -1], None, device)
+        found = aligned(op, [[0, 1], [2, 3]], listed, None, device)
+        for whole, one in zip(everything, found, strict=True):
+            for slot in (0, 1):
+                of_slot = slice(slot * len(one) // 2, (slot + 1) * len(one) // 2)
+                assert one[of_slot] == (whole[of_slot] if slot in listed else [-7] * (len(one) // 2))
+
+    def test_no_pair_goes_to_an_expert_of_64_bits_or_one_that_the_map_makes_up(self, op, device):
+        ids = [[0, 2**32 + 1], [-(2**32) + 2, 3]]
+        sorted_ids, experts, counts = aligned(op, ids, [0, 1], None, device)
+        assert [i for i in sorted_ids if i < 4] == [0, 3]
+        assert [i for i in experts if i >= 0] == [0, 3]
+        assert counts == [16, 16]
+        sorted_ids, experts, counts = aligned(op, [[0, 1], [2, 3]], [0, 1], [4, -2, 99, 1], device)
+        assert [i for i in sorted_ids if i < 4] == [3]
+        assert [i for i in experts if i >= 0] == [1]
+        assert counts == [0, 16]
+
+    def test_outputs_that_could_be_too_small_are_refused(self, op, device):
+        ids = torch.arange(8, device=device).view(4, 2)
+        memory = torch.full((3, 200), -9, dtype=torch.int32, device=device)
+        slots = torch.tensor([0, 0, 0, 0, 1, 1], dtype=torch.int32, device=device)
+        for padded, blocks in ((112, 8), (128, 7)):
+            with pytest.raises(ValueError, match=r"8 pairs of 8 experts .* can need 128 and 8: pass at least these"):
+                op.moe_lora_align_block_size(
+                    ids, slots[:4], 8, 16, 1, padded, blocks, memory[0, :padded], memory[1, :blocks], memory[2, :1],
+                    slots[4:], slots[:1],
+                )  # fmt: skip
+        assert bool((memory == -9).all())
+
+
 def test_small_blocks_are_refused(device):
     ids = torch.zeros(1, 1, dtype=torch.long, device=device)
     numbers = torch.zeros(8, dtype=torch.int32, device=device)
