@@ -31,9 +31,9 @@ def _experts_of(
 ):  # fmt: skip
     """Local expert of each pair of this slot; BINS - 1 for those of other slots, ranks, or no expert at all."""
     mask = offs < pairs
-    ids = tl.load(topk_ptr + offs, mask=mask, other=-1)
-    mine = mask & (ids >= 0) & (ids < buckets)
-    ids = tl.where(mine, ids, 0).to(tl.int32)
+    wide = tl.load(topk_ptr + offs, mask=mask, other=-1)
+    ids = wide.to(tl.int32)
+    mine = (ids == wide) & (ids >= 0) & (ids < buckets)  # none beyond 32 bits; compared as 64, registers would spill
     if not EVERYBODY:
         mine = mine & (tl.load(mapping_ptr + offs // top_k, mask=mask, other=-1) == slot)
     if HAS_MAP:
