@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern
 from punica.adapters.read import is_stacked_name
-from punica.adapters.request import LoRARequest, loading, resolve_adapter_path
+from punica.adapters.request import LoRARequest, resolve_adapter_path
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 
@@ -57,6 +57,9 @@ class UnsupportedFeatures:
     alora_invocation_tokens: list[int] | None = None
     use_qalora: bool = False
     use_bdlora: Any = None
+    kasa_config: Any = None
+    arrow_config: Any = None
+    monteclora_config: Any = None
 
 
 @dataclass(frozen=True)
@@ -356,9 +359,8 @@ def read_config(request: LoRARequest, lora_config: LoRAConfig) -> PEFTHelper:
 
     Raises:
         FileNotFoundError, ValueError, TypeError: as :meth:`PEFTHelper.from_local_dir` and
-            :meth:`PEFTHelper.validate_legal`, with the adapter's name and path in front.
+            :meth:`PEFTHelper.validate_legal`.
     """
-    with loading(request):
-        config = PEFTHelper.from_local_dir(request.absolute_path)
-        config.validate_legal(lora_config, modules=())
+    config = PEFTHelper.from_local_dir(request.absolute_path)
+    config.validate_legal(lora_config, modules=())
     return config

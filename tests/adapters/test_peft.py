@@ -135,6 +135,8 @@ def test_config_must_be_an_object():
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+        ({"monteclora_config": {"num_samples": 4}}, "monteclora_config"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"r": 17}, "rank 17 exceeds max_lora_rank 16"),
         ({"rank_pattern": {"q_proj": 64}}, r"rank_pattern\['q_proj'\]: rank 64 exceeds max_lora_rank 16"),

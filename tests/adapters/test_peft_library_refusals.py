@@ -64,6 +64,7 @@ REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
         lora_config(use_bdlora=peft.BdLoraConfig(nblocks=2, target_modules_bd_a=["q_proj"])),
         "use_bdlora is set",
     ),
+    "KaSA": (plain, lora_config(kasa_config=peft.KasaConfig()), "kasa_config is set.*not supported"),
     "transposed": (transposed, lora_config(target_modules=["c_attn"], fan_in_fan_out=True), "fan_in_fan_out is set"),
     "IA3": (
         plain,
