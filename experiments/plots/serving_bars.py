@@ -2,6 +2,8 @@
 system on Identical, so that what a system loses by mixing adapters is seen.
 """
 
+from collections.abc import Sequence
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,6 +24,8 @@ SHADES = {"punica_static": 0.6, "punica_sharded": 0.6, "punica_last_admitted": 0
 SPAN = ("lowest", "highest")
 """Columns of the span over repeats, where there are several (`frames.one_of_repeats`)."""
 GROUP = 0.86  # of the distance between groups
+FOOT = 1.5
+"""The lowest bar over the lower end of its logarithmic axis: shorter ones look missing."""
 
 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
@@ -36,14 +40,13 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         for axis, relative in zip(axes[:, column], (False, True), strict=True):
             for frame, paper_bar in ((mine, False), (theirs, True)):
                 bars(axis, relative_to_best(frame) if relative else frame, places, paper_bar)
-            axis.set_yscale("log")
             axis.set_xticks(range(len(places.workloads)), places.workloads)
             axis.grid(axis="x", visible=False)
-            low, high = axis.get_ylim()
-            axis.set_ylim(low, high * (high / low) ** 0.15)  # room for the labels
         models = ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(mine["model"]))
         axes[0, column].set_title(models)
         axes[1, column].axhline(1.0, color="0.3", linewidth=0.8)
+    for depth in axes:
+        log_bars(depth)
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel(f"relative to the best\nsystem on {ONE_MODEL}")
     _finish(figure, rows, paper, about)
@@ -125,7 +128,19 @@ def bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
             axis.vlines(left + 0.45 * width, low, high, color="0.1", linewidth=0.8, zorder=4)
         name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
         look = {"va": "bottom", "rotation": 90, "fontsize": 5.5, "color": style.PAPER_GREY if paper else "0.2"}
-        style.note(axis, f"{short(value)}{name}", left + 0.45 * width, value, **look)
+        look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # over the line of the best system
+        style.note(axis, f"{short(value)}{name}", left + 0.45 * width, max(value, high), **look)
+
+
+def log_bars(axes: Sequence[Axes]) -> None:
+    """One logarithmic scale for all of `axes`: from below the lowest bar, with room for a label above the highest."""
+    tops = [bar.get_height() for axis in axes for bar in axis.patches]
+    if not tops:
+        return
+    low, high = min(tops), max(tops)
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.set_ylim(low / FOOT, high * (high * FOOT / low) ** 0.2)
 
 
 def short(value: float) -> str:

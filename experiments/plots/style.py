@@ -80,10 +80,15 @@ def grid(depth: int, columns: int, width: float, height: float, sharex: bool | s
 
 
 def caption(figure: Figure, title: str, measured: str, handles: Sequence[Artist], ncols: int, **spacing: float) -> None:
-    """The title with what was `measured` below it, and one legend under all axes."""
+    """The title with what was `measured` below it, and one legend under all axes in at most `ncols` columns."""
     lines = textwrap.wrap(f"measured: {measured}", int(LETTERS_PER_INCH * figure.get_figwidth()))
     figure.suptitle("\n".join([title, *lines]), fontsize=8.5)
-    figure.legend(handles=list(handles), loc="outside lower center", ncols=ncols, frameon=False, **spacing)
+    for columns in range(ncols, 0, -1):  # fewer where these are wider than the figure, which would cut them off
+        looks: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, **spacing}
+        legend = figure.legend(handles=list(handles), **looks)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def note(axis: Axes, text: str, x: float, y: float, lift: float = 2, **looks: Any) -> None:

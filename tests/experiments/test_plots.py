@@ -4,6 +4,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from fakes import composed
+from matplotlib.patches import Patch
 
 from experiments.claims.paper import read_figure
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
@@ -11,6 +12,7 @@ from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
+from experiments.plots import style
 from experiments.plots.frames import described, frame_of, one_of_repeats
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
@@ -172,3 +174,26 @@ def test_a_disturbed_bar_is_hollow():
     above = draw_serving(rows, read_figure(PAPER, "11").query("panel == 'none'")).axes[0]
     faces = [patch.get_facecolor()[:3] for patch in above.patches]
     assert faces.count((1.0, 1.0, 1.0)) == 1
+
+
+def test_the_lowest_bar_of_any_panel_is_seen():
+    """13B's slowest bar lay below 7B's scale, which both share."""
+    small = served()
+    slower = small["value"].where(small["metric"] != "throughput", small["value"] / 10)
+    rows = pd.concat([small, small.assign(panel="13B Model", model="llama2-13b", value=slower)])
+    figure = draw_serving(rows, read_figure(PAPER, "11").query("panel == 'none'"))
+    lowest = rows.loc[rows["metric"] == "throughput", "value"].min()
+    for axis in figure.axes[:2]:
+        assert axis.get_ylim()[0] < lowest / 1.4
+
+
+def test_a_legend_keeps_within_its_figure():
+    """The last column of a narrow figure's was cut off."""
+    figure = plt.figure(figsize=(4.8, 3.0), layout="constrained")
+    handles = [Patch(label=f"a name of some thirty letters {i}") for i in range(6)]
+    style.caption(figure, "title", "here", handles, 4)
+    (legend,) = figure.legends
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
