@@ -40,13 +40,14 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         for axis, relative in zip(axes[:, column], (False, True), strict=True):
             for frame, paper_bar in ((mine, False), (theirs, True)):
                 bars(axis, relative_to_best(frame) if relative else frame, places, paper_bar)
+            axis.set_yscale("log")
             axis.set_xticks(range(len(places.workloads)), places.workloads)
             axis.grid(axis="x", visible=False)
         models = ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(mine["model"]))
         axes[0, column].set_title(models)
         axes[1, column].axhline(1.0, color="0.3", linewidth=0.8)
     for depth in axes:
-        log_bars(depth)
+        frame_bars(depth)
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel(f"relative to the best\nsystem on {ONE_MODEL}")
     _finish(figure, rows, paper, about)
@@ -132,14 +133,13 @@ def bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
         style.note(axis, f"{short(value)}{name}", left + 0.45 * width, max(value, high), **look)
 
 
-def log_bars(axes: Sequence[Axes]) -> None:
-    """One logarithmic scale for all of `axes`: from below the lowest bar, with room for a label above the highest."""
+def frame_bars(axes: Sequence[Axes]) -> None:
+    """One range for all of `axes`, logarithmic: from below the lowest bar, with room for a label above the highest."""
     tops = [bar.get_height() for axis in axes for bar in axis.patches]
     if not tops:
         return
-    low, high = min(tops), max(tops)
+    low, high = min(tops), max(axis.dataLim.y1 for axis in axes)  # spans reach above their bars
     for axis in axes:
-        axis.set_yscale("log")
         axis.set_ylim(low / FOOT, high * (high * FOOT / low) ** 0.2)
 
 

@@ -84,8 +84,9 @@ def caption(figure: Figure, title: str, measured: str, handles: Sequence[Artist]
     lines = textwrap.wrap(f"measured: {measured}", int(LETTERS_PER_INCH * figure.get_figwidth()))
     figure.suptitle("\n".join([title, *lines]), fontsize=8.5)
     for columns in range(ncols, 0, -1):  # fewer where these are wider than the figure, which would cut them off
-        looks: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, **spacing}
-        legend = figure.legend(handles=list(handles), **looks)
+        legend = figure.legend(
+            handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, **spacing
+        )
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()

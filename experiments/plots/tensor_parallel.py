@@ -12,7 +12,16 @@ from matplotlib.patches import Patch
 
 from experiments.plots import style
 from experiments.plots.frames import centre, described
-from experiments.plots.serving_bars import PAPER_BAR, PAPER_NAMES, Places, bars, colour_of, regime, under_our_names
+from experiments.plots.serving_bars import (
+    PAPER_BAR,
+    PAPER_NAMES,
+    Places,
+    bars,
+    colour_of,
+    frame_bars,
+    regime,
+    under_our_names,
+)
 
 COLLECTIVES: dict[str, Any] = {"facecolor": "none", "edgecolor": "0.15", "hatch": "////", "linewidth": 0.5, "zorder": 4}
 RATIO = "distinct_over_backbone_identical"
@@ -47,8 +56,7 @@ def _throughput(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
     bars(axis, mine, places, False)
     bars(axis, theirs, places, True)
     style.log_y(axis)
-    low, high = axis.get_ylim()
-    axis.set_ylim(low, high * (high / low) ** 0.15)  # room for the labels
+    frame_bars([axis])
     _workloads(axis, places)
 
 
