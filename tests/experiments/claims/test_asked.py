@@ -53,6 +53,23 @@ def test_a_baseline_that_is_missing_on_one_workload_costs_that_ratio_alone():
     assert len(found) == 4
 
 
+def test_what_is_gained_over_pefts_mixed_batches_is_split_in_two():
+    lines = rows(model="llama2-7b", hardware="h200")
+    for system, workload, value in (
+        ("hf_peft_mixed", "Distinct", 20.0), ("punica_static", "Distinct", 45.0), ("hf_peft_mixed", "Skewed", 100.0),
+    ):  # fmt: skip
+        cell = {**CELL, "system": system, "workload": workload, "metric": "throughput", "value": value, "repeat": 0}
+        lines.append(laptop("11", **cell, panel="7B Model", model="llama2-7b", hardware="h200"))
+    found = {one.what: one for one in asked(frame(lines)) if "PEFT" in one.what or "static" in one.what}
+    assert {what: one.value for what, one in found.items()} == pytest.approx({
+        "llama2-7b, Distinct: Punica / PEFT's mixed batches": 4.5,
+        "llama2-7b, Distinct: of that the operator, Punica in static batches / PEFT's": 2.25,
+        "llama2-7b, Distinct: of that continuous batching, Punica / it in static batches": 2.0,
+        "llama2-7b, Skewed: Punica / PEFT's mixed batches": 0.95,
+    })  # fmt: skip
+    assert [one.met for one in found.values()] == [True, True, True, False]
+
+
 def test_a_cpu_has_values_and_no_bounds():
     found = asked(frame(rows(model="llama-small", hardware="cpu")))
     assert len(found) == 6
