@@ -147,3 +147,12 @@ def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
         low = tl.where(tl.abs(wide) < float("inf"), h - wide, 0.0)  # of an infinite one nothing is left
         acc = dot(low.to(DTYPE), b, acc, False, INTERPRETED)
     return acc
+
+
+@triton.jit
+def sum_planes(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
+    """Sum of the planes that a split shrink left at `h_ptrs`, always in ascending order: the same bits every run."""
+    total = tl.load(h_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for plane in tl.static_range(1, PLANES):
+        total += tl.load(h_ptrs + plane * stride_hp, mask=mask, other=0.0).to(tl.float32)
+    return total

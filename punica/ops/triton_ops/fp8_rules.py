@@ -1,11 +1,12 @@
 """Which configuration suits weights in FP8 whose scales belong to whole channels: the 16-bit rule's choice (`rules`),
 changed where half the bytes, and making them wide, want another (by search on an H200).
 
-Where a row is taken by itself, bytes are what costs: threads read as many of them at once, that is twice the values. In
-tiles of many rows they are few beside those of the activations, and what costs is making weights wide once for every
-tile: between shared memory and the tensor cores, where it stalls a program. Choices for steps of long and short
-segments are left alone, and so are batch-invariant ones but for this: no block of B is carried into a loop. Which ranks
-an instruction adds up together follows from whether the compiler sees that they were loaded as bytes.
+Where a row is taken by itself, bytes are what costs, and many of them must be under way in few registers, as words
+(`fp8_words`). In tiles of many rows they are few beside those of the activations, and what costs is making weights wide
+once for every tile: between shared memory and the tensor cores, where it stalls a program. Choices for steps of long
+and short segments are left alone but for how wide a row's block is, and so are batch-invariant ones but for this: no
+block of B is carried into a loop. Which ranks an instruction adds up together follows from whether the compiler sees
+that they were loaded as bytes.
 """
 
 from collections.abc import Sequence
@@ -34,9 +35,13 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
 
 def _shrink_rows(config: Config, shape: StepShape, rows: int, rank: int) -> Config:
     if rank > 16:
-        at_once = 8 if rows <= 32 and config["split_k"] == 1 else 4
-        return config | {"block_r": at_once, "num_warps": at_once, "block_k": min(config["block_k"], 2048)}
-    return config | {"block_r": min(config["block_r"], 4)} if rows >= 3 * shape.adapters else config
+        block_k, block_r = min(config["block_k"], 4096), 8 if rows > 32 and rank >= 64 else 4
+        return config | {"block_k": block_k, "block_r": block_r, "num_warps": max(1, min(8, block_k * block_r // 2048))}
+    if rows >= 3 * shape.adapters:
+        return config | {"block_r": min(config["block_r"], 4)}
+    if (config["block_k"], config["split_k"]) == (4096, 1):
+        return config | {"block_k": 2048, "split_k": 2, "block_r": min(8, block_at_least(rank, 1)), "num_warps": 4}
+    return config
 
 
 def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[int], rank: int) -> Config:
@@ -46,7 +51,7 @@ def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[
     if config["weights_left"]:
         return config | {"num_stages": max(2, config["num_stages"])}
     if is_mixed(shape):
-        return config
+        return config | {"short_n": min(512 * config["num_warps"], block_at_least(max(widths), 32))}
     lanes = block_at_least(rank)
     if rows < 256:
         return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
@@ -59,15 +64,13 @@ def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[
 
 
 def _expand_rows(config: Config, rows: int, widths: Sequence[int], rank: int) -> Config:
-    """Twice the columns, but threads hold as many wide values, so that they take fewer ranks at once, and fewer still
-    where that lets all programs run at the same time. Much to read is read best by single warps.
+    """Single warps, each with 8 KiB of B under way: all ranks of a slot of 64, 32 at a time of others. Up to 16 ranks
+    half as much, and less where that is too few programs.
     """
-    if rank > 32 and not config["ahead"]:
-        block_n = min(512 if rows > 32 else 256, block_at_least(max(widths), 32))
-        return config | {"block_n": block_n, "num_warps": 1, "block_k": 4 if rows > 32 else 8}
-    block_n = min(2 * config["block_n"], block_at_least(max(widths), 32))
-    config = {**config, "block_n": block_n}
-    if rank <= 16 or config["ahead"]:
-        return config
-    programs = rows * sum([cdiv(width, block_n) for width in widths])
-    return {**config, "block_k": 8 if programs <= 600 else 4}
+    lanes = block_at_least(rank)
+    block_k = 64 if lanes == 64 else min(lanes, 32)
+    block_n = 8192 // block_k if lanes > 16 else 256
+    if lanes <= 16 and rows * sum([cdiv(width, block_n) for width in widths]) < 512:
+        block_n = 128
+    block_n = min(block_n, block_at_least(max(widths), 32))
+    return {**config, "block_n": block_n, "block_k": block_k, "num_warps": 1}

@@ -17,7 +17,7 @@ neither form reads or writes what lies beyond an adapter's rank. Weights may be 
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot, dot_of_shrunk, pick
+from punica.ops.triton_ops.device import dot, dot_of_shrunk, pick, sum_planes
 from punica.ops.triton_ops.moe_reading import (
     column_scales,
     live,
@@ -190,15 +190,6 @@ def moe_shrink_kernel(
 
 
 @triton.jit
-def _sum_planes(h_ptrs, mask, plane, PLANES: tl.constexpr):
-    """Sum of the split-K planes at `h_ptrs`, always in ascending order."""
-    total = tl.load(h_ptrs, mask=mask, other=0.0)
-    for split in tl.static_range(1, PLANES):
-        total += tl.load(h_ptrs + split * plane, mask=mask, other=0.0)
-    return total
-
-
-@triton.jit
 def _expand_rows(
     h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, num_rows, rank, first_n, plane, stride_y,
     R: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr,
@@ -221,7 +212,7 @@ def _expand_rows(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for lane in tl.range(0, num_rows):
-        h = live(_sum_planes(h_ptr + pair * R + offs_r, mask_r, plane, PLANES), offs_r, rank, HAS_RANKS)
+        h = live(sum_planes(h_ptr + pair * R + offs_r, mask_r, plane, PLANES), offs_r, rank, HAS_RANKS)
         if WEIGHTED:
             h *= tl.load(weights_ptr + pair).to(tl.float32)
         real_b = real_weights(b, scale_ptr, offs_n[:, None], offs_r[None, :], mask_b, READ, tl.float32)
@@ -261,7 +252,7 @@ def _expand_tile(
     if WEIGHTED:
         factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
     if BLOCK_R >= R:
-        h = _sum_planes(h_ptrs, valid[:, None] & (offs_r < read)[None, :], plane, PLANES)
+        h = sum_planes(h_ptrs, valid[:, None] & (offs_r < read)[None, :], plane, PLANES)
         h = live(h, offs_r[None, :], rank, HAS_RANKS)
         for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
             mask_n = (offs_n < (1 << 30 if EVEN_N else N))[None, :]
@@ -285,7 +276,7 @@ def _expand_tile(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes, left = offs_r < read - first_r, rank - first_r
-                h = _sum_planes(h_ptrs + first_r, valid[:, None] & lanes[None, :], plane, PLANES)
+                h = sum_planes(h_ptrs + first_r, valid[:, None] & lanes[None, :], plane, PLANES)
                 h = live(h, offs_r[None, :], left, HAS_RANKS)
                 mask_b = lanes[:, None] & mask_n
                 b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)

@@ -42,22 +42,15 @@ from punica.ops.triton_ops.device import (
     rank_of,
     read_record,
     result,
+    sum_planes,
     wait_for_front,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
+from punica.ops.triton_ops.fp8_words import expand_row_in_words
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
-
-
-@triton.jit
-def _sum_planes(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
-    """Sum of the split-K planes at `h_ptrs`, always in ascending order: the same bits every run."""
-    total = tl.load(h_ptrs, mask=mask, other=0.0).to(tl.float32)
-    for plane in tl.static_range(1, PLANES):
-        total += tl.load(h_ptrs + plane * stride_hp, mask=mask, other=0.0).to(tl.float32)
-    return total
 
 
 @triton.jit
@@ -98,7 +91,7 @@ def _expand_row(
     hold_loads(PDL)
     if ADD and LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    h = _sum_planes(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
+    h = sum_planes(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
         product = tl.where((offs_r < rank)[None, :], b.to(tl.float32) * h[None, :], 0.0)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
@@ -114,27 +107,17 @@ def _expand_row(
 
 
 @triton.jit
-def _products(b, h, live, CUT: tl.constexpr, HELD: tl.constexpr):
-    """b [columns, ranks] times h, in float32: h rounded to the weights' type where that is wide, ranks that are not
-    ``live`` dropped.
-    """
-    if HELD.format > 0:
-        weights = widened(b, HELD.format, tl.float32)
-        if CUT:
-            weights = tl.where(live[None, :], weights, 0.0)
-    else:
-        weights = b
-        if CUT:
-            weights = tl.where(live[None, :], b, 0.0)
-        weights, h = weights.to(tl.float32), h.to(b.dtype).to(tl.float32)
-    return weights * h[None, :]
+def _products(b, h, live, CUT: tl.constexpr):
+    """b [columns, ranks] times h, rounded to the weights' type, in float32; CUT drops ranks that are not ``live``."""
+    weights = tl.where(live[None, :], b, 0.0) if CUT else b
+    return weights.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _expand_row_by_ranks(
-    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, first_n, width, rank, stride_hp, stride_hr,
-    R: tl.constexpr, HELD: tl.constexpr, NUM_SLICES: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
+    R: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
+    ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x COLUMNS columns of a B that lies rank after rank, LANES ranks at a time as far as the true rank goes;
     the next ones are fetched before these are summed, and AHEAD the first ones before the true rank is known. Up to 16
@@ -145,32 +128,25 @@ def _expand_row_by_ranks(
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < (R if AHEAD else rank))[None, :], other=0.0)
-    if HELD.format > 0:
-        scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, HELD)
-    before = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
     if ADD and not LATE:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     let_next_start(PDL)
     hold_loads(PDL)
     if ADD and LATE:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = _sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
-    total = before
-    if HELD.format > 0:
-        total = tl.zeros([COLUMNS], tl.float32)
+    h = sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
     if R > LANES:
         for _ in tl.range(LANES, rank, LANES):
-            product = _products(b, h, offs_r < rank, AHEAD, HELD)
+            product = _products(b, h, offs_r < rank, AHEAD)
             offs_r += LANES
             b_ptrs += LANES * width
             h_ptrs += LANES * stride_hr
             b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
-            h = _sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
+            h = sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
             total += tl.sum(product, 1)
-    total += tl.sum(_products(b, h, offs_r < rank, AHEAD, HELD), 1)
-    if HELD.format > 0:
-        total = total * scale + before
+    total += tl.sum(_products(b, h, offs_r < rank, AHEAD), 1)
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not ADD)))
 
 
@@ -203,10 +179,15 @@ def _expand_row_of(
                         h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, R,
                         BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, LATE, PDL,
                     )  # fmt: skip
-        else:
-            _expand_row_by_ranks(
+        elif HELD.format > 0:
+            expand_row_in_words(
                 h_ptr, b_ptr, y_ptr, operands, slice_id, slot, first_n, width, rank, stride_hp, stride_hr,
                 R, HELD, NUM_SLICES, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
+            )  # fmt: skip
+        else:
+            _expand_row_by_ranks(
+                h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
+                R, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -256,7 +237,7 @@ def _expand_rows_of(
         wait_for_front(PDL)
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-        h = _sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
+        h = sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
         if not WHOLE:
             h = tl.where((offs_r < rank)[None, :], h, 0.0)
         h = h.to(DTYPE)
@@ -298,7 +279,7 @@ def _expand_rows_of(
             for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes = first_r + offs_r
                 h_mask = mask_m[:, None] & (lanes < rank_read)[None, :]
-                h = _sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
+                h = sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
                 jump = first_r * (1 if ROW_MAJOR else width)
                 b_mask = (lanes < (rank_read if ROW_MAJOR else rank))[:, None] & mask_n
                 b = tl.load(b_ptrs + jump, mask=b_mask, other=0.0)
@@ -565,7 +546,8 @@ def plan_expand(
         rows = min(tokens, LONG * batch.shape.short)
         lanes, steps, wide, per_row = (), (), 0, 0
         if short_n:
-            lanes, steps, wide = row_blocks(short_n, 16, rows)
+            # beside the form of tiles, threads that make FP8 wide have registers for half as many ranks
+            lanes, steps, wide = row_blocks(short_n, 8 if held.format else 16, rows)
             per_row = blocks(wide)
         constants |= {"LANES": lanes, "STEPS": steps, "SHORT_N": wide, "SHORT_BLOCKS": per_row}
         launch = Launch(_lora_expand_listed_kernel, None, dtypes, strides, constants, **shared)

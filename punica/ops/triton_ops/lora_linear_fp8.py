@@ -20,6 +20,7 @@ from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
+from punica.ops.triton_ops.fp8_words import COLUMNS_OF_WORD
 from punica.ops.triton_ops.gemm_and_shrink import BaseForm, check_base, check_base_switches, describe_base, fused_config
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
@@ -83,8 +84,9 @@ def plan_linear_fp8(
     (a, a_lie, shrink), (b, b_lie, expand) = given_a, given_b
     tokens, k, slices, width, shape = x.shape[0], a.widths[0], len(a.widths), max(b.widths), batch.shape
     held_a, held_b = held_as(a, a_lie, shrink, [a.rank] * slices), held_as(b, b_lie, expand, b.widths)
-    # The kernels of wide weights read these, too, where B is as layers store it.
-    held = None if held_a is None or held_b is None or b.row_major else (held_a, held_b)
+    # The kernels of wide weights read these, too, where B is as layers store it and its columns fill words.
+    words = not any([width % COLUMNS_OF_WORD for width in b.widths])
+    held = None if held_a is None or held_b is None or b.row_major or not words else (held_a, held_b)
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
     tuned = options.tuned_dir is not None and not options.batch_invariant  # what a tuned table says stays
     by_rule, fused = held is not None and not tuned, None

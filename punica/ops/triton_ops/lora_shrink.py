@@ -65,9 +65,9 @@ def shrink_row(
     ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
-    programs than blocks). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at
-    once. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do. Slots of up to 16
-    ranks are read whole, so that reading them does not wait for the table.
+    programs than blocks; FP8 has all). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all
+    blocks at once. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do. Slots of
+    up to 16 ranks are read whole, so that reading them does not wait for the table.
     """
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     WHOLE: tl.constexpr = HAS_RANKS and R <= 16
@@ -109,8 +109,6 @@ def shrink_row(
                 a_block += PROGRAMS_R * BLOCK_R * STRIDE_AR
                 offs_r += PROGRAMS_R * BLOCK_R
                 a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
-                if HELD.format > 0:
-                    scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, R, NUM_SLICES, HELD)
             total = tl.sum(product, 1) * factor
             if WHOLE and DIRECT:
                 total = tl.where(offs_r < rank, total, 0.0)
@@ -425,7 +423,9 @@ def plan_shrink(
         """Ranks per program of a row, and programs."""
         block_r = min(config["block_r"], block_at_least(rank, 1))
         programs = triton.cdiv(rank, block_r)
-        return block_r, programs if direct or not has_ranks else _rank_programs(programs, block_r, rows, rank)
+        if direct or held.format or not has_ranks:  # what a loop carries costs a register for each FP8 value
+            return block_r, programs
+        return block_r, _rank_programs(programs, block_r, rows, rank)
 
     if config["row_wise"]:
         block_r, programs_r = row_blocks(tokens * slices * split_k)

@@ -23,6 +23,8 @@ SMALL_BATCH_RANK, ONE_SHOT_RANK = 64, 128
 """Widest ranks of the single-launch paths."""
 CHEAP_A = 32 << 10
 """Bytes of one expert's A that programs of one launch may each read again."""
+MANY_TILES = 64
+"""Tiles of a shrink that occupy the device even if only one or two warps work on each."""
 WANTED, WANTED_EXPAND = 320, 400
 """Programs that occupy the device, a few for each multiprocessor (an H200 has 132)."""
 
@@ -82,7 +84,8 @@ def shrinks_by_rows(work: Work) -> bool:
 
 def expands_by_rows(work: Work) -> bool:
     """Whether expand multiplies pairs one by one; wide ranks do not fit the registers then."""
-    alone = work.naive or work.mean < 1.6 or (work.mean < 3 and work.form.slices > 1 and work.groups >= 24)
+    few = work.mean < 3 and work.groups >= 24 and (work.form.slices > 1 or work.groups < 256)
+    alone = work.naive or work.mean < 1.6 or few
     return alone and not work.invariant and block_at_least(work.form.full_rank) <= 256
 
 
@@ -99,6 +102,8 @@ def shrink_config(work: Work) -> Config:
             "split_k": min(16, cdiv(form.hidden, block_k * steps)), "group_m": 1, "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
     tiles = form.experts if work.invariant else work.tiles
+    if not work.invariant and lanes <= 16 and tiles >= MANY_TILES and work.mean < 12:
+        return _shrink_of_many_tiles(work)
     most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
     least = min(most, block_at_least(max(1, form.hidden // 1024), 1)) if tiles < 256 else 1
     split_k = max(_power_below(WANTED / tiles, most), least)
@@ -106,6 +111,19 @@ def shrink_config(work: Work) -> Config:
     return {
         "rows": False, "block_n": lanes, "block_k": block_k, "split_k": split_k, "group_m": 1, "num_warps": 4,
         "num_stages": stages,
+    }  # fmt: skip
+
+
+def _shrink_of_many_tiles(work: Work) -> Config:
+    """Of up to 16 ranks, where tiles of few pairs alone occupy the device: a product of 16 columns is one or two warps'
+    work, and small blocks in few stages let all programs be there at once.
+    """
+    joined, hidden = work.form.slices > 1, work.form.hidden
+    block_k, stages = (64, 6) if joined else (128, 4)
+    split_k = 2 if work.tiles >= 256 else min(16, max(2, block_at_least(hidden // 1024, 1)))
+    return {
+        "rows": False, "block_n": 16, "block_k": block_k, "split_k": split_k if hidden > 4 * block_k else 1,
+        "group_m": 1, "num_warps": 2 if joined and work.tiles < 192 else 1, "num_stages": stages,
     }  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""Rows whose FP8 weights are read as words: every code, both formats, widths that fill words and widths that do not."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton_batches import EXPANDS, SHRINKS, assert_close
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fp8_batches import E4M3, E5M2, MODES, Stack, product
+
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.fp8_checks import PER_CHANNEL, Scheme
+from punica.ops.triton_ops import linear_fp8
+from punica.ops.triton_ops.fp8_device import fp8_format
+from punica.ops.triton_ops.fp8_words import _wide_words
+from punica.ops.triton_ops.launch import INTERPRETED
+
+FP16 = torch.float16
+SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
+
+
+@triton.jit
+def _four_tensors(words_ptr, wide_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr):
+    offs = tl.arange(0, COUNT)
+    a, b, c, d = _wide_words(tl.load(words_ptr + offs)[:, None], FORMAT, NATIVE)
+    lanes = tl.arange(0, 1)[None, :]
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes, a)
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 1, b)
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 2, c)
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 3, d)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["by their bits", "by instructions"])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_every_code_in_every_place(fp8, native, device):
+    if native and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
+    codes = torch.arange(256, dtype=torch.uint8)
+    places = torch.stack([codes.roll(shift) for shift in (0, 1, 7, 100)], 1).contiguous()
+    found = torch.empty(256, 4, device=device)
+    _four_tensors[(1,)](places.view(torch.int32).flatten().to(device), found, fp8_format(fp8), native, 256)
+    expected, found = places.view(fp8).float(), found.cpu()
+    assert torch.equal(found.isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    assert torch.equal(found[finite], expected[finite])
+    assert torch.equal(found[finite].signbit(), expected[finite].signbit())
+
+
+def step(device: str) -> LoRABatch:
+    batch = LoRABatch(64, 3, device)
+    batch.fill(RowGroups.of_rows(np.array(SLOTS)))
+    return batch
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96), (150,)], ids=str)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, use_config):
+    """Neither slots that are not asked for, nor ranks beyond an adapter's own, nor their scales are read."""
+    use_config(shrink=SHRINKS["rows"], expand=EXPANDS["rows"] | {"block_k": lanes, "ahead": ahead})
+    rank, ranks = 24, [5, 24, 0]
+    mode = MODES["channel"]
+    a, b = ([Stack.random(3, *shape, mode, fp8, device) for shape in shapes]
+            for shapes in ([(rank, 100)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
+    real = [(first.real(), second.real()) for first, second in zip(a, b, strict=True)]
+    for slot, live in enumerate(ranks):
+        for first, second in zip(a, b, strict=True):
+            first.stored[slot, :, live:] = second.stored[slot, :, :, live:] = float("nan")
+            first.scale[slot, live:] = float("nan")
+    x, total = torch.randn(len(SLOTS), 100).half().to(device), sum(widths)
+    before = torch.randn(len(SLOTS), total).half().to(device)
+    y = before.clone()
+    linear_fp8(
+        y, x, [s.stored for s in a], [s.stored.mT.contiguous().mT for s in b], step(device), 0.5,
+        lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b], shrink=PER_CHANNEL, expand=PER_CHANNEL,
+        lora_ranks=torch.tensor([ranks] * len(widths), dtype=torch.int32, device=device),
+    )  # fmt: skip
+    deltas = []
+    for a_real, b_real in real:
+        h = 0.5 * product(x.cpu().double(), a_real, SLOTS, ranks, True)
+        deltas.append(product(h, b_real, SLOTS, ranks, False))
+    assert_close(y, before.cpu().double() + torch.cat(deltas, 1), FP16)
+    bare = torch.tensor(SLOTS) < 0
+    assert torch.equal(y[bare], before[bare])
+
+
+def test_a_scale_per_slot_and_overwriting(device, use_config):
+    use_config(shrink=SHRINKS["rows"], expand=EXPANDS["rows"])
+    mode = MODES["tensor"]
+    a, b = Stack.random(3, 16, 64, mode, E4M3, device), Stack.random(3, 72, 16, mode, E4M3, device)
+    x, y = torch.randn(len(SLOTS), 64).half().to(device), torch.full((len(SLOTS), 72), 7.0, dtype=FP16, device=device)
+    linear_fp8(
+        y, x, [a.stored], [b.stored.mT.contiguous().mT], step(device), 1.0, lora_a_scale=[a.scale],
+        lora_b_scale=[b.scale], shrink=Scheme(), expand=Scheme(), add_inputs=False,
+    )  # fmt: skip
+    expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
+    bare = torch.tensor(SLOTS) < 0
+    assert_close(y[~bare], expected[~bare], FP16)
+    assert torch.equal(y[bare], torch.full((1, 72), 7.0, dtype=FP16, device=device))
+
+
+def test_which_widths_go_by_words(device, monkeypatch):
+    """A slice that does not fill its last word takes FP8's own kernels, so that no word reaches into the next rank."""
+    module = import_module("punica.ops.triton_ops.lora_linear_fp8")
+    seen = []
+    plain, own = module.plan_linear, module.plan_expand_fp8
+    monkeypatch.setattr(module, "plan_linear", lambda *args, **given: seen.append("words") or plain(*args, **given))
+    monkeypatch.setattr(module, "plan_expand_fp8", lambda *args, **given: seen.append("own") or own(*args, **given))
+    for width in (64, 66):
+        a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
+        x, y = torch.randn(len(SLOTS), 48).half().to(device), torch.zeros(len(SLOTS), width, dtype=FP16, device=device)
+        linear_fp8(
+            y, x, [a.stored], [b.stored.mT.contiguous().mT], step(device), 1.0,
+            lora_a_scale=[a.scale], lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL,
+        )  # fmt: skip
+    assert seen == ["words", "own"]
