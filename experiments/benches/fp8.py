@@ -40,8 +40,10 @@ SYSTEMS = {
     "FP8 e5m2": System(torch.float8_e5m2),
     "FP8 w8a8": System(torch.float8_e4m3fn, True),
 }
-W8A8_TOLERANCE = 5e-2
-"""Largest relative error of w8a8 beside the product of the rounded weights: activations are rounded twice."""
+W8A8_TOLERANCE = 2 / 16
+"""Largest relative error of w8a8 beside the product of the rounded weights: activations are rounded twice, by up to a
+sixteenth of a value. Over many rows and ranks 0.035 is usual; one row of rank 16 exceeds 0.05 every now and then.
+"""
 
 
 class Quantised(NamedTuple):
