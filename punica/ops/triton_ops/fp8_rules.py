@@ -27,10 +27,11 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
         return config
     if block_at_least(rank) <= 32:
         return config | ({"num_stages": 5} if rows >= 1024 else {"block_k": 256, "num_warps": 8})
-    if 1024 <= rows < 4096:
-        return config | {"num_stages": 5}
-    # as the left operand wide weights go from registers to the tensor cores, without shared memory between
-    return config | {"weights_left": True, "split_k": max(2, config["split_k"])}
+    # As the left operand wide weights go from registers to the tensor cores, without shared memory between. Where there
+    # is one program for a multiprocessor, stages fill more than half of its memory: two programs would share one that
+    # the kernel in front leaves early, and others have none.
+    stages = config["num_stages"] if rows >= 4096 else 6 if rows >= 1024 else 8
+    return config | {"weights_left": True, "split_k": max(2, config["split_k"]), "num_stages": stages}
 
 
 def _shrink_rows(config: Config, shape: StepShape, rows: int, rank: int) -> Config:
@@ -56,7 +57,7 @@ def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[
     if rows < 256:
         return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
     if rows < 1024:
-        return config | {"num_warps": 4 if lanes <= 32 else 8}
+        return config | {"num_warps": 8} | ({"block_n": 256} if lanes <= 32 else {})
     config = config | {"num_warps": 4}
     if lanes > 32:
         return config | ({"num_stages": 4} if rows >= 4096 else {})
