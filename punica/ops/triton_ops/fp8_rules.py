@@ -57,7 +57,8 @@ def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[
     if rows < 256:
         return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
     if rows < 1024:
-        return config | {"num_warps": 8} | ({"block_n": 256} if lanes <= 32 else {})
+        wide = lanes <= 32 and rows >= 64 * shape.adapters
+        return config | {"num_warps": 8 if wide or lanes > 32 else 4} | ({"block_n": 256} if wide else {})
     config = config | {"num_warps": 4}
     if lanes > 32:
         return config | ({"num_stages": 4} if rows >= 4096 else {})
