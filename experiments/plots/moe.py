@@ -47,6 +47,8 @@ def _lines(axis: Axes, rows: pd.DataFrame, metric: str, system: str, beside: str
     """`system` by popularity, and the mean over popularities of what stands beside it."""
     rows = centre(rows[rows["metric"] == metric])
     own, other = rows[rows["system"] == system], rows[rows["system"] == beside]
+    if own.empty and other.empty:
+        axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5")
     for workload in dict.fromkeys(own["workload"]):
         points = own[own["workload"] == workload]
         line = points.groupby("batch_size")["value"].mean()

@@ -32,11 +32,11 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Figure 11: one column of axes per panel (model): throughput above, relative to the best on Identical below."""
     about = regime(rows)
     rows, paper = centre(rows[rows["metric"] == "throughput"]), paper[paper["metric"] == "throughput"]
-    panels = list(dict.fromkeys(rows["panel"]))
+    panels, order = (list(dict.fromkeys(rows[name])) for name in ("panel", "system"))
     figure, axes = style.grid(2, len(panels), 7.6 * len(panels), 5.2, sharex="col")
     for column, panel in enumerate(panels):
         mine, theirs = rows[rows["panel"] == panel], under_our_names(paper[paper["panel"] == panel])
-        places = Places(mine, theirs)
+        places = Places(mine, theirs, order)
         for axis, relative in zip(axes[:, column], (False, True), strict=True):
             for frame, paper_bar in ((mine, False), (theirs, True)):
                 bars(axis, relative_to_best(frame) if relative else frame, places, paper_bar)
@@ -67,8 +67,9 @@ def regime(rows: pd.DataFrame) -> str:
     prompts = ""
     if {"total_tokens", "new_tokens"} <= set(wide.columns):
         prompts = f"{100 * (1 - wide['new_tokens'] / wide['total_tokens']).median():.1f} % of them of prompts"
-    runs = int(rows["repeats"].max()) if "repeats" in rows and len(rows) else 1
-    often = f"{runs} runs per bar" if runs > 1 else "one run per bar"
+    least, most = (int(rows["repeats"].agg(end)) if "repeats" in rows and len(rows) else 1 for end in ("min", "max"))
+    runs = str(most) if least == most else f"{least} to {most}"
+    often = f"{runs} runs per bar" if most > 1 else "one run per bar"
     windows = f"windows of {steps} of it" if (steps := span("window_steps")) else ""
     return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, windows, often) if part)
 
@@ -94,11 +95,14 @@ def colour_of(system: str) -> tuple[float, float, float]:
 
 
 class Places:
-    """Where bars stand in a group: measured and paper side by side; systems of the paper alone come last."""
+    """Where bars stand in a group: measured systems in the order of the figure, each beside the paper's; those of the
+    paper alone come last.
+    """
 
-    def __init__(self, mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
+    def __init__(self, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[str]) -> None:
         self.workloads = list(dict.fromkeys(mine["workload"]))
-        measured, known = (list(dict.fromkeys(frame["system"])) for frame in (mine, theirs))
+        measured = [system for system in dict.fromkeys(order) if system in set(mine["system"])]
+        known = list(dict.fromkeys(theirs["system"]))
         slots = [(name, paper) for name in measured for paper in (False, True) if not paper or name in known]
         self.slots = [*slots, *((name, True) for name in known if name not in measured)]
         self.width = GROUP / len(self.slots)

@@ -52,7 +52,7 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def _throughput(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
-    places = Places(mine, theirs)
+    places = Places(mine, theirs, list(mine["system"]))
     bars(axis, mine, places, False)
     bars(axis, theirs, places, True)
     style.log_y(axis)
@@ -64,7 +64,7 @@ def _steps(axis: Axes, mine: pd.DataFrame) -> None:
     """Mean steps, and the share of each in collectives."""
     steps = mine[mine["metric"] == "step_latency"]
     shares = mine[mine["metric"] == "collective_share"].set_index(["system", "workload"])["value"]
-    places = Places(steps, steps.iloc[:0])
+    places = Places(steps, steps.iloc[:0], list(steps["system"]))
     bars(axis, steps, places, False)
     for cell in steps.itertuples():
         left, share = places.left(cell.system, cell.workload, False), shares.get((cell.system, cell.workload))

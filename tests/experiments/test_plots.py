@@ -187,6 +187,18 @@ def test_the_lowest_bar_of_any_panel_is_seen():
         assert axis.get_ylim()[0] < lowest / 1.4
 
 
+def test_bars_of_all_panels_stand_in_one_order_and_say_how_often_each_was_measured():
+    """13B's slowest systems, measured last, stood at its end and 7B's at its beginning."""
+    small = served()
+    small = small.assign(repeats=1 + (small["system"] == "punica"))
+    again = small.assign(panel="13B Model", model="llama2-13b").iloc[::-1]
+    figure = draw_serving(pd.concat([small, again]), read_figure(PAPER, "11").query("panel == 'none'"))
+    colours = [[patch.get_facecolor() for patch in axis.patches[:4]] for axis in figure.axes[:2]]
+    lefts = [[round(patch.get_x(), 6) for patch in axis.patches[:4]] for axis in figure.axes[:2]]
+    assert sorted(zip(*(lefts[0], colours[0]), strict=True)) == sorted(zip(*(lefts[1], colours[1]), strict=True))
+    assert "1 to 2 runs per bar" in figure.get_suptitle().replace("\n", " ")
+
+
 def test_a_legend_keeps_within_its_figure():
     """The last column of a narrow figure's was cut off."""
     figure = plt.figure(figsize=(4.8, 3.0), layout="constrained")
