@@ -33,7 +33,7 @@ sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f /
 from experiments.ext_expert_tables import LAYERS
 from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_moe import EXPERIMENT as MOE
-from notebooks.stored_rows import SideBySide, StoredRows, as_markdown
+from notebooks.stored_rows import SideBySide, as_markdown
 from punica.measure.records import read_rows
 
 ROOT = Path(sys.path[0])
@@ -82,9 +82,10 @@ decode = fp8["panel"].str.contains("Distinct|Uniform|Skewed|Identical")
 display(as_markdown(fp8[decode]))
 
 # %% [markdown]
-# With an adapter for every row FP8 takes 0.84 of the time at rank 16 and 0.74 at rank 64; where adapters are shared it
-# gains nothing, as the bytes said. In prefills it loses: weights are few there, and making them wide costs
-# instructions.
+# With an adapter for every row FP8 takes 0.78 of the time at rank 16 and 0.64 at rank 64 (64 rows); where adapters are
+# shared it gains little, and where one serves all it loses, as the bytes said. So it does in prefills of few adapters:
+# their weights are few, and making them wide once for every tile of rows costs instructions. From 16 adapters of rank
+# 64 on there are bytes to save there too.
 
 # %%
 display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))
@@ -92,7 +93,8 @@ display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))
 
 # %% [markdown]
 # What rounding does: the error of an operator relative to the unrounded adapter, and of a model's logits, with the
-# share of greedy tokens that change (a model with random weights: a trained one is more certain of its tokens).
+# share of greedy tokens that change (a model with random weights: a trained one is more certain of its tokens, and in
+# 32 layers, of the H200, errors add up that two layers, of the CPU, do not have).
 
 
 # %%
@@ -103,9 +105,9 @@ def errors(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
     return cells.reset_index()
 
 
-cpu = StoredRows(ROOT, "cpu")
-display(cpu.table(FP8, errors))
-display(*cpu.figure(FP8))
+machines = SideBySide(ROOT)
+display(*machines.table(FP8, errors))
+display(*machines.figure(FP8))
 
 # %% [markdown]
 # ## 3. Bytes of adapters on experts
@@ -149,7 +151,7 @@ display(Markdown("Ratios to the public kernels: [operator tables](../results/h20
 # popularity. Layers and models are timed by the best clock of the machine, steps of the engine by the host's.
 
 # %%
-display(*SideBySide(ROOT).figure(MOE))
+display(*machines.figure(MOE))
 
 
 # %%
@@ -163,4 +165,4 @@ def engine_steps(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     return found.reset_index()
 
 
-display(*SideBySide(ROOT).table(MOE, engine_steps))
+display(*machines.table(MOE, engine_steps))
