@@ -26,7 +26,7 @@ SPLIT = {
     "of that the operator, Punica in static batches / PEFT's": (STATIC_LORA, PEFT_MIXED),
     "of that continuous batching, Punica / it in static batches": (PUNICA, STATIC_LORA),
 }
-"""Both have the same matrix product. Asked of each part is that it gains."""
+"""PEFT's and Punica's have the same matrix product. Asked of each part is that it gains."""
 MANY, FEW = "1000 adapters", "32 adapters"
 TIGHT = "16 adapters, 8 slots"
 STREAM = 0.03

@@ -93,8 +93,8 @@ def test_measures_every_system_and_draws(tmp_path):
     assert len(draw_fp8(frame, pd.DataFrame()).axes) == 2 * 3
 
 
-def test_w8a8_is_let_through_for_its_roundings_and_for_nothing_else():
-    """Exact but for both roundings, one row of rank 16: within the tolerance for every draw; another adapter never."""
+def test_w8a8_is_let_through_for_its_roundings_and_not_for_another_scale():
+    """Exact but for both roundings, one row of rank 16, 300 draws: within the tolerance; a quarter too much is not."""
 
     def rounded(values):
         scale = values.abs().amax() / 448
@@ -103,11 +103,10 @@ def test_w8a8_is_let_through_for_its_roundings_and_for_nothing_else():
     errors = []
     for seed in range(300):
         generator = torch.Generator().manual_seed(seed)
-        x, a, b, other = (
-            torch.randn(shape, generator=generator).double() for shape in ((256,), (16, 256), (128, 16), (16, 256))
-        )
+        x, a, b = (torch.randn(shape, generator=generator).double() for shape in ((256,), (16, 256), (128, 16)))
         exact, found = b @ (a @ x), b @ rounded(a @ rounded(x))
-        wrong = b @ rounded(other @ rounded(x))
+        operators.check("FP8 w8a8", found, exact, fp8.W8A8_TOLERANCE)
+        with pytest.raises(CheckFailed):
+            operators.check("FP8 w8a8", 1.25 * found, exact, fp8.W8A8_TOLERANCE)
         errors.append(float((found - exact).norm() / exact.norm()))
-        assert float((wrong - exact).norm() / exact.norm()) > 2 * fp8.W8A8_TOLERANCE
-    assert 0.05 < max(errors) < fp8.W8A8_TOLERANCE
+    assert max(errors) > 0.05  # what was allowed before

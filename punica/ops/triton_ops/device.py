@@ -150,7 +150,7 @@ def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def sum_planes(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
+def read_shrunk(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
     """Sum of the planes that a split shrink left at `h_ptrs`, always in ascending order: the same bits every run."""
     total = tl.load(h_ptrs, mask=mask, other=0.0).to(tl.float32)
     for plane in tl.static_range(1, PLANES):

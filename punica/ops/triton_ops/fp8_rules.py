@@ -27,9 +27,9 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
         return config
     if block_at_least(rank) <= 32:
         return config | ({"num_stages": 5} if rows >= 1024 else {"block_k": 256, "num_warps": 8})
-    # As the left operand wide weights go from registers to the tensor cores, without shared memory between. Where there
-    # is one program for a multiprocessor, stages fill more than half of its memory: two programs would share one that
-    # the kernel in front leaves early, and others have none.
+    # As the left operand wide weights go from registers to the tensor cores, without shared memory between. Started
+    # early, programs find multiprocessors unevenly free: of few adapters, whose tiles are high, so many stages leave no
+    # room for two on one while another has none.
     stages = config["num_stages"] if rows >= 4096 else 6 if rows >= 1024 else 8
     return config | {"weights_left": True, "split_k": max(2, config["split_k"]), "num_stages": stages}
 

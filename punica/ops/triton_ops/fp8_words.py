@@ -4,14 +4,27 @@ Bytes that a loop carries from one turn to the next cost the compiler a register
 unpack them: more than what is done with them. So words are carried, and come apart where they are multiplied.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from punica.ops.triton_ops.device import hold_loads, let_next_start, sum_planes
+from punica.ops.triton_ops.device import hold_loads, let_next_start, read_shrunk
 from punica.ops.triton_ops.fp8_device import channel_scales, widened
 
-COLUMNS_OF_WORD = 4
-"""What the width of every slice must be a multiple of."""
+
+def fill_words(widths: Sequence[int]) -> bool:
+    """Whether every rank of slices of such widths ends with a word. Others are so rare that they go by FP8's own
+    kernels, whatever their form.
+    """
+    return not any([width % 4 for width in widths])
+
+
+def starts_words(lora_b: Sequence[Tensor]) -> bool:
+    """Whether every slice begins where a word may be read; a view into some buffer of bytes need not."""
+    return not any([weight.data_ptr() % 4 for weight in lora_b])
+
 
 
 _CONVERT = """{
@@ -83,7 +96,7 @@ def expand_row_in_words(
     if ADD and LATE:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
+    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
     first = tl.zeros([COLUMNS // 4], tl.float32)
     second, third, fourth = first, first, first
     for _ in tl.range(0, rank if R > LANES else 1, LANES):
@@ -95,7 +108,7 @@ def expand_row_in_words(
             word_ptrs += LANES * width_w
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
-            h = sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
+            h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
         a, b, c, d = _wide_words(these, HELD.format, NATIVE)
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)

@@ -17,7 +17,7 @@ neither form reads or writes what lies beyond an adapter's rank. Weights may be 
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot, dot_of_shrunk, pick, sum_planes
+from punica.ops.triton_ops.device import dot, dot_of_shrunk, pick, read_shrunk
 from punica.ops.triton_ops.moe_reading import (
     column_scales,
     live,
@@ -212,7 +212,7 @@ def _expand_rows(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for lane in tl.range(0, num_rows):
-        h = live(sum_planes(h_ptr + pair * R + offs_r, mask_r, plane, PLANES), offs_r, rank, HAS_RANKS)
+        h = live(read_shrunk(h_ptr + pair * R + offs_r, mask_r, plane, PLANES), offs_r, rank, HAS_RANKS)
         if WEIGHTED:
             h *= tl.load(weights_ptr + pair).to(tl.float32)
         real_b = real_weights(b, scale_ptr, offs_n[:, None], offs_r[None, :], mask_b, READ, tl.float32)
@@ -252,7 +252,7 @@ def _expand_tile(
     if WEIGHTED:
         factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
     if BLOCK_R >= R:
-        h = sum_planes(h_ptrs, valid[:, None] & (offs_r < read)[None, :], plane, PLANES)
+        h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], plane, PLANES)
         h = live(h, offs_r[None, :], rank, HAS_RANKS)
         for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
             mask_n = (offs_n < (1 << 30 if EVEN_N else N))[None, :]
@@ -276,7 +276,7 @@ def _expand_tile(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes, left = offs_r < read - first_r, rank - first_r
-                h = sum_planes(h_ptrs + first_r, valid[:, None] & lanes[None, :], plane, PLANES)
+                h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], plane, PLANES)
                 h = live(h, offs_r[None, :], left, HAS_RANKS)
                 mask_b = lanes[:, None] & mask_n
                 b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)

@@ -41,12 +41,12 @@ from punica.ops.triton_ops.device import (
     pick,
     rank_of,
     read_record,
+    read_shrunk,
     result,
-    sum_planes,
     wait_for_front,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
-from punica.ops.triton_ops.fp8_words import expand_row_in_words
+from punica.ops.triton_ops.fp8_words import expand_row_in_words, fill_words
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
@@ -91,7 +91,7 @@ def _expand_row(
     hold_loads(PDL)
     if ADD and LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    h = sum_planes(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
+    h = read_shrunk(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
         product = tl.where((offs_r < rank)[None, :], b.to(tl.float32) * h[None, :], 0.0)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
@@ -136,7 +136,7 @@ def _expand_row_by_ranks(
     if ADD and LATE:
         total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
+    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
     if R > LANES:
         for _ in tl.range(LANES, rank, LANES):
             product = _products(b, h, offs_r < rank, AHEAD)
@@ -144,7 +144,7 @@ def _expand_row_by_ranks(
             b_ptrs += LANES * width
             h_ptrs += LANES * stride_hr
             b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
-            h = sum_planes(h_ptrs, offs_r < rank, stride_hp, PLANES)
+            h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
             total += tl.sum(product, 1)
     total += tl.sum(_products(b, h, offs_r < rank, AHEAD), 1)
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not ADD)))
@@ -237,7 +237,7 @@ def _expand_rows_of(
         wait_for_front(PDL)
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-        h = sum_planes(h_ptrs, mask_h, stride_hp, PLANES)
+        h = read_shrunk(h_ptrs, mask_h, stride_hp, PLANES)
         if not WHOLE:
             h = tl.where((offs_r < rank)[None, :], h, 0.0)
         h = h.to(DTYPE)
@@ -279,7 +279,7 @@ def _expand_rows_of(
             for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes = first_r + offs_r
                 h_mask = mask_m[:, None] & (lanes < rank_read)[None, :]
-                h = sum_planes(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
+                h = read_shrunk(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
                 jump = first_r * (1 if ROW_MAJOR else width)
                 b_mask = (lanes < (rank_read if ROW_MAJOR else rank))[:, None] & mask_n
                 b = tl.load(b_ptrs + jump, mask=b_mask, other=0.0)
@@ -489,6 +489,10 @@ def plan_expand(
     """
     if held.format and weights.row_major:
         raise ValueError("B in FP8 lies row after row; these kernels take it rank after rank (lora_expand_fp8 either)")
+    if held.format and not fill_words(weights.widths):
+        raise ValueError(
+            f"B in FP8 has slices of {weights.widths} columns; these kernels take multiples of 4 (lora_expand_fp8 any)"
+        )
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))

@@ -20,7 +20,7 @@ from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
-from punica.ops.triton_ops.fp8_words import COLUMNS_OF_WORD
+from punica.ops.triton_ops.fp8_words import fill_words, starts_words
 from punica.ops.triton_ops.gemm_and_shrink import BaseForm, check_base, check_base_switches, describe_base, fused_config
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
@@ -32,7 +32,7 @@ from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 Stored = tuple[Weights, Scales, Scheme]
-Described = tuple[tuple[Weights, tuple[Form, ...]], tuple[Weights, tuple[Form, ...]], BaseForm | None]
+Described = tuple[tuple[Weights, tuple[Form, ...]], tuple[Weights, tuple[Form, ...]], BaseForm | None, bool]
 
 
 def _describe(
@@ -41,13 +41,14 @@ def _describe(
 ) -> Described:  # fmt: skip
     a, b = describe_stored(names.a, lora_a, -2, FP8_DTYPES), describe_stored(names.b, lora_b, -1, FP8_DTYPES)
     check_pair(a, b, names)
-    return (a, forms_of("lora_a_scale", a_scale)), (b, forms_of("lora_b_scale", b_scale)), describe_base(base)
+    a_forms, b_forms = forms_of("lora_a_scale", a_scale), forms_of("lora_b_scale", b_scale)
+    return (a, a_forms), (b, b_forms), describe_base(base), fill_words(b.widths) and starts_words(lora_b)
 
 
 def _plan(call: Call, forms: Described) -> LinearPlan | None:
     """The remaining checks, then both launches; None when there is nothing to add."""
     names, x, y, lora_ranks, batch, (add_inputs, shrink, expand, options, apart) = call
-    (a, a_scales), (b, b_scales), base = forms
+    (a, a_scales), (b, b_scales), base, words = forms
     shrink.check()
     expand.check()
     tokens, k, has_ranks = x.shape[0], a.widths[0], lora_ranks is not None
@@ -70,22 +71,23 @@ def _plan(call: Call, forms: Described) -> LinearPlan | None:
         return None
     return plan_linear_fp8(
         y, x, (a, a_lie, shrink), (b, b_lie, expand), batch, options, add_inputs=add_inputs, has_ranks=has_ranks,
-        pdl=options.pdl and supports_pdl(x.device), apart=apart or base is not None, base=base,
+        pdl=options.pdl and supports_pdl(x.device), apart=apart or base is not None, base=base, words=words,
     )  # fmt: skip
 
 
 def plan_linear_fp8(
     y: Tensor, x: Tensor, given_a: Stored, given_b: Stored, batch: Batch, options: Options,
     *, add_inputs: bool, has_ranks: bool, pdl: bool, apart: bool = False, base: BaseForm | None = None,
+    words: bool = True,
 ) -> LinearPlan:  # fmt: skip
     """The two launches for weights, how their scales lie, and the scheme of these; ``apart``: not behind one another,
-    so that FP8's own kernels are launched plainly. ``base``: a product that the first may make, too.
+    so that FP8's own kernels are launched plainly. ``base``: a product that the first may make, too. ``words``: four
+    columns of B may be read at once.
     """
     (a, a_lie, shrink), (b, b_lie, expand) = given_a, given_b
     tokens, k, slices, width, shape = x.shape[0], a.widths[0], len(a.widths), max(b.widths), batch.shape
     held_a, held_b = held_as(a, a_lie, shrink, [a.rank] * slices), held_as(b, b_lie, expand, b.widths)
-    # The kernels of wide weights read these, too, where B is as layers store it and its columns fill words.
-    words = not any([width % COLUMNS_OF_WORD for width in b.widths])
+    # The kernels of wide weights read these, too, where B is as layers store it.
     held = None if held_a is None or held_b is None or b.row_major or not words else (held_a, held_b)
     first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
     tuned = options.tuned_dir is not None and not options.batch_invariant  # what a tuned table says stays

@@ -3,8 +3,8 @@
 From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 and 4 adapters, rank 16; what the rule loses against
 it is in results/h200/operator_tables.md): two launches with programmatic dependent launch beat every single-launch
 form; with one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs
-beat 32 and 64 even with 32 pairs per expert; K is split so that a program walks about 4 blocks of 128; expand walks so
-many column blocks that about 400 programs are left.
+beat 32 and 64 even with 32 pairs per expert; K is split so that a program walks about 4 blocks of 128, or where tiles
+are many, in two; expand walks so many column blocks that about 400 programs are left.
 """
 
 import math
@@ -102,14 +102,15 @@ def shrink_config(work: Work) -> Config:
             "split_k": min(16, cdiv(form.hidden, block_k * steps)), "group_m": 1, "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
     tiles = form.experts if work.invariant else work.tiles
-    if not work.invariant and lanes <= 16 and tiles >= MANY_TILES and work.mean < 12:
+    narrow = lanes <= 16 and form.block_m <= 16 and work.itemsize <= 2 and not work.invariant
+    if narrow and tiles >= MANY_TILES and work.mean < 12:
         return _shrink_of_many_tiles(work)
     most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
     least = min(most, block_at_least(max(1, form.hidden // 1024), 1)) if tiles < 256 else 1
     split_k = max(_power_below(WANTED / tiles, most), least)
     block_k, stages, warps = (256, 3, 4) if form.hidden <= 1024 else (128, 4, 4)
-    if form.slices == 1 and lanes <= 16 and form.hidden > 1024 and not work.invariant:
-        stages, warps = 6, 2  # a product of 16 columns is no more than two warps' work
+    if narrow and form.slices == 1 and form.hidden > 1024:
+        stages, warps = 6, 2  # a product of 16 x 16 is no more than two warps' work
         split_k = split_k if tiles < 16 else min(split_k, 8)
     return {
         "rows": False, "block_n": lanes, "block_k": block_k, "split_k": split_k, "group_m": 1, "num_warps": warps,
@@ -119,11 +120,11 @@ def shrink_config(work: Work) -> Config:
 
 def _shrink_of_many_tiles(work: Work) -> Config:
     """Of up to 16 ranks, where tiles of few pairs alone occupy the device: a product of 16 columns is one or two warps'
-    work, and small blocks in few stages let all programs be there at once.
+    work, and small blocks let all programs be there at once.
     """
     joined, hidden = work.form.slices > 1, work.form.hidden
     block_k, stages = (64, 6) if joined else (128, 4)
-    split_k = 2 if work.tiles >= 256 else min(16, max(2, block_at_least(hidden // 1024, 1)))
+    split_k = 2 if work.tiles >= 256 else min(16, block_at_least(max(2, hidden // 1024), 1))
     return {
         "rows": False, "block_n": 16, "block_k": block_k, "split_k": split_k if hidden > 4 * block_k else 1,
         "group_m": 1, "num_warps": 2 if joined and work.tiles < 192 else 1, "num_stages": stages,

@@ -53,19 +53,30 @@ def test_every_code_in_every_place(fp8, native, device):
     assert torch.equal(found[finite].signbit(), expected[finite].signbit())
 
 
-def step(device: str) -> LoRABatch:
+@pytest.fixture
+def as_configured(monkeypatch, use_config):
+    """`use_config`, past the rule for FP8, which has blocks of its own."""
+    module = import_module("punica.ops.triton_ops.lora_linear_fp8")
+    for name in ("shrink_in_fp8", "expand_in_fp8"):
+        monkeypatch.setattr(module, name, lambda config, *_: config)
+    return use_config
+
+
+def step(device: str, slots: list[int] = SLOTS) -> LoRABatch:
     batch = LoRABatch(64, 3, device)
-    batch.fill(RowGroups.of_rows(np.array(SLOTS)))
+    batch.fill(RowGroups.of_rows(np.array(slots)))
     return batch
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
-@pytest.mark.parametrize("lanes", [8, 16])
-@pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96), (150,)], ids=str)
+@pytest.mark.parametrize("lanes", [8, 16, 32])
+@pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96)], ids=str)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, use_config):
-    """Neither slots that are not asked for, nor ranks beyond an adapter's own, nor their scales are read."""
-    use_config(shrink=SHRINKS["rows"], expand=EXPANDS["rows"] | {"block_k": lanes, "ahead": ahead})
+def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, as_configured):
+    """Neither slots that are not asked for, nor ranks beyond an adapter's own, nor their scales are read, whether a
+    program takes all ranks at once or block by block.
+    """
+    as_configured(shrink=SHRINKS["rows"], expand=EXPANDS["rows"] | {"block_k": lanes, "ahead": ahead})
     rank, ranks = 24, [5, 24, 0]
     mode = MODES["channel"]
     a, b = ([Stack.random(3, *shape, mode, fp8, device) for shape in shapes]
@@ -92,8 +103,28 @@ def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, use_
     assert torch.equal(y[bare], before[bare])
 
 
-def test_a_scale_per_slot_and_overwriting(device, use_config):
-    use_config(shrink=SHRINKS["rows"], expand=EXPANDS["rows"])
+@pytest.mark.parametrize("rank", [16, 100])
+def test_a_prompt_beside_rows_as_the_rule_has_it(rank, device):
+    """Rows of a mixed step take fewer ranks at once, at rank 16 ahead of the true rank, which poison stands behind."""
+    slots, ranks = [2] * 70 + [0, 1] * 5, [rank - 3, 7, rank]
+    a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((rank, 64), (520, rank)))
+    a_real, b_real = a.real(), b.real()
+    for slot, live in enumerate(ranks):
+        a.stored[slot, :, live:] = b.stored[slot, :, :, live:] = float("nan")
+        a.scale[slot, live:] = float("nan")
+    batch = LoRABatch(len(slots), 3, device)
+    batch.fill(RowGroups.of_rows(np.array(slots)))
+    x, y = torch.randn(len(slots), 64).half().to(device), torch.zeros(len(slots), 520, dtype=FP16, device=device)
+    linear_fp8(
+        y, x, [a.stored], [b.stored.mT.contiguous().mT], batch, 0.5, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
+        shrink=PER_CHANNEL, expand=PER_CHANNEL, lora_ranks=torch.tensor([ranks], dtype=torch.int32, device=device),
+    )  # fmt: skip
+    h = 0.5 * product(x.cpu().double(), a_real, slots, ranks, True)
+    assert_close(y, product(h, b_real, slots, ranks, False), FP16)
+
+
+def test_a_scale_per_slot_and_overwriting(device, as_configured):
+    as_configured(shrink=SHRINKS["rows"], expand=EXPANDS["rows"])
     mode = MODES["tensor"]
     a, b = Stack.random(3, 16, 64, mode, E4M3, device), Stack.random(3, 72, 16, mode, E4M3, device)
     x, y = torch.randn(len(SLOTS), 64).half().to(device), torch.full((len(SLOTS), 72), 7.0, dtype=FP16, device=device)
@@ -107,18 +138,25 @@ def test_a_scale_per_slot_and_overwriting(device, use_config):
     assert torch.equal(y[bare], torch.full((1, 72), 7.0, dtype=FP16, device=device))
 
 
-def test_which_widths_go_by_words(device, monkeypatch):
-    """A slice that does not fill its last word takes FP8's own kernels, so that no word reaches into the next rank."""
+@pytest.mark.parametrize(("width", "offset", "kernels"), [(64, 0, "words"), (66, 0, "own"), (64, 1, "own")])
+def test_what_goes_by_words(width, offset, kernels, device, monkeypatch):
+    """What does not fill its words, or does not begin with one, takes FP8's own kernels: no word reaches into the next
+    rank or lies across two.
+    """
     module = import_module("punica.ops.triton_ops.lora_linear_fp8")
     seen = []
     plain, own = module.plan_linear, module.plan_expand_fp8
     monkeypatch.setattr(module, "plan_linear", lambda *args, **given: seen.append("words") or plain(*args, **given))
     monkeypatch.setattr(module, "plan_expand_fp8", lambda *args, **given: seen.append("own") or own(*args, **given))
-    for width in (64, 66):
-        a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
-        x, y = torch.randn(len(SLOTS), 48).half().to(device), torch.zeros(len(SLOTS), width, dtype=FP16, device=device)
-        linear_fp8(
-            y, x, [a.stored], [b.stored.mT.contiguous().mT], step(device), 1.0,
-            lora_a_scale=[a.scale], lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL,
-        )  # fmt: skip
-    assert seen == ["words", "own"]
+    a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
+    room = torch.zeros(offset + b.stored.numel(), dtype=torch.uint8, device=device)
+    view = room[offset:].view(E4M3).view(3, 1, 16, width)
+    view.copy_(b.stored.mT)
+    x, y = torch.randn(len(SLOTS), 48).half().to(device), torch.zeros(len(SLOTS), width, dtype=FP16, device=device)
+    linear_fp8(
+        y, x, [a.stored], [view.mT], step(device), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
+        shrink=PER_CHANNEL, expand=PER_CHANNEL,
+    )  # fmt: skip
+    assert seen == [kernels]
+    expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
+    assert_close(y, expected, FP16)

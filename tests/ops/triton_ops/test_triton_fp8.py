@@ -170,12 +170,14 @@ def test_linear_on_a_step(form, mode, slots, device, use_config):
 
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("form", ["rows", "tiles", "deep", "mixed", "left"])
-@pytest.mark.parametrize("row_major", [False, True], ids=["by ranks", "by rows"])
-def test_true_ranks_and_poison(row_major, form, rank, device, use_config):
-    """Neither other slots nor lanes beyond a rank nor their scales are read."""
+@pytest.mark.parametrize(("row_major", "width"), [(False, 152), (False, 150), (True, 150)], ids=str)
+def test_true_ranks_and_poison(row_major, width, form, rank, device, use_config):
+    """Neither other slots nor lanes beyond a rank nor their scales are read, by the kernels of wide weights (B by ranks
+    in words) or by FP8's own.
+    """
     use_config(shrink=STEP_SHRINKS.get(form, SHRINKS["tiles"]), expand=STEP_EXPANDS[form])
     ranks, slots = [5, 0, rank], [0, 1, 0, -1, 1] + [0] * 20
-    a, b = stacks([(rank, 100)], MODES["channel"], device)[0], stacks([(150, rank)], MODES["channel"], device)[0]
+    a, b = stacks([(rank, 100)], MODES["channel"], device)[0], stacks([(width, rank)], MODES["channel"], device)[0]
     a_real, b_real = a.real(), b.real()
     for slot, live in enumerate(ranks):
         a.stored[slot, :, live:] = b.stored[slot, :, :, live:] = float("nan")
@@ -183,7 +185,7 @@ def test_true_ranks_and_poison(row_major, form, rank, device, use_config):
     for of_slot in (a.stored, b.stored, a.scale, b.scale):
         of_slot[2] = float("nan")
     x = torch.randn(len(slots), 100).half().to(device)
-    before = torch.randn(len(slots), 150).half().to(device)
+    before = torch.randn(len(slots), width).half().to(device)
     y = before.clone()
     linear_fp8(
         y, x, [a.stored], [b.stored if row_major else by_ranks(b.stored)], step(slots, device), 0.5,

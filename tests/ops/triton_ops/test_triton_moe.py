@@ -1,6 +1,7 @@
 """Fused MoE LoRA kernels: all paths and forms agree with a float64 reference, and nobody reads what is not his."""
 
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
@@ -264,6 +265,33 @@ def test_batch_invariance_fixes_form_and_split():
         found.add((*shrink.values(), expand["rows"], expand["block_n"], expand["block_k"], expand["num_warps"]))
         assert moe_rules.block_size(tokens * 8, active, 128, invariant=True) == 16
     assert len(found) == 1
+
+
+def test_few_warps_are_for_small_tiles_of_16_bits():
+    """One or two warps multiply 16 pairs by 16 ranks; more rows, more ranks and wider elements would spill there."""
+
+    def shrink(slices: int, hidden: int, rank: int = 16, block_m: int = 16, itemsize: int = 2) -> dict:
+        form = ExpertForm(128, 8, slices, 4, 128, rank, rank, hidden, 768, factor=8 // slices, block_m=block_m)
+        return moe_rules.shrink_config(moe_rules.Work(form, False, 4, itemsize))
+
+    assert shrink(2, 2048)["num_warps"] == 1
+    assert shrink(1, 14336)["num_warps"] == 1
+    for form in ({"rank": 64}, {"block_m": 64}, {"itemsize": 4}):
+        for slices, hidden in ((2, 2048), (1, 14336)):
+            assert shrink(slices, hidden, **form)["num_warps"] == 4
+
+
+@pytest.mark.parametrize("hidden", [16, 500, 768, 2048, 7168, 14336])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 128, 4096])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_every_split_has_work(slices: int, tokens: int, hidden: int):
+    for experts, adapters, rank in product((8, 128), (1, 4, 32), (4, 16, 64)):
+        block_m = moe_rules.block_size(tokens * 2, adapters, experts)
+        form = ExpertForm(tokens, 2, slices, adapters, experts, rank, rank, hidden, 512, factor=2, block_m=block_m)
+        config = moe_rules.shrink_config(moe_rules.Work(form, False, adapters, 2))
+        block_k = min(config["block_k"], moe_rules.block_at_least(hidden))
+        assert (config["split_k"] - 1) * block_k < hidden
+        assert config["num_warps"] in (1, 2, 4)
 
 
 def test_x_may_have_any_strides(device: str):
