@@ -26,7 +26,6 @@ def starts_words(lora_b: Sequence[Tensor]) -> bool:
     return not any([weight.data_ptr() % 4 for weight in lora_b])
 
 
-
 _CONVERT = """{
     .reg .b16 low, high, a, b, c, d;
     .reg .b32 first, second;
@@ -75,8 +74,7 @@ def expand_row_in_words(
     AHEAD: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x COLUMNS columns, LANES ranks at a time as far as the true rank goes: the next ones are fetched before
-    these are summed, and AHEAD the first ones before the true rank is known. No sum leaves the thread that holds its
-    column.
+    these are summed, and AHEAD the first ones before the true rank is known.
     """
     NATIVE: tl.constexpr = b_ptr.dtype.element_ty != tl.uint8
     offs_r = tl.arange(0, LANES)
