@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from punica.metadata import LoRABatch, RowGroups
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODES: dict[str, dict[str, Any]] = {
@@ -83,3 +86,14 @@ def product(rows: Tensor, weights: Tensor, slots: list[int], ranks: list[int] | 
         else:
             out[t] = weights[slot, :, :r] @ rows[t, :r]
     return out
+
+
+def step(slots: list[int], device: str, slot_count: int = 3, rows: int = 64) -> LoRABatch:
+    batch = LoRABatch(rows, slot_count, device)
+    batch.fill(RowGroups.of_rows(np.array(slots)))
+    return batch
+
+
+def by_ranks(stored: torch.Tensor) -> torch.Tensor:
+    """The same with the last two dimensions swapped in memory."""
+    return stored.mT.contiguous().mT

@@ -108,7 +108,8 @@ def shrink_config(work: Work) -> Config:
     most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
     least = min(most, block_at_least(max(1, form.hidden // 1024), 1)) if tiles < 256 else 1
     split_k = max(_power_below(WANTED / tiles, most), least)
-    block_k, stages, warps = (256, 3, 4) if form.hidden <= 1024 else (128, 4, 4)
+    block_k, stages = (256, 3) if form.hidden <= 1024 else (128, 4)
+    warps = 4
     if narrow and form.slices == 1 and form.hidden > 1024:
         stages, warps = 6, 2  # a product of 16 x 16 is no more than two warps' work
         split_k = split_k if tiles < 16 else min(split_k, 8)

@@ -4,7 +4,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -13,9 +12,8 @@ from triton_batches import EXPANDS, SHRINKS, assert_close
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fp8_batches import E4M3, E5M2, MODES, Stack, product
+from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, product, step
 
-from punica.metadata import LoRABatch, RowGroups
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import linear_fp8
 from punica.ops.triton_ops.fp8_device import fp8_format
@@ -62,12 +60,6 @@ def as_configured(monkeypatch, use_config):
     return use_config
 
 
-def step(device: str, slots: list[int] = SLOTS) -> LoRABatch:
-    batch = LoRABatch(64, 3, device)
-    batch.fill(RowGroups.of_rows(np.array(slots)))
-    return batch
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
 @pytest.mark.parametrize("lanes", [8, 16, 32])
 @pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96)], ids=str)
@@ -90,7 +82,7 @@ def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, as_c
     before = torch.randn(len(SLOTS), total).half().to(device)
     y = before.clone()
     linear_fp8(
-        y, x, [s.stored for s in a], [s.stored.mT.contiguous().mT for s in b], step(device), 0.5,
+        y, x, [s.stored for s in a], [by_ranks(s.stored) for s in b], step(SLOTS, device), 0.5,
         lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b], shrink=PER_CHANNEL, expand=PER_CHANNEL,
         lora_ranks=torch.tensor([ranks] * len(widths), dtype=torch.int32, device=device),
     )  # fmt: skip
@@ -112,11 +104,10 @@ def test_a_prompt_beside_rows_as_the_rule_has_it(rank, device):
     for slot, live in enumerate(ranks):
         a.stored[slot, :, live:] = b.stored[slot, :, :, live:] = float("nan")
         a.scale[slot, live:] = float("nan")
-    batch = LoRABatch(len(slots), 3, device)
-    batch.fill(RowGroups.of_rows(np.array(slots)))
     x, y = torch.randn(len(slots), 64).half().to(device), torch.zeros(len(slots), 520, dtype=FP16, device=device)
     linear_fp8(
-        y, x, [a.stored], [b.stored.mT.contiguous().mT], batch, 0.5, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
+        y, x, [a.stored], [by_ranks(b.stored)], step(slots, device, rows=len(slots)), 0.5,
+        lora_a_scale=[a.scale], lora_b_scale=[b.scale],
         shrink=PER_CHANNEL, expand=PER_CHANNEL, lora_ranks=torch.tensor([ranks], dtype=torch.int32, device=device),
     )  # fmt: skip
     h = 0.5 * product(x.cpu().double(), a_real, slots, ranks, True)
@@ -129,7 +120,7 @@ def test_a_scale_per_slot_and_overwriting(device, as_configured):
     a, b = Stack.random(3, 16, 64, mode, E4M3, device), Stack.random(3, 72, 16, mode, E4M3, device)
     x, y = torch.randn(len(SLOTS), 64).half().to(device), torch.full((len(SLOTS), 72), 7.0, dtype=FP16, device=device)
     linear_fp8(
-        y, x, [a.stored], [b.stored.mT.contiguous().mT], step(device), 1.0, lora_a_scale=[a.scale],
+        y, x, [a.stored], [by_ranks(b.stored)], step(SLOTS, device), 1.0, lora_a_scale=[a.scale],
         lora_b_scale=[b.scale], shrink=Scheme(), expand=Scheme(), add_inputs=False,
     )  # fmt: skip
     expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
@@ -154,7 +145,7 @@ def test_what_goes_by_words(width, offset, kernels, device, monkeypatch):
     view.copy_(b.stored.mT)
     x, y = torch.randn(len(SLOTS), 48).half().to(device), torch.zeros(len(SLOTS), width, dtype=FP16, device=device)
     linear_fp8(
-        y, x, [a.stored], [view.mT], step(device), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
+        y, x, [a.stored], [view.mT], step(SLOTS, device), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
         shrink=PER_CHANNEL, expand=PER_CHANNEL,
     )  # fmt: skip
     assert seen == [kernels]

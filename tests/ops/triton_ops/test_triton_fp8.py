@@ -6,16 +6,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fp8_batches import E4M3, E5M2, MODES, Stack, fp8, product, real_rows
+from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
 
-from punica.metadata import LoRABatch, LoRAKernelMeta, RowGroups
+from punica.metadata import LoRAKernelMeta
 from punica.ops import fp8_ops
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import (
@@ -52,19 +51,8 @@ def flat(slots: list[int], device: str, slot_count: int = 3) -> tuple:
     return meta.meta_args(len(slots), True)
 
 
-def step(slots: list[int], device: str, slot_count: int = 3, rows: int = 64) -> LoRABatch:
-    batch = LoRABatch(rows, slot_count, device)
-    batch.fill(RowGroups.of_rows(np.array(slots)))
-    return batch
-
-
 def stacks(shapes: list[tuple[int, int]], mode: dict[str, Any], device: str, dtype: torch.dtype = E4M3) -> list[Stack]:
     return [Stack.random(3, n, k, mode, dtype, device) for n, k in shapes]
-
-
-def by_ranks(stored: torch.Tensor) -> torch.Tensor:
-    """The same with the last two dimensions swapped in memory."""
-    return stored.mT.contiguous().mT
 
 
 def activations(shape: tuple[int, ...], k: int, mode: dict[str, Any], w8a8: bool, device: str) -> tuple:
