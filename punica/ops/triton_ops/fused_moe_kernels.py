@@ -159,7 +159,7 @@ def moe_shrink_kernel(
     while tile < total:
         slot, expert, first = find_tile(
             tile, slots, until, sorted_ptr, experts_ptr, mapping_ptr, enabled_ptr, top_k, padded, blocks, num_slots,
-            num_experts, BLOCK_M, BLOCK_SLOTS, NAIVE,
+            num_experts, BLOCK_M, BLOCK_SLOTS, NAIVE, HAS_IDS,
         )  # fmt: skip
         rank = rank_in(ranks, slot, R, FIRST_R, BLOCK_SLOTS, HAS_RANKS)
         rank_next = rank_in(ranks_next, slot, R, FIRST_R, BLOCK_SLOTS, HAS_RANKS)
@@ -322,7 +322,7 @@ def moe_expand_kernel(
     while tile < total:
         slot, expert, first = find_tile(
             tile, slots, until, sorted_ptr, experts_ptr, mapping_ptr, enabled_ptr, top_k, padded, blocks, num_slots,
-            num_experts, BLOCK_M, BLOCK_SLOTS, NAIVE,
+            num_experts, BLOCK_M, BLOCK_SLOTS, NAIVE, HAS_IDS,
         )  # fmt: skip
         rank = rank_in(ranks, slot, R, 0, BLOCK_SLOTS, HAS_RANKS)
         if (slot >= 0) & ((rank > 0) | (not ADD)):

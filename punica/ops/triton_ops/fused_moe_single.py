@@ -52,7 +52,7 @@ def moe_one_shot_kernel(
     while tile < total:
         slot, expert, first = find_tile(
             tile, slots, until, sorted_ptr, experts_ptr, mapping_ptr, enabled_ptr, top_k, padded, blocks, num_slots,
-            num_experts, BLOCK_M, BLOCK_SLOTS, NAIVE,
+            num_experts, BLOCK_M, BLOCK_SLOTS, NAIVE, HAS_IDS,
         )  # fmt: skip
         rank = rank_in(ranks, slot, R, 0, BLOCK_SLOTS, HAS_RANKS)
         if (slot >= 0) & ((rank > 0) | (not ADD)):

@@ -107,7 +107,7 @@ class _Common(NamedTuple):
             "NUM_SLICES": self.form.slices,
             "NAIVE": self.naive,
             "HAS_IDS": self.given.lora_ids is not None and not self.naive,
-            "BLOCK_SLOTS": block_at_least(self.form.slots + 1),
+            "BLOCK_SLOTS": block_at_least(self.form.slots + 1, 2),
             "BLOCK_M": self.block_m,
             "INTERPRET": INTERPRETED,
         }

@@ -31,9 +31,10 @@ def slot_table(
         total = pairs
     else:
         enabled = tl.load(enabled_ptr + slots, mask=here, other=0) != 0
-        counts = tl.load(counts_ptr + slots, mask=here & enabled, other=0)
-        until = tl.cumsum(tl.minimum(tl.maximum(counts, 0), padded) // BLOCK_M, 0)
-        total = tl.max(until, 0)
+        counts = tl.load(counts_ptr + slots, mask=here, other=0)  # beside the other load, not behind it
+        tiles = tl.where(enabled, tl.minimum(tl.maximum(counts, 0), padded) // BLOCK_M, 0)
+        until = tl.cumsum(tiles, 0)
+        total = tl.sum(tiles, 0)
     return slots, until, total
 
 
@@ -41,7 +42,7 @@ def slot_table(
 def find_tile(
     tile, slots, until, sorted_ptr, experts_ptr, mapping_ptr, enabled_ptr,
     top_k, padded, blocks, num_slots, num_experts,
-    BLOCK_M: tl.constexpr, BLOCK_SLOTS: tl.constexpr, NAIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_SLOTS: tl.constexpr, NAIVE: tl.constexpr, HAS_IDS: tl.constexpr,
 ):  # fmt: skip
     """Slot (-1: nothing to do), expert, and where in the sorted pairs the tile begins (naive: the pair itself)."""
     if NAIVE:
@@ -54,7 +55,9 @@ def find_tile(
     else:
         place = tl.sum((until <= tile).to(tl.int32), 0)
         block = tile - tl.max(tl.where(until <= tile, until, 0), 0)
-        slot = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, slots, 0), 0)
+        slot = place
+        if HAS_IDS:
+            slot = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, slots, 0), 0)
         expert = tl.load(experts_ptr + slot.to(tl.int64) * blocks + block)
         here = slot < num_slots
         first = slot.to(tl.int64) * padded + block * BLOCK_M
