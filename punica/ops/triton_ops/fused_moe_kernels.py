@@ -28,18 +28,27 @@ from punica.ops.triton_ops.moe_reading import (
     real_weights,
     scales_at,
 )
-from punica.ops.triton_ops.moe_tiles import INDEX_POINTERS, find_tile, pair_at, pairs_of, program_place, slot_table
+from punica.ops.triton_ops.moe_tiles import (
+    INDEX_POINTERS,
+    find_tile,
+    first_pair,
+    pair_at,
+    pairs_of,
+    program_place,
+    slot_table,
+)
 
 NUMBERS = ["pairs", "num_tiles", "top_k", "padded", "blocks", "num_slots", "num_experts"]
 
 
 @triton.jit
 def _shrink_rows(
-    x_ptr, operands, a_ptr, scale_ptr, out_ptr, sorted_ptr, first, num_rows, rank, pid_k, first_r, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NAIVE: tl.constexpr, READ: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, operands, a_ptr, scale_ptr, out_ptr, sorted_ptr, first, pairs, rank, pid_k, first_r, stride_xt, stride_xk,
+    K: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NAIVE: tl.constexpr, READ: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """``num_rows`` pairs x BLOCK_R ranks x one K split; one block of A where that covers the split."""
+    """The tile's pairs x BLOCK_R ranks x one K split; one block of A where that covers the split."""
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     offs_r = first_r + tl.arange(0, BLOCK_R)
@@ -49,10 +58,10 @@ def _shrink_rows(
     mask_a = mask_r & mask_k[None, :]
     a_ptrs = a_ptr + offs_r[:, None] * K + offs_k[None, :]
     a = tl.load(a_ptrs, mask=mask_a, other=0.0)
+    pair, num_rows = first_pair(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    pair = pair_at(first, 0, sorted_ptr, NAIVE)
     x = tl.load(x_ptr + pair // FACTOR * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)
     for lane in tl.range(0, num_rows):
         row = pair // FACTOR
@@ -167,14 +176,14 @@ def moe_shrink_kernel(
             index = slot.to(tl.int64) * num_experts + expert
             weights = index * (R * K)
             scale_ptr = scales_at(a_ptrs, slice_id, index, NUM_SLICES, READ)
-            rows, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
             if ROWS:
                 _shrink_rows(
                     x_ptr, a_ptrs, pick(a_ptrs, slice_id, NUM_SLICES) + weights, scale_ptr, out_ptr, sorted_ptr, first,
-                    tl.sum(valid.to(tl.int32), 0), rank, pid_k, first_r, stride_xt, stride_xk,
-                    K, R, FACTOR, NUM_SLICES, BLOCK_R, BLOCK_K, SPLIT_K, NAIVE, READ, PDL,
+                    pairs, rank, pid_k, first_r, stride_xt, stride_xk,
+                    K, R, FACTOR, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NAIVE, READ, PDL,
                 )  # fmt: skip
             else:
+                rows, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
                 _shrink_tile(
                     x_ptr, a_ptrs, pick(a_ptrs, slice_id, NUM_SLICES) + weights, a_ptrs[NUM_SLICES - 1] + weights,
                     scale_ptr, scales_at(a_ptrs, NUM_SLICES - 1, index, NUM_SLICES, READ), out_ptr, out_ptr + plane,
@@ -191,12 +200,12 @@ def moe_shrink_kernel(
 
 @triton.jit
 def _expand_rows(
-    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, num_rows, rank, first_n, plane, stride_y,
-    R: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr,
-    NAIVE: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr, VECTOR: tl.constexpr,
-    READ: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, plane, stride_y,
+    R: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    PLANES: tl.constexpr, NAIVE: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr,
+    VECTOR: tl.constexpr, READ: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``num_rows`` pairs x BLOCK_N columns, whose weights are read once."""
+    """The tile's pairs x BLOCK_N columns, whose weights are read once, and asked for before the pairs are known."""
     offs_r = tl.arange(0, LANES)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -204,7 +213,7 @@ def _expand_rows(
     mask_b = mask_n[:, None] & mask_r[None, :]
     b = tl.load(b_ptr + offs_n[:, None] * R + offs_r[None, :], mask=mask_b, other=0.0)
     scale = column_scales(scale_ptr, offs_n, mask_n, READ)
-    pair = pair_at(first, 0, sorted_ptr, NAIVE)
+    pair, num_rows = first_pair(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if ADD:
         old = tl.load(y_ptr + pair * stride_y + offs_n, mask=mask_n, other=0.0)
@@ -329,14 +338,13 @@ def moe_expand_kernel(
             index = slot.to(tl.int64) * num_experts + expert
             b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + index * (R * N)
             scale_ptr = scales_at(b_ptrs, slice_id, index, NUM_SLICES, READ)
-            rows, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
             if ROWS:
                 _expand_rows(
-                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, tl.sum(valid.to(tl.int32), 0), rank,
-                    first_n, plane, stride_y,
-                    R, N, BLOCK_N, BLOCK_R, PLANES, NAIVE, WEIGHTED, ADD, HAS_RANKS, VECTOR, READ, PDL,
+                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, plane, stride_y,
+                    R, N, BLOCK_M, BLOCK_N, BLOCK_R, PLANES, NAIVE, WEIGHTED, ADD, HAS_RANKS, VECTOR, READ, PDL,
                 )  # fmt: skip
             else:
+                rows, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
                 _expand_tile(
                     h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, rows, valid, rank, first_n, plane, stride_y,
                     R, N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, WEIGHTED, ADD, HAS_RANKS, VECTOR,

@@ -88,6 +88,14 @@ def pair_at(first, lane, sorted_ptr, NAIVE: tl.constexpr):
 
 
 @triton.jit
+def first_pair(first, sorted_ptr, pairs, BLOCK_M: tl.constexpr, NAIVE: tl.constexpr):
+    """A tile's first pair, and how many pairs it has. Both are loaded at once."""
+    pair = pair_at(first, 0, sorted_ptr, NAIVE)
+    _, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
+    return pair, tl.sum(valid.to(tl.int32), 0)
+
+
+@triton.jit
 def program_place(pid, num_tiles, PER_TILE: tl.constexpr, GROUP_M: tl.constexpr):
     """First tile and part of a tile of program ``pid``: parts of a tile are neighbours, or GROUP_M tiles share one."""
     if GROUP_M == 1:
