@@ -353,8 +353,9 @@ def moe_expand_kernel(
             scale_ptr = scales_at(b_ptrs, slice_id, index, NUM_SLICES, READ)
             if ROWS:
                 _expand_rows(
-                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, plane, stride_y,
-                    R, N, BLOCK_M, BLOCK_N, BLOCK_R, PLANES, NAIVE, WEIGHTED, ADD, HAS_RANKS, VECTOR, READ, PDL,
+                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, plane,
+                    stride_y, R, N, BLOCK_M, BLOCK_N, BLOCK_R, PLANES, NAIVE, WEIGHTED, ADD, HAS_RANKS, VECTOR, READ,
+                    PDL,
                 )  # fmt: skip
             else:
                 rows, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
