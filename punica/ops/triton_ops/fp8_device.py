@@ -139,19 +139,13 @@ def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constex
 
 @triton.jit
 def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: tl.constexpr, HELD: tl.constexpr):
-    """Scales of `channels` of a slot of a slice with COUNT of them; `operands`: weights of all slices, their scales.
-    ``mask`` None: all channels exist.
-    """
+    """Scales of `channels` of a slot of a slice with COUNT of them; `operands`: weights of all slices, their scales."""
     scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
     if HELD.channel:
         offsets = slot.to(tl.int64) * COUNT + channels
     else:
         offsets = slot.to(tl.int64) + channels * 0
-    if mask is None:
-        scales = tl.load(scale_ptr + offsets)
-    else:
-        scales = tl.load(scale_ptr + offsets, mask=mask, other=0.0)
-    return scales
+    return tl.load(scale_ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit

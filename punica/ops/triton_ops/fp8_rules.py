@@ -26,7 +26,7 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
     if config["weights_left"] or is_mixed(shape) or rows < 256:
         return config
     if block_at_least(rank) <= 32:
-        return config | ({"num_stages": 5} if rows >= 1024 else {"block_k": 256, "num_stages": 4})
+        return config | ({"num_stages": 5} if rows >= 1024 else {"block_k": 256, "num_warps": 8})
     # As the left operand wide weights go from registers to the tensor cores, without shared memory between. Started
     # early, programs find multiprocessors unevenly free: of few adapters, whose tiles are high, so many stages leave no
     # room for two on one while another has none.

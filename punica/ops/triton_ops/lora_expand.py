@@ -207,11 +207,9 @@ def _expand_rows_of(
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
     h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
     and with ALL_OF_B to the end of the slot, before the true rank is known. AT_ONCE: blocks go through registers, the
-    first is fetched ahead of the kernel in front, and every other one while the one before it is multiplied. UNMASKED:
-    of rows that are not there, others' old y is read, as in `_shrink_tile`.
+    first is fetched ahead of the kernel in front, and every other one while the one before it is multiplied.
     """
     CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
-    UNMASKED: tl.constexpr = HELD.format > 0 and EVEN_N
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty if HELD.format > 0 else b_ptr.dtype.element_ty
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
@@ -234,8 +232,6 @@ def _expand_rows_of(
         if AT_ONCE:
             mask_n = (offs_n < width)[None, :]
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
-            if HELD.format > 0:
-                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
             if ADD and not LATE:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         wait_for_front(PDL)
@@ -249,16 +245,11 @@ def _expand_rows_of(
             if not AT_ONCE:
                 mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
                 b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
-                if HELD.format > 0:
-                    mask_scale = None if UNMASKED else offs_n < width
-                    scale = channel_scales(operands, slice_id, slot, offs_n, mask_scale, width, NUM_SLICES, HELD)
-                if ADD and UNMASKED:
-                    old = tl.load(y_ptrs)
-                elif ADD:
+                if ADD:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
             weights, mask_y, out_ptrs = b, mask_m[:, None] & mask_n, y_ptrs
             if HELD.format > 0:
-                factor = scale
+                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
             if ADD:
                 before = old.to(tl.float32)
             offs_n += BLOCK_N
@@ -267,9 +258,6 @@ def _expand_rows_of(
             if AT_ONCE and TILES_N > 1:
                 mask_n = ((offs_n < width) & (step + 1 < TILES_N))[None, :]
                 b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
-                if HELD.format > 0:
-                    mask_scale = (offs_n < width) & (step + 1 < TILES_N)
-                    scale = channel_scales(operands, slice_id, slot, offs_n, mask_scale, width, NUM_SLICES, HELD)
                 if ADD:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
             weights = widened(weights, HELD.format, DTYPE)
@@ -277,9 +265,9 @@ def _expand_rows_of(
                 weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
             total = result(dot(h, weights, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
             if HELD.format > 0 and ADD:
-                total = tl.fma(total, factor[None, :].broadcast_to(BLOCK_M, BLOCK_N), before)  # in every form alike
+                total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before)  # in every form alike
             elif HELD.format > 0:
-                total *= factor[None, :]
+                total *= scale[None, :]
             elif ADD:
                 total += before
             tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))

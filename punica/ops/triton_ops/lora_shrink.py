@@ -42,14 +42,7 @@ from punica.ops.triton_ops.device import (
     result,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    Launch,
-    block_at_least,
-    multiprocessors,
-    on_device,
-    stages_that_fit,
-)
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
@@ -213,14 +206,10 @@ def _shrink_tile(
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr,
     DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr,
-    UNMASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x BLOCK_R ranks x one K split; TOGETHER: the ranks of all slices are side by side, so that x
     is read once for all of them. Slots of up to 16 ranks are read whole, as in `shrink_row`.
-
-    UNMASKED: where there is no row or rank, another one is read again and its products are dropped. Every mask of a
-    loop's loads is a predicate, and a turn lasts as long as these take to form one after the other where no second
-    program is there to fill the time.
     """
     WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
@@ -237,8 +226,7 @@ def _shrink_tile(
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        lane_read = tl.maximum(tl.minimum(lane, (R if WHOLE else rank) - 1), 0) if UNMASKED else lane
-        a_lanes = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane_read * STRIDE_AR
+        a_lanes = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane * STRIDE_AR
         a_ptrs_block = a_lanes[None, :] + offs_k[:, None] * STRIDE_AK
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
         mask_lanes = lane < (R if WHOLE else rank)
@@ -267,10 +255,7 @@ def _shrink_tile(
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
-                if UNMASKED:
-                    x = tl.load(x_ptrs)
-                    a = tl.load(a_ptrs_block)
-                elif EVEN_K:
+                if EVEN_K:
                     x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
                 else:
@@ -326,7 +311,7 @@ def _lora_shrink_search_kernel(
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
-    UNMASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own. With DIRECT, programs past the tiles zero bare
     rows.
@@ -341,7 +326,7 @@ def _lora_shrink_search_kernel(
             x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
             (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
             K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
-            HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, False, UNMASKED, INTERPRET,
+            HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, False, INTERPRET,
         )  # fmt: skip
     else:
         rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -364,7 +349,7 @@ def _lora_shrink_listed_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr, SHORT_K: tl.constexpr,
     HAS_RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr,
-    UNMASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
     SHORT_K, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
@@ -389,7 +374,7 @@ def _lora_shrink_listed_kernel(
                 x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice,
                 first, num_tokens, num_slots, scaling, stride_xt, stride_xk, K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK,
                 NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, HAS_RANKS, False, ACCUMULATE, PDL, LEFT,
-                TOGETHER, UNMASKED, INTERPRET,
+                TOGETHER, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -462,9 +447,7 @@ def plan_shrink(
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
     per_tile = triton.cdiv(lanes, block_r) * split_k
     constants |= {"BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k, "NUM_STAGES": stages}
-    alone = triton.cdiv(tokens, block_m) * per_tile * (1 if together else slices) <= multiprocessors(weights.device)
-    unmasked = held.format > 0 and k % (block_k * split_k) == 0 and alone and not direct
-    constants |= {"LEFT": config["weights_left"], "UNMASKED": unmasked, "INTERPRET": INTERPRETED}
+    constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
     if listed:
         height, short_k = HEIGHTS.index(block_m), min(config["short_k"], block_at_least(k))
         short_r, short_programs = row_blocks(min(tokens, LONG * batch.shape.short) * slices * split_k)
