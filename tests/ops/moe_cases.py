@@ -178,14 +178,17 @@ class World:
         case = self.case
         return Switches(case.down, False, case.offset, case.add_inputs)
 
-    def given(self, align: Any) -> Experts:
-        """The operands, aligned by ``align`` (`moe_lora_align_block_size` of some op) unless the case is naive."""
+    def given(self, align: Any, listed: bool = True) -> Experts:
+        """The operands, aligned by ``align`` (`moe_lora_align_block_size` of some op) unless the case is naive;
+        ``listed``: with ids of the adapters that are present, else as the engine calls, without.
+        """
         case, device = self.case, self.x.device
         aligned: tuple = (None, self.topk_ids.reshape(-1), None)
-        lora_ids = torch.full((case.slots + 1,), -1, dtype=torch.int32)
-        present = self.mapping.unique().cpu().int()
-        lora_ids[: len(present)] = present
-        lora_ids = lora_ids.to(device)
+        lora_ids = None
+        if listed:
+            lora_ids = torch.full((case.slots + 1,), -1, dtype=torch.int32, device=device)
+            present = self.mapping.unique().int()
+            lora_ids[: len(present)] = present
         if not case.naive:
             blocks = -(-(case.tokens * case.top_k + case.experts * (case.block - 1)) // case.block)
             padded = blocks * case.block

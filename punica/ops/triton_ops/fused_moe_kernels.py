@@ -246,22 +246,24 @@ def _expand_tile(
     ADD: tl.constexpr, HAS_RANKS: tl.constexpr, VECTOR: tl.constexpr, READ: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The pairs ``rows`` x TILES_N blocks of BLOCK_N columns. Planes are summed once where all ranks fit a block; then
-    the only block is loaded before shrink has ended.
+    """The pairs ``rows`` x TILES_N blocks of BLOCK_N columns. Planes are summed once where all ranks fit a block.
+    AT_ONCE: there is one block, and it and the old y are few enough for registers, so that they are loaded before
+    shrink has ended; whoever wrote y has, as shrink lets this kernel start when it has waited itself.
     """
     EVEN_N: tl.constexpr = N % (BLOCK_N * TILES_N) == 0
-    AHEAD: tl.constexpr = TILES_N == 1 and BLOCK_R >= R
+    AT_ONCE: tl.constexpr = TILES_N == 1 and BLOCK_R >= R and BLOCK_M * BLOCK_N <= 4096
     offs_r = tl.arange(0, BLOCK_R)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     h_ptrs = h_ptr + rows[:, None] * R + offs_r[None, :]
     b_ptrs = b_ptr + offs_r[:, None] + offs_n[None, :] * R
     y_ptrs = y_ptr + rows[:, None] * stride_y + offs_n[None, :]
     read = ranks_read(rank, R, VECTOR)
-    if AHEAD:
-        mask_first = (offs_n < (1 << 30 if EVEN_N else N))[None, :]
-        b_first = tl.load(b_ptrs, mask=(offs_r < read)[:, None] & mask_first, other=0.0)
+    mask_n = (offs_n < (1 << 30 if EVEN_N else N))[None, :]
+    mask_b = (offs_r < read)[:, None] & mask_n
+    if AT_ONCE:
+        b = tl.load(b_ptrs, mask=mask_b, other=0.0)
         if ADD:
-            old_first = tl.load(y_ptrs, mask=valid[:, None] & mask_first, other=0.0)
+            old = tl.load(y_ptrs, mask=valid[:, None] & mask_n, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -272,22 +274,20 @@ def _expand_tile(
         h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], plane, PLANES)
         h = live(h, offs_r[None, :], rank, HAS_RANKS)
         for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
-            mask_n = (offs_n < (1 << 30 if EVEN_N else N))[None, :]
-            mask_b = (offs_r < read)[:, None] & mask_n
-            if AHEAD:
-                b = b_first
-            else:
+            if not AT_ONCE:
+                mask_n = (offs_n < (1 << 30 if EVEN_N else N))[None, :]
+                mask_b = (offs_r < read)[:, None] & mask_n
                 b = tl.load(b_ptrs, mask=mask_b, other=0.0)
-            b = real_weights(b, scale_ptr, offs_n[None, :], offs_r[:, None], mask_b, READ, READ.dtype)
-            b = live(b, offs_r[:, None], rank, HAS_RANKS)
-            total = dot_of_shrunk(h, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), READ.dtype, INTERPRET)
+            real_b = real_weights(b, scale_ptr, offs_n[None, :], offs_r[:, None], mask_b, READ, READ.dtype)
+            real_b = live(real_b, offs_r[:, None], rank, HAS_RANKS)
+            total = dot_of_shrunk(h, real_b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), READ.dtype, INTERPRET)
             total *= factors[:, None]
             if READ.weights > 0:
                 total *= column_scales(scale_ptr, offs_n, offs_n < N, READ)[None, :]
-            if AHEAD and ADD:
-                total += old_first.to(tl.float32)
-            elif ADD:
-                total += tl.load(y_ptrs, mask=valid[:, None] & mask_n, other=0.0).to(tl.float32)
+            if ADD:
+                if not AT_ONCE:
+                    old = tl.load(y_ptrs, mask=valid[:, None] & mask_n, other=0.0)
+                total += old.to(tl.float32)
             tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=valid[:, None] & mask_n)
             offs_n += BLOCK_N
             b_ptrs += BLOCK_N * R
@@ -326,7 +326,7 @@ def moe_expand_kernel(
     VECTOR: tl.constexpr, READ: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Tiles x (runs of TILES_N column blocks, slices), as `moe_shrink_kernel`. With PDL it starts while shrink runs:
-    weights and the old y are fetched, then it waits for h. VECTOR: ranks that one load takes.
+    rows, and tiles of one block, ask for weights and the old y, then it waits for h. VECTOR: ranks that one load takes.
     """
     N_BLOCKS: tl.constexpr = (N + BLOCK_N * TILES_N - 1) // (BLOCK_N * TILES_N)
     tile, part = program_place(tl.program_id(0), num_tiles, N_BLOCKS * NUM_SLICES, GROUP_M)

@@ -1,10 +1,11 @@
 """How fused MoE LoRA runs where no tuned file says it: path, forms and blocks from what the host knows of a call.
 
-From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 and 4 adapters, rank 16; what the rule loses against
-it is in results/h200/operator_tables.md): two launches with programmatic dependent launch beat every single-launch
+From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 and 4 adapters, rank 16; what they take with this
+rule is in results/h200/operator_tables.md): two launches with programmatic dependent launch beat every single-launch
 form; with one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs
 beat 32 and 64 even with 32 pairs per expert; K is split so that a program walks about 4 blocks of 128, or where tiles
-are many, in two; expand walks so many column blocks that about 400 programs are left.
+are many, in two; expand walks so many column blocks that about 400 programs are left (searched before a tile's only
+block was asked for early).
 """
 
 import math

@@ -18,23 +18,23 @@ from punica.ops.triton_ops.moe_gemm import PairGroups
 
 LAYERS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "odd": (10, 3, 1000, 100)}
 """Experts, experts per token, hidden and inner size."""
-SLOTS, BLOCK = 4, 16
+SLOTS = 4
 
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
     """Alignment, the LoRA of one product, and the product itself."""
     module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
-    experts, top_k, hidden, inner = LAYERS[case["layer"]]
+    (experts, top_k, hidden, inner), height = LAYERS[case["layer"]], case["height"]
     tokens, rank, dtype, down = case["tokens"], case["rank"], getattr(torch, case["dtype"]), case["down"]
     slices, (k, n) = (1, (inner, hidden)) if down else (2, (hidden, inner))
     pairs, i32 = tokens * top_k, torch.int32
-    blocks = -(-(pairs + experts * (BLOCK - 1)) // BLOCK)
+    blocks = -(-(pairs + experts * (height - 1)) // height)
     ids, mapping = empty(tokens, top_k, dtype=torch.int64), empty(tokens, dtype=i32)
     enabled = empty(SLOTS + 1, dtype=i32)
     x = empty(pairs if down else tokens, k, dtype=dtype)
     aligned: tuple = (None, empty(pairs, dtype=torch.int64), None)
     if not case["naive"]:
-        flat = moe_align.align_all(ids, mapping, experts, BLOCK, SLOTS, blocks * BLOCK, blocks, enabled, None)
+        flat = moe_align.align_all(ids, mapping, experts, height, SLOTS, blocks * height, blocks, enabled, None)
         aligned = (flat[0].view(SLOTS, -1), flat[1].view(SLOTS, -1), flat[2])
     held = getattr(torch, case["fp8"]) if case["fp8"] else dtype
     a = [empty(SLOTS, experts, rank, k, dtype=held)] * slices

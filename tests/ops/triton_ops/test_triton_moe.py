@@ -140,6 +140,17 @@ def test_flat_op(name: str, device: str):
     world.check(given.output)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["plain", "down", "disabled", "true ranks"])
+def test_without_ids_of_adapters(name: str, form: str, device: str, use_form):
+    """As the engine calls: every slot has a place in the table of slots, its own, whether anybody is there or not."""
+    use_form(form)
+    world = World(CASES[name], device)
+    given = world.given(moe_align.moe_lora_align_block_size, listed=False)
+    fused(given, world.case.rank, world.case.top_k, world.switches, How(path="two_stage", active=3))
+    world.check(given.output)
+
+
 @pytest.mark.parametrize("name", ["gate and up", "naive", "down"])
 def test_single_launches_by_name(name: str, device: str):
     world = World(CASES[name], device)

@@ -22,6 +22,10 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rows": False, "block_n": 16, "block_k": 32, "split_k": 2},
         {"rows": False, "block_n": 32, "block_k": 64, "tiles_n": 2},
     ),
+    "tiles, one block": (
+        {"rows": False, "block_n": 16, "block_k": 32, "split_k": 2},
+        {"rows": False, "block_n": 32, "block_k": 64, "tiles_n": 1},
+    ),
 }
 
 

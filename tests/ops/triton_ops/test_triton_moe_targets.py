@@ -14,13 +14,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 CASE = {
     "layer": "qwen3", "tokens": 8, "rank": 16, "dtype": "bfloat16", "down": False, "naive": False, "path": None,
-    "ranks": True, "fp8": None, "block": 0, "w8a8": False,
+    "ranks": True, "fp8": None, "block": 0, "w8a8": False, "height": 16,
 }  # fmt: skip
 E4M3 = "float8_e4m3fn"
 USUAL = [
     CASE | {"layer": layer, "tokens": tokens, "down": down, "naive": naive, "path": "two_stage", "fp8": fp8}
     for layer, tokens, down, fp8 in itertools.product(("mixtral", "qwen3"), (8, 128), (False, True), (None, E4M3))
     for naive in ((False, True) if tokens == 8 else (False,))
+] + [
+    CASE | {"layer": "mixtral", "tokens": tokens, "down": True, "path": "two_stage", "height": height, "rank": rank}
+    for tokens, height in ((512, 32), (1024, 64))
+    for rank in (16, 32)
 ]
 OTHERS = [
     CASE | changes
