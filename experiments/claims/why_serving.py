@@ -5,7 +5,7 @@ Throughput is tokens per step over time per step, so a ratio of throughputs spli
 
 import itertools
 
-from experiments.claims.fig11 import CONTINUOUS, HF, MIXED, PUNICA, STATIC, Serving, serving
+from experiments.claims.fig11 import CONTINUOUS, HF, MIXED, PUNICA, STATIC, Serving, mixed_gains, serving
 from experiments.claims.finding import why
 from experiments.claims.rows import Rows, pick
 from experiments.claims.sec52 import BATCH, LINK, PAPER_LINK, SYSTEM, loads, milliseconds, overlap
@@ -86,9 +86,9 @@ def gain_on_distinct(rows: Rows) -> str:
 @why("C30")
 def gains_out_of_order(rows: Rows) -> str:
     """The two neighbours of Distinct, Uniform, Skewed whose order fails, or the smallest gain."""
-    cells = serving(rows, ("7B", "13B", "70B"))
-    gains = {(c.role, w): c.get(PUNICA, w) / c.best_baseline(w) for c in cells for w in MIXED}
-    pairs = [(cell, a, b) for cell in cells for a, b in itertools.pairwise(MIXED)]
+    measured, _ = mixed_gains(rows)
+    gains = {(cell.role, w): gain for cell, values in measured.items() for w, gain in zip(MIXED, values, strict=True)}
+    pairs = [(cell, a, b) for cell in measured for a, b in itertools.pairwise(MIXED)]
     cell, before, after = min(pairs, key=lambda pair: gains[pair[0].role, pair[1]] / gains[pair[0].role, pair[2]])
     change = [cell.get(PUNICA, after) / cell.get(PUNICA, before) - 1]
     change.append(cell.best_baseline(after) / cell.best_baseline(before) - 1)

@@ -37,6 +37,16 @@ def test_of_several_numbers_of_gpus_the_most_are_judged(paper_rows) -> None:
     assert verdict_of(both, "C38").verdict == REPRODUCED
 
 
+def test_speedups_are_judged_without_a_model_that_lacks_a_workload_and_name_it(paper_rows) -> None:
+    half = on_gpus(paper_rows, 2)
+    half = half[half["workload"] != "Uniform"]
+    assert verdict_of(half, "C30").verdict == NOT_MEASURED
+    others = paper_rows[paper_rows["figure"] == "11"].assign(hardware="h200", kind="measured")
+    judged = verdict_of(pd.concat([others, half], ignore_index=True), "C30")
+    assert judged.verdict == REPRODUCED
+    assert "left out: punica was not measured on Uniform (llama2-70b)" in judged.our_value
+
+
 def test_a_smaller_model_on_ranks_is_no_70b_and_no_figure_11(paper_rows) -> None:
     small = on_gpus(paper_rows, 2, model="llama2-7b")
     assert verdict_of(small, "C38").verdict == NOT_MEASURED
