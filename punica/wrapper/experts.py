@@ -113,9 +113,11 @@ class ExpertMethods(MoEMethods):
         _check_counts(topk_ids, num_tokens, (top_k_num, top_k), len(lora_a_stacked), num_slices)
         mapping = self._slots_of_tokens(token_lora_mapping, num_tokens)
         idle = num_tokens == 0 or (self.no_lora and self._is_own(mapping))
-        naive = expert_map is None and topk_ids.numel() * NAIVE_SHARE <= local_num_experts * max_loras
         if idle:
             return None, topk_ids.reshape(-1), None, mapping
+        naive = expert_map is None and self._stand_alone(
+            topk_ids.numel(), mapping, local_num_experts, max_loras, lora_a_stacked, lora_b_stacked
+        )
         block_m = self._block_size(topk_ids.numel(), mapping, local_num_experts, use_tuned_config, x, lora_b_stacked)
         _, ids, experts, counts = self.moe_lora_align_block_size(
             topk_ids, num_tokens, block_m, local_num_experts, max_loras, adapter_enabled, expert_map, True, naive,
@@ -211,6 +213,13 @@ class ExpertMethods(MoEMethods):
         return min(slots, max(1, self.batch.shape.adapters)) if self._is_own(mapping) else slots
 
     # --- the backend -------------------------------------------------------------------------------------------------
+
+    def _stand_alone(
+        self, pairs: int, mapping: Tensor, experts: int, slots: int, lora_a: tuple[Tensor, ...],
+        lora_b: tuple[Tensor, ...],
+    ) -> bool:  # fmt: skip
+        """Backend: whether every pair goes by itself, without alignment."""
+        return pairs * NAIVE_SHARE <= experts * slots
 
     def _quantize(self, x: Tensor, group_k: int) -> tuple[Tensor, Tensor]:
         """Backend: `punica.ops.quant.quantize_per_token` without its check."""

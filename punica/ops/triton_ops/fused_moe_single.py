@@ -4,7 +4,8 @@ No workspace and no second launch, but programs that share a pair and differ in 
 launch pays where A is small (a short K, as after the activation) or the pairs are so few that two launches cost more
 than reading A again.
 
-* **one shot**: tiles of the alignment (or single pairs) on the tensor cores; N is split among programs.
+* **one shot**: tiles of the alignment (or single pairs) on the tensor cores; N is split among programs where tiles are
+  few. Where they are many, some programs read A while others read B, and memory never waits.
 * **small batch**: a fixed grid drains a list of (pair, slice, chunk of columns), matrix-vector products in fp32.
 
 Ranks and FP8 weights as in `fused_moe_kernels`; ``READ_A`` and ``READ_B`` say how either product reads.
@@ -37,10 +38,15 @@ def moe_one_shot_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr, VECTOR: tl.constexpr, READ_A: tl.constexpr,
-    READ_B: tl.constexpr, INTERPRET: tl.constexpr,
+    STAGES_N: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr, VECTOR: tl.constexpr,
+    READ_A: tl.constexpr, READ_B: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Tiles x PARTS of the column blocks; program_id(1) is the slice. Programs go on where there are more tiles."""
+    """Tiles x PARTS of the column blocks; program_id(1) is the slice. Programs go on where there are more tiles. With
+    PDL it may start early, and waits before it reads anything: even the alignment may be from the kernel in front.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     part, slice_id = tl.program_id(0) % PARTS, tl.program_id(1)
     tile = tl.program_id(0) // PARTS
     slots, until, total = slot_table(
@@ -84,7 +90,7 @@ def moe_one_shot_kernel(
             factors = tl.full([BLOCK_M], 1.0, tl.float32)
             if WEIGHTED:
                 factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
-            for first_n in tl.range(part * BLOCK_N, N, PARTS * BLOCK_N, num_stages=2):
+            for first_n in tl.range(part * BLOCK_N, N, PARTS * BLOCK_N, num_stages=STAGES_N):
                 offs_n = first_n + tl.arange(0, BLOCK_N)
                 mask_n = (offs_n < N)[None, :]
                 mask_b = (offs_r < read)[:, None] & mask_n

@@ -22,6 +22,14 @@ class ExpertCalls:
         self.options = options
         self.align = align_all
 
+    def stand_alone(
+        self, pairs: int, active: int, experts: int, lora_a: tuple[Tensor, ...], lora_b: tuple[Tensor, ...]
+    ) -> bool:
+        """Whether every pair goes by itself, without alignment, through w13 of these weights and w2 behind it."""
+        rank, (hidden, width) = lora_a[0].shape[-2], (lora_a[0].shape[-1], lora_b[0].shape[-2])
+        pair_bytes = (len(lora_a) + 1) * rank * (hidden + width) * lora_a[0].element_size()
+        return pairs <= moe_rules.most_alone(active, experts, pair_bytes)
+
     def block_size(
         self, pairs: int, active: int, experts: int, use_tuned_config: bool, x: Tensor, lora_b: tuple[Tensor, ...]
     ) -> int:

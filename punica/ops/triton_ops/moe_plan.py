@@ -188,9 +188,9 @@ def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -
     return MoEPlan(form, launches, (common.numbers, common.numbers), planes)
 
 
-def _plan_one_shot(common: _Common) -> MoEPlan:
+def _plan_one_shot(common: _Common, config: Config, pdl: bool) -> MoEPlan:
     form, given = common.form, common.given
-    block_r, block_n = block_at_least(form.rank), 128 if common.wide_bytes == 2 else 64
+    block_r, block_n = block_at_least(form.rank), config["block_n"] if common.wide_bytes == 2 else 64
     block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
     programs = common.num_tiles * form.slices
     parts = rules.one_shot_parts(programs, form.hidden, form.width, multiprocessors(common.device))
@@ -199,10 +199,10 @@ def _plan_one_shot(common: _Common) -> MoEPlan:
     constants = common.constants | common.writes | common.ranks | {
         "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_N": block_n, "BLOCK_K": block_k,
         "BLOCK_R": block_r, "PARTS": parts, "NUM_STAGES": stages_that_fit(3, per_stage, common.device),
-        "READ_A": read_a, "READ_B": read_b,
+        "STAGES_N": config["num_stages"], "READ_A": read_a, "READ_B": read_b, "PDL": pdl,
     }  # fmt: skip
     grid, strides = (common.num_tiles * parts, form.slices, 1), (*given.x.stride(), given.output.stride(1))
-    launch = common.launch(moe_one_shot_kernel, grid, strides, constants, {"num_warps": 4})
+    launch = common.launch(moe_one_shot_kernel, grid, strides, constants, config, pdl)
     return MoEPlan(form, (launch,), (common.numbers,), None)
 
 
@@ -291,7 +291,7 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
                              f"rank {form.rank} and {'naive' if naive else 'sorted'} input")  # fmt: skip
         return _plan_small_batch(common)
     if path == "one_shot":
-        return _plan_one_shot(common)
+        return _plan_one_shot(common, rules.one_shot_config(work), pdl)
     if how.configs is not None and not work.invariant:
         shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
     else:

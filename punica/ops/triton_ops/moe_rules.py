@@ -1,14 +1,20 @@
 """How fused MoE LoRA runs where no tuned file says it: path, forms and blocks from what the host knows of a call.
 
-From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 and 4 adapters, rank 16; what they take with this
-rule is in results/h200/operator_tables.md): two launches with programmatic dependent launch beat every single-launch
-form; with one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs
-beat 32 and 64 even with 32 pairs per expert; K is split so that a program walks about 4 blocks of 128, or where tiles
-are many, in two; expand walks so many column blocks that about 400 programs are left (searched before a tile's only
-block was asked for early).
+From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; what they take with this
+rule is in results/h200/operator_tables.md):
+
+* Pairs of one adapter's expert are grouped only where each by itself would read much again: the alignment costs 3 to 9
+  us, and each kernel two loads behind one another before it knows its tile.
+* With programmatic dependent launch two launches beat one, but where A is the larger part and tiles alone fill the
+  device once: then one launch, whose programs get out of step, keeps memory busy from end to end.
+* With one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs beat
+  32 and 64 even with 32 pairs per expert.
+* K is split so that a program walks about 4 blocks of 128, or where tiles are many, in two; expand walks so many column
+  blocks that 400 programs are left, or, where tiles of gate and up are many, 700 of two warps.
 """
 
-import math
+from bisect import bisect_right
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from triton import cdiv
@@ -24,10 +30,18 @@ SMALL_BATCH_RANK, ONE_SHOT_RANK = 64, 128
 """Widest ranks of the single-launch paths."""
 CHEAP_A = 32 << 10
 """Bytes of one expert's A that programs of one launch may each read again."""
+ALONE_BYTES = 40_000_000
+"""Most bytes of weights that pairs by themselves read again, which then come from the L2 cache."""
+ONE_LAUNCH, ONE_LAUNCH_RANK = range(800, 1051), 16
+"""Programs of one warp with which one launch is best, of up to so many ranks: an H200 holds 1056 of them at once, and
+fewer than these would wait for what they read more than they keep memory busy.
+"""
+MANY_PROGRAMS = 700
+"""Programs of a shrink by rows beyond which K is split in fewer parts."""
 MANY_TILES = 64
 """Tiles of a shrink that occupy the device even if only one or two warps work on each."""
-WANTED, WANTED_EXPAND = 320, 400
-"""Programs that occupy the device, a few for each multiprocessor (an H200 has 132)."""
+WANTED = 320
+"""Programs of a shrink that occupy the device, a few for each multiprocessor (an H200 has 132)."""
 
 
 class Work(NamedTuple):
@@ -43,9 +57,8 @@ class Work(NamedTuple):
 
     @property
     def groups(self) -> float:
-        """About how many (adapter, expert) pairs are met, with tokens routed at random."""
-        most = max(1, self.active * self.form.experts)
-        return most * -math.expm1(-self.form.pairs / most)
+        """About how many (adapter, expert) pairs are met."""
+        return _groups(self.form.pairs, max(1, self.active * self.form.experts))
 
     @property
     def mean(self) -> float:
@@ -55,7 +68,24 @@ class Work(NamedTuple):
     @property
     def tiles(self) -> float:
         """About how many tiles that makes."""
+        if self.naive:
+            return self.form.pairs
         return max(1.0, self.groups, self.form.pairs / max(16, self.form.block_m))
+
+
+@lru_cache(maxsize=1024)
+def most_alone(active: int, experts: int, pair_bytes: int) -> int:
+    """The most pairs that go by themselves (naive) rather than grouped; ``pair_bytes``: weights that one reads, of both
+    products.
+    """
+    most = max(1, active * experts)
+    counts = range(most + ALONE_BYTES // max(1, pair_bytes) + 2)
+    return bisect_right(counts, ALONE_BYTES, key=lambda pairs: int((pairs - _groups(pairs, most)) * pair_bytes)) - 1
+
+
+def _groups(pairs: int, most: int) -> float:
+    """Of ``most`` (adapter, expert) pairs how many are met on average, with tokens routed at random."""
+    return most * (1 - (1 - 1 / most) ** pairs)
 
 
 def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -> int:
@@ -67,14 +97,30 @@ def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -
 
 
 def path(work: Work, fully_sharded: bool, pdl: bool) -> str:
-    """``small_batch``, ``one_shot`` or ``two_stage``. One launch pays where the second cannot start early (``pdl``)."""
+    """``small_batch``, ``one_shot`` or ``two_stage``. One launch pays where tiles are many, or where the second of two
+    cannot start early (``pdl``).
+    """
     form = work.form
     a_bytes = form.rank * form.hidden * work.itemsize
+    if not fully_sharded and _in_one_launch(work):
+        return "one_shot"
     if pdl or fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or a_bytes > CHEAP_A:
         return "two_stage"
     if work.naive and form.rank <= SMALL_BATCH_RANK and form.pairs * form.rank <= SMALL_BATCH_RANKS:
         return "small_batch"
     return "one_shot" if work.mean < 4 and form.pairs <= 128 else "two_stage"
+
+
+def _in_one_launch(work: Work) -> bool:
+    form = work.form
+    measured = form.rank <= ONE_LAUNCH_RANK and work.itemsize == 2 and not work.invariant
+    return measured and form.hidden >= form.width and int(work.tiles * form.slices) in ONE_LAUNCH
+
+
+def one_shot_config(work: Work) -> Config:
+    """Blocks of columns, their stages, and warps of a single launch."""
+    many = _in_one_launch(work)
+    return {"block_n": 128, "num_stages": 3 if many else 2, "num_warps": 1 if many else 4}
 
 
 def shrinks_by_rows(work: Work) -> bool:
@@ -85,7 +131,7 @@ def shrinks_by_rows(work: Work) -> bool:
 
 def expands_by_rows(work: Work) -> bool:
     """Whether expand multiplies pairs one by one; wide ranks do not fit the registers then."""
-    few = work.mean < 3 and work.groups >= 24 and (work.form.slices > 1 or work.groups < 256)
+    few = work.mean < 3 and work.groups >= 24 and work.form.slices > 1
     alone = work.naive or work.mean < 1.6 or few
     return alone and not work.invariant and block_at_least(work.form.full_rank) <= 256
 
@@ -97,10 +143,18 @@ def shrink_config(work: Work) -> Config:
     if shrinks_by_rows(work):
         most_k = 256 if form.hidden <= 2048 else 512 if form.hidden <= 4096 and work.naive else 1024
         block_k = min(block_at_least(form.hidden), most_k)
-        steps = 2 if block_k <= 512 and form.hidden > 1024 else 1
+        steps, warps = 2 if block_k <= 512 and form.hidden > 1024 else 1, 4
+        split_k = min(16, cdiv(form.hidden, block_k * steps))
+        if work.naive and form.pairs * form.slices * split_k >= MANY_PROGRAMS:
+            if form.hidden <= 1024:
+                split_k = 1
+            elif form.hidden <= 2048:
+                block_k, split_k, warps = 2 * block_k, cdiv(split_k, 2), 2
+            else:
+                split_k = cdiv(split_k, 2)
         return {
-            "rows": True, "block_n": min(lanes, 16), "block_k": block_k,
-            "split_k": min(16, cdiv(form.hidden, block_k * steps)), "group_m": 1, "num_warps": 4, "num_stages": 1,
+            "rows": True, "block_n": min(lanes, 16), "block_k": block_k, "split_k": split_k, "group_m": 1,
+            "num_warps": warps, "num_stages": 1,
         }  # fmt: skip
     tiles = form.experts if work.invariant else work.tiles
     narrow = lanes <= 16 and form.block_m <= 16 and work.itemsize <= 2 and not work.invariant
@@ -109,8 +163,10 @@ def shrink_config(work: Work) -> Config:
     most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
     least = min(most, block_at_least(max(1, form.hidden // 1024), 1)) if tiles < 256 else 1
     split_k = max(_power_below(WANTED / tiles, most), least)
+    if expands_by_rows(work):
+        split_k = min(split_k, 4)  # each row of a tile sums the planes
     block_k, stages = (256, 3) if form.hidden <= 1024 else (128, 4)
-    warps = 4
+    warps = 2 if narrow and work.itemsize == 2 and form.slices > 1 and tiles >= 16 and not expands_by_rows(work) else 4
     if narrow and form.slices == 1 and form.hidden > 1024:
         stages, warps = 6, 2  # a product of 16 x 16 is no more than two warps' work
         split_k = split_k if tiles < 16 else min(split_k, 8)
@@ -144,13 +200,17 @@ def expand_config(work: Work) -> Config:
             "num_warps": 4 if spread else 2, "num_stages": 1,
         }  # fmt: skip
     blocks = work.tiles * form.slices * cdiv(form.width, 128)
-    tiles_n, block_n = _power_below(blocks / WANTED_EXPAND, 16), 128
-    if lanes <= 32 and not work.invariant and (tiles_n >= 16 or (form.slices == 1 and tiles_n <= 2 and blocks > 240)):
-        tiles_n, block_n = max(1, tiles_n // 2), 256
+    small = lanes <= 32 and form.block_m <= 16 and work.itemsize == 2 and not work.invariant
+    many = small and form.slices > 1 and work.tiles >= 16
+    tiles_n, block_n, warps = _power_below(blocks / (700 if many else 400), 16), 128, 2 if many else 4
+    if small and form.slices == 1 and tiles_n >= 8:
+        tiles_n, warps = 8, 2
+    if lanes <= 32 and not work.invariant and form.slices == 1 and tiles_n == 1 and blocks > 240:
+        block_n = 256
     block_n = min(block_at_least(form.width), block_n)
     return {
         "rows": False, "block_n": block_n, "block_k": min(lanes, 128),
-        "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "group_m": 1, "num_warps": 4, "num_stages": 3,
+        "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "group_m": 1, "num_warps": warps, "num_stages": 3,
     }  # fmt: skip
 
 

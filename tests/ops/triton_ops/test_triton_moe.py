@@ -278,6 +278,32 @@ def test_batch_invariance_fixes_form_and_split():
     assert len(found) == 1
 
 
+@pytest.mark.parametrize(("experts", "pair_bytes"), [(128, 270_336), (8, 1_769_472), (1, 1), (4, 10**9)])
+def test_the_most_pairs_that_go_by_themselves(experts, pair_bytes):
+    """The last count whose repeated reading stays below the limit; more adapters meet more pairs once."""
+    found = []
+    for active in (1, 4, 16):
+        most = moe_rules.most_alone(active, experts, pair_bytes)
+        again = [int((pairs - moe_rules._groups(pairs, active * experts)) * pair_bytes) for pairs in (most, most + 1)]
+        assert again[0] <= moe_rules.ALONE_BYTES < again[1]
+        found.append(most)
+    assert found == sorted(found)
+    assert found[0] >= 1
+
+
+def test_one_launch_where_its_programs_fill_the_device_once():
+    """w13 of Qwen3-30B-A3B for 128 tokens of 4 adapters, and what differs from it in one thing."""
+
+    def path(tokens=128, slices=2, hidden=2048, rank=16, active=4, invariant=False, itemsize=2, sharded=False):
+        form = ExpertForm(tokens, 8, slices, 16, 128, rank, rank, hidden, 768, 8, 16)
+        return moe_rules.path(moe_rules.Work(form, False, active, itemsize, invariant), sharded, True)
+
+    assert path() == "one_shot"
+    others = ({"tokens": 64}, {"active": 1}, {"active": 16}, {"slices": 1}, {"hidden": 512}, {"rank": 32},
+              {"invariant": True}, {"itemsize": 1}, {"sharded": True})  # fmt: skip
+    assert {path(**one) for one in others} == {"two_stage"}
+
+
 def test_few_warps_are_for_small_tiles_of_16_bits():
     """One or two warps multiply 16 pairs by 16 ranks; more rows, more ranks and wider elements would spill there."""
 
