@@ -9,7 +9,7 @@ hardly ever meets an expert twice; with 8 experts (Mixtral 8x7B) Identical stays
 batch, less steeply than a dense model's until every expert is met.
 
 Timed, all systems of a batch and popularity interleaved, after checks against the reference and against rows alone: the
-grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping; the layer
+grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping where the wrapper asks for it; the layer
 of experts with and without LoRA; and a decode step of a model of `layers` layers with and without it, in tokens per
 second. Random weights, rank-16 adapters on all experts, in FP8 with `figure.fp8=float8_e4m3fn`. Widths are those of the
 two models over `divisor` (8 at scale=laptop, 1 at scale=paper); numbers of experts are theirs.
@@ -18,7 +18,7 @@ A last row of axes is the engine: a decode step from `Engine.step` to the tokens
 popularity has it (`engine`) and with none (`backbone engine`), of a model of `engine_layers` layers: `step_latency`
 and `engine_throughput`. Its clock is the host's, so on a GPU it has rows with timer=host_clock only; a figure takes the
 best clock that each metric has. FP8 adapters are panels of their own. All of Qwen3-30B-A3B on an H200, 61 GB of weights
-and 53 of adapters (27 in FP8), expected to take a minute and a half each:
+and 53 of adapters (27 in FP8), takes half a minute each:
 
     python -m experiments.ext_moe scale=gpu timer=host_clock 'system.names=[engine,backbone_engine]' \
         'figure.models=[qwen3-30b-a3b]' figure.engine_layers=48 'figure.batch_sizes=[1,8,32]' figure.context=512 \
