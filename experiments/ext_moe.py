@@ -9,10 +9,11 @@ hardly ever meets an expert twice; with 8 experts (Mixtral 8x7B) Identical stays
 batch, less steeply than a dense model's until every expert is met.
 
 Timed, all systems of a batch and popularity interleaved, after checks against the reference and against rows alone: the
-grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping where the wrapper asks for it; the layer
-of experts with and without LoRA; and a decode step of a model of `layers` layers with and without it, in tokens per
-second. Random weights, rank-16 adapters on all experts, in FP8 with `figure.fp8=float8_e4m3fn`. Widths are those of the
-two models over `divisor` (8 at scale=laptop, 1 at scale=paper); numbers of experts are theirs.
+grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping where the
+wrapper asks for it; the layer of experts with and without LoRA; and a decode step of a model of `layers` layers with
+and without it, in tokens per second. Random weights, rank-16 adapters on all experts, in FP8 with
+`figure.fp8=float8_e4m3fn`. Widths are those of the two models over `divisor` (8 at scale=laptop, 1 at scale=paper);
+numbers of experts are theirs.
 
 A last row of axes is the engine: a decode step from `Engine.step` to the tokens, with an adapter per request as the
 popularity has it (`engine`) and with none (`backbone engine`), of a model of `engine_layers` layers: `step_latency`

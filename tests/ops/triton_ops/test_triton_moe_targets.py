@@ -89,6 +89,15 @@ def test_usual_calls_spill_nothing_and_overlap():
     assert early == len(USUAL) + sum(case["down"] for case in USUAL)  # every expand, and shrink behind an activation
 
 
+@pytest.mark.slow
+def test_one_launch_spills_nothing_and_leaves_room_for_as_many_as_the_rule_counts_on():
+    """Eight of one warp on each multiprocessor: 65,536 registers and 227 KiB of shared memory among them."""
+    *_, product = compiled([CASE | {"tokens": 128}])
+    assert (product["waits"], product["starts_early"], product["spilled"]) == (True, True, 0)
+    assert 8 * 32 * product["registers"] <= 65_536
+    assert 8 * (product["shared"] + 1024) <= 227 << 10
+
+
 def test_a_decode_step_compiles():
     records = compiled([CASE | {"path": "two_stage", "naive": True}])
     check(records)
