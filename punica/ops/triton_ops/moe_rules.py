@@ -138,37 +138,45 @@ def expands_by_rows(work: Work) -> bool:
 
 def shrink_config(work: Work) -> Config:
     """Keys as in `configs`, and ``group_m``."""
-    form = work.form
-    lanes = min(block_at_least(form.rank), 64)
     if shrinks_by_rows(work):
-        most_k = 256 if form.hidden <= 2048 else 512 if form.hidden <= 4096 and work.naive else 1024
-        block_k = min(block_at_least(form.hidden), most_k)
-        steps, warps = 2 if block_k <= 512 and form.hidden > 1024 else 1, 4
-        split_k = min(16, cdiv(form.hidden, block_k * steps))
-        if work.naive and form.pairs * form.slices * split_k >= MANY_PROGRAMS:
-            if form.hidden <= 1024:
-                split_k = 1
-            elif form.hidden <= 2048:
-                block_k, split_k, warps = 2 * block_k, cdiv(split_k, 2), 2
-            else:
-                split_k = cdiv(split_k, 2)
-        return {
-            "rows": True, "block_n": min(lanes, 16), "block_k": block_k, "split_k": split_k, "group_m": 1,
-            "num_warps": warps, "num_stages": 1,
-        }  # fmt: skip
-    tiles = form.experts if work.invariant else work.tiles
-    narrow = lanes <= 16 and form.block_m <= 16 and work.itemsize <= 2 and not work.invariant
-    if narrow and tiles >= MANY_TILES and work.mean < 12:
+        return _shrink_of_rows(work)
+    lanes = min(block_at_least(work.form.rank), 64)
+    narrow = lanes <= 16 and work.form.block_m <= 16 and work.itemsize <= 2 and not work.invariant
+    if narrow and work.tiles >= MANY_TILES and work.mean < 12:
         return _shrink_of_many_tiles(work)
+    return _shrink_of_tiles(work, lanes, narrow)
+
+
+def _shrink_of_rows(work: Work) -> Config:
+    form = work.form
+    most_k = 256 if form.hidden <= 2048 else 512 if form.hidden <= 4096 and work.naive else 1024
+    block_k, warps = min(block_at_least(form.hidden), most_k), 4
+    steps = 2 if block_k <= 512 and form.hidden > 1024 else 1
+    split_k = min(16, cdiv(form.hidden, block_k * steps))
+    if work.naive and form.pairs * form.slices * split_k >= MANY_PROGRAMS:  # longer sums of each, and fewer planes
+        split_k = 1 if form.hidden <= 1024 else cdiv(split_k, 2)
+        if 1024 < form.hidden <= 2048:
+            block_k, warps = 2 * block_k, 2
+    return {
+        "rows": True, "block_n": min(block_at_least(form.rank), 16), "block_k": block_k, "split_k": split_k,
+        "group_m": 1, "num_warps": warps, "num_stages": 1,
+    }  # fmt: skip
+
+
+def _shrink_of_tiles(work: Work, lanes: int, narrow: bool) -> Config:
+    """``lanes``: ranks of a block. ``narrow``: a product of 16 x 16 is no more than two warps' work."""
+    form = work.form
+    tiles = form.experts if work.invariant else work.tiles
     most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
     least = min(most, block_at_least(max(1, form.hidden // 1024), 1)) if tiles < 256 else 1
     split_k = max(_power_below(WANTED / tiles, most), least)
+    block_k, stages, warps = (256, 3, 4) if form.hidden <= 1024 else (128, 4, 4)
     if expands_by_rows(work):
         split_k = min(split_k, 4)  # each row of a tile sums the planes
-    block_k, stages = (256, 3) if form.hidden <= 1024 else (128, 4)
-    warps = 2 if narrow and work.itemsize == 2 and form.slices > 1 and tiles >= 16 and not expands_by_rows(work) else 4
+    elif narrow and work.itemsize == 2 and form.slices > 1 and tiles >= 16:
+        warps = 2
     if narrow and form.slices == 1 and form.hidden > 1024:
-        stages, warps = 6, 2  # a product of 16 x 16 is no more than two warps' work
+        stages, warps = 6, 2
         split_k = split_k if tiles < 16 else min(split_k, 8)
     return {
         "rows": False, "block_n": lanes, "block_k": block_k, "split_k": split_k, "group_m": 1, "num_warps": warps,
