@@ -40,7 +40,7 @@ class LoRAConfig:
         batch_invariant: one fixed kernel form, so that a row's bits do not depend on its batch.
         tuned_dir: folder with tuned kernel tables; ``None``: a rule over the step chooses.
         debug_checks: the wrapper verifies the indices on the device once per step (synchronises; for debugging).
-        pdl: programmatic dependent launch between shrink and expand where the GPU has it.
+        pdl: programmatic dependent launch where the GPU has it: kernels start before the ones in front have ended.
         dual_stream: in decode steps, run shrink beside the base product: with ``max_lora_rank`` up to 16 and a plain
             16-bit product of 3 to 32 rows in the launch of that, else on a second stream while a CUDA graph is
             captured; outside of one those run one after the other, without the early start of ``pdl``.

@@ -95,7 +95,7 @@ class ExpertSets:
         )  # fmt: skip
 
     def _align(self, i: int) -> None:
-        """The alignment alone; nothing where pairs are so few that each stands by itself."""
+        """The alignment alone; nothing where every pair stands by itself."""
         _, ids = self.routing[i]
         if self.aligned[i][0] is None:
             return

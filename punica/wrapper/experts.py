@@ -31,7 +31,9 @@ Aligned = tuple[Tensor, Tensor, Tensor]
 Alignment = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 NAIVE_SHARE = 8
-"""Naive assignment (every pair by itself) where pairs x this are at most experts x slots."""
+"""Naive assignment (every pair by itself) where pairs x this are at most experts x slots; a GPU has its own rule
+(`punica.ops.triton_ops.moe_rules.most_alone`) but for batch-invariant and tuned calls.
+"""
 
 
 class ExpertMethods(MoEMethods):
@@ -116,7 +118,7 @@ class ExpertMethods(MoEMethods):
         if idle:
             return None, topk_ids.reshape(-1), None, mapping
         naive = expert_map is None and self._stand_alone(
-            topk_ids.numel(), mapping, local_num_experts, max_loras, lora_a_stacked, lora_b_stacked
+            topk_ids.numel(), mapping, local_num_experts, max_loras, use_tuned_config, lora_a_stacked, lora_b_stacked
         )
         block_m = self._block_size(topk_ids.numel(), mapping, local_num_experts, use_tuned_config, x, lora_b_stacked)
         _, ids, experts, counts = self.moe_lora_align_block_size(
@@ -215,10 +217,10 @@ class ExpertMethods(MoEMethods):
     # --- the backend -------------------------------------------------------------------------------------------------
 
     def _stand_alone(
-        self, pairs: int, mapping: Tensor, experts: int, slots: int, lora_a: tuple[Tensor, ...],
-        lora_b: tuple[Tensor, ...],
+        self, pairs: int, mapping: Tensor, experts: int, slots: int, use_tuned_config: bool,
+        lora_a: tuple[Tensor, ...], lora_b: tuple[Tensor, ...],
     ) -> bool:  # fmt: skip
-        """Backend: whether every pair goes by itself, without alignment."""
+        """Backend: whether every pair goes by itself, without alignment. Unless it knows better, where they are few."""
         return pairs * NAIVE_SHARE <= experts * slots
 
     def _quantize(self, x: Tensor, group_k: int) -> tuple[Tensor, Tensor]:

@@ -78,12 +78,11 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
 
     def _stand_alone(
-        self, pairs: int, mapping: torch.Tensor, experts: int, slots: int, lora_a: tuple[torch.Tensor, ...],
-        lora_b: tuple[torch.Tensor, ...],
+        self, pairs: int, mapping: torch.Tensor, experts: int, slots: int, use_tuned_config: bool,
+        lora_a: tuple[torch.Tensor, ...], lora_b: tuple[torch.Tensor, ...],
     ) -> bool:  # fmt: skip
-        options = self._experts.options
-        if options.batch_invariant or options.tuned_dir is not None:  # searched with alignments of the usual share
-            return super()._stand_alone(pairs, mapping, experts, slots, lora_a, lora_b)
+        if self._experts.options.batch_invariant or (use_tuned_config and self._experts.is_tuned()):
+            return super()._stand_alone(pairs, mapping, experts, slots, use_tuned_config, lora_a, lora_b)
         return self._experts.stand_alone(pairs, self._active(mapping, slots), experts, lora_a, lora_b)
 
     def _block_size(

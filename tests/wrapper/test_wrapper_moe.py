@@ -185,9 +185,9 @@ def test_pairs_are_grouped_where_each_alone_would_read_much_again(monkeypatch):
     """18 pairs meet about 7.28 of 8 adapters of experts, so 10.7 of them read their 5,376 bytes again: 57,648."""
     case = LAYERS["sorted"]
     up, down = worlds("sorted", "cuda" if HAS_GPU else "cpu")
+    monkeypatch.setattr(moe_rules, "most_alone", moe_rules.most_alone.__wrapped__)
     for bytes_again, invariant, alone in ((57_700, False, True), (57_600, False, False), (57_700, True, False)):
         monkeypatch.setattr(moe_rules, "ALONE_BYTES", bytes_again)
-        moe_rules.most_alone.cache_clear()
         config = LoRAConfig(max_loras=case.slots, batch_invariant=invariant)
         wrapper = PunicaWrapperGPU(64, 64, up.x.device, lora_config=config)
         ids = tuple(slot + 1 for slot in up.mapping.tolist())
@@ -196,7 +196,6 @@ def test_pairs_are_grouped_where_each_alone_would_read_much_again(monkeypatch):
         assert (aligned[0] is None) == alone
         for world, y in ((up, y13), (down, y2)):
             torch.testing.assert_close(y.double(), world.expected[..., : y.shape[-1]], rtol=1e-4, atol=1e-4)
-    moe_rules.most_alone.cache_clear()
 
 
 @pytest.mark.parametrize("fp8", ["channel", "blocks"])
@@ -345,5 +344,7 @@ class TestConfigs:
         wrapper.update_metadata(LoRAMapping(ids, ids), [1, 2], 3, 100)
         aligned, y13, y2 = both(wrapper, up, down, tuned=True)
         assert aligned[0].numel() == aligned[1].numel() * block_m
+        untuned, _, _ = both(wrapper, up, down)
+        assert untuned[0] is None  # the rule's: every pair by itself
         for world, y in ((up, y13), (down, y2)):
             torch.testing.assert_close(y.double(), world.expected[..., : y.shape[-1]], rtol=1e-4, atol=1e-4)

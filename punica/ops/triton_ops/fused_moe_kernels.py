@@ -7,7 +7,7 @@ for the pairs i of every tile (l, e). Two forms each, as in `lora_shrink` and `l
 
 * **rows**: the block of weights is loaded once, and the tile's pairs go by it one after the other, multiply and sum.
   An adapter's expert rarely has more than one or two pairs in a decode step, so a 16-row tensor-core tile would be
-  padding; and unlike one program per pair, two pairs of one expert read its weights once.
+  padding; and where pairs are grouped, two of one expert read its weights once.
 * **tiles**: BLOCK_M pairs at once on the tensor cores, K in a pipelined loop, columns in an inner loop.
 
 Two slices (gate and up) share one read of x in the tiled shrink. With a table of ranks, ``ranks_ptr`` int32 [n, L],

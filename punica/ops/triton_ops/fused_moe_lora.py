@@ -6,7 +6,7 @@
 
 * **two stage** (`fused_moe_kernels`): shrink leaves fp32 planes, expand sums them; the planes may meet those of other
   ranks in between (fully sharded);
-* **one shot** and **small batch** (`fused_moe_single`): one launch, where shrinking again is cheap.
+* **one shot** and **small batch** (`fused_moe_single`): one launch, where shrinking again is cheap or not needed.
 
 `moe_rules` chooses, `moe_plan` makes the launches. Nothing is added atomically, and what a pair gets depends on nothing
 but its own row and weights.

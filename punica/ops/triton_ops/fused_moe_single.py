@@ -1,11 +1,11 @@
 """Fused MoE LoRA in one launch: each program computes the rank vectors it needs itself, and keeps them in registers.
 
 No workspace and no second launch, but programs that share a pair and differ in their columns shrink it again. So one
-launch pays where A is small (a short K, as after the activation) or the pairs are so few that two launches cost more
-than reading A again.
+launch pays where two cannot overlap and A is small (a short K, as after the activation) or pairs are few; or where
+tiles fill the device without sharing: some programs read A while others read B, and memory never waits.
 
 * **one shot**: tiles of the alignment (or single pairs) on the tensor cores; N is split among programs where tiles are
-  few. Where they are many, some programs read A while others read B, and memory never waits.
+  few.
 * **small batch**: a fixed grid drains a list of (pair, slice, chunk of columns), matrix-vector products in fp32.
 
 Ranks and FP8 weights as in `fused_moe_kernels`; ``READ_A`` and ``READ_B`` say how either product reads.

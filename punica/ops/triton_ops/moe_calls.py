@@ -8,7 +8,7 @@ from punica.ops.fp8_checks import Scheme
 from punica.ops.fp8_experts import Fp8Experts
 from punica.ops.moe_checks import ExpertForm, Experts, Switches
 from punica.ops.triton_ops import moe_rules
-from punica.ops.triton_ops.configs import Options
+from punica.ops.triton_ops.configs import Options, load_lora_op_config
 from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, Numbers, tuned_config
@@ -28,7 +28,12 @@ class ExpertCalls:
         """Whether every pair goes by itself, without alignment, through w13 of these weights and w2 behind it."""
         rank, (hidden, width) = lora_a[0].shape[-2], (lora_a[0].shape[-1], lora_b[0].shape[-2])
         pair_bytes = (len(lora_a) + 1) * rank * (hidden + width) * lora_a[0].element_size()
-        return pairs <= moe_rules.most_alone(active, experts, pair_bytes)
+        return pairs <= moe_rules.most_alone(int(active), int(experts), int(pair_bytes))  # symbols cannot be remembered
+
+    def is_tuned(self) -> bool:
+        """Whether there is a tuned file of the first product, whose numbers are for pairs that are aligned."""
+        folder = self.options.tuned_dir
+        return folder is not None and load_lora_op_config("fused_moe_lora_w13_shrink", None, folder) is not None
 
     def block_size(
         self, pairs: int, active: int, experts: int, use_tuned_config: bool, x: Tensor, lora_b: tuple[Tensor, ...]

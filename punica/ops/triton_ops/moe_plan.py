@@ -190,7 +190,7 @@ def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -
 
 def _plan_one_shot(common: _Common, config: Config, pdl: bool) -> MoEPlan:
     form, given = common.form, common.given
-    block_r, block_n = block_at_least(form.rank), config["block_n"] if common.wide_bytes == 2 else 64
+    block_r, block_n = block_at_least(form.rank), 128 if common.wide_bytes == 2 else 64
     block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
     programs = common.num_tiles * form.slices
     parts = rules.one_shot_parts(programs, form.hidden, form.width, multiprocessors(common.device))
@@ -284,7 +284,8 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
     common = _Common(form, given, switches, tiles, block_m, given.x.device)
     between = switches.fully_sharded or (given.fp8 is not None and given.fp8.h_scale is not None)
     pdl = how.options.pdl and supports_pdl(given.x.device)
-    path = how.path or rules.path(work, between, pdl)
+    tuned = {part: tuned_config(how.site, part, form, how.options) for part in ("shrink", "expand")}
+    path = how.path or rules.path(work, between, pdl, how.configs is not None or any(tuned.values()))
     if path == "small_batch":
         if not naive or form.rank > rules.SMALL_BATCH_RANK:
             raise ValueError(f"the small-batch path takes naive input and ranks up to {rules.SMALL_BATCH_RANK}, got "
@@ -295,6 +296,6 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
     if how.configs is not None and not work.invariant:
         shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
     else:
-        shrink = tuned_config(how.site, "shrink", form, how.options) or rules.shrink_config(work)
-        expand = tuned_config(how.site, "expand", form, how.options) or rules.expand_config(work)
+        shrink = tuned["shrink"] or rules.shrink_config(work)
+        expand = tuned["expand"] or rules.expand_config(work)
     return _plan_two_stage(common, shrink, expand, how)

@@ -3,10 +3,10 @@
 From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; what they take with this
 rule is in results/h200/operator_tables.md):
 
-* Pairs of one adapter's expert are grouped only where each by itself would read much again: the alignment costs 3 to 9
-  us, and each kernel two loads behind one another before it knows its tile.
-* With programmatic dependent launch two launches beat one, but where A is the larger part and tiles alone fill the
-  device once: then one launch, whose programs get out of step, keeps memory busy from end to end.
+* Pairs of one adapter's expert are grouped only where they are several, or each by itself would read much again: the
+  alignment costs 3 to 9 us, and each kernel two loads behind one another before it knows its tile.
+* With programmatic dependent launch two launches beat one, but where A is the larger part and tiles of few pairs fill
+  the device just once: then one launch, whose programs get out of step, keeps memory busy from end to end.
 * With one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs beat
   32 and 64 even with 32 pairs per expert.
 * K is split so that a program walks about 4 blocks of 128, or where tiles are many, in two; expand walks so many column
@@ -30,18 +30,20 @@ SMALL_BATCH_RANK, ONE_SHOT_RANK = 64, 128
 """Widest ranks of the single-launch paths."""
 CHEAP_A = 32 << 10
 """Bytes of one expert's A that programs of one launch may each read again."""
-ALONE_BYTES = 40_000_000
-"""Most bytes of weights that pairs by themselves read again, which then come from the L2 cache."""
-ONE_LAUNCH, ONE_LAUNCH_RANK = range(800, 1051), 16
-"""Programs of one warp with which one launch is best, of up to so many ranks: an H200 holds 1056 of them at once, and
-fewer than these would wait for what they read more than they keep memory busy.
+ALONE_BYTES, ALONE_MEAN = 40_000_000, 2.5
+"""Most bytes of weights that pairs by themselves read again, from the L2 cache then, and most pairs per group."""
+ONE_LAUNCH, ONE_LAUNCH_RANK, ONE_LAUNCH_MEAN = range(800, 1051), 16, 5
+"""Programs of one warp with which one launch is best, up to so many ranks and pairs per group: an H200 holds 1056 of
+them at once, and fewer than 800 wait for what they read more than they keep memory busy.
 """
 MANY_PROGRAMS = 700
 """Programs of a shrink by rows beyond which K is split in fewer parts."""
 MANY_TILES = 64
 """Tiles of a shrink that occupy the device even if only one or two warps work on each."""
-WANTED = 320
-"""Programs of a shrink that occupy the device, a few for each multiprocessor (an H200 has 132)."""
+WANTED, WANTED_EXPAND, WANTED_TWO_WARPS = 320, 400, 700
+"""Programs that occupy the device, a few for each multiprocessor (an H200 has 132): of a shrink, of an expand, and of
+one of two warps.
+"""
 
 
 class Work(NamedTuple):
@@ -79,8 +81,12 @@ def most_alone(active: int, experts: int, pair_bytes: int) -> int:
     products.
     """
     most = max(1, active * experts)
-    counts = range(most + ALONE_BYTES // max(1, pair_bytes) + 2)
-    return bisect_right(counts, ALONE_BYTES, key=lambda pairs: int((pairs - _groups(pairs, most)) * pair_bytes)) - 1
+
+    def too_many(pairs: int) -> bool:
+        groups = _groups(pairs, most)
+        return pairs > ALONE_MEAN * groups or (pairs - groups) * pair_bytes > ALONE_BYTES
+
+    return bisect_right(range(1, 3 * most + 2), False, key=too_many)
 
 
 def _groups(pairs: int, most: int) -> float:
@@ -96,13 +102,13 @@ def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -
     return 16 if mean < 96 else 32 if mean < 256 else 64
 
 
-def path(work: Work, fully_sharded: bool, pdl: bool) -> str:
-    """``small_batch``, ``one_shot`` or ``two_stage``. One launch pays where tiles are many, or where the second of two
-    cannot start early (``pdl``).
+def path(work: Work, fully_sharded: bool, pdl: bool, two_are_given: bool = False) -> str:
+    """``small_batch``, ``one_shot`` or ``two_stage``. One launch pays where tiles fill the device once, or where the
+    second of two cannot start early (``pdl``). ``two_are_given``: numbers for two launches are, and with ``pdl`` count.
     """
     form = work.form
     a_bytes = form.rank * form.hidden * work.itemsize
-    if not fully_sharded and _in_one_launch(work):
+    if pdl and not fully_sharded and not two_are_given and _in_one_launch(work):
         return "one_shot"
     if pdl or fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or a_bytes > CHEAP_A:
         return "two_stage"
@@ -113,14 +119,14 @@ def path(work: Work, fully_sharded: bool, pdl: bool) -> str:
 
 def _in_one_launch(work: Work) -> bool:
     form = work.form
-    measured = form.rank <= ONE_LAUNCH_RANK and work.itemsize == 2 and not work.invariant
-    return measured and form.hidden >= form.width and int(work.tiles * form.slices) in ONE_LAUNCH
+    narrow = form.rank <= ONE_LAUNCH_RANK and form.block_m <= 16 and work.itemsize == 2 and not work.invariant
+    few = work.naive or work.mean <= ONE_LAUNCH_MEAN
+    return narrow and few and form.hidden >= form.width and int(work.tiles * form.slices) in ONE_LAUNCH
 
 
 def one_shot_config(work: Work) -> Config:
-    """Blocks of columns, their stages, and warps of a single launch."""
-    many = _in_one_launch(work)
-    return {"block_n": 128, "num_stages": 3 if many else 2, "num_warps": 1 if many else 4}
+    """Stages of the column blocks, and warps, of a single launch."""
+    return {"num_stages": 3, "num_warps": 1} if _in_one_launch(work) else {"num_stages": 2, "num_warps": 4}
 
 
 def shrinks_by_rows(work: Work) -> bool:
@@ -210,7 +216,8 @@ def expand_config(work: Work) -> Config:
     blocks = work.tiles * form.slices * cdiv(form.width, 128)
     small = lanes <= 32 and form.block_m <= 16 and work.itemsize == 2 and not work.invariant
     many = small and form.slices > 1 and work.tiles >= 16
-    tiles_n, block_n, warps = _power_below(blocks / (700 if many else 400), 16), 128, 2 if many else 4
+    tiles_n, block_n = _power_below(blocks / (WANTED_TWO_WARPS if many else WANTED_EXPAND), 16), 128
+    warps = 2 if many else 4
     if small and form.slices == 1 and tiles_n >= 8:
         tiles_n, warps = 8, 2
     if lanes <= 32 and not work.invariant and form.slices == 1 and tiles_n == 1 and blocks > 240:

@@ -278,30 +278,39 @@ def test_batch_invariance_fixes_form_and_split():
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("experts", "pair_bytes"), [(128, 270_336), (8, 1_769_472), (1, 1), (4, 10**9)])
-def test_the_most_pairs_that_go_by_themselves(experts, pair_bytes):
-    """The last count whose repeated reading stays below the limit; more adapters meet more pairs once."""
-    found = []
-    for active in (1, 4, 16):
-        most = moe_rules.most_alone(active, experts, pair_bytes)
-        again = [int((pairs - moe_rules._groups(pairs, active * experts)) * pair_bytes) for pairs in (most, most + 1)]
-        assert again[0] <= moe_rules.ALONE_BYTES < again[1]
-        found.append(most)
-    assert found == sorted(found)
-    assert found[0] >= 1
+@pytest.mark.parametrize(
+    ("active", "experts", "pair_bytes", "most"),
+    [(1, 128, 270_336, 259), (4, 128, 270_336, 445), (16, 128, 270_336, 831), (1, 8, 1_769_472, 18),
+     (4, 8, 1_769_472, 47), (1, 8, 100, 18), (1, 1, 1, 2), (4, 4, 10**9, 1), (4, 4, 0, 36), (0, 8, 10, 2)],
+)  # fmt: skip
+def test_the_most_pairs_that_go_by_themselves(active, experts, pair_bytes, most):
+    """Up to 40 MB that are read again, as of 259 pairs that meet 111 of 128 experts, and 2.5 pairs per group."""
+    assert moe_rules.most_alone(active, experts, pair_bytes) == most
 
 
 def test_one_launch_where_its_programs_fill_the_device_once():
     """w13 of Qwen3-30B-A3B for 128 tokens of 4 adapters, and what differs from it in one thing."""
 
-    def path(tokens=128, slices=2, hidden=2048, rank=16, active=4, invariant=False, itemsize=2, sharded=False):
-        form = ExpertForm(tokens, 8, slices, 16, 128, rank, rank, hidden, 768, 8, 16)
-        return moe_rules.path(moe_rules.Work(form, False, active, itemsize, invariant), sharded, True)
+    def path(tokens=128, slices=2, hidden=2048, rank=16, active=4, block=16, invariant=False, itemsize=2, **how):
+        form = ExpertForm(tokens, 8, slices, 16, 128, rank, rank, hidden, 768, 8, block)
+        work = moe_rules.Work(form, False, active, itemsize, invariant)
+        return moe_rules.path(work, how.get("sharded", False), how.get("pdl", True), how.get("given", False))
 
     assert path() == "one_shot"
     others = ({"tokens": 64}, {"active": 1}, {"active": 16}, {"slices": 1}, {"hidden": 512}, {"rank": 32},
-              {"invariant": True}, {"itemsize": 1}, {"sharded": True})  # fmt: skip
+              {"invariant": True}, {"itemsize": 1}, {"sharded": True}, {"given": True}, {"pdl": False},
+              {"tokens": 1024, "active": 1}, {"tokens": 2048, "active": 1, "block": 32},
+              {"tokens": 4096, "active": 1, "block": 64})  # fmt: skip
     assert {path(**one) for one in others} == {"two_stage"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_one_launch_as_where_tiles_are_many(name: str, device: str, monkeypatch):
+    """Its stages and warps, on fewer tiles."""
+    if CASES[name].rank <= moe_rules.ONE_SHOT_RANK:
+        monkeypatch.setattr(moe_rules, "_in_one_launch", lambda work: True)
+        world = World(CASES[name].but(seed=1), device)
+        world.check(run(world, How(path="one_shot")))
 
 
 def test_few_warps_are_for_small_tiles_of_16_bits():

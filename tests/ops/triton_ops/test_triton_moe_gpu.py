@@ -11,11 +11,12 @@ import triton.language as tl
 
 from punica.metadata import LoRAMapping
 from punica.ops import moe_torch
-from punica.ops.moe_checks import Switches
+from punica.ops.moe_checks import Switches, check_experts
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.fused_moe_lora import fused
+from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.moe_plan import How
 from punica.ops.triton_ops.moe_rules import ONE_SHOT_RANK, SMALL_BATCH_RANK
 from punica.wrapper import PunicaWrapperGPU
@@ -184,12 +185,32 @@ def _late_writer(from_ptr, to_ptr, size, nanoseconds, BLOCK: tl.constexpr):
     tl.store(to_ptr + offsets, tl.load(from_ptr + offsets, mask=offsets < size), mask=offsets < size)
 
 
-@pytest.mark.parametrize("written", ["output", "x", "sorted_ids", "expert_ids", "counts"])
-@pytest.mark.parametrize(("path", "pairs"), [("two_stage", 2), ("two_stage", 16), ("one_shot", 16)])
-def test_kernels_that_start_early_wait_for_the_one_in_front(written, path, pairs):
+def needs_early_starts() -> None:
+    if not supports_pdl(torch.device("cuda")):
+        pytest.skip("only GPUs of compute capability 9.0 and newer let kernels start early")
+
+
+@pytest.mark.parametrize("naive", [False, True])
+def test_one_launch_of_full_size(naive: bool):
+    """Enough tiles for the rule to take it: 512 pairs by themselves, and 1,024 in groups of two."""
+    needs_early_starts()
+    case = Case(64 if naive else 128, 8, 128, 4, 16, 1024, 512, 2, torch.bfloat16, naive=naive)
+    world = World(case, "cuda")
+    given = world.given(moe_align.moe_lora_align_block_size, listed=False)
+    form = check_experts(given, 16, 8, world.switches)
+    assert moe_rules.path(moe_rules.Work(form, naive, 4, 2), fully_sharded=False, pdl=True) == "one_shot"
+    fused(given, 16, 8, world.switches, How(active=4))
+    world.check(given.output)
+
+
+@pytest.mark.parametrize(
+    ("path", "pairs", "written"),
+    [("two_stage", pairs, written) for pairs in (2, 16) for written in ("output", "x")]
+    + [("one_shot", 16, written) for written in ("output", "x", "sorted_ids", "expert_ids", "counts")],
+)
+def test_kernels_that_start_early_wait_for_the_one_in_front(path, pairs, written):
     """Whatever it writes last; two launches may take an alignment for older than that, as it is after an activation."""
-    if path == "two_stage" and written not in ("output", "x"):
-        pytest.skip("the alignment is older than the kernel in front where shrink starts early")
+    needs_early_starts()
     world = World(Case(16 * pairs, 2, 16, 2, 16, 512, 256, 1, torch.float16, down=True, seed=pairs), "cuda")
     given, results = world.given(moe_align.moe_lora_align_block_size), []
     for pdl in (False, True):

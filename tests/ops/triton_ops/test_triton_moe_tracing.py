@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from punica.metadata import LoRAMapping
-from punica.ops.triton_ops import fused_moe_lora, fused_moe_lora_fp8, moe_align, moe_calls, moe_gemm
+from punica.ops.triton_ops import fused_moe_lora, fused_moe_lora_fp8, moe_align, moe_calls, moe_gemm, moe_rules
 from punica.wrapper import PunicaWrapperGPU
 from tests.ops.moe_cases import Case, World
 
@@ -76,8 +76,9 @@ def keywords(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["real", "fake"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_wrapper_in_a_trace(name: str, mode: str, device: str):
+def test_the_wrapper_in_a_trace(name: str, mode: str, device: str, monkeypatch):
     """The graph equals the calls, also on other activations."""
+    monkeypatch.setattr(moe_rules, "most_alone", lambda *call: 10**6 if name == "naive" else 0)
     layer = Layer(CASES[name], device)
     graph = make_fx(layer, tracing_mode=mode, _allow_non_fake_inputs=True)(*layer.inputs)
     aligns = [] if name == "naive" else ["moe_lora_align_block_size"]
@@ -88,6 +89,19 @@ def test_the_wrapper_in_a_trace(name: str, mode: str, device: str):
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=4e-3, atol=2e-3)
     assert not torch.equal(found[0], y13)
+
+
+def test_weights_of_symbolic_sizes(device: str):
+    """Whether pairs go by themselves is decided on numbers, and asked of them in the trace."""
+    layer = Layer(CASES["16 bits"], device)
+
+    def call(a: torch.Tensor, b: torch.Tensor, *activations: torch.Tensor) -> Any:
+        layer.up.a, layer.up.b = [a], [b]
+        return layer(*activations)
+
+    inputs = (layer.up.a[0], layer.up.b[0], *layer.inputs)
+    graph = make_fx(call, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+    assert nodes(graph) == ["fused_moe_lora_step", "fused_moe_lora_step"]
 
 
 def flat_call(fp8: bool, world: World) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
