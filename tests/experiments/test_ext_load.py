@@ -15,7 +15,7 @@ from experiments.harness import ConfigError, Reading
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.settings import keys_read, refuse_unread, settle
-from experiments.harness.span import Span
+from experiments.harness.span import FEWEST_FOR_P99, Span
 from experiments.plots.frames import measured_frame
 from experiments.plots.load import draw_load, draw_many
 from experiments.systems import load_bench
@@ -200,8 +200,13 @@ def test_a_loaded_system_has_rows_and_a_figure(tmp_path) -> None:
     assert by_panel[CAPACITY] == {"capacity", "throughput", "mean_batch_size", "steps", "finished"}
     steps_of_both_kinds = {"decode_step", "prefill_step"} <= by_panel[AT_BASELINE]  # so few may be all of one
     assert ("ttft_bound" in by_panel[AT_BASELINE]) == steps_of_both_kinds
-    assert not any(row.metric in ("time_to_first_token_p99", "ttft_p99_over_bound") for row in rows), "too few requests"
-    for panel in ("load 80 %", AT_BASELINE):
+    requests = {row.panel: row.value for row in rows if row.metric == "requests"}  # follows the machine
+    assert set(requests) == {"load 80 %", AT_BASELINE}
+    for panel, count in requests.items():
+        assert ("time_to_first_token_p99" in by_panel[panel]) == (count >= FEWEST_FOR_P99)
+        assert ("ttft_p99_over_bound" in by_panel[panel]) == (
+            {"ttft_bound", "time_to_first_token_p99"} <= by_panel[panel]
+        )
         assert {"offered_rate", "time_to_first_token_max", "steps_to_first_token", "lost", "starved"} <= by_panel[panel]
     wrong = [row.value for row in rows if row.metric in ("lost", "doubled", "starved")]
     assert wrong == [0.0] * 6
