@@ -108,14 +108,14 @@ def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
     return found
 
 
-def mixed_gains(rows: Rows) -> tuple[dict[Serving, list[float]], list[str]]:
-    """Punica over the best baseline on `MIXED`, of every model that has all of them, and why others are left out;
-    NotMeasured when none has.
+def mixed_gains(rows: Rows) -> tuple[dict[Serving, dict[str, float]], list[str]]:
+    """Punica over the best baseline by workload of `MIXED`, of every model that has all, and why others are left
+    out; NotMeasured when none has.
     """
     gains, missing = {}, []
     for cell in serving(rows, ("7B", "13B", "70B")):
         try:
-            gains[cell] = [cell.get(PUNICA, workload) / cell.best_baseline(workload) for workload in MIXED]
+            gains[cell] = {workload: cell.get(PUNICA, workload) / cell.best_baseline(workload) for workload in MIXED}
         except NotMeasured as reason:
             missing.append(str(reason))
     if not gains:
@@ -187,12 +187,13 @@ def speedup_by_workload(rows: Rows) -> Finding:
     """Punica over the best baseline on Distinct, Uniform, Skewed, for every model that was measured on all three."""
     gains, missing = mixed_gains(rows)
     quantities: dict[str, float] = {}
-    for cell, values in gains.items():
+    texts = []
+    for cell, of_cell in gains.items():
         if cell.as_in_the_paper:
-            quantities |= {f"{cell.role} {w}": value for w, value in zip(MIXED, values, strict=True)}
-    quantities["smallest_step"] = min(smallest_step(values[::-1]) for values in gains.values())
-    quantities["smallest"] = min(min(values) for values in gains.values())
-    texts = [f"{cell.measured_model}: {', '.join(f'{value:.2f}' for value in gains[cell])}" for cell in gains]
+            quantities |= {f"{cell.role} {workload}": gain for workload, gain in of_cell.items()}
+        texts.append(f"{cell.measured_model}: {', '.join(f'{gain:.2f}' for gain in of_cell.values())}")
+    rising = [list(of_cell.values())[::-1] for of_cell in gains.values()]
+    quantities |= {"smallest_step": min(map(smallest_step, rising)), "smallest": min(map(min, rising))}
     texts += [f"left out: {reason}" for reason in missing]
     return Finding(quantities, "; ".join(texts), models=tuple(cell.model for cell in gains))
 

@@ -74,6 +74,11 @@ class Work(NamedTuple):
             return self.form.pairs
         return max(1.0, self.groups, self.form.pairs / max(16, self.form.block_m))
 
+    @property
+    def small_blocks(self) -> bool:
+        """Whether tiles have at most 16 pairs and may take whatever form suits the batch."""
+        return self.form.block_m <= 16 and not self.invariant
+
 
 @lru_cache(maxsize=1024)
 def most_alone(active: int, experts: int, pair_bytes: int) -> int:
@@ -119,7 +124,7 @@ def path(work: Work, fully_sharded: bool, pdl: bool, two_are_given: bool = False
 
 def _in_one_launch(work: Work) -> bool:
     form = work.form
-    narrow = form.rank <= ONE_LAUNCH_RANK and form.block_m <= 16 and work.itemsize == 2 and not work.invariant
+    narrow = form.rank <= ONE_LAUNCH_RANK and work.itemsize == 2 and work.small_blocks
     few = work.naive or work.mean <= ONE_LAUNCH_MEAN
     return narrow and few and form.hidden >= form.width and int(work.tiles * form.slices) in ONE_LAUNCH
 
@@ -147,7 +152,7 @@ def shrink_config(work: Work) -> Config:
     if shrinks_by_rows(work):
         return _shrink_of_rows(work)
     lanes = min(block_at_least(work.form.rank), 64)
-    narrow = lanes <= 16 and work.form.block_m <= 16 and work.itemsize <= 2 and not work.invariant
+    narrow = lanes <= 16 and work.itemsize <= 2 and work.small_blocks
     if narrow and work.tiles >= MANY_TILES and work.mean < 12:
         return _shrink_of_many_tiles(work)
     return _shrink_of_tiles(work, lanes, narrow)
@@ -214,7 +219,7 @@ def expand_config(work: Work) -> Config:
             "num_warps": 4 if spread else 2, "num_stages": 1,
         }  # fmt: skip
     blocks = work.tiles * form.slices * cdiv(form.width, 128)
-    small = lanes <= 32 and form.block_m <= 16 and work.itemsize == 2 and not work.invariant
+    small = lanes <= 32 and work.itemsize == 2 and work.small_blocks
     many = small and form.slices > 1 and work.tiles >= 16
     tiles_n, block_n = _power_below(blocks / (WANTED_TWO_WARPS if many else WANTED_EXPAND), 16), 128
     warps = 2 if many else 4
