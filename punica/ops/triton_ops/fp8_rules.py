@@ -2,11 +2,14 @@
 changed where half the bytes, and making them wide, want another (by search on an H200).
 
 Where a row is taken by itself, bytes are what costs, and many of them must be under way in few registers, as words
-(`fp8_words`). In tiles of many rows they are few beside those of the activations, and what costs is making weights wide
-once for every tile: between shared memory and the tensor cores, where it stalls a program. Choices for steps of long
-and short segments are left alone but for how wide a row's block is, and so are batch-invariant ones but for this: no
-block of B is carried into a loop. Which ranks an instruction adds up together follows from whether the compiler sees
-that they were loaded as bytes.
+(`fp8_words`). In tiles of many rows they are few beside those of the activations. Instructions that make them wide cost
+nothing there (an H200 is as fast with moves in their place); their way through shared memory to the tensor cores does,
+where it stalls a program: so shrink takes A as the left operand, which comes from registers, and expand takes B in
+words, with products of a warp. Choices for steps of long and short segments are left alone but for how wide a row's
+block is, and so are batch-invariant ones but for this: no block of B is carried into a loop. Which ranks an instruction
+adds up together follows from whether the compiler sees that they were loaded as bytes.
+
+``in_words``: expand's tiles read B so, if all ranks go at once and outputs have 16 bits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from triton import cdiv
 from punica.metadata import StepShape
 from punica.ops.triton_ops.configs import Config
 from punica.ops.triton_ops.launch import block_at_least
-from punica.ops.triton_ops.rules import is_mixed
+from punica.ops.triton_ops.rules import is_mixed, power_near, tiles_of
 
 
 def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Config:
@@ -56,13 +59,23 @@ def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[
     lanes = block_at_least(rank)
     if rows < 256:
         return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
-    if rows < 1024:
-        wide = lanes <= 32 and rows >= 64 * shape.adapters
-        return config | {"num_warps": 8 if wide or lanes > 32 else 4} | ({"block_n": 256} if wide else {})
-    config = config | {"num_warps": 4}
-    if lanes > 32:
-        return config | ({"num_stages": 4} if rows >= 4096 else {})
-    return config | ({"tiles_n": 16} if rows >= 4096 else {"tiles_n": 8, "block_n": 64, "num_stages": 4})
+    if lanes > 64 or (rows < 1024 and lanes > 32):
+        return config | {"num_warps": 8 if rows < 1024 else 4} | ({"num_stages": 4} if rows >= 4096 else {})
+    if 1024 <= rows < 4096 and lanes <= 32:
+        return config | {"num_warps": 4, "tiles_n": 8, "block_n": 64, "num_stages": 4}
+    return config | _expand_in_words(config["block_m"], shape, rows, widths)
+
+
+def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence[int]) -> Config:
+    """Tiles that read B in words: as wide as makes every warp multiply other columns (more words than rows), and as
+    many blocks for a program as leave two programs for each multiprocessor, one where there are few rows.
+    """
+    block_m = min(block_m, 32 if max(widths) > 128 else 16)
+    block_n = 8 * block_m
+    programs = tiles_of(shape, rows, block_m) * sum([cdiv(width, block_n) for width in widths])
+    config: Config = {"block_m": block_m, "block_n": block_n, "num_warps": 4, "in_words": True}
+    config["tiles_n"] = power_near(programs / (128 if rows < 1024 else 256), 1, 16)
+    return config | {"num_stages": 3 if rows < 4096 else 4}
 
 
 def _expand_rows(config: Config, rows: int, widths: Sequence[int], rank: int) -> Config:

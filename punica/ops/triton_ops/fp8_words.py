@@ -1,7 +1,9 @@
-"""One row times a B in FP8 that lies rank after rank, read four columns to a word.
+"""Rows times a B in FP8 that lies rank after rank, read four columns to a word.
 
 Bytes that a loop carries from one turn to the next cost the compiler a register each, and instructions that pack and
-unpack them: more than what is done with them. So words are carried, and come apart where they are multiplied.
+unpack them: more than what is done with them. So words are carried, and come apart where they are multiplied. Of a tile
+of rows every word's four columns belong to four products, and the threads that multiply them make them wide: through
+shared memory (where Hopper's product of 64 rows wants them) each block would wait for what was stored before it.
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.triton_ops.device import hold_loads, let_next_start, read_shrunk
+from punica.ops.triton_ops.device import dot, hold_loads, let_next_start, read_shrunk, wait_for_front
 from punica.ops.triton_ops.fp8_device import channel_scales, widened
 
 
@@ -52,9 +54,36 @@ def _converted(words, FORMAT: tl.constexpr):
     )  # fmt: skip
 
 
+_UNPACK = """{
+    .reg .b32 first, second;
+    .reg .b16 a, b, c, d;
+    prmt.b32 first, $4, $5, 0x5140;
+    prmt.b32 second, $4, $5, 0x7362;
+    mov.b32 {a, b}, first;
+    mov.b32 {c, d}, second;
+    cvt.rn.f16x2.FORMATx2 $0, a;
+    cvt.rn.f16x2.FORMATx2 $1, b;
+    cvt.rn.f16x2.FORMATx2 $2, c;
+    cvt.rn.f16x2.FORMATx2 $3, d;
+}"""
+_UNPACK_E4M3 = tl.constexpr(_UNPACK.replace("FORMAT", "e4m3"))
+_UNPACK_E5M2 = tl.constexpr(_UNPACK.replace("FORMAT", "e5m2"))
+
+
 @triton.jit
-def _byte(words, place: tl.constexpr, FORMAT: tl.constexpr):
-    return widened(((words >> (8 * place)) & 0xFF).to(tl.uint8), FORMAT, tl.float32)
+def _unpacked(words, FORMAT: tl.constexpr):
+    """The four FP8 values of each word as float16, from the lowest byte up; two words at a time, in a product's operand
+    two ranks of the same columns, as its registers want them.
+    """
+    return tl.inline_asm_elementwise(
+        _UNPACK_E4M3 if FORMAT == 1 else _UNPACK_E5M2, "=r,=r,=r,=r,r,r", [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _byte(words, place: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    return widened(((words >> (8 * place)) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
 
 
 @triton.jit
@@ -63,7 +92,8 @@ def _wide_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     if NATIVE:
         values = _converted(words, FORMAT)
     else:
-        values = (_byte(words, 0, FORMAT), _byte(words, 1, FORMAT), _byte(words, 2, FORMAT), _byte(words, 3, FORMAT))
+        a, b = _byte(words, 0, FORMAT, tl.float32), _byte(words, 1, FORMAT, tl.float32)
+        values = (a, b, _byte(words, 2, FORMAT, tl.float32), _byte(words, 3, FORMAT, tl.float32))
     return values
 
 
@@ -115,3 +145,70 @@ def expand_row_in_words(
     total = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (COLUMNS,))
     total = total * scale + before
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not ADD)))
+
+
+@triton.jit
+def _shrunk_rows(
+    h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """What shrink left for some rows, zero beyond the rank; whole vectors are read, as far as they reach beyond it."""
+    lanes_read = (rank + VECTOR - 1) // VECTOR * VECTOR
+    h = read_shrunk(h_ptrs, mask_m[:, None] & (offs_r < lanes_read)[None, :], stride_hp, PLANES)
+    return tl.where((offs_r < rank)[None, :], h, 0.0).to(DTYPE)
+
+
+@triton.jit
+def expand_tile_in_words(
+    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
+    stride_hp, stride_ht, stride_hr, stride_yt,
+    HELD: tl.constexpr, NUM_SLICES: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
+    ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """``rows`` x TILES_N blocks of BLOCK_N columns, all ranks at once. Unless LATE the wait for the kernel in front is
+    in the first turn of the loop, so that the first blocks of B and y are under way before it.
+    """
+    NATIVE: tl.constexpr = b_ptr.dtype.element_ty != tl.uint8
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_w = first_n // 4 + tl.arange(0, BLOCK_N // 4)
+    offs_r = tl.arange(0, BLOCK_R)
+    width_w = width // 4
+    word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[:, None] * width_w + offs_w[None, :]
+    h_ptrs = h_ptr + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
+    y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
+    h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)
+    if LATE:
+        wait_for_front(PDL)
+        h = _shrunk_rows(h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR, PLANES, DTYPE)
+    for step in tl.range(0, TILES_N, num_stages=NUM_STAGES):
+        mask_n = offs_n < (1 << 30 if EVEN_N else width)
+        mask_w = (offs_w < (1 << 30 if EVEN_N else width_w))[None, :]
+        words = tl.load(word_ptrs, mask=(offs_r < rank)[:, None] & mask_w, other=0)
+        if ADD:
+            before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
+        if not LATE:  # noqa: SIM102 (LATE is decided at compile time)
+            if step == 0:
+                wait_for_front(PDL)
+                h = _shrunk_rows(h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR, PLANES, DTYPE)
+        # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
+        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
+        if NATIVE:
+            a, b, c, d = _unpacked(words, HELD.format)
+            a, b, c, d = a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
+        else:
+            a, b = _byte(words, 0, HELD.format, DTYPE), _byte(words, 1, HELD.format, DTYPE)
+            c, d = _byte(words, 2, HELD.format, DTYPE), _byte(words, 3, HELD.format, DTYPE)
+        zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
+        a, b = dot(h, a, zeros, False, INTERPRET), dot(h, b, zeros, False, INTERPRET)
+        c, d = dot(h, c, zeros, False, INTERPRET), dot(h, d, zeros, False, INTERPRET)
+        total = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_M, BLOCK_N))
+        if ADD:
+            total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before.to(tl.float32))
+        else:
+            total *= scale[None, :]
+        tl.store(y_ptrs, total.to(DTYPE), mask=mask_m[:, None] & mask_n[None, :])
+        offs_n += BLOCK_N
+        offs_w += BLOCK_N // 4
+        y_ptrs += BLOCK_N
+        word_ptrs += BLOCK_N // 4

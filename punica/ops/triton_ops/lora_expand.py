@@ -9,7 +9,7 @@ formed in fp32 and rounded once.
 * **rows**: one row x ``BLOCK_N`` columns, multiply and sum. The width of the block in ranks is chosen on the device, so
   that an adapter of rank 8 in a slot of width 64 costs what rank 16 costs, not rank 64.
 * **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one
-  load of h, so the planes are summed once for all of them.
+  load of h, so the planes are summed once for all of them. FP8 has tiles of its own (`fp8_words`).
 
 With ``PDL`` the kernel starts while the one in front still runs: B is fetched first, and the old y too unless it is
 ``LATE`` (the one in front may write it), then it waits. Else what wrote y has ended: in front stands the shrink, which
@@ -46,7 +46,7 @@ from punica.ops.triton_ops.device import (
     wait_for_front,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
-from punica.ops.triton_ops.fp8_words import expand_row_in_words, fill_words
+from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words, fill_words
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
@@ -312,9 +312,9 @@ def _expand_tile(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
-    HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
-    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. AHEAD, where there is one block: all ranks
     of the slot are read before the true rank is known. In a loop, true ranks that are whole
@@ -346,6 +346,12 @@ def _expand_tile(
                     EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
                     INTERPRET,
                 )  # fmt: skip
+        elif WORDS:
+            expand_tile_in_words(
+                h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
+                stride_hp, stride_ht, stride_hr, stride_yt, HELD, NUM_SLICES, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R,
+                TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, INTERPRET,
+            )  # fmt: skip
         else:
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
@@ -388,7 +394,7 @@ def _lora_expand_search_kernel(
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
+    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
     HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
     LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -400,7 +406,7 @@ def _lora_expand_search_kernel(
         h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
         R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE,
-        NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
+        WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
     )  # fmt: skip
 
 
@@ -411,10 +417,10 @@ def _lora_expand_listed_kernel(
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_BLOCKS: tl.constexpr,
-    SHORT_N: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr,
+    HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
     SHORT_N, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
@@ -434,7 +440,7 @@ def _lora_expand_listed_kernel(
                 h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
                 R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
-                AT_ONCE, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
+                AT_ONCE, WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -536,13 +542,15 @@ def plan_expand(
     block_n, tiles_n = config["block_n"], config["tiles_n"]
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
-    stage_bytes = block_n * block_r * wide + block_m * row_bytes  # B, and old y or the planes of h
+    at_once = tiles_n == 1 or config["num_stages"] == 1
+    words = bool(held.format) and config.get("in_words", False) and wide == 2 and rank <= block_r
+    held_bytes = 1 if words else wide  # else they are made wide through shared memory
+    stage_bytes = block_n * block_r * held_bytes + block_m * row_bytes  # B, and old y or the planes of h
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
     per_tile = blocks(block_n * tiles_n)
     constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
-    at_once = tiles_n == 1 or config["num_stages"] == 1
-    constants |= {"TILES_N": tiles_n, "AT_ONCE": at_once, "NUM_STAGES": stages, "LEFT": config["weights_left"]}
-    constants |= {"INTERPRET": INTERPRETED}
+    constants |= {"TILES_N": tiles_n, "AT_ONCE": at_once, "WORDS": words, "NUM_STAGES": stages}
+    constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
     constants |= {"AHEAD": has_ranks and config["ahead"]}
     if batch.listed and block_m in HEIGHTS:
         height, short_n = HEIGHTS.index(block_m), config["short_n"]

@@ -72,8 +72,8 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int, li
     wanted = WANTED * (1.5 if rows > 4096 and lanes <= 32 else 1)
     if is_mixed(shape) and slices > 1 and (rows > 1024 or not together):
         wanted /= 2
-    programs = _tiles(shape, rows, block_m) * (cdiv(slices * rank, lanes) if together else slices * cdiv(rank, lanes))
-    split_k = _power_near(wanted / programs, 2 if is_mixed(shape) else 1, min(8, 512 // lanes))
+    programs = tiles_of(shape, rows, block_m) * (cdiv(slices * rank, lanes) if together else slices * cdiv(rank, lanes))
+    split_k = power_near(wanted / programs, 2 if is_mixed(shape) else 1, min(8, 512 // lanes))
     while split_k > 1 and hidden < 448 * split_k:
         split_k //= 2
     config |= {"block_m": block_m, "block_n": lanes, "together": together}
@@ -102,7 +102,7 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
             return config | {"block_n": max(32, 8192 // lanes)}
         return config | _expand_rows_by_ranks(rows, width, rank)
     block_m, block_n = _height(rows, mean, (96, 600 if lanes > 32 else 1 << 30)), 128
-    tiles = _tiles(shape, rows, block_m)
+    tiles = tiles_of(shape, rows, block_m)
     programs = tiles * cdiv(width, block_n) * slices
     fill = programs / (450 if 1200 < rows <= 4096 and lanes <= 32 else 250 if is_mixed(shape) else 300)
     if rows <= 128 and programs <= 2000:
@@ -113,8 +113,8 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     elif not row_major and lanes <= 32:
         fill, most = 1.0 if programs <= 600 else fill, 16 if rows <= 4096 else 8
     summed = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
-    share = min(_power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
-    tiles_n = max(_power_near(fill, 1, most), share)
+    share = min(power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
+    tiles_n = max(power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     if mean >= 32 and not is_mixed(shape) and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
         config["num_warps"] = 8
@@ -160,7 +160,7 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     """
     lanes = min(block_at_least(rank), 64)
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "short_k": 0, "together": False}
-    config |= {"split_k": _power_near(hidden / 1024, 1, 8), "num_warps": 4, "weights_left": True}
+    config |= {"split_k": power_near(hidden / 1024, 1, 8), "num_warps": 4, "weights_left": True}
     if lanes > 32:
         return config | {"block_m": 64, "block_k": 128, "num_stages": 4}
     flat = _is_flat(shape, rows)
@@ -186,8 +186,8 @@ def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices
     block_m, block_n = 32, 64 if lanes > 32 else 128
     if lanes > 32:
         config["num_stages"] = 1
-    programs = _tiles(shape, rows, block_m) * cdiv(width, block_n) * slices
-    return config | {"block_m": block_m, "block_n": block_n, "tiles_n": _power_near(programs / 250, 1, 16)}
+    programs = tiles_of(shape, rows, block_m) * cdiv(width, block_n) * slices
+    return config | {"block_m": block_m, "block_n": block_n, "tiles_n": power_near(programs / 250, 1, 16)}
 
 
 def _is_flat(shape: StepShape, rows: int) -> bool:
@@ -202,16 +202,16 @@ def _rows_per_tiled_adapter(shape: StepShape, rows: int) -> float:
 def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
     """Rows of a tile: more for more rows, but not more than a segment has."""
     block_m = 16 if rows <= limits[0] else 32 if rows < limits[1] else 64
-    return min(block_m, _power_near(mean, 16, HEIGHTS[-1]))
+    return min(block_m, power_near(mean, 16, HEIGHTS[-1]))
 
 
-def _tiles(shape: StepShape, rows: int, block_m: int) -> int:
+def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
     """About how many tiles of `block_m` rows the step makes."""
     long = max(0, shape.adapters - shape.short) if is_mixed(shape) else shape.adapters
     return shape.adapters if rows <= block_m * long else cdiv(rows, block_m) + long // 4
 
 
-def _power_near(number: float, least: int, most: int) -> int:
+def power_near(number: float, least: int, most: int) -> int:
     """The power of two in `least` to `most` that is nearest to `number` by ratio."""
     power = least
     while power < most and number > power * 1.41:
