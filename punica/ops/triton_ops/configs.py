@@ -13,6 +13,7 @@ for shrinks, and for shrink and expand these extras of the kernels in this packa
 | ``ahead`` | expand | weights are read before the true rank is known |
 | ``together`` | shrink, tiles | the ranks of all slices side by side, x read once for all of them |
 | ``weights_left`` | both, tiles | weights are the left operand of the tensor cores |
+| ``in_words`` | expand, tiles | B in FP8 is read four columns to a word (not with ``weights_left``) |
 
 A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
 nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k
@@ -59,11 +60,12 @@ OP_TYPES = (
 # What the keys that a tuned file may leave out are then.
 OPTIONAL_KEYS: dict[str, Config] = {
     "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "weights_left": False, "together": False},
-    "expand": {"row_wise": False, "tiles_n": 1, "short_n": 0, "weights_left": False, "ahead": False},
+    "expand": {"row_wise": False, "tiles_n": 1, "short_n": 0, "weights_left": False, "ahead": False, "in_words": False},
 }
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
 _COUNTS = ("num_warps", "num_stages")
+_SWITCHES = ("row_wise", "weights_left", "together", "ahead", "in_words")
 
 
 def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str:
@@ -165,7 +167,7 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
         if key not in leaf:
             raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
     for key, value in leaf.items():
-        if key in ("row_wise", "weights_left", "together", "ahead") or (key in ("short_k", "short_n") and value == 0):
+        if key in _SWITCHES or (key in ("short_k", "short_n") and value == 0):
             continue
         smallest = 16 if key in _BLOCKS else 1
         power = key in _BLOCKS or key in ("block_r", "num_warps", "short_k", "short_n")

@@ -4,12 +4,10 @@ changed where half the bytes, and making them wide, want another (by search on a
 Where a row is taken by itself, bytes are what costs, and many of them must be under way in few registers, as words
 (`fp8_words`). In tiles of many rows they are few beside those of the activations. Instructions that make them wide cost
 nothing there (an H200 is as fast with moves in their place); their way through shared memory to the tensor cores does,
-where it stalls a program: so shrink takes A as the left operand, which comes from registers, and expand takes B in
-words, with products of a warp. Choices for steps of long and short segments are left alone but for how wide a row's
-block is, and so are batch-invariant ones but for this: no block of B is carried into a loop. Which ranks an instruction
-adds up together follows from whether the compiler sees that they were loaded as bytes.
-
-``in_words``: expand's tiles read B so, if all ranks go at once and outputs have 16 bits.
+where it stalls a program: so shrink takes A as the left operand, which comes from registers, and expand of many
+prefills takes B in words, with products of a warp. Choices for steps of long and short segments are left alone but for
+how wide a row's block is, and so are batch-invariant ones but for this: no block of B is carried into a loop. Which
+ranks an instruction adds up together follows from whether the compiler sees that they were loaded as bytes.
 """
 
 from collections.abc import Sequence
@@ -48,8 +46,10 @@ def _shrink_rows(config: Config, shape: StepShape, rows: int, rank: int) -> Conf
     return config
 
 
-def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[int], rank: int) -> Config:
-    """The same, of slices with so many columns."""
+def expand_in_fp8(
+    config: Config, shape: StepShape, rows: int, widths: Sequence[int], rank: int, out_bytes: int
+) -> Config:  # fmt: skip
+    """The same, of slices with so many columns, of outputs with so many bytes each."""
     if config["row_wise"]:
         return _expand_rows(config, rows, widths, rank)
     if config["weights_left"]:
@@ -59,16 +59,30 @@ def expand_in_fp8(config: Config, shape: StepShape, rows: int, widths: Sequence[
     lanes = block_at_least(rank)
     if rows < 256:
         return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
-    if lanes > 64 or (rows < 1024 and lanes > 32):
-        return config | {"num_warps": 8 if rows < 1024 else 4} | ({"num_stages": 4} if rows >= 4096 else {})
-    if 1024 <= rows < 4096 and lanes <= 32:
-        return config | {"num_warps": 4, "tiles_n": 8, "block_n": 64, "num_stages": 4}
-    return config | _expand_in_words(config["block_m"], shape, rows, widths)
+    if out_bytes == 2 and _gains_by_words(shape, rows, lanes):
+        return config | _expand_in_words(config["block_m"], shape, rows, widths)
+    if rows < 1024:
+        return config | {"num_warps": 8 if lanes > 32 else 4}
+    config = config | {"num_warps": 4}
+    if lanes > 32:
+        return config | ({"num_stages": 4} if rows >= 4096 else {})
+    return config | ({"tiles_n": 16} if rows >= 4096 else {"tiles_n": 8, "block_n": 64, "num_stages": 4})
+
+
+def _gains_by_words(shape: StepShape, rows: int, lanes: int) -> bool:
+    """Where a search found them faster. More lanes leave a program too few registers; between, small blocks of other
+    forms are as fast, and of few rows at rank 64 more warps are. With few rows for each adapter most of a tile that
+    makes B wide would be empty.
+    """
+    if lanes > 64 or rows < 32 * shape.adapters:
+        return False
+    return rows >= 4096 or (rows < 1024) == (lanes <= 32)
 
 
 def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence[int]) -> Config:
-    """Tiles that read B in words: as wide as makes every warp multiply other columns (more words than rows), and as
-    many blocks for a program as leave two programs for each multiprocessor, one where there are few rows.
+    """Tiles that read B in words. More words than rows, so that every warp multiplies other columns (else several make
+    the same ones wide), and less than the 64 rows of Hopper's product, which wants B in shared memory; lower tiles for
+    narrow slices. As many blocks for a program as leave two programs for each multiprocessor, one where rows are few.
     """
     block_m = min(block_m, 32 if max(widths) > 128 else 16)
     block_n = 8 * block_m

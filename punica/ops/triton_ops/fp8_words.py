@@ -87,13 +87,30 @@ def _byte(words, place: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr)
 
 
 @triton.jit
+def _by_their_bits(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    a, b = _byte(words, 0, FORMAT, DTYPE), _byte(words, 1, FORMAT, DTYPE)
+    c, d = _byte(words, 2, FORMAT, DTYPE), _byte(words, 3, FORMAT, DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
 def _wide_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """[columns / 4, ranks] words as four tensors of float32: the first of every four columns, the second, ..."""
     if NATIVE:
         values = _converted(words, FORMAT)
     else:
-        a, b = _byte(words, 0, FORMAT, tl.float32), _byte(words, 1, FORMAT, tl.float32)
-        values = (a, b, _byte(words, 2, FORMAT, tl.float32), _byte(words, 3, FORMAT, tl.float32))
+        values = _by_their_bits(words, FORMAT, tl.float32)
+    return values
+
+
+@triton.jit
+def _operands_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
+    """The same as operands of a product in 16-bit DTYPE."""
+    if NATIVE:
+        a, b, c, d = _unpacked(words, FORMAT)
+        values = (a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE))
+    else:
+        values = _by_their_bits(words, FORMAT, DTYPE)
     return values
 
 
@@ -177,7 +194,7 @@ def expand_tile_in_words(
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[:, None] * width_w + offs_w[None, :]
     h_ptrs = h_ptr + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
     y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
-    h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)
+    h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)  # until the first turn, for the loop to carry
     if LATE:
         wait_for_front(PDL)
         h = _shrunk_rows(h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR, PLANES, DTYPE)
@@ -193,12 +210,7 @@ def expand_tile_in_words(
                 h = _shrunk_rows(h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR, PLANES, DTYPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
-        if NATIVE:
-            a, b, c, d = _unpacked(words, HELD.format)
-            a, b, c, d = a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
-        else:
-            a, b = _byte(words, 0, HELD.format, DTYPE), _byte(words, 1, HELD.format, DTYPE)
-            c, d = _byte(words, 2, HELD.format, DTYPE), _byte(words, 3, HELD.format, DTYPE)
+        a, b, c, d = _operands_of(words, HELD.format, NATIVE, DTYPE)
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         a, b = dot(h, a, zeros, False, INTERPRET), dot(h, b, zeros, False, INTERPRET)
         c, d = dot(h, c, zeros, False, INTERPRET), dot(h, d, zeros, False, INTERPRET)

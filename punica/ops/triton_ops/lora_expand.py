@@ -9,7 +9,7 @@ formed in fp32 and rounded once.
 * **rows**: one row x ``BLOCK_N`` columns, multiply and sum. The width of the block in ranks is chosen on the device, so
   that an adapter of rank 8 in a slot of width 64 costs what rank 16 costs, not rank 64.
 * **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one
-  load of h, so the planes are summed once for all of them. FP8 has tiles of its own (`fp8_words`).
+  load of h, so the planes are summed once for all of them. Prefills in FP8 have a form of their own (`fp8_words`).
 
 With ``PDL`` the kernel starts while the one in front still runs: B is fetched first, and the old y too unless it is
 ``LATE`` (the one in front may write it), then it waits. Else what wrote y has ended: in front stands the shrink, which
@@ -316,13 +316,13 @@ def _expand_tile(
     PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice. AHEAD, where there is one block: all ranks
-    of the slot are read before the true rank is known. In a loop, true ranks that are whole
-    vectors have code of their own, as B streams best where nothing of it is dropped; float32 does without, since the
-    shared memory of both counts.
+    """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice; WORDS: by `expand_tile_in_words`. AHEAD,
+    where there is one block: all ranks of the slot are read before the true rank is known. In a loop, true ranks that
+    are whole vectors have code of their own, as B streams best where nothing of it is dropped; float32 does without,
+    since the shared memory of both counts.
     """
     EITHER: tl.constexpr = HAS_RANKS and VECTOR > 1
-    ALL_OF_B: tl.constexpr = AHEAD and TILES_N == 1 and BLOCK_R >= R
+    ALL_OF_B: tl.constexpr = AHEAD and TILES_N == 1 and BLOCK_R >= R and not WORDS
     slice_id, first_n, width, column = _column_block(block, WIDTHS, COLUMNS, BLOCK_N * TILES_N, NUM_SLICES)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, R, HAS_RANKS)
     if (slot >= 0) if ALL_OF_B or not ADD else (rank > 0):
@@ -543,7 +543,8 @@ def plan_expand(
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
     at_once = tiles_n == 1 or config["num_stages"] == 1
-    words = bool(held.format) and config.get("in_words", False) and wide == 2 and rank <= block_r
+    words = bool(held.format) and config["in_words"] and not config["weights_left"] and wide == 2
+    words = words and rank <= block_r and block_n >= 64  # all ranks at once, and 16 words or more
     held_bytes = 1 if words else wide  # else they are made wide through shared memory
     stage_bytes = block_n * block_r * held_bytes + block_m * row_bytes  # B, and old y or the planes of h
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)

@@ -98,7 +98,7 @@ def plan_linear_fp8(
     second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, planes_in, b.row_major)
     if by_rule:
         first = fused or shrink_in_fp8(first, shape, tokens, a.rank)
-        second = expand_in_fp8(second, shape, tokens, b.widths, b.rank)
+        second = expand_in_fp8(second, shape, tokens, b.widths, b.rank, y.element_size())
     if held is not None:
         return plan_linear(
             y, x, a, b, batch, first, second,

@@ -95,7 +95,7 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     mean, lanes = _rows_per_tiled_adapter(shape, rows), block_at_least(rank)
     again = 2 * rows * rank * width * slices
     config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
-    config |= {"weights_left": False, "ahead": False}
+    config |= {"weights_left": False, "ahead": False, "in_words": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         config |= {"row_wise": True, "block_m": 16, "num_stages": 1}
         if row_major:
@@ -171,7 +171,7 @@ def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
     lanes, flat = block_at_least(rank), _is_flat(shape, rows)
     config: Config = {"row_wise": False, "block_k": lanes if lanes <= 128 else 32, "short_n": 0, "tiles_n": 1}
-    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False}
+    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False, "in_words": False}
     if flat and _reads_ahead(shape.adapters, width, rank):
         return config | {"block_m": 8, "block_n": 128, "ahead": True}
     if flat and lanes <= 16:

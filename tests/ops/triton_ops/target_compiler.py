@@ -107,6 +107,7 @@ def _described(compiled: Any, log: str) -> Record:
         "spilled": int(re.findall(r"(\d+) bytes spill stores", log)[-1]),
         "waits": "griddepcontrol" in code,
         "order": re.findall(r"griddepcontrol\.(\w+)", code),
+        "copies_first": "griddepcontrol.wait" in code.partition("cp.async")[2],
         "starts_early": bool(compiled.metadata.launch_pdl),
         "widths": sorted(set(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))),
         "instructions": sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", code))),
@@ -285,7 +286,8 @@ def form_of(plan: RowsPlan | SearchPlan | ListedPlan) -> str:
     constants = constants_of(plan)
     name = plan.launch.kernel.__name__.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
     short = constants.get("SHORT_K", 0) + constants.get("SHORT_N", 0) > 0
-    return name + (" and rows" if short else "") + (", weights left" if constants.get("LEFT") else "")
+    form = name + (" and rows" if short else "") + (", weights left" if constants.get("LEFT") else "")
+    return form + (", in words" if constants.get("WORDS") else "")
 
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[Record]:

@@ -25,6 +25,7 @@ from punica.ops.triton_ops.fp8_device import fp8_format
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8
 from punica.ops.triton_ops.fp8_words import _unpacked, _wide_words
 from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 FP16 = torch.float16
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
@@ -148,36 +149,71 @@ TILES = EXPANDS["tiles"] | {"in_words": True, "block_n": 128}
 """Tiles that read words: 16 rows of 32 words, or as a test has it."""
 
 
-def _checked_tiles(sizes, widths, rank, ranks, fp8, dtype, device, add_inputs=True, calls=1, **options):
-    """A step of so many rows of each adapter (the first: of none) on weights whose ranks beyond ``ranks`` are NaN, some
-    calls behind one another.
+@pytest.fixture
+def reads_words(monkeypatch):
+    """Called after a step: whether its expand read tiles in words."""
+    module, seen = import_module("punica.ops.triton_ops.lora_linear_fp8"), []
+    plain = module.plan_linear
+
+    def note(*arguments, **given):
+        seen.append(plain(*arguments, **given))
+        return seen[-1]
+
+    def reads() -> bool:
+        launch = seen[-1].expand.launch
+        return dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))["WORDS"]
+
+    monkeypatch.setattr(module, "plan_linear", note)
+    monkeypatch.setattr(module._PLANS, "sets", {})
+    monkeypatch.setattr(module._PLANS, "plans", {})
+    return reads
+
+
+class Tiles:
+    """A step of so many rows of each adapter (the first: of none), and one slot that no row uses. Ranks beyond an
+    adapter's own, the unused slot and their scales are NaN.
     """
-    slots = [-1] * sizes[0] + [slot for slot, rows in enumerate(sizes[1:]) for _ in range(rows)]
-    slots = slots[1::2] + slots[::2]  # so that an adapter's rows do not lie together
-    a, b = ([Stack.random(len(ranks), *shape, MODES["channel"], fp8, device) for shape in shapes]
-            for shapes in ([(rank, 64)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
-    real = [(first.real(), second.real()) for first, second in zip(a, b, strict=True)]
-    for slot, live in enumerate(ranks):
-        for first, second in zip(a, b, strict=True):
-            first.stored[slot, :, live:] = second.stored[slot, :, :, live:] = float("nan")
-            first.scale[slot, live:] = float("nan")
-    x, before = (torch.randn(len(slots), size).to(dtype).to(device) for size in (64, sum(widths)))
-    y, batch = before.clone(), step(slots, device, rows=len(slots))
-    stored = [s.stored for s in a], [by_ranks(s.stored) for s in b]
-    true = torch.tensor([ranks] * len(widths), dtype=torch.int32, device=device)
-    for _ in range(calls):
+
+    def __init__(self, sizes, widths, rank, ranks, device, fp8=E4M3, dtype=FP16, mode="channel"):
+        self.ranks, self.widths, self.dtype, self.device = [*ranks, rank], widths, dtype, device
+        slots = [-1] * sizes[0] + [slot for slot, rows in enumerate(sizes[1:]) for _ in range(rows)]
+        self.slots = slots[1::2] + slots[::2]  # so that an adapter's rows do not lie together
+        self.a, self.b = ([Stack.random(len(self.ranks), *shape, MODES[mode], fp8, device) for shape in shapes]
+                          for shapes in ([(rank, 64)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
+        self.real = [(first.real(), second.real()) for first, second in zip(self.a, self.b, strict=True)]
+        for slot, live in enumerate([*ranks, 0]):
+            for first, second in zip(self.a, self.b, strict=True):
+                first.stored[slot, :, live:] = second.stored[slot, :, :, live:] = float("nan")
+                if mode == "channel":
+                    first.scale[slot, live:] = float("nan")
+                if live == 0:
+                    second.scale[slot] = float("nan")
+        rows = len(self.slots)
+        self.x, self.before = (torch.randn(rows, size).to(dtype).to(device) for size in (64, sum(widths)))
+        self.scheme = PER_CHANNEL if mode == "channel" else Scheme()
+
+    def run(self, y=None, batch=None, **options):
+        """y after one call."""
+        y = self.before.clone() if y is None else y
+        batch = batch or step(self.slots, self.device, rows=len(self.slots))
+        true = torch.tensor([self.ranks] * len(self.widths), dtype=torch.int32, device=self.device)
         linear_fp8(
-            y, x, *stored, batch, 0.5, lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b],
-            shrink=PER_CHANNEL, expand=PER_CHANNEL, lora_ranks=true, add_inputs=add_inputs, **options,
+            y, self.x, [s.stored for s in self.a], [by_ranks(s.stored) for s in self.b], batch, 0.5,
+            lora_a_scale=[s.scale for s in self.a], lora_b_scale=[s.scale for s in self.b], shrink=self.scheme,
+            expand=self.scheme, lora_ranks=true, **options,
         )  # fmt: skip
-    deltas = []
-    for a_real, b_real in real:
-        h = 0.5 * product(x.cpu().double(), a_real, slots, ranks, True)
-        deltas.append(product(h, b_real, slots, ranks, False))
-    bare = torch.tensor(slots) < 0
-    expected = calls * torch.cat(deltas, 1) + before.cpu().double() if add_inputs else torch.cat(deltas, 1)
-    assert_close(y[~bare], expected[~bare], dtype)
-    assert torch.equal(y[bare], before[bare])
+        return y
+
+    def check(self, y, calls=1):
+        """That y holds what so many calls add; 0: what one call leaves that overwrites."""
+        deltas = []
+        for a_real, b_real in self.real:
+            h = 0.5 * product(self.x.cpu().double(), a_real, self.slots, self.ranks, True)
+            deltas.append(product(h, b_real, self.slots, self.ranks, False))
+        delta, bare = torch.cat(deltas, 1), torch.tensor(self.slots) < 0
+        expected = calls * delta + self.before.cpu().double() if calls else delta
+        assert_close(y[~bare], expected[~bare], self.dtype)
+        assert torch.equal(y[bare], self.before[bare])
 
 
 @pytest.mark.parametrize(
@@ -187,39 +223,76 @@ def _checked_tiles(sizes, widths, rank, ranks, fp8, dtype, device, add_inputs=Tr
 )
 @pytest.mark.parametrize("dtype", [FP16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_tiles_with_true_ranks_and_poison(fp8, dtype, blocks, device, as_configured):
-    """Tiles full and short, of which neither other slots nor ranks beyond an adapter's own are read; slices whose last
-    blocks reach beyond their columns.
+def test_tiles_with_true_ranks_and_poison(fp8, dtype, blocks, device, as_configured, reads_words):
+    """Tiles full and short, of which neither the unused slot nor ranks beyond an adapter's own are read; slices whose
+    last blocks reach beyond their columns.
     """
     block_m, block_n, tiles_n, stages = blocks
     config = {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": stages}
     as_configured(shrink=SHRINKS["tiles"], expand=TILES | config)
-    _checked_tiles([3, 37, 16, 9], (300, 68), 24, [5, 24, 0], fp8, dtype, device)
+    tiles = Tiles([3, 37, 16, 9], (300, 68), 24, [5, 24, 0], device, fp8, dtype)
+    tiles.check(tiles.run())
+    assert reads_words()
 
 
-@pytest.mark.parametrize("add_inputs", [True, False], ids=["added", "overwritten"])
-def test_tiles_of_whole_blocks(add_inputs, device, as_configured):
+@pytest.mark.parametrize("rank", [18, 50, 64])
+@pytest.mark.parametrize("calls", [1, 0], ids=["added", "overwritten"])
+def test_tiles_of_whole_blocks(calls, rank, device, as_configured, reads_words):
     as_configured(shrink=SHRINKS["tiles"] | {"split_k": 2, "block_k": 16}, expand=TILES | {"tiles_n": 2})
-    _checked_tiles([0, 32, 48], (256, 512), 64, [64, 30], E4M3, FP16, device, add_inputs)
+    tiles = Tiles([0, 32, 48], (256, 512), rank, [rank, rank // 2], device)
+    tiles.check(tiles.run(add_inputs=calls > 0), calls)
+    assert reads_words()
 
 
-def test_tiles_as_the_rule_has_them(device):
-    _checked_tiles([2, 160, 100], (192,), 16, [16, 7], E4M3, FP16, device)
+def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, as_configured, reads_words):
+    as_configured(shrink=SHRINKS["tiles"], expand=TILES)
+    tiles = Tiles([5, 20, 30], (68,), 16, [16, 16], device, mode="tensor")
+    listed = step(tiles.slots, device, rows=len(tiles.slots))
+    flat = TensorBatch.given(*listed.tensors, flag=torch.tensor([False]), count=None)
+    tiles.check(tiles.run(batch=flat))
+    assert reads_words()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
+@pytest.mark.parametrize(
+    ("dtype", "rank", "changes", "words"),
+    [
+        (FP16, 16, {}, True),
+        (torch.float32, 16, {}, False),
+        (FP16, 136, {}, False),
+        (FP16, 16, {"weights_left": True}, False),
+        (FP16, 16, {"block_n": 32}, False),
+    ],
+    ids=["words", "float32", "more than 128 ranks", "weights left", "few columns"],
+)
+def test_which_tiles_go_by_words(dtype, rank, changes, words, ahead, device, as_configured, reads_words):
+    """Whatever a configuration asks for; with a rank of 0 among them, which must not be read."""
+    as_configured(shrink=SHRINKS["tiles"], expand=TILES | {"ahead": ahead, **changes})
+    tiles = Tiles([1, 18, 5], (132,), rank, [rank, 0], device, dtype=dtype)
+    tiles.check(tiles.run())
+    assert reads_words() == words
+
+
+def test_tiles_as_the_rule_has_them(device, reads_words):
+    tiles = Tiles([2, 160, 100], (192,), 16, [16, 7], device)
+    tiles.check(tiles.run())
+    assert reads_words()
 
 
 @pytest.mark.parametrize("rows", [260, 1000, 1500, 5000])
-@pytest.mark.parametrize("rank", [16, 17, 64])
-def test_how_the_rule_reads_prefills(rows, rank):
-    """In words wherever tiles have more of them than rows, which is what sets warps side by side."""
+@pytest.mark.parametrize("rank", [16, 17, 64, 65])
+@pytest.mark.parametrize("adapters", [1, 4, 64])
+def test_which_prefills_the_rule_reads_in_words(rows, rank, adapters):
+    """Those of 16-bit outputs, where tiles have more words than rows, which is what sets warps side by side."""
     for widths in ((64,), (4096,), (11008, 11008), (4096, 128, 128)):
-        shape = StepShape(2, 0, rows // 2)
-        config = choose("expand", shape, rows, max(widths), rank, len(widths), Options(), True, 2, False)
-        config = expand_in_fp8(config, shape, rows, widths, rank)
-        assert config.get("in_words", False) == (rows >= 4096 or (rows < 1024) == (rank <= 32))
-        if config.get("in_words"):
+        shape = StepShape.even(adapters, rows)
+        given = choose("expand", shape, rows, max(widths), rank, len(widths), Options(), True, 2, False)
+        config = expand_in_fp8(given, shape, rows, widths, rank, 2)
+        few = rows < 32 * adapters
+        assert config["in_words"] == (not few and rank <= 64 and (rows >= 4096 or (rows < 1024) == (rank <= 32)))
+        assert not expand_in_fp8(given, shape, rows, widths, rank, 4)["in_words"]
+        if config["in_words"]:
             assert config["block_n"] // 4 > config["block_m"]
-            assert not config["ahead"]
-            assert not config["weights_left"]
 
 
 @pytest.mark.gpu
@@ -228,11 +301,15 @@ def test_how_the_rule_reads_prefills(rows, rank):
 @pytest.mark.parametrize("sizes", [(3, 300, 212), (0, 1500, 548), (5, 4100, 17, 30)], ids=str)
 def test_prefills_of_full_size(sizes, rank, dtype):
     """As the rule has them: y is read before the kernel in front has ended, which the calls in front have written."""
-    ranks = [rank, 7, 5][: len(sizes) - 1]
     for widths in ((1024,), (640, 64, 64)):
-        _checked_tiles(sizes, widths, rank, ranks, E4M3, dtype, "cuda", calls=4)
-    _checked_tiles(sizes, (1024,), rank, ranks, E5M2, dtype, "cuda", calls=2, options=Options(pdl=False))
-    _checked_tiles(sizes, (1024,), rank, ranks, E4M3, dtype, "cuda", aside=nullcontext)
+        tiles = Tiles(sizes, widths, rank, [rank, 7, 5][: len(sizes) - 1], "cuda", dtype=dtype)
+        y, batch = tiles.before.clone(), step(tiles.slots, "cuda", rows=len(tiles.slots))
+        for _ in range(4):
+            tiles.run(y, batch)
+        tiles.check(y, 4)
+        tiles.check(tiles.run(options=Options(pdl=False)))
+        tiles.check(tiles.run(aside=nullcontext))
+        tiles.check(tiles.run(add_inputs=False), 0)
 
 
 def test_a_scale_per_slot_and_overwriting(device, as_configured):

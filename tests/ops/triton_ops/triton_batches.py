@@ -67,7 +67,7 @@ EXPAND_DEEP = {
 for _config in (SHRINK_ROWS, SHRINK_TILES):
     _config |= {"short_k": 0, "weights_left": False, "together": False}
 for _config in (EXPAND_ROWS, EXPAND_TILES, EXPAND_WALK, EXPAND_DEEP):
-    _config |= {"short_n": 0, "weights_left": False, "ahead": False}
+    _config |= {"short_n": 0, "weights_left": False, "ahead": False, "in_words": False}
 SHRINKS = {"rows": SHRINK_ROWS, "tiles": SHRINK_TILES}
 EXPANDS = {"rows": EXPAND_ROWS, "tiles": EXPAND_TILES, "walk": EXPAND_WALK, "deep": EXPAND_DEEP}
 
