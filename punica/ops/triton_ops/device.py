@@ -156,3 +156,16 @@ def read_shrunk(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
     for plane in tl.static_range(1, PLANES):
         total += tl.load(h_ptrs + plane * stride_hp, mask=mask, other=0.0).to(tl.float32)
     return total
+
+
+@triton.jit
+def read_shrunk_rows(
+    h_ptrs, mask, lanes, rank, stride_hp, PLANES: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[rows, lanes] of what shrink left, in DTYPE. Unless WHOLE `mask` reaches beyond the rank, to the end of a vector,
+    and what lies there is dropped.
+    """
+    h = read_shrunk(h_ptrs, mask, stride_hp, PLANES)
+    if not WHOLE:
+        h = tl.where((lanes < rank)[None, :], h, 0.0)
+    return h.to(DTYPE)

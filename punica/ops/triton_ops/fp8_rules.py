@@ -76,7 +76,7 @@ def _gains_by_words(shape: StepShape, rows: int, lanes: int) -> bool:
     """
     if lanes > 64 or rows < 32 * shape.adapters:
         return False
-    return rows >= 4096 or (rows < 1024) == (lanes <= 32)
+    return rows >= 4096 or (lanes <= 32 if rows < 1024 else lanes > 32)
 
 
 def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence[int]) -> Config:

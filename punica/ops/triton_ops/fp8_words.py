@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.triton_ops.device import dot, hold_loads, let_next_start, read_shrunk, wait_for_front
+from punica.ops.triton_ops.device import (
+    dot,
+    hold_loads,
+    let_next_start,
+    read_shrunk,
+    read_shrunk_rows,
+    wait_for_front,
+)
 from punica.ops.triton_ops.fp8_device import channel_scales, widened
 
 
@@ -165,16 +172,6 @@ def expand_row_in_words(
 
 
 @triton.jit
-def _shrunk_rows(
-    h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """What shrink left for some rows, zero beyond the rank; whole vectors are read, as far as they reach beyond it."""
-    lanes_read = (rank + VECTOR - 1) // VECTOR * VECTOR
-    h = read_shrunk(h_ptrs, mask_m[:, None] & (offs_r < lanes_read)[None, :], stride_hp, PLANES)
-    return tl.where((offs_r < rank)[None, :], h, 0.0).to(DTYPE)
-
-
-@triton.jit
 def expand_tile_in_words(
     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
     stride_hp, stride_ht, stride_hr, stride_yt,
@@ -194,10 +191,11 @@ def expand_tile_in_words(
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[:, None] * width_w + offs_w[None, :]
     h_ptrs = h_ptr + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
     y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
+    mask_h = mask_m[:, None] & (offs_r < (rank + VECTOR - 1) // VECTOR * VECTOR)[None, :]
     h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)  # until the first turn, for the loop to carry
     if LATE:
         wait_for_front(PDL)
-        h = _shrunk_rows(h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR, PLANES, DTYPE)
+        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, False, DTYPE)
     for step in tl.range(0, TILES_N, num_stages=NUM_STAGES):
         mask_n = offs_n < (1 << 30 if EVEN_N else width)
         mask_w = (offs_w < (1 << 30 if EVEN_N else width_w))[None, :]
@@ -207,7 +205,7 @@ def expand_tile_in_words(
         if not LATE:  # noqa: SIM102 (LATE is decided at compile time)
             if step == 0:
                 wait_for_front(PDL)
-                h = _shrunk_rows(h_ptrs, offs_r, mask_m, rank, stride_hp, VECTOR, PLANES, DTYPE)
+                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, False, DTYPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
         a, b, c, d = _operands_of(words, HELD.format, NATIVE, DTYPE)

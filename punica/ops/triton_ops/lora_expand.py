@@ -42,6 +42,7 @@ from punica.ops.triton_ops.device import (
     rank_of,
     read_record,
     read_shrunk,
+    read_shrunk_rows,
     result,
     wait_for_front,
 )
@@ -237,10 +238,7 @@ def _expand_rows_of(
         wait_for_front(PDL)
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-        h = read_shrunk(h_ptrs, mask_h, stride_hp, PLANES)
-        if not WHOLE:
-            h = tl.where((offs_r < rank)[None, :], h, 0.0)
-        h = h.to(DTYPE)
+        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, WHOLE, DTYPE)
         for step in tl.range(0, TILES_N, num_stages=NUM_STAGES):
             if not AT_ONCE:
                 mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from target_compiler import constants_of
 from triton_batches import EXPANDS, SHRINKS, assert_close
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -91,95 +92,16 @@ def as_configured(monkeypatch, use_config):
     return use_config
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
-@pytest.mark.parametrize("lanes", [8, 16, 32])
-@pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96)], ids=str)
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, as_configured):
-    """Neither slots that are not asked for, nor ranks beyond an adapter's own, nor their scales are read, whether a
-    program takes all ranks at once or block by block.
-    """
-    as_configured(shrink=SHRINKS["rows"], expand=EXPANDS["rows"] | {"block_k": lanes, "ahead": ahead})
-    rank, ranks = 24, [5, 24, 0]
-    mode = MODES["channel"]
-    a, b = ([Stack.random(3, *shape, mode, fp8, device) for shape in shapes]
-            for shapes in ([(rank, 100)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
-    real = [(first.real(), second.real()) for first, second in zip(a, b, strict=True)]
-    for slot, live in enumerate(ranks):
-        for first, second in zip(a, b, strict=True):
-            first.stored[slot, :, live:] = second.stored[slot, :, :, live:] = float("nan")
-            first.scale[slot, live:] = float("nan")
-    x, total = torch.randn(len(SLOTS), 100).half().to(device), sum(widths)
-    before = torch.randn(len(SLOTS), total).half().to(device)
-    y = before.clone()
-    linear_fp8(
-        y, x, [s.stored for s in a], [by_ranks(s.stored) for s in b], step(SLOTS, device), 0.5,
-        lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b], shrink=PER_CHANNEL, expand=PER_CHANNEL,
-        lora_ranks=torch.tensor([ranks] * len(widths), dtype=torch.int32, device=device),
-    )  # fmt: skip
-    deltas = []
-    for a_real, b_real in real:
-        h = 0.5 * product(x.cpu().double(), a_real, SLOTS, ranks, True)
-        deltas.append(product(h, b_real, SLOTS, ranks, False))
-    assert_close(y, before.cpu().double() + torch.cat(deltas, 1), FP16)
-    bare = torch.tensor(SLOTS) < 0
-    assert torch.equal(y[bare], before[bare])
-
-
-@pytest.mark.parametrize("rank", [16, 100])
-def test_a_prompt_beside_rows_as_the_rule_has_it(rank, device):
-    """Rows of a mixed step take fewer ranks at once, at rank 16 ahead of the true rank, which poison stands behind."""
-    slots, ranks = [2] * 70 + [0, 1] * 5, [rank - 3, 7, rank]
-    a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((rank, 64), (520, rank)))
-    a_real, b_real = a.real(), b.real()
-    for slot, live in enumerate(ranks):
-        a.stored[slot, :, live:] = b.stored[slot, :, :, live:] = float("nan")
-        a.scale[slot, live:] = float("nan")
-    x, y = torch.randn(len(slots), 64).half().to(device), torch.zeros(len(slots), 520, dtype=FP16, device=device)
-    linear_fp8(
-        y, x, [a.stored], [by_ranks(b.stored)], step(slots, device, rows=len(slots)), 0.5,
-        lora_a_scale=[a.scale], lora_b_scale=[b.scale],
-        shrink=PER_CHANNEL, expand=PER_CHANNEL, lora_ranks=torch.tensor([ranks], dtype=torch.int32, device=device),
-    )  # fmt: skip
-    h = 0.5 * product(x.cpu().double(), a_real, slots, ranks, True)
-    assert_close(y, product(h, b_real, slots, ranks, False), FP16)
-
-
-TILES = EXPANDS["tiles"] | {"in_words": True, "block_n": 128}
-"""Tiles that read words: 16 rows of 32 words, or as a test has it."""
-
-
-@pytest.fixture
-def reads_words(monkeypatch):
-    """Called after a step: whether its expand read tiles in words."""
-    module, seen = import_module("punica.ops.triton_ops.lora_linear_fp8"), []
-    plain = module.plan_linear
-
-    def note(*arguments, **given):
-        seen.append(plain(*arguments, **given))
-        return seen[-1]
-
-    def reads() -> bool:
-        launch = seen[-1].expand.launch
-        return dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))["WORDS"]
-
-    monkeypatch.setattr(module, "plan_linear", note)
-    monkeypatch.setattr(module._PLANS, "sets", {})
-    monkeypatch.setattr(module._PLANS, "plans", {})
-    return reads
-
-
-class Tiles:
-    """A step of so many rows of each adapter (the first: of none), and one slot that no row uses. Ranks beyond an
-    adapter's own, the unused slot and their scales are NaN.
+class Case:
+    """Rows of ``slots`` with adapters of ``ranks``, and one slot that no row uses. Ranks beyond an adapter's own, the
+    unused slot and their scales are NaN.
     """
 
-    def __init__(self, sizes, widths, rank, ranks, device, fp8=E4M3, dtype=FP16, mode="channel"):
-        self.ranks, self.widths, self.dtype, self.device = [*ranks, rank], widths, dtype, device
-        slots = [-1] * sizes[0] + [slot for slot, rows in enumerate(sizes[1:]) for _ in range(rows)]
-        self.slots = slots[1::2] + slots[::2]  # so that an adapter's rows do not lie together
+    def __init__(self, slots, widths, rank, ranks, device, fp8=E4M3, dtype=FP16, mode="channel", k=64):
+        self.slots, self.ranks, self.widths = slots, [*ranks, rank], widths
+        self.dtype, self.device = dtype, device
         self.a, self.b = ([Stack.random(len(self.ranks), *shape, MODES[mode], fp8, device) for shape in shapes]
-                          for shapes in ([(rank, 64)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
+                          for shapes in ([(rank, k)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
         self.real = [(first.real(), second.real()) for first, second in zip(self.a, self.b, strict=True)]
         for slot, live in enumerate([*ranks, 0]):
             for first, second in zip(self.a, self.b, strict=True):
@@ -189,7 +111,7 @@ class Tiles:
                 if live == 0:
                     second.scale[slot] = float("nan")
         rows = len(self.slots)
-        self.x, self.before = (torch.randn(rows, size).to(dtype).to(device) for size in (64, sum(widths)))
+        self.x, self.before = (torch.randn(rows, size).to(dtype).to(device) for size in (k, sum(widths)))
         self.scheme = PER_CHANNEL if mode == "channel" else Scheme()
 
     def run(self, y=None, batch=None, **options):
@@ -216,6 +138,55 @@ class Tiles:
         assert torch.equal(y[bare], self.before[bare])
 
 
+def spread(*sizes):
+    """Slots of so many rows of each adapter (the first: of none), where no adapter's rows lie together."""
+    slots = [-1] * sizes[0] + [slot for slot, rows in enumerate(sizes[1:]) for _ in range(rows)]
+    return slots[1::2] + slots[::2]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
+@pytest.mark.parametrize("lanes", [8, 16, 32])
+@pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96)], ids=str)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, as_configured):
+    """Neither slots that are not asked for, nor ranks beyond an adapter's own, nor their scales are read, whether a
+    program takes all ranks at once or block by block.
+    """
+    as_configured(shrink=SHRINKS["rows"], expand=EXPANDS["rows"] | {"block_k": lanes, "ahead": ahead})
+    case = Case(SLOTS, widths, 24, [5, 24, 0], device, fp8, k=100)
+    case.check(case.run(batch=step(SLOTS, device)))
+
+
+@pytest.mark.parametrize("rank", [16, 100])
+def test_a_prompt_beside_rows_as_the_rule_has_it(rank, device):
+    """Rows of a mixed step take fewer ranks at once, at rank 16 ahead of the true rank, which poison stands behind."""
+    case = Case([2] * 70 + [0, 1] * 5, (520,), rank, [rank - 3, 7, rank], device)
+    case.check(case.run())
+
+
+TILES = EXPANDS["tiles"] | {"in_words": True, "block_n": 128}
+"""Tiles that read words: 16 rows of 32 words, or as a test has it."""
+
+
+@pytest.fixture
+def reads_words(monkeypatch):
+    """Called after a step: whether its expand read tiles in words."""
+    module, seen = import_module("punica.ops.triton_ops.lora_linear_fp8"), []
+    plain = module.plan_linear
+
+    def note(*arguments, **given):
+        seen.append(plain(*arguments, **given))
+        return seen[-1]
+
+    def reads() -> bool:
+        return constants_of(seen[-1].expand)["WORDS"]
+
+    monkeypatch.setattr(module, "plan_linear", note)
+    monkeypatch.setattr(module._PLANS, "sets", {})
+    monkeypatch.setattr(module._PLANS, "plans", {})
+    return reads
+
+
 @pytest.mark.parametrize(
     "blocks",
     [(16, 128, 1, 1), (16, 128, 3, 2), (32, 256, 1, 3), (32, 256, 2, 3), (16, 64, 2, 4)],
@@ -230,8 +201,8 @@ def test_tiles_with_true_ranks_and_poison(fp8, dtype, blocks, device, as_configu
     block_m, block_n, tiles_n, stages = blocks
     config = {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": stages}
     as_configured(shrink=SHRINKS["tiles"], expand=TILES | config)
-    tiles = Tiles([3, 37, 16, 9], (300, 68), 24, [5, 24, 0], device, fp8, dtype)
-    tiles.check(tiles.run())
+    case = Case(spread(3, 37, 16, 9), (300, 68), 24, [5, 24, 0], device, fp8, dtype)
+    case.check(case.run())
     assert reads_words()
 
 
@@ -239,17 +210,17 @@ def test_tiles_with_true_ranks_and_poison(fp8, dtype, blocks, device, as_configu
 @pytest.mark.parametrize("calls", [1, 0], ids=["added", "overwritten"])
 def test_tiles_of_whole_blocks(calls, rank, device, as_configured, reads_words):
     as_configured(shrink=SHRINKS["tiles"] | {"split_k": 2, "block_k": 16}, expand=TILES | {"tiles_n": 2})
-    tiles = Tiles([0, 32, 48], (256, 512), rank, [rank, rank // 2], device)
-    tiles.check(tiles.run(add_inputs=calls > 0), calls)
+    case = Case(spread(0, 32, 48), (256, 512), rank, [rank, rank // 2], device)
+    case.check(case.run(add_inputs=calls > 0), calls)
     assert reads_words()
 
 
 def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, as_configured, reads_words):
     as_configured(shrink=SHRINKS["tiles"], expand=TILES)
-    tiles = Tiles([5, 20, 30], (68,), 16, [16, 16], device, mode="tensor")
-    listed = step(tiles.slots, device, rows=len(tiles.slots))
+    case = Case(spread(5, 20, 30), (68,), 16, [16, 16], device, mode="tensor")
+    listed = step(case.slots, device, rows=len(case.slots))
     flat = TensorBatch.given(*listed.tensors, flag=torch.tensor([False]), count=None)
-    tiles.check(tiles.run(batch=flat))
+    case.check(case.run(batch=flat))
     assert reads_words()
 
 
@@ -268,14 +239,14 @@ def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, as_
 def test_which_tiles_go_by_words(dtype, rank, changes, words, ahead, device, as_configured, reads_words):
     """Whatever a configuration asks for; with a rank of 0 among them, which must not be read."""
     as_configured(shrink=SHRINKS["tiles"], expand=TILES | {"ahead": ahead, **changes})
-    tiles = Tiles([1, 18, 5], (132,), rank, [rank, 0], device, dtype=dtype)
-    tiles.check(tiles.run())
+    case = Case(spread(1, 18, 5), (132,), rank, [rank, 0], device, dtype=dtype)
+    case.check(case.run())
     assert reads_words() == words
 
 
 def test_tiles_as_the_rule_has_them(device, reads_words):
-    tiles = Tiles([2, 160, 100], (192,), 16, [16, 7], device)
-    tiles.check(tiles.run())
+    case = Case(spread(2, 160, 100), (192,), 16, [16, 7], device)
+    case.check(case.run())
     assert reads_words()
 
 
@@ -302,14 +273,14 @@ def test_which_prefills_the_rule_reads_in_words(rows, rank, adapters):
 def test_prefills_of_full_size(sizes, rank, dtype):
     """As the rule has them: y is read before the kernel in front has ended, which the calls in front have written."""
     for widths in ((1024,), (640, 64, 64)):
-        tiles = Tiles(sizes, widths, rank, [rank, 7, 5][: len(sizes) - 1], "cuda", dtype=dtype)
-        y, batch = tiles.before.clone(), step(tiles.slots, "cuda", rows=len(tiles.slots))
+        case = Case(spread(*sizes), widths, rank, [rank, 7, 5][: len(sizes) - 1], "cuda", dtype=dtype)
+        y, batch = case.before.clone(), step(case.slots, "cuda", rows=len(case.slots))
         for _ in range(4):
-            tiles.run(y, batch)
-        tiles.check(y, 4)
-        tiles.check(tiles.run(options=Options(pdl=False)))
-        tiles.check(tiles.run(aside=nullcontext))
-        tiles.check(tiles.run(add_inputs=False), 0)
+            case.run(y, batch)
+        case.check(y, 4)
+        case.check(case.run(options=Options(pdl=False)))
+        case.check(case.run(aside=nullcontext))
+        case.check(case.run(add_inputs=False), 0)
 
 
 def test_a_scale_per_slot_and_overwriting(device, as_configured):
