@@ -11,6 +11,7 @@ for shrinks, and for shrink and expand these extras of the kernels in this packa
 | ``short_k`` | shrink, tiles | above 0: only for long segments; rows of short ones singly, so much of K at once |
 | ``short_n`` | expand, tiles | the same, in blocks of so many columns |
 | ``ahead`` | expand | weights are read before the true rank is known |
+| ``fetch_y`` | expand, tiles | while the kernel in front runs, y is brought to the L2 cache (``tiles_n`` > 1) |
 | ``together`` | shrink, tiles | the ranks of all slices side by side, x read once for all of them |
 | ``weights_left`` | both, tiles | weights are the left operand of the tensor cores |
 | ``in_words`` | expand, tiles | B in FP8 is read four columns to a word (not with ``weights_left``) |
@@ -60,12 +61,20 @@ OP_TYPES = (
 # What the keys that a tuned file may leave out are then.
 OPTIONAL_KEYS: dict[str, Config] = {
     "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "weights_left": False, "together": False},
-    "expand": {"row_wise": False, "tiles_n": 1, "short_n": 0, "weights_left": False, "ahead": False, "in_words": False},
+    "expand": {
+        "row_wise": False,
+        "tiles_n": 1,
+        "short_n": 0,
+        "weights_left": False,
+        "ahead": False,
+        "fetch_y": False,
+        "in_words": False,
+    },
 }
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
 _COUNTS = ("num_warps", "num_stages")
-_SWITCHES = ("row_wise", "weights_left", "together", "ahead", "in_words")
+_SWITCHES = ("row_wise", "weights_left", "together", "ahead", "fetch_y", "in_words")
 
 
 def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str:

@@ -60,6 +60,22 @@ def hold_loads(PDL: tl.constexpr):
         tl.debug_barrier()
 
 
+_PREFETCH = tl.constexpr(
+    "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+)
+
+
+@triton.jit
+def bring_to_cache(ptrs, mask):
+    """Let the lines of 128 bytes at ``ptrs`` move to the L2 cache; nothing waits for them, and what another kernel
+    writes there afterwards is read as it then is. Not in the interpreter.
+    """
+    addresses, wanted = ptrs.to(tl.int64), mask.to(tl.int32)
+    tl.inline_asm_elementwise(
+        _PREFETCH, "=r,l,r", [addresses, wanted], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
 @triton.jit
 def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr):
     """True rank of the adapter in `slot` (R without a table), between 0 and R; 0 for slot -1."""

@@ -27,7 +27,7 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
     if config["weights_left"] or is_mixed(shape) or rows < 256:
         return config
     if block_at_least(rank) <= 32:
-        return config | ({"num_stages": 5} if rows >= 1024 else {"block_k": 256, "num_warps": 8})
+        return config | {"num_stages": 5 if rows >= 1024 else 6}
     # As the left operand wide weights go from registers to the tensor cores, without shared memory between. Started
     # early, programs find multiprocessors unevenly free: of few adapters, whose tiles are high, so many stages leave no
     # room for two on one while another has none.
@@ -60,7 +60,7 @@ def expand_in_fp8(
     if rows < 256:
         return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
     if out_bytes == 2 and _gains_by_words(shape, rows, lanes):
-        return config | _expand_in_words(config["block_m"], shape, rows, widths)
+        return config | _expand_in_words(config["block_m"], shape, rows, widths, lanes)
     if rows < 1024:
         return config | {"num_warps": 8 if lanes > 32 else 4}
     config = config | {"num_warps": 4}
@@ -70,25 +70,26 @@ def expand_in_fp8(
 
 
 def _gains_by_words(shape: StepShape, rows: int, lanes: int) -> bool:
-    """Where a search found them faster. More lanes leave a program too few registers; between, small blocks of other
-    forms are as fast, and of few rows at rank 64 more warps are. With few rows for each adapter most of a tile that
-    makes B wide would be empty.
+    """Where a search found them faster. More lanes leave a program too few registers; between, of few lanes, small
+    blocks of other forms are as fast. With few rows for each adapter most of a tile that makes B wide would be empty.
     """
     if lanes > 64 or rows < 32 * shape.adapters:
         return False
-    return rows >= 4096 or (lanes <= 32 if rows < 1024 else lanes > 32)
+    return lanes > 32 or not 1024 <= rows < 4096
 
 
-def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence[int]) -> Config:
+def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence[int], lanes: int) -> Config:
     """Tiles that read B in words. More words than rows, so that every warp multiplies other columns (else several make
     the same ones wide), and less than the 64 rows of Hopper's product, which wants B in shared memory; lower tiles for
-    narrow slices. As many blocks for a program as leave two programs for each multiprocessor, one where rows are few.
+    narrow slices, and for few rows of many lanes. As many blocks for a program as leave two programs for each
+    multiprocessor, up to three of those low ones, and one where rows and lanes are few.
     """
-    block_m = min(block_m, 32 if max(widths) > 128 else 16)
+    low = lanes > 32 and rows < 2048
+    block_m = min(block_m, 32 if max(widths) > 128 and not low else 16)
     block_n = 8 * block_m
     programs = tiles_of(shape, rows, block_m) * sum([cdiv(width, block_n) for width in widths])
     config: Config = {"block_m": block_m, "block_n": block_n, "num_warps": 4, "in_words": True}
-    config["tiles_n"] = power_near(programs / (128 if rows < 1024 else 256), 1, 16)
+    config["tiles_n"] = power_near(programs / (280 if low else 128 if rows < 1024 else 256), 1, 16)
     return config | {"num_stages": 3 if rows < 4096 else 4}
 
 

@@ -33,6 +33,7 @@ from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
     accumulator,
+    bring_to_cache,
     dot,
     find_tile,
     hold_loads,
@@ -202,13 +203,15 @@ def _expand_rows_of(
     stride_hp, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, HELD: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr,
     WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
-    ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x TILES_N blocks of BLOCK_N columns. WHOLE: the rank is a multiple of VECTOR, the ranks that one load of
     h or B takes; else the loads reach beyond it and what lies there is dropped. B by ranks is read as far as the rank,
     and with ALL_OF_B to the end of the slot, before the true rank is known. AT_ONCE: blocks go through registers, the
-    first is fetched ahead of the kernel in front, and every other one while the one before it is multiplied.
+    first is fetched ahead of the kernel in front, and every other one while the one before it is multiplied. FETCH:
+    what they add to is brought to the L2 cache ahead of the kernel in front.
     """
     CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty if HELD.format > 0 else b_ptr.dtype.element_ty
@@ -235,6 +238,12 @@ def _expand_rows_of(
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
             if ADD and not LATE:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+        if FETCH:
+            LINES: tl.constexpr = (BLOCK_N * y_ptr.dtype.element_ty.primitive_bitwidth + 1023) // 1024
+            for step in tl.static_range(TILES_N):
+                lines = first_n + step * BLOCK_N + tl.arange(0, LINES) * (BLOCK_N // LINES)
+                line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]
+                bring_to_cache(line_ptrs, mask_m[:, None] & (lines < width)[None, :])
         wait_for_front(PDL)
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
@@ -310,9 +319,9 @@ def _expand_tile(
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
-    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, WORDS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x TILES_N blocks of BLOCK_N columns of one slice; WORDS: by `expand_tile_in_words`. AHEAD,
     where there is one block: all ranks of the slot are read before the true rank is known. In a loop, true ranks that
@@ -334,15 +343,15 @@ def _expand_tile(
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
                     stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, True, False,
-                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
-                    INTERPRET,
+                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, FETCH, NUM_STAGES, PLANES, ADD, LATE, PDL,
+                    LEFT, INTERPRET,
                 )  # fmt: skip
             else:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
                     stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, False, False,
-                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
-                    INTERPRET,
+                    EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, FETCH, NUM_STAGES, PLANES, ADD, LATE, PDL,
+                    LEFT, INTERPRET,
                 )  # fmt: skip
         elif WORDS:
             expand_tile_in_words(
@@ -354,8 +363,8 @@ def _expand_tile(
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
                 stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, not EITHER,
-                ALL_OF_B, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, NUM_STAGES, PLANES, ADD, LATE, PDL, LEFT,
-                INTERPRET,
+                ALL_OF_B, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, FETCH, NUM_STAGES, PLANES, ADD, LATE,
+                PDL, LEFT, INTERPRET,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -392,9 +401,9 @@ def _lora_expand_search_kernel(
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
-    HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
-    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr, LEFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """All tiles; every program searches the segments for its own."""
     pid = tl.program_id(0)
@@ -404,7 +413,7 @@ def _lora_expand_search_kernel(
         h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
         R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE,
-        WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
+        FETCH, WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
     )  # fmt: skip
 
 
@@ -415,7 +424,7 @@ def _lora_expand_listed_kernel(
     R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     SHORT_BLOCKS: tl.constexpr, SHORT_N: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr,
     HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
     LEFT: tl.constexpr, INTERPRET: tl.constexpr,
@@ -438,7 +447,7 @@ def _lora_expand_listed_kernel(
                 h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
                 R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
-                AT_ONCE, WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
+                AT_ONCE, FETCH, WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
@@ -548,7 +557,8 @@ def plan_expand(
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
     per_tile = blocks(block_n * tiles_n)
     constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
-    constants |= {"TILES_N": tiles_n, "AT_ONCE": at_once, "WORDS": words, "NUM_STAGES": stages}
+    fetch = config["fetch_y"] and pdl and add_inputs and not at_once
+    constants |= {"TILES_N": tiles_n, "AT_ONCE": at_once, "FETCH": fetch, "WORDS": words, "NUM_STAGES": stages}
     constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
     constants |= {"AHEAD": has_ranks and config["ahead"]}
     if batch.listed and block_m in HEIGHTS:

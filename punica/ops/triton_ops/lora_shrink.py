@@ -256,7 +256,10 @@ def _shrink_tile(
                 tl.extra.cuda.gdc_launch_dependents()
             for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
                 if EVEN_K:
-                    x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+                    if LEFT:  # rows beyond the tile's are its first again, and masks of so many take instructions
+                        x = tl.load(x_ptrs)
+                    else:
+                        x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
                 else:
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)

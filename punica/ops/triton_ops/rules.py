@@ -26,6 +26,11 @@ AHEAD = 6e6
 waiting for the true ranks. Ranks above 16 gain more by it (twice as many bytes); with half as many, programs may be
 small.
 """
+FETCHED = 8 << 20
+"""Bytes of y up to which bringing them to the L2 cache beside a shrink of more than 32 ranks is a gain: 17 % for half
+as many on an H200, 5 % for these. With twice as many it costs 6 %: the shrink then occupies the device, and needs the
+memory.
+"""
 
 
 def rule(
@@ -95,7 +100,7 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     mean, lanes = _rows_per_tiled_adapter(shape, rows), block_at_least(rank)
     again = 2 * rows * rank * width * slices
     config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
-    config |= {"weights_left": False, "ahead": False, "in_words": False}
+    config |= {"weights_left": False, "ahead": False, "fetch_y": False, "in_words": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         config |= {"row_wise": True, "block_m": 16, "num_stages": 1}
         if row_major:
@@ -116,7 +121,12 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     share = min(power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
     tiles_n = max(power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
-    if mean >= 32 and not is_mixed(shape) and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
+    # About one program for each multiprocessor, so large that none of them takes two while another has none.
+    alone = not row_major and lanes == 64 and rows > 256 and tiles * cdiv(width, block_n * tiles_n) * slices <= WANTED
+    wide = lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128) or alone
+    if mean >= 32 and not is_mixed(shape):
+        config["fetch_y"] = not row_major and lanes > 32 and 2 * rows * width * slices <= FETCHED
+    if mean >= 32 and not is_mixed(shape) and wide:
         config["num_warps"] = 8
     elif lanes == 64 and rows <= 128:
         config["num_stages"] = 1
@@ -171,7 +181,8 @@ def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
     lanes, flat = block_at_least(rank), _is_flat(shape, rows)
     config: Config = {"row_wise": False, "block_k": lanes if lanes <= 128 else 32, "short_n": 0, "tiles_n": 1}
-    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False, "in_words": False}
+    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False}
+    config |= {"fetch_y": False, "in_words": False}
     if flat and _reads_ahead(shape.adapters, width, rank):
         return config | {"block_m": 8, "block_n": 128, "ahead": True}
     if flat and lanes <= 16:

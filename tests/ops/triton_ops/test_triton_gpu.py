@@ -124,8 +124,11 @@ def test_capture_without_warm_up():
     assert_close(y, want, FP16)
 
 
-def test_early_start_never_changes_a_bit():
-    """Chains of ops on one y: each reads what the one before wrote."""
+@pytest.mark.parametrize("expand", ["default", "walk"])
+def test_early_start_never_changes_a_bit(expand, use_config):
+    """Chains of ops on one y: each reads what the one before wrote, also where lines of y are fetched before that."""
+    if expand != "default":
+        use_config(shrink={**SHRINKS["tiles"], "split_k": 2}, expand=EXPANDS[expand])
     batch = Batch(random_slots(32, 8), 1024, (2048,), 16, 8, FP16, "cuda")
     results = []
     for pdl in (True, False):

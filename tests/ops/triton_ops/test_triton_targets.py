@@ -220,6 +220,15 @@ def test_fp8_compiles_and_fits(capability: int):
     assert len([one for one in records if "in words" in one["form"]]) == 5
 
 
+def test_y_is_fetched_while_a_shrink_runs_that_leaves_the_memory_to_it():
+    """Not beside one that occupies the device, and not where no kernel starts early."""
+    case = USUAL | {"by_ranks": True, "rank": 64, "layer": "down"}
+    changes = [{"step": "prefill 512"}, {"step": "prefill 2048"}, {"step": "prefill 512", "linear": False}]
+    for capability, wanted in ((90, [True, False, False]), (86, [False, False, False])):
+        records = compiled(capability, [case | change for change in changes])
+        assert [one["fetches_first"] for one in records if one["form"].startswith("expand")] == wanted
+
+
 def test_usual_fp8_steps_compile_for_hopper():
     check_fp8(90, compiled(90, FP8_CASES[:2]))
 

@@ -67,7 +67,8 @@ EXPAND_DEEP = {
 for _config in (SHRINK_ROWS, SHRINK_TILES):
     _config |= {"short_k": 0, "weights_left": False, "together": False}
 for _config in (EXPAND_ROWS, EXPAND_TILES, EXPAND_WALK, EXPAND_DEEP):
-    _config |= {"short_n": 0, "weights_left": False, "ahead": False, "in_words": False}
+    _config |= {"short_n": 0, "weights_left": False, "ahead": False, "fetch_y": False, "in_words": False}
+EXPAND_WALK["fetch_y"] = True
 SHRINKS = {"rows": SHRINK_ROWS, "tiles": SHRINK_TILES}
 EXPANDS = {"rows": EXPAND_ROWS, "tiles": EXPAND_TILES, "walk": EXPAND_WALK, "deep": EXPAND_DEEP}
 
@@ -137,10 +138,10 @@ def assert_shrunk(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-4, atol=atol)
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Tolerance of an expand, linear or logits output of `dtype`."""
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
+    """Tolerance of an expand, linear or logits output of `dtype` that was rounded so many times on its way."""
     rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=roundings * atol)
 
 
 def random_slots(tokens: int, slot_count: int, seed: int = 0) -> list[int]:
