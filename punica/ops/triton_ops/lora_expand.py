@@ -239,11 +239,12 @@ def _expand_rows_of(
             if ADD and not LATE:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         if FETCH:
-            LINES: tl.constexpr = (BLOCK_N * y_ptr.dtype.element_ty.primitive_bitwidth + 1023) // 1024
-            for step in tl.static_range(TILES_N):
-                lines = first_n + step * BLOCK_N + tl.arange(0, LINES) * (BLOCK_N // LINES)
-                line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]
-                bring_to_cache(line_ptrs, mask_m[:, None] & (lines < width)[None, :])
+            LINE: tl.constexpr = 1024 // y_ptr.dtype.element_ty.primitive_bitwidth
+            MOST: tl.constexpr = triton.next_power_of_2((BLOCK_N * TILES_N + LINE - 1) // LINE)
+            lines = first_n + tl.arange(0, MOST) * LINE
+            mask_lines = lines < tl.minimum(width, first_n + BLOCK_N * TILES_N)
+            line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]
+            bring_to_cache(line_ptrs, mask_m[:, None] & mask_lines[None, :])
         wait_for_front(PDL)
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)

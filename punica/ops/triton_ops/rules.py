@@ -121,12 +121,9 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     share = min(power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
     tiles_n = max(power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
-    # About one program for each multiprocessor, so large that none of them takes two while another has none.
-    alone = not row_major and lanes == 64 and rows > 256 and tiles * cdiv(width, block_n * tiles_n) * slices <= WANTED
-    wide = lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128) or alone
     if mean >= 32 and not is_mixed(shape):
         config["fetch_y"] = not row_major and lanes > 32 and 2 * rows * width * slices <= FETCHED
-    if mean >= 32 and not is_mixed(shape) and wide:
+    if mean >= 32 and not is_mixed(shape) and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
         config["num_warps"] = 8
     elif lanes == 64 and rows <= 128:
         config["num_stages"] = 1
