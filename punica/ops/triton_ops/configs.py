@@ -11,7 +11,7 @@ for shrinks, and for shrink and expand these extras of the kernels in this packa
 | ``short_k`` | shrink, tiles | above 0: only for long segments; rows of short ones singly, so much of K at once |
 | ``short_n`` | expand, tiles | the same, in blocks of so many columns |
 | ``ahead`` | expand | weights are read before the true rank is known |
-| ``fetch_y`` | expand, tiles | while the kernel in front runs, y is brought to the L2 cache (``tiles_n`` > 1) |
+| ``fetch_y`` | expand, tiles | while shrink runs, y is brought to the L2 cache (of loops; not ``in_words``) |
 | ``together`` | shrink, tiles | the ranks of all slices side by side, x read once for all of them |
 | ``weights_left`` | both, tiles | weights are the left operand of the tensor cores |
 | ``in_words`` | expand, tiles | B in FP8 is read four columns to a word (not with ``weights_left``) |

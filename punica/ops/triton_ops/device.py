@@ -68,7 +68,8 @@ _PREFETCH = tl.constexpr(
 @triton.jit
 def bring_to_cache(ptrs, mask):
     """Let the lines of 128 bytes at ``ptrs`` move to the L2 cache; nothing waits for them, and what another kernel
-    writes there afterwards is read as it then is. Not in the interpreter.
+    writes there afterwards is read as it then is. Fewer lines than threads are asked for several times. Not in the
+    interpreter.
     """
     addresses, wanted = ptrs.to(tl.int64), mask.to(tl.int32)
     tl.inline_asm_elementwise(

@@ -26,7 +26,7 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
         return _shrink_rows(config, shape, rows, rank)
     if config["weights_left"] or is_mixed(shape) or rows < 256:
         return config
-    if block_at_least(rank) <= 32:
+    if block_at_least(rank) <= 32:  # stages of half the bytes
         return config | {"num_stages": 5 if rows >= 1024 else 6}
     # As the left operand wide weights go from registers to the tensor cores, without shared memory between. Started
     # early, programs find multiprocessors unevenly free: of few adapters, whose tiles are high, so many stages leave no
@@ -50,6 +50,7 @@ def expand_in_fp8(
     config: Config, shape: StepShape, rows: int, widths: Sequence[int], rank: int, out_bytes: int
 ) -> Config:  # fmt: skip
     """The same, of slices with so many columns, of outputs with so many bytes each."""
+    config = config | {"fetch_y": False}
     if config["row_wise"]:
         return _expand_rows(config, rows, widths, rank)
     if config["weights_left"]:
@@ -70,8 +71,9 @@ def expand_in_fp8(
 
 
 def _gains_by_words(shape: StepShape, rows: int, lanes: int) -> bool:
-    """Where a search found them faster. More lanes leave a program too few registers; between, of few lanes, small
-    blocks of other forms are as fast. With few rows for each adapter most of a tile that makes B wide would be empty.
+    """Where a search found them faster. More lanes leave a program too few registers; of few lanes and some thousand
+    rows, small blocks of other forms are as fast. With few rows for each adapter most of a tile that makes B wide would
+    be empty.
     """
     if lanes > 64 or rows < 32 * shape.adapters:
         return False
@@ -82,7 +84,7 @@ def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence
     """Tiles that read B in words. More words than rows, so that every warp multiplies other columns (else several make
     the same ones wide), and less than the 64 rows of Hopper's product, which wants B in shared memory; lower tiles for
     narrow slices, and for few rows of many lanes. As many blocks for a program as leave two programs for each
-    multiprocessor, up to three of those low ones, and one where rows and lanes are few.
+    multiprocessor (of those low ones, of which it holds three, a few more), one where rows and lanes are few.
     """
     low = lanes > 32 and rows < 2048
     block_m = min(block_m, 32 if max(widths) > 128 and not low else 16)

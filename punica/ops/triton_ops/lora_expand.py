@@ -12,8 +12,8 @@ formed in fp32 and rounded once.
   load of h, so the planes are summed once for all of them. Prefills in FP8 have a form of their own (`fp8_words`).
 
 With ``PDL`` the kernel starts while the one in front still runs: B is fetched first, and the old y too unless it is
-``LATE`` (the one in front may write it), then it waits. Else what wrote y has ended: in front stands the shrink, which
-lets this kernel start when it has waited itself.
+``LATE`` (the one in front may write it), then it waits; or y is brought to the L2 cache (``FETCH``). Else what wrote y
+has ended: in front stands the shrink, which lets this kernel start when it has waited itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -240,8 +240,8 @@ def _expand_rows_of(
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         if FETCH:
             LINE: tl.constexpr = 1024 // y_ptr.dtype.element_ty.primitive_bitwidth
-            MOST: tl.constexpr = triton.next_power_of_2((BLOCK_N * TILES_N + LINE - 1) // LINE)
-            lines = first_n + tl.arange(0, MOST) * LINE
+            LINES: tl.constexpr = triton.next_power_of_2((BLOCK_N * TILES_N + LINE - 1) // LINE)
+            lines = first_n + tl.arange(0, LINES) * LINE
             mask_lines = lines < tl.minimum(width, first_n + BLOCK_N * TILES_N)
             line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]
             bring_to_cache(line_ptrs, mask_m[:, None] & mask_lines[None, :])
@@ -558,7 +558,8 @@ def plan_expand(
     stages = stages_that_fit(config["num_stages"], stage_bytes, weights.device)
     per_tile = blocks(block_n * tiles_n)
     constants |= {"NUM_BLOCKS": per_tile, "EVEN_N": even, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
-    fetch = config["fetch_y"] and pdl and add_inputs and not at_once
+    # not where the kernel in front writes y, nor where blocks of ranks follow one another
+    fetch = config["fetch_y"] and pdl and add_inputs and not (late or at_once) and rank <= block_r
     constants |= {"TILES_N": tiles_n, "AT_ONCE": at_once, "FETCH": fetch, "WORDS": words, "NUM_STAGES": stages}
     constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
     constants |= {"AHEAD": has_ranks and config["ahead"]}

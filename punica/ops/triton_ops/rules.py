@@ -27,9 +27,9 @@ waiting for the true ranks. Ranks above 16 gain more by it (twice as many bytes)
 small.
 """
 FETCHED = 8 << 20
-"""Bytes of y up to which bringing them to the L2 cache beside a shrink of more than 32 ranks is a gain: 17 % for half
-as many on an H200, 5 % for these. With twice as many it costs 6 %: the shrink then occupies the device, and needs the
-memory.
+"""Bytes of y, with 16 bits and slices as wide as the widest, up to which bringing them to the L2 cache beside a shrink
+of more than 32 ranks is a gain where they lie in memory: at rank 64 8 to 16 % for half as many on an H200 and 5 % for
+these, at rank 128 1 %. With twice as many it costs 6 %: the shrink then occupies the device, and needs the memory.
 """
 
 
@@ -122,7 +122,8 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     tiles_n = max(power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     if mean >= 32 and not is_mixed(shape):
-        config["fetch_y"] = not row_major and lanes > 32 and 2 * rows * width * slices <= FETCHED
+        few = rows >= 256 and 2 * rows * width * slices <= FETCHED
+        config["fetch_y"] = few and not row_major and lanes > 32
     if mean >= 32 and not is_mixed(shape) and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
         config["num_warps"] = 8
     elif lanes == 64 and rows <= 128:

@@ -108,6 +108,7 @@ def _described(compiled: Any, log: str) -> Record:
         "waits": "griddepcontrol" in code,
         "order": re.findall(r"griddepcontrol\.(\w+)", code),
         "copies_first": "griddepcontrol.wait" in code.partition("cp.async")[2],
+        "fetches": "prefetch.global.L2" in code,
         "fetches_first": "griddepcontrol.wait" in code.partition("prefetch.global.L2")[2],
         "starts_early": bool(compiled.metadata.launch_pdl),
         "widths": sorted(set(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))),

@@ -76,6 +76,21 @@ def test_true_ranks(form, stored, rank, device, use_config):
     assert_close(y, expected(batch), torch.float16)
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["each slice", "together"])
+def test_whole_blocks_of_weights_on_the_left(together, device, use_config):
+    """The loop whose loads of x have no mask: tiles are short, and a row of nobody is NaN."""
+    left = {"weights_left": True, "together": together, "block_n": 64, "split_k": 2}
+    use_config(shrink=SHRINK_TILES | left, expand=EXPAND_TILES)
+    ranks = [[0, 40, 5, 8, 16, 1], [40, 0, 40, 3, 8, 40]]
+    batch = Batch(PROMPT, 256, (96, 40), 40, 6, torch.float16, device, ranks=ranks)
+    for (i, weights), slot in itertools.product(enumerate(batch.a), range(6)):
+        weights[slot, 0, ranks[i][slot] :] = float("nan")
+    want, y = expected(batch), batch.y.clone()
+    batch.x[PROMPT.index(-1)] = float("nan")
+    linear(y, batch.x, batch.a, batch.b, started(PROMPT, batch), 0.5, lora_ranks=batch.lora_ranks)
+    assert_close(y, want, torch.float16)
+
+
 @pytest.mark.parametrize("form", ["tiles", "high", "mixed", "together, mixed"])
 @pytest.mark.parametrize("captured", ["one", "short", "long", "prompt"])
 def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_config):

@@ -17,9 +17,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from target_compiler import LAYERS, SHARED_KIB, STEPS, Operands, constants_of, linear_plans
 
 from punica.ops.triton_ops import launch as launching
+from punica.ops.triton_ops.lora_expand import plan_expand
 
 ROOT = Path(__file__).parents[3]
 Case = dict[str, Any]
@@ -176,6 +178,7 @@ FP8_CASES: list[Case] = [
         {"step": "prefill 2048", "rank": 128, "w8a8": True, "fp8": "float8_e5m2", "linear": False},
         {"step": "prefill 8192", "rank": 16, "layer": "down"},
         {"step": "prefill 512", "rank": 16, "fp8": "float8_e5m2", "listed": False},
+        {"step": "prefill 512"},
         {"step": "prefill 2048"},
         {"step": "prefill 2048", "dtype": "bfloat16"},
         {"step": "prefill 8192"},
@@ -217,16 +220,29 @@ def test_fp8_compiles_and_fits(capability: int):
     """Some prefills read B in words: B and y are under way before they wait."""
     records = compiled(capability, FP8_CASES)
     check_fp8(capability, records)
-    assert len([one for one in records if "in words" in one["form"]]) == 5
+    assert len([one for one in records if "in words" in one["form"]]) == 6
 
 
 def test_y_is_fetched_while_a_shrink_runs_that_leaves_the_memory_to_it():
-    """Not beside one that occupies the device, and not where no kernel starts early."""
-    case = USUAL | {"by_ranks": True, "rank": 64, "layer": "down"}
-    changes = [{"step": "prefill 512"}, {"step": "prefill 2048"}, {"step": "prefill 512", "linear": False}]
-    for capability, wanted in ((90, [True, False, False]), (86, [False, False, False])):
-        records = compiled(capability, [case | change for change in changes])
-        assert [one["fetches_first"] for one in records if one["form"].startswith("expand")] == wanted
+    """Not beside one that occupies the device, not of FP8, and not where no kernel starts early."""
+    case = USUAL | {"step": "prefill 512", "by_ranks": True, "rank": 64, "layer": "down"}
+    fp8 = FP8 | case | {"fp8": "float8_e4m3fn"}
+    cases = [case, case | {"rank": 128}, case | {"step": "prefill 2048"}, case | {"linear": False}, fp8 | {"rank": 128}]
+    for capability, wanted in ((90, [True, True, False, False, False]), (86, [False] * 5)):
+        records = [one for one in compiled(capability, cases) if one["form"].startswith("expand")]
+        assert [one["fetches"] for one in records] == wanted
+        assert [one["fetches_first"] for one in records] == wanted
+
+
+@pytest.mark.parametrize(("changes", "fetch"), [({}, True), ({"late": True}, False), ({"pdl": False}, False)], ids=str)
+def test_y_is_not_fetched_where_the_kernel_in_front_may_write_it(changes, fetch, monkeypatch):
+    monkeypatch.setattr(launching, "shared_memory", lambda device: SHARED_KIB[90] << 10)
+    given = Operands(USUAL | {"step": "prefill 512", "by_ranks": True, "rank": 64, "layer": "down"})
+    switches = {"offset_start": 0, "add_inputs": True, "has_ranks": True, "pdl": True} | changes
+    planes = torch.empty(8, 1, given.tokens, given.rank, device="meta")
+    low_rank = planes.shape, planes.stride(), planes.dtype
+    plan = plan_expand(*low_rank, given.y, given.forms()[1], given.batch, given.expand_config(8), **switches)
+    assert constants_of(plan)["FETCH"] == fetch
 
 
 def test_usual_fp8_steps_compile_for_hopper():

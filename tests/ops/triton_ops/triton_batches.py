@@ -139,7 +139,7 @@ def assert_shrunk(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Tolerance of an expand, linear or logits output of `dtype` that was rounded so many times on its way."""
+    """Tolerance of an expand, linear or logits output of `dtype`, rounded so often, perhaps where it was larger."""
     rtol, atol = TOLERANCE[dtype]
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=roundings * atol)
 
