@@ -72,9 +72,7 @@ def bring_to_cache(ptrs, mask):
     interpreter.
     """
     addresses, wanted = ptrs.to(tl.int64), mask.to(tl.int32)
-    tl.inline_asm_elementwise(
-        _PREFETCH, "=r,l,r", [addresses, wanted], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [addresses, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

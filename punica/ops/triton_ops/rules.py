@@ -121,10 +121,9 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
     share = min(power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
     tiles_n = max(power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
-    if mean >= 32 and not is_mixed(shape):
-        few = rows >= 256 and 2 * rows * width * slices <= FETCHED
-        config["fetch_y"] = few and not row_major and lanes > 32
-    if mean >= 32 and not is_mixed(shape) and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
+    prefill, y_bytes = mean >= 32 and not is_mixed(shape), 2 * rows * width * slices
+    config["fetch_y"] = prefill and not row_major and lanes > 32 and rows >= 256 and y_bytes <= FETCHED
+    if prefill and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
         config["num_warps"] = 8
     elif lanes == 64 and rows <= 128:
         config["num_stages"] = 1

@@ -127,14 +127,14 @@ class Case:
         return y
 
     def check(self, y, calls=1):
-        """That y holds what so many calls add, each rounded; 0: what one call leaves that overwrites."""
+        """That y holds what so many calls add (in bfloat16 each rounds visibly); 0: what one leaves that overwrites."""
         deltas = []
         for a_real, b_real in self.real:
             h = 0.5 * product(self.x.cpu().double(), a_real, self.slots, self.ranks, True)
             deltas.append(product(h, b_real, self.slots, self.ranks, False))
         delta, bare = torch.cat(deltas, 1), torch.tensor(self.slots) < 0
         expected = calls * delta + self.before.cpu().double() if calls else delta
-        assert_close(y[~bare], expected[~bare], self.dtype, max(1, calls))
+        assert_close(y[~bare], expected[~bare], self.dtype, calls if calls and self.dtype == torch.bfloat16 else 1)
         assert torch.equal(y[bare], self.before[bare])
 
 
