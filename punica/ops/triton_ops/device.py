@@ -50,6 +50,17 @@ def wait_for_front(PDL: tl.constexpr):
 
 
 @triton.jit
+def wait_at_last(PDL: tl.constexpr, always):
+    """With early launch: wait for the kernel in front, with everything above done. ``always``: a condition that holds,
+    of arguments of the kernel, so that the compiler does not know that it does. Without a branch it moves what needs
+    numbers that are still being loaded, the addresses of a whole tile, behind the wait, where nothing hides it.
+    """
+    if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+        if always:
+            tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def hold_loads(PDL: tl.constexpr):
     """Everything loaded above is under way before anything below: with PDL that waits for the kernel in front. Without
     a barrier, the compiler spares registers by loading one vector after the other.

@@ -17,7 +17,10 @@ from triton import cdiv
 from punica.metadata import StepShape
 from punica.ops.triton_ops.configs import Config
 from punica.ops.triton_ops.launch import block_at_least
-from punica.ops.triton_ops.rules import is_mixed, power_near, tiles_of
+from punica.ops.triton_ops.rules import is_mixed, tiles_of
+
+MULTIPROCESSORS = 132
+"""Of an H200, on which the searches were made."""
 
 
 def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Config:
@@ -60,38 +63,48 @@ def expand_in_fp8(
     lanes = block_at_least(rank)
     if rows < 256:
         return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
-    if out_bytes == 2 and _gains_by_words(shape, rows, lanes):
+    if out_bytes == 2 and _gains_by_words(shape, rows, len(widths), lanes):
         return config | _expand_in_words(config["block_m"], shape, rows, widths, lanes)
     if rows < 1024:
         return config | {"num_warps": 8 if lanes > 32 else 4}
     config = config | {"num_warps": 4}
     if lanes > 32:
         return config | ({"num_stages": 4} if rows >= 4096 else {})
-    return config | ({"tiles_n": 16} if rows >= 4096 else {"tiles_n": 8, "block_n": 64, "num_stages": 4})
+    return config | {"tiles_n": 8, "num_stages": 4} | ({} if rows >= 4096 else {"block_n": 64})
 
 
-def _gains_by_words(shape: StepShape, rows: int, lanes: int) -> bool:
-    """Where a search found them faster. More lanes leave a program too few registers; of few lanes and some thousand
-    rows, small blocks of other forms are as fast. With few rows for each adapter most of a tile that makes B wide would
-    be empty.
+def _gains_by_words(shape: StepShape, rows: int, slices: int, lanes: int) -> bool:
+    """Where a search found them faster. More lanes leave a program too few registers; with few rows for each adapter
+    most of a tile that makes B wide would be empty; of few lanes and thousands of rows, several slices take longer.
     """
     if lanes > 64 or rows < 32 * shape.adapters:
         return False
-    return lanes > 32 or not 1024 <= rows < 4096
+    return lanes > 16 or slices == 1 or rows < 4096
 
 
 def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence[int], lanes: int) -> Config:
-    """Tiles that read B in words. More words than rows, so that every warp multiplies other columns (else several make
-    the same ones wide), and less than the 64 rows of Hopper's product, which wants B in shared memory; lower tiles for
-    narrow slices, and for few rows of many lanes. As many blocks for a program as leave two programs for each
-    multiprocessor (of those low ones, of which it holds three, a few more), one where rows and lanes are few.
+    """Tiles that read B in words: more words than rows, so that every warp multiplies other columns (else several make
+    the same ones wide), and less than the 64 rows of Hopper's product, which wants B in shared memory. While there are
+    few blocks, low tiles, of as many columns as leave registers for three programs on a multiprocessor; each takes no
+    more blocks than lets all programs run at once, but two where there are two, the second under way with the first.
+    Else two programs fit, and as many turns as the last multiprocessor needs are to be short; a turn takes the time of
+    its blocks and of about four more.
     """
-    low = lanes > 32 and rows < 2048
-    block_m = min(block_m, 32 if max(widths) > 128 and not low else 16)
-    block_n = 8 * block_m
-    programs = tiles_of(shape, rows, block_m) * sum([cdiv(width, block_n) for width in widths])
-    config: Config = {"block_m": block_m, "block_n": block_n, "num_warps": 4, "in_words": True}
-    config["tiles_n"] = power_near(programs / (280 if low else 128 if rows < 1024 else 256), 1, 16)
+    blocks = tiles_of(shape, rows, 16) * sum([cdiv(width, 128) for width in widths])
+    low = max(widths) <= 128 or blocks <= 24 * MULTIPROCESSORS
+    block_m = 16 if low else min(block_m, 32)
+    block_n = 256 if low and max(widths) > 128 and lanes * len(widths) <= 48 else 8 * block_m
+    tiles = tiles_of(shape, rows, block_m)
+
+    def programs(tiles_n: int) -> int:
+        return tiles * sum([cdiv(width, block_n * tiles_n) for width in widths])
+
+    if low:
+        tiles_n = next((number for number in (2, 4, 8) if programs(number) <= 3 * MULTIPROCESSORS), 16)
+    else:
+        tiles_n = min(range(16, 0, -1), key=lambda number: cdiv(programs(number), 2 * MULTIPROCESSORS) * (number + 4))
+    tiles_n = min(tiles_n, cdiv(max(widths), block_n))
+    config: Config = {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_warps": 4, "in_words": True}
     return config | {"num_stages": 3 if rows < 4096 else 4}
 
 

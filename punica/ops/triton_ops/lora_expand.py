@@ -45,7 +45,7 @@ from punica.ops.triton_ops.device import (
     read_shrunk,
     read_shrunk_rows,
     result,
-    wait_for_front,
+    wait_at_last,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words, fill_words
@@ -245,7 +245,8 @@ def _expand_rows_of(
             mask_lines = lines < tl.minimum(width, first_n + BLOCK_N * TILES_N)
             line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]
             bring_to_cache(line_ptrs, mask_m[:, None] & mask_lines[None, :])
-        wait_for_front(PDL)
+        let_next_start(PDL)
+        wait_at_last(PDL, stride_hp > 0)
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, WHOLE, DTYPE)
@@ -280,7 +281,8 @@ def _expand_rows_of(
                 total += before
             tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
     else:
-        wait_for_front(PDL)
+        let_next_start(PDL)
+        wait_at_last(PDL, stride_hp > 0)
         for _ in tl.range(0, TILES_N):
             mask_n = (offs_n < width)[None, :]
             acc = accumulator(BLOCK_M, BLOCK_N, LEFT)
@@ -507,6 +509,8 @@ def plan_expand(
         raise ValueError(
             f"B in FP8 has slices of {weights.widths} columns; these kernels take multiples of 4 (lora_expand_fp8 any)"
         )
+    if pdl and h_strides[0] <= 0:  # kernels branch on it where they wait (`wait_at_last`)
+        raise ValueError(f"planes of h lie {h_strides[0]} elements apart; give a positive stride, or pdl=False")
     rank, slices = weights.rank, len(weights.widths)
     planes, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))

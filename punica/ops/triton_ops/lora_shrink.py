@@ -40,6 +40,7 @@ from punica.ops.triton_ops.device import (
     rank_of,
     read_record,
     result,
+    wait_at_last,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
@@ -214,6 +215,9 @@ def _shrink_tile(
     WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    # Masks of so many lanes and rows take instructions: beyond the tile's rows its first is read again, and beyond the
+    # rank its last one. Nobody reads what becomes of them.
+    CLAMP: tl.constexpr = LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_m = tl.arange(0, BLOCK_M)
     slice_id, lane, rank = _lanes_of_tile(
@@ -226,7 +230,12 @@ def _shrink_tile(
         mask_m = offs_m < num_rows
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_lanes = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane * STRIDE_AR
+        lane_read = lane
+        if CLAMP:
+            lane_read = tl.minimum(lane, rank - 1)
+            if TOGETHER:  # of some slice the rank may be 0
+                lane_read = tl.maximum(lane_read, 0)
+        a_lanes = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane_read * STRIDE_AR
         a_ptrs_block = a_lanes[None, :] + offs_k[:, None] * STRIDE_AK
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
         mask_lanes = lane < (R if WHOLE else rank)
@@ -251,16 +260,12 @@ def _shrink_tile(
             acc = dot(x, widened(a, HELD.format, x.dtype), acc, False, INTERPRET)
         else:
             acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            wait_at_last(PDL, TOGETHER or stride_xt >= 0)  # of slices side by side: as it costs registers
+            let_next_start(PDL)
             for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
                 if EVEN_K:
-                    if LEFT:  # rows beyond the tile's are its first again, and masks of so many take instructions
-                        x = tl.load(x_ptrs)
-                    else:
-                        x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
-                    a = tl.load(a_ptrs_block, mask=mask_r, other=0.0)
+                    x = tl.load(x_ptrs) if LEFT else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+                    a = tl.load(a_ptrs_block) if CLAMP else tl.load(a_ptrs_block, mask=mask_r, other=0.0)
                 else:
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
@@ -273,7 +278,13 @@ def _shrink_tile(
             acc = tl.where((lane < rank)[None, :], acc, 0.0)
         out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * OUT_R + lane
         out_ptrs = rows[:, None] * OUT_R + out_lanes[None, :]
-        mask = mask_m[:, None] & (lane < (R if DIRECT else rank))[None, :]
+        if DIRECT:
+            lanes_out = R
+        elif ACCUMULATE:
+            lanes_out = rank
+        else:  # whole vectors: planes have room for them, and expand drops what lies beyond the rank
+            lanes_out = (rank + 3) // 4 * 4
+        mask = mask_m[:, None] & (lane < lanes_out)[None, :]
         _store_shrunk(out_ptrs, acc * factor, mask, ACCUMULATE)
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)

@@ -214,9 +214,11 @@ def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
 
 
 def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
-    """About how many tiles of `block_m` rows the step makes."""
+    """About how many tiles of `block_m` rows the step makes: unless all segments are equal, some are not full."""
     long = max(0, shape.adapters - shape.short) if is_mixed(shape) else shape.adapters
-    return shape.adapters if rows <= block_m * long else cdiv(rows, block_m) + long // 4
+    if rows <= block_m * long:
+        return shape.adapters
+    return cdiv(rows, block_m) + (0 if shape.adapters * shape.longest <= rows else long // 4)
 
 
 def power_near(number: float, least: int, most: int) -> int:

@@ -260,24 +260,77 @@ def test_which_prefills_the_rule_reads_in_words(rows, rank, adapters):
         given = choose("expand", shape, rows, max(widths), rank, len(widths), Options(), True, 2, False)
         config = expand_in_fp8(given, shape, rows, widths, rank, 2)
         few = rows < 32 * adapters
-        narrow = rank <= 32 and 1024 <= rows < 4096
-        assert config["in_words"] == (not few and rank <= 64 and not narrow)
+        many = rank <= 16 and rows >= 4096 and len(widths) > 1
+        assert config["in_words"] == (not few and rank <= 64 and not many)
         assert not expand_in_fp8(given, shape, rows, widths, rank, 4)["in_words"]
         if config["in_words"]:
             assert config["block_n"] // 4 > config["block_m"]
-            assert (config["block_m"] == 16) == (max(widths) <= 128 or (rank > 32 and rows < 2048))
+            assert config["tiles_n"] <= -(-max(widths) // config["block_n"])
 
 
-@pytest.mark.parametrize("rows", [256, 512, 768, 1024, 1500, 2048, 5000])
-@pytest.mark.parametrize("width", [2048, 4096, 11008])
-def test_programs_of_words_are_on_the_gpu_together(rows, width):
-    """Up to 16 blocks for each: an H200 holds two or three of them on each of its 132 multiprocessors."""
+@pytest.mark.parametrize(
+    ("rows", "widths", "rank", "block_m", "block_n", "tiles_n", "programs"),
+    [
+        (256, (4096,), 16, 16, 256, 2, 128),  # two blocks each though one would do
+        (512, (4096,), 16, 16, 256, 2, 256),
+        (512, (4096,), 64, 16, 128, 4, 256),  # registers: less wide, with many ranks or slices
+        (512, (4096, 1024, 1024), 16, 16, 256, 2, 384),
+        (512, (4096, 1024, 1024), 32, 16, 128, 4, 384),
+        (1536, (4096,), 64, 16, 128, 8, 384),
+        (2048, (4096,), 16, 32, 256, 4, 256),  # more blocks: higher tiles, two for each of 132 multiprocessors
+        (512, (11008, 11008), 64, 32, 256, 6, 256),
+        (1024, (11008, 11008), 16, 32, 256, 11, 256),
+        (2048, (14336,), 32, 32, 256, 14, 256),
+        (8192, (4096,), 64, 32, 256, 16, 256),
+        (2048, (11008, 11008), 16, 32, 256, 11, 512),  # two rounds rather than one of few, long programs
+        (3072, (4096,), 16, 32, 256, 8, 192),
+        (4000, (128, 64), 16, 16, 128, 1, 500),
+    ],
+)
+def test_programs_of_words(rows, widths, rank, block_m, block_n, tiles_n, programs):
+    """As a search on an H200 had them."""
     shape = StepShape.even(1, rows)
-    given = choose("expand", shape, rows, width, 64, 1, Options(), True, 2, False)
-    config = expand_in_fp8(given, shape, rows, (width,), 64, 2)
-    programs = -(-rows // config["block_m"]) * -(-width // (config["block_n"] * config["tiles_n"]))
-    held = 132 * (3 if config["block_m"] == 16 else 2)
-    assert config["tiles_n"] == 16 or held / 2.1 <= programs <= 1.5 * held or config["tiles_n"] == 1
+    given = choose("expand", shape, rows, max(widths), rank, len(widths), Options(), True, 2, False)
+    config = expand_in_fp8(given, shape, rows, widths, rank, 2)
+    assert [config[key] for key in ("block_m", "block_n", "tiles_n")] == [block_m, block_n, tiles_n]
+    per_tile = sum([-(-width // (block_n * tiles_n)) for width in widths])
+    assert -(-rows // block_m) * per_tile == programs
+
+
+def test_equal_segments_of_a_prefill_make_full_tiles():
+    """So many adapters of 128 rows have the programs of one with all of them; of unequal ones some tiles are not
+    full.
+    """
+    found = [
+        expand_in_fp8(
+            choose("expand", shape, 2048, 4096, 64, 1, Options(), True, 2, False), shape, 2048, (4096,), 64, 2
+        )["tiles_n"]
+        for shape in (StepShape(1, 2048, 0), StepShape(16, 128, 0), StepShape(16, 256, 0))
+    ]
+    assert found == [4, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"together": True}, {"weights_left": True}, {"weights_left": True, "together": True}], ids=str
+)
+@pytest.mark.parametrize("rank", [8, 21, 64])
+def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_configured, monkeypatch):
+    """To the end of the vector of four in which the true rank ends: neither beyond, nor of rows without an adapter."""
+    as_configured(shrink=SHRINKS["tiles"] | {"block_n": 64, "split_k": 2} | changes, expand=TILES)
+    empty, made = torch.empty, []
+
+    def poisoned(*size, **given):
+        made.append(empty(*size, **given))
+        return made[-1].fill_(float("nan")) if made[-1].is_floating_point() else made[-1]
+
+    case = Case(spread(5, 30, 37, 3), (68, 132), rank, [5, rank, 0], device, k=128)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    case.check(case.run())
+    (planes,) = [tensor for tensor in made if tensor.ndim == 4]
+    for row, slot in enumerate(case.slots):
+        live = case.ranks[slot] if slot >= 0 else 0
+        assert planes[:, :, row, -(-live // 4) * 4 :].isnan().all()
+        assert planes[:, :, row, :live].isfinite().all()
 
 
 @pytest.mark.gpu
