@@ -30,7 +30,7 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
     if config["weights_left"] or is_mixed(shape) or rows < 256:
         return config
     if block_at_least(rank) <= 32:  # stages of half the bytes
-        return config | {"num_stages": 5 if rows >= 1024 else 6}
+        return config | {"num_stages": 6 if rows < (8192 if rank <= 16 else 1024) else 5}
     # As the left operand wide weights go from registers to the tensor cores, without shared memory between. Started
     # early, programs find multiprocessors unevenly free: of few adapters, whose tiles are high, so many stages leave no
     # room for two on one while another has none.
@@ -93,14 +93,14 @@ def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence
     blocks = tiles_of(shape, rows, 16) * sum([cdiv(width, 128) for width in widths])
     low = max(widths) <= 128 or blocks <= 24 * MULTIPROCESSORS
     block_m = 16 if low else min(block_m, 32)
-    block_n = 256 if low and max(widths) > 128 and lanes * len(widths) <= 48 else 8 * block_m
+    block_n = 256 if low and min(widths) > 128 and lanes * len(widths) <= 48 else 8 * block_m
     tiles = tiles_of(shape, rows, block_m)
 
     def programs(tiles_n: int) -> int:
         return tiles * sum([cdiv(width, block_n * tiles_n) for width in widths])
 
     if low:
-        tiles_n = next((number for number in (2, 4, 8) if programs(number) <= 3 * MULTIPROCESSORS), 16)
+        tiles_n = next((number for number in (2, 4, 8, 16) if programs(number) <= 3 * MULTIPROCESSORS), 2)
     else:
         tiles_n = min(range(16, 0, -1), key=lambda number: cdiv(programs(number), 2 * MULTIPROCESSORS) * (number + 4))
     tiles_n = min(tiles_n, cdiv(max(widths), block_n))

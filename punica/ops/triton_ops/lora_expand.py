@@ -46,6 +46,7 @@ from punica.ops.triton_ops.device import (
     read_shrunk_rows,
     result,
     wait_at_last,
+    wait_for_front,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words, fill_words
@@ -246,7 +247,7 @@ def _expand_rows_of(
             line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]
             bring_to_cache(line_ptrs, mask_m[:, None] & mask_lines[None, :])
         let_next_start(PDL)
-        wait_at_last(PDL, stride_hp > 0)
+        wait_at_last(PDL, AT_ONCE or stride_hp > 0)  # a block in registers would be waited for first
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, WHOLE, DTYPE)
@@ -281,8 +282,7 @@ def _expand_rows_of(
                 total += before
             tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
     else:
-        let_next_start(PDL)
-        wait_at_last(PDL, stride_hp > 0)
+        wait_for_front(PDL)
         for _ in tl.range(0, TILES_N):
             mask_n = (offs_n < width)[None, :]
             acc = accumulator(BLOCK_M, BLOCK_N, LEFT)

@@ -260,7 +260,8 @@ def _shrink_tile(
             acc = dot(x, widened(a, HELD.format, x.dtype), acc, False, INTERPRET)
         else:
             acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
-            wait_at_last(PDL, TOGETHER or stride_xt >= 0)  # of slices side by side: as it costs registers
+            # not of low tiles, nor of slices side by side, which lose more by the registers it takes
+            wait_at_last(PDL, TOGETHER or BLOCK_M < 64 or stride_xt >= 0)
             let_next_start(PDL)
             for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
                 if EVEN_K:
