@@ -18,9 +18,9 @@ fp8          adapters in FP8 beside the same ones in 16 bits: decode of ranks 16
 
 `paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200 (best existing = the
 fastest of all of them, row by row). Same shapes and method here: one CUDA graph, weights from HBM, median of replays,
-and a time is kept only after its result was checked against float32 references, after one call and after a whole
-replay. ``torch_loop`` and ``torch_gbmm`` are timed again on table A's batches of 64: their ratio to the anchors' says
-how alike the two machines and clocks are.
+then of three turns through a line's columns, and a time is kept only after its result was checked against float32
+references, after one call and after a whole replay. ``torch_loop`` and ``torch_gbmm`` are timed again on table A's
+batches of 64: their ratio to the anchors' says how alike the two machines and clocks are.
 
 Columns (`benches.operator_columns`): ``punica`` both kernels start early, behind one another (a layer's LoRA operators
 in a row); ``wrapper`` what a layer calls: `PunicaWrapperGPU` at its defaults, 64 slots, the table of true ranks;
@@ -36,9 +36,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from experiments.benches.operator_lines import ADDED, HOST, TABLES, Line, lines
@@ -50,8 +51,10 @@ from experiments.plots.operator_tables import show
 from punica.measure import environment
 from punica.measure.records import Row, write_rows
 
-CALLS_PER_SET, MOST_CALLS, REPLAYS = 25, 200, 15
-"""Calls of a graph (at least one per set of inputs), and replays whose median counts."""
+CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS = 25, 200, 15, 3
+"""Calls of a graph (at least one per set of inputs), replays whose median counts, and turns in which all columns of a
+line are timed one after the other, whose median counts again: a clock that drifts meets all of them alike.
+"""
 
 
 def measure(line: Line, table: str) -> list[str]:
@@ -63,19 +66,23 @@ def measure(line: Line, table: str) -> list[str]:
     chosen = operator_columns.columns(sets, table)
     protocol = min(MOST_CALLS, CALLS_PER_SET * sets.count), REPLAYS
 
-    def note(timed: Callable[[], dict[str, float]]) -> None:
+    if table == "gemm":
         try:
-            line.us |= timed()
+            line.us |= operator_gemm.microseconds_behind(sets, chosen, *protocol)
         except CheckFailed as error:
             failed.append(f"{line.label}: {error}")
-
-    if table == "gemm":
-        note(lambda: operator_gemm.microseconds_behind(sets, chosen, *protocol))
         return failed
     if table == "A" and line.operator.tokens == 64 and line.workload in ("Distinct", "Identical"):
         chosen |= operator_columns.torch_calls(sets)
-    for name, call in chosen.items():
-        note(lambda name=name, call=call: {name: operator_columns.checked_us(sets, name, call, *protocol)})
+    turns: dict[str, list[float]] = {name: [] for name in chosen}
+    for _ in range(TURNS):
+        for name in list(turns):
+            try:
+                turns[name].append(operator_columns.checked_us(sets, name, chosen[name], *protocol))
+            except CheckFailed as error:
+                failed.append(f"{line.label}: {error}")
+                del turns[name]
+    line.us |= {name: median(timed) for name, timed in turns.items()}
     for name in ("punica", "wrapper"):
         if table in ("A", "B") and name in line.us:
             line.us[f"{HOST}{name}"] = 1e6 * seconds_per_eager_call(chosen[name], sets.count)
@@ -97,7 +104,7 @@ def rows_of(table: str, found: list[Line]) -> list[Row]:
 
 def _digest(table: str, line: Line, about: Mapping[str, object]) -> str:
     """Twelve hex digits over what decides a line's numbers: operator, protocol, device and torch."""
-    protocol = [CALLS_PER_SET, MOST_CALLS, REPLAYS]
+    protocol = [CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS]
     content = [table, line.label, asdict(line.operator), protocol, about["device"], about["torch"]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +26,7 @@ from experiments.benches.operator_lines import (
     sizes_of,
 )
 from experiments.benches.operator_shapes import Operator, floor_us
+from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
 from experiments.plots.operator_tables import show
 from punica.measure.records import STATISTICS
@@ -230,6 +232,27 @@ def test_every_column_computes_the_operator(table, count):
     errors = [line.split(";") for line in done.stdout.splitlines()]
     assert len(errors) == count
     assert max(float(error) for _, error in errors) < 1e-3, errors
+
+
+def test_columns_are_timed_in_turns_and_a_wrong_one_once(monkeypatch):
+    pytest.importorskip("triton")
+    from experiments.benches import operator_columns
+
+    asked = []
+
+    def timed(sets, name, call, calls, replays):
+        asked.append(name)
+        if name == "wrong":
+            raise CheckFailed("wrong: relative error 1")
+        return {"first": [5.0, 1.0, 2.0], "second": [4.0, 9.0, 8.0]}[name][asked.count(name) - 1]
+
+    monkeypatch.setattr(operator_columns, "sets_of", lambda operator, table: SimpleNamespace(count=1))
+    monkeypatch.setattr(operator_columns, "columns", lambda sets, table: dict.fromkeys(("first", "wrong", "second")))
+    monkeypatch.setattr(operator_columns, "checked_us", timed)
+    line = lines("C")[0]
+    assert tables.measure(line, "C") == [f"{line.label}: wrong: relative error 1"]
+    assert asked == ["first", "wrong", "second", "first", "second", "first", "second"]
+    assert line.us == {"first": 2.0, "second": 8.0}
 
 
 @pytest.mark.gpu

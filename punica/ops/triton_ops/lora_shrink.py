@@ -215,9 +215,9 @@ def _shrink_tile(
     WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    # Masks of so many lanes and rows take instructions: beyond the tile's rows its first is read again, and beyond the
-    # rank its last one. Nobody reads what becomes of them.
-    CLAMP: tl.constexpr = LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
+    # Masks of so many lanes and rows take instructions: beyond the tile's rows its first is read again, beyond the rank
+    # its last one, and planes are written to the end of the vector in which it ends. Expand drops what stands there.
+    LOOSE: tl.constexpr = LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_m = tl.arange(0, BLOCK_M)
     slice_id, lane, rank = _lanes_of_tile(
@@ -231,7 +231,7 @@ def _shrink_tile(
         rows = tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64)
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
         lane_read = lane
-        if CLAMP:
+        if LOOSE:
             lane_read = tl.minimum(lane, rank - 1)
             if TOGETHER:  # of some slice the rank may be 0
                 lane_read = tl.maximum(lane_read, 0)
@@ -266,7 +266,7 @@ def _shrink_tile(
             for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
                 if EVEN_K:
                     x = tl.load(x_ptrs) if LEFT else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
-                    a = tl.load(a_ptrs_block) if CLAMP else tl.load(a_ptrs_block, mask=mask_r, other=0.0)
+                    a = tl.load(a_ptrs_block) if LOOSE else tl.load(a_ptrs_block, mask=mask_r, other=0.0)
                 else:
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
@@ -279,11 +279,8 @@ def _shrink_tile(
             acc = tl.where((lane < rank)[None, :], acc, 0.0)
         out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * OUT_R + lane
         out_ptrs = rows[:, None] * OUT_R + out_lanes[None, :]
-        if DIRECT:
-            lanes_out = R
-        elif ACCUMULATE:
-            lanes_out = rank
-        else:  # whole vectors: planes have room for them, and expand drops what lies beyond the rank
+        lanes_out = R if DIRECT else rank
+        if LOOSE:
             lanes_out = (rank + 3) // 4 * 4
         mask = mask_m[:, None] & (lane < lanes_out)[None, :]
         _store_shrunk(out_ptrs, acc * factor, mask, ACCUMULATE)
