@@ -82,11 +82,10 @@ decode = fp8["panel"].str.contains("Distinct|Uniform|Skewed|Identical")
 display(as_markdown(fp8[decode]))
 
 # %% [markdown]
-# With an adapter for every row FP8 takes 0.76 of the time at rank 16 and 0.64 at rank 64 (64 rows); where adapters are
+# With an adapter for every row FP8 takes 0.78 of the time at rank 16 and 0.64 at rank 64 (64 rows); where adapters are
 # shared it gains little, and where one serves all nothing, as the bytes said. Prefills of few adapters take as long as
-# in 16 bits, within 3 %: their weights are few, and making them wide once for every tile of rows costs instructions.
-# From 16 adapters of rank 64 on there are bytes to save there too. (Of 512 rows at rank 64 the 16-bit times are of
-# older kernels: `results/h200/operator_tables.md`.)
+# in 16 bits, or up to 7 % less: their weights are few, and making them wide once for every tile of rows costs
+# instructions. With 16 adapters of rank 64 there are bytes to save there too.
 
 # %%
 display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))

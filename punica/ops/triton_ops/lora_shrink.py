@@ -260,7 +260,7 @@ def _shrink_tile(
             acc = dot(x, widened(a, HELD.format, x.dtype), acc, False, INTERPRET)
         else:
             acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
-            # not of low tiles, nor of slices side by side, which lose more by the registers it takes
+            # where it was measured to gain: of high tiles, and not of slices side by side, as it takes registers
             wait_at_last(PDL, TOGETHER or BLOCK_M < 64 or stride_xt >= 0)
             let_next_start(PDL)
             for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
