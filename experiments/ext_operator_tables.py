@@ -18,9 +18,9 @@ fp8          adapters in FP8 beside the same ones in 16 bits: decode of ranks 16
 
 `paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200 (best existing = the
 fastest of all of them, row by row). Same shapes and method here: one CUDA graph, weights from HBM, median of replays,
-then of three turns through a line's columns, and a time is kept only after its result was checked against float32
-references, after one call and after a whole replay. ``torch_loop`` and ``torch_gbmm`` are timed again on table A's
-batches of 64: their ratio to the anchors' says how alike the two machines and clocks are.
+then of three turns through a line's columns (`gemm`: one), and a time is kept only after its result was checked against
+float32 references, after one call and after a whole replay. ``torch_loop`` and ``torch_gbmm`` are timed again on table
+A's batches of 64: their ratio to the anchors' says how alike the two machines and clocks are.
 
 Columns (`benches.operator_columns`): ``punica`` both kernels start early, behind one another (a layer's LoRA operators
 in a row); ``wrapper`` what a layer calls: `PunicaWrapperGPU` at its defaults, 64 slots, the table of true ranks;

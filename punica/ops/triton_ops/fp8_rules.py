@@ -85,10 +85,10 @@ def _gains_by_words(shape: StepShape, rows: int, slices: int, lanes: int) -> boo
 def _expand_in_words(block_m: int, shape: StepShape, rows: int, widths: Sequence[int], lanes: int) -> Config:
     """Tiles that read B in words: more words than rows, so that every warp multiplies other columns (else several make
     the same ones wide), and less than the 64 rows of Hopper's product, which wants B in shared memory. While there are
-    few blocks, low tiles, of as many columns as leave registers for three programs on a multiprocessor; each takes no
-    more blocks than lets all programs run at once, but two where there are two, the second under way with the first.
-    Else two programs fit, and as many turns as the last multiprocessor needs are to be short; a turn takes the time of
-    its blocks and of about four more.
+    few blocks, low tiles, of as many columns as leave registers for three programs on a multiprocessor; each takes two
+    blocks (the second under way with the first), or as many more as let all programs run at once; where none does (a
+    few narrow slices of many rows), two again. Else two programs fit on one, and what counts is rounds of them times
+    the blocks of a program and about four more, the time it takes to start.
     """
     blocks = tiles_of(shape, rows, 16) * sum([cdiv(width, 128) for width in widths])
     low = max(widths) <= 128 or blocks <= 24 * MULTIPROCESSORS

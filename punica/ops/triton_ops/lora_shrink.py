@@ -215,9 +215,9 @@ def _shrink_tile(
     WHOLE: tl.constexpr = HAS_RANKS and R <= 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    # Masks of so many lanes and rows take instructions: beyond the tile's rows its first is read again, beyond the rank
-    # its last one, and planes are written to the end of the vector in which it ends. Expand drops what stands there.
-    LOOSE: tl.constexpr = LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
+    # Masks of so many lanes take instructions: beyond the rank its last one is read again, and planes are written to
+    # the end of the vector in which it ends. Expand drops what stands there.
+    LOOSE: tl.constexpr = HELD.format > 0 and LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_m = tl.arange(0, BLOCK_M)
     slice_id, lane, rank = _lanes_of_tile(
@@ -260,11 +260,13 @@ def _shrink_tile(
             acc = dot(x, widened(a, HELD.format, x.dtype), acc, False, INTERPRET)
         else:
             acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
-            # where it was measured to gain: of high tiles, and not of slices side by side, as it takes registers
+            # Where it was measured to gain: of high tiles, and not of slices side by side, as it takes registers. That
+            # no stride is negative, torch sees to.
             wait_at_last(PDL, TOGETHER or BLOCK_M < 64 or stride_xt >= 0)
             let_next_start(PDL)
             for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
                 if EVEN_K:
+                    # LEFT: rows beyond the tile's are its first again, without masks, and no row of the result
                     x = tl.load(x_ptrs) if LEFT else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
                     a = tl.load(a_ptrs_block) if LOOSE else tl.load(a_ptrs_block, mask=mask_r, other=0.0)
                 else:

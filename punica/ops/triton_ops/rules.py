@@ -214,7 +214,9 @@ def _height(rows: int, mean: float, limits: tuple[int, int]) -> int:
 
 
 def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
-    """About how many tiles of `block_m` rows the step makes: unless all segments are equal, some are not full."""
+    """About how many tiles of `block_m` rows the step makes: some are not full, unless all segments are equal (which
+    their shape tells where number and length are powers of two).
+    """
     long = max(0, shape.adapters - shape.short) if is_mixed(shape) else shape.adapters
     if rows <= block_m * long:
         return shape.adapters

@@ -313,7 +313,7 @@ def test_equal_segments_of_a_prefill_make_full_tiles():
 @pytest.mark.parametrize(
     "changes", [{}, {"together": True}, {"weights_left": True}, {"weights_left": True, "together": True}], ids=str
 )
-@pytest.mark.parametrize("rank", [8, 21, 64])
+@pytest.mark.parametrize("rank", [10, 21, 64])
 def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_configured, monkeypatch):
     """To the end of the vector of four in which the true rank ends: neither beyond, nor of rows without an adapter."""
     as_configured(shrink=SHRINKS["tiles"] | {"block_n": 64, "split_k": 2} | changes, expand=TILES)
@@ -323,14 +323,16 @@ def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_con
         made.append(empty(*size, **given))
         return made[-1].fill_(float("nan")) if made[-1].is_floating_point() else made[-1]
 
-    case = Case(spread(5, 30, 37, 3), (68, 132), rank, [5, rank, 0], device, k=128)
+    case = Case(spread(5, 30, 37, 3), (68, 132), rank, [3, rank, 0], device, k=128)
     monkeypatch.setattr(torch, "empty", poisoned)
     case.check(case.run())
     (planes,) = [tensor for tensor in made if tensor.ndim == 4]
+    loose = "weights_left" in changes and rank * (2 if "together" in changes else 1) > 32
     for row, slot in enumerate(case.slots):
         live = case.ranks[slot] if slot >= 0 else 0
-        assert planes[:, :, row, -(-live // 4) * 4 :].isnan().all()
-        assert planes[:, :, row, :live].isfinite().all()
+        end = -(-live // 4) * 4
+        assert planes[:, :, row, end:].isnan().all()
+        assert planes[:, :, row, : min(end, rank) if loose else live].isfinite().all()
 
 
 @pytest.mark.gpu

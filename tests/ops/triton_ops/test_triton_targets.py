@@ -244,6 +244,9 @@ def test_y_is_not_fetched_where_the_kernel_in_front_may_write_it(changes, fetch,
     low_rank = planes.shape, planes.stride(), planes.dtype
     plan = plan_expand(*low_rank, given.y, given.forms()[1], given.batch, given.expand_config(8), **switches)
     assert constants_of(plan)["FETCH"] == fetch
+    with pytest.raises(ValueError, match="planes of h lie 0 elements apart"):
+        plan_expand(planes.shape, (0, *planes.stride()[1:]), *low_rank[2:], given.y, given.forms()[1], given.batch,
+                    given.expand_config(8), **switches | {"pdl": True})  # fmt: skip
 
 
 def test_usual_fp8_steps_compile_for_hopper():
