@@ -17,10 +17,7 @@ from triton import cdiv
 from punica.metadata import StepShape
 from punica.ops.triton_ops.configs import Config
 from punica.ops.triton_ops.launch import block_at_least
-from punica.ops.triton_ops.rules import is_mixed, tiles_of
-
-MULTIPROCESSORS = 132
-"""Of an H200, on which the searches were made."""
+from punica.ops.triton_ops.rules import MULTIPROCESSORS, is_mixed, tiles_of
 
 
 def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Config:

@@ -15,11 +15,13 @@ from punica.ops.triton_ops.launch import block_at_least
 
 Config = dict[str, Any]
 
+MULTIPROCESSORS = 132
+"""Of an H200, on which the searches were made."""
 WANTED = 160
-"""Programs of a shrink by tiles: about one for each multiprocessor (an H200 has 132), each with a deep pipeline."""
+"""Programs of a shrink by tiles: about one for each multiprocessor, each with a deep pipeline."""
 ROW_TRAFFIC = 24e6
 """Bytes of A that taking every row by itself may read again before tiles of rows are better."""
-AT_ONCE = 8 * 132
+AT_ONCE = 8 * MULTIPROCESSORS
 """Programs of two warps that an H200 holds at the same time: one more starts a second round that takes as long."""
 AHEAD = 6e6
 """Bytes of one slice's B, if its elements have 16 bits, up to which reading some of them in vain costs less than

@@ -244,9 +244,14 @@ def test_y_is_not_fetched_where_the_kernel_in_front_may_write_it(changes, fetch,
     low_rank = planes.shape, planes.stride(), planes.dtype
     plan = plan_expand(*low_rank, given.y, given.forms()[1], given.batch, given.expand_config(8), **switches)
     assert constants_of(plan)["FETCH"] == fetch
+
+
+def test_planes_whose_stride_would_drop_the_wait_are_refused():
+    given = Operands(USUAL | {"step": "prefill 512", "by_ranks": True, "rank": 64, "layer": "down"})
+    low_rank = (8, 1, given.tokens, given.rank), (0, 0, given.rank, 1), torch.float32
     with pytest.raises(ValueError, match="planes of h lie 0 elements apart"):
-        plan_expand(planes.shape, (0, *planes.stride()[1:]), *low_rank[2:], given.y, given.forms()[1], given.batch,
-                    given.expand_config(8), **switches | {"pdl": True})  # fmt: skip
+        plan_expand(*low_rank, given.y, given.forms()[1], given.batch, given.expand_config(8),
+                    offset_start=0, add_inputs=True, has_ranks=True, pdl=True)  # fmt: skip
 
 
 def test_usual_fp8_steps_compile_for_hopper():
