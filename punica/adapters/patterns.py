@@ -37,7 +37,14 @@ _CATEGORIES = {
     op.CATEGORY_WORD: r"\w",
     op.CATEGORY_NOT_WORD: r"\W",
 }
-_ANCHORS = {op.AT_BEGINNING, op.AT_BEGINNING_STRING, op.AT_END, op.AT_END_STRING, op.AT_BOUNDARY, op.AT_NON_BOUNDARY}
+_STARTS, _ENDS = {op.AT_BEGINNING, op.AT_BEGINNING_STRING}, {op.AT_END, op.AT_END_STRING}
+_ANCHORS = _STARTS | _ENDS | {op.AT_BOUNDARY, op.AT_NON_BOUNDARY}
+_CHARACTERS = {op.ANY, op.LITERAL, op.NOT_LITERAL, op.IN}
+_MEMBERS = {op.LITERAL, op.RANGE, op.CATEGORY, op.NEGATE}  # of a set of characters
+_KNOWN = _CHARACTERS | {
+    op.BRANCH, op.SUBPATTERN, op.MAX_REPEAT, op.MIN_REPEAT, op.ASSERT, op.ASSERT_NOT, op.AT,
+    op.FAILURE,  # the empty negative lookahead `(?!)`, from Python 3.13 on
+}  # fmt: skip
 
 
 class UnboundedPattern(ValueError):
@@ -101,8 +108,17 @@ def _check_parts(parts: Iterable[tuple[Any, Any]], depth: int) -> None:
             raise UnboundedPattern(
                 "atomic groups and possessive repetitions are not supported; leave out the '+' or '?>'"
             )
+        if not _is_known(code, value):
+            raise UnboundedPattern(f"this Python reads {code} in it, which is not supported; write plain module names")
         for inside in _inside(code, value):
             _check_parts(inside, depth + 1)
+
+
+def _is_known(code: Any, value: Any) -> bool:
+    """Tell whether a part is of a kind that can be walked; a newer parser may have others."""
+    if code is op.IN:
+        return all(kind in _MEMBERS and (kind is not op.CATEGORY or of in _CATEGORIES) for kind, of in value)
+    return code in _KNOWN and (code is not op.AT or value in _ANCHORS)
 
 
 def _inside(code: Any, value: Any) -> list[Any]:
@@ -174,6 +190,8 @@ class ModuleNames:
             return at & (holds if code is op.ASSERT else ~holds)
         if code is op.AT:
             return at & self._anchor(value, flags)
+        if code is op.FAILURE:
+            return 0
         where = self._where(code, value, flags)
         return (at >> 1) & where if back else (at & where) << 1
 
@@ -190,9 +208,9 @@ class ModuleNames:
         return reached
 
     def _anchor(self, code: Any, flags: int) -> int:
-        if code in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
+        if code in _STARTS:
             return self._start
-        if code in (op.AT_END, op.AT_END_STRING):
+        if code in _ENDS:
             return self._end
         word = self._where(op.IN, [(op.CATEGORY, op.CATEGORY_WORD)], flags)
         boundary = word ^ (word << 1)

@@ -4,6 +4,8 @@ import random
 import re
 import time
 from contextlib import suppress
+from re import _constants as op  # type: ignore[attr-defined]
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,6 +143,23 @@ def test_set_of_positions_equals_backtracking() -> None:
         assert matches(pattern, names, suffix) == [oracle.fullmatch(name) is not None for name in names], pattern
         compared += 1
     assert compared == 3000
+
+
+@pytest.mark.parametrize("pattern", ["(?!)", "a|(?!)", "(?:(?!)b)?a", "(?!(?:))a", "(?=)a", "(?!(?!))a"])
+def test_empty_lookaheads_match_as_in_re(pattern) -> None:
+    """Python 3.13 and newer parse `(?!)` as a part of its own kind."""
+    names = ["a", "b", "ba", ""]
+    oracle = re.compile(pattern)
+    assert matches(pattern, names, suffix=False) == [oracle.fullmatch(name) is not None for name in names]
+
+
+@pytest.mark.parametrize(
+    "parts", [[("NEW", 1)], [(op.AT, "NEW")], [(op.IN, [(op.CATEGORY, "NEW")])], [(op.IN, [("N", 1)])]]
+)
+def test_parts_of_a_newer_parser_are_refused(parts, monkeypatch) -> None:
+    monkeypatch.setattr("punica.adapters.patterns.parser", SimpleNamespace(parse=lambda pattern: parts))
+    with pytest.raises(UnboundedPattern, match="not supported; write plain module names"):
+        NamePattern("q_proj")
 
 
 def test_names_do_not_reach_into_each_other() -> None:
