@@ -3,10 +3,14 @@
 Recorded rows are committed and are what readers without the hardware see, so they must be repeatable: rows of
 scale=smoke are refused, and so are rows measured from uncommitted code, unless `allow_dirty=true`.
 
+Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
+`timer=` or `system=`) stay, and the command says how many; to drop one, delete its rows.
+
     python -m experiments.commands.record figures=[fig08]
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,7 +19,7 @@ from experiments.commands.batch import batch_main, each
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.settings import folders
-from punica.measure.records import Row, RowsError, read_rows, write_rows
+from punica.measure.records import Row, RowFile, RowsError, read_rows
 
 
 def record(cfg: DictConfig) -> int:
@@ -30,7 +34,7 @@ def record(cfg: DictConfig) -> int:
             return []
         rows = read_rows(source)
         refuse(source, rows, cfg.allow_dirty)
-        write_rows(target, rows)
+        promote(target, rows)
         if source.with_suffix(".json").exists():
             shutil.copyfile(source.with_suffix(".json"), target.with_suffix(".json"))
         return [target, *draw(experiment, target, places.recorded_figures, places.paper)]
@@ -40,6 +44,16 @@ def record(cfg: DictConfig) -> int:
         raise RowsError(f"no fresh rows in {places.fresh_rows}: run make reproduce first")
     finish(command="record", recorded=[str(path) for files in recorded.values() for path in files], refused=failures)
     return 1 if failures else 0
+
+
+def promote(target: Path, rows: list[Row]) -> None:
+    """Put `rows` in the place of those of the same points in `target`, and say which other points stay there."""
+    recorded = RowFile(target)
+    recorded.replace(rows)
+    fresh = {row.point for row in rows}
+    if stay := {row.point: row.panel for row in recorded.rows if row.point not in fresh}:
+        panels = ", ".join(dict.fromkeys(stay.values()))
+        print(f"{target.stem}: {len(stay)} recorded points without fresh rows stay ({panels})", file=sys.stderr)
 
 
 def refuse(source: Path, rows: list[Row], allow_dirty: bool) -> None:

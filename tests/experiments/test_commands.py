@@ -186,6 +186,20 @@ def test_rows_that_cannot_be_repeated_are_not_recorded(rows, message):
         refuse(Path("rows.csv"), rows, allow_dirty=False)
 
 
+def test_record_keeps_and_names_points_that_the_fresh_set_lacks(tmp_path, capsys):
+    from experiments.commands.record import promote
+
+    target, old = tmp_path / "fig13_cluster.csv", fake_rows(commit="00000000000a")
+    ray = [replace(row, panel="ray hour") for row in old]
+    write_rows(target, [*old, *ray])
+    fresh = fake_rows(commit="00000000000b")[:6]
+    promote(target, fresh)
+    assert read_rows(target) == [*fresh, *old[6:], *ray]
+    assert "fig13_cluster: 4 recorded points without fresh rows stay (Skewed, ray hour)" in capsys.readouterr().err
+    promote(target, [*fresh, *old[6:], *ray])
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_record_promotes_rows_and_figures(tmp_path):
     write_rows(tmp_path / "cpu" / "rows" / "fig08_lora_operator.csv", fake_rows(commit="0123-dirty"))

@@ -49,7 +49,8 @@ from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
 from experiments.harness.span import Span
-from experiments.plots.frames import frame_of
+from experiments.plots.cluster import draw_hour
+from experiments.plots.frames import frame_of, measured_frame, paper_frame
 from punica.cluster import StepCost, StepWork, simulate
 from punica.measure.records import Row, read_rows, write_rows
 
@@ -443,6 +444,20 @@ def test_runners_on_ray_stand_beside_the_simulator_that_was_fitted_to_them():
     (runners,) = [one for one in found if "runners on Ray" in one.what]
     assert (runners.predicted, runners.published, runners.off, runners.met) == (2.0, 2.2, "-9.1 %", None)
     assert runners.what.endswith("mean of active runners")
+
+
+def test_the_recorded_hour_on_ray_is_drawn_and_predicted_and_says_whose_tokens_differ():
+    rows = measured_frame(PAPER.parent / "results" / "cpu" / f"{FIG13.name}.csv")
+    on_ray = rows[rows["panel"].str.contains("ray hour")]
+    assert on_ray.groupby("panel").size().to_dict() == {
+        "ray hour": 962, "ray hour, a runner killed": 955, "simulated ray hour": 940,
+    }  # fmt: skip
+    others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
+    assert others.to_dict() == {"ray hour": 1, "ray hour, a runner killed": 1}
+    assert sum("runners on Ray" in one.what for one in predictions(rows, PAPER)) == 3
+    figure = draw_hour(rows, paper_frame(PAPER, "13"))
+    assert len(figure.subfigs) == 2
+    plt.close(figure)
 
 
 def test_what_was_measured_is_set_over_what_was_simulated():
