@@ -25,7 +25,7 @@ from punica.ops.triton_ops.fp8_device import as_operand
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts
 from punica.ops.triton_ops.moe_reading import operands_of
-from punica.ops.triton_ops.op import custom_op
+from punica.ops.triton_ops.op import custom_op, named
 
 # --- running ---------------------------------------------------------------------------------------------------------
 
@@ -68,6 +68,7 @@ def _padded(lora_ids: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(lora_ids, (0, missing), value=-1) if missing > 0 else lora_ids
 
 
+@named("fused_moe_lora")
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
     """`fused_moe_lora` on its operands as one tuple; what the wrapper calls."""
     plan = _planned(given, max_lora_rank, top_k, switches, how)

@@ -51,7 +51,7 @@ from punica.ops.triton_ops.device import (
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words, fill_words
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
@@ -613,6 +613,7 @@ def _plan(call: Call, weights: Weights) -> KernelPlan | None:
 _PLANS = Plans(_describe, _plan)
 
 
+@named("lora_expand")
 def expand(
     x: Tensor, lora_b_stacked: Sequence[Tensor], y: Tensor, batch: Batch,
     offset_start: int = 0, add_inputs: bool = True, *, lora_ranks: Tensor | None = None, options: Options = Options(),

@@ -62,7 +62,7 @@ from punica.ops.triton_ops.fp8_device import (
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.lora_expand import _column_block, expand
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, names_of
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named, names_of
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
@@ -487,6 +487,7 @@ def _plan(call: Call, forms: tuple[Weights, tuple[Form, ...]]) -> KernelPlan | N
 _PLANS = Plans(_describe, _plan)
 
 
+@named("lora_expand_fp8")
 def expand_fp8(
     x: Tensor, lora_b_stacked: Sequence[Tensor], y: Tensor, batch: Batch,
     offset_start: int = 0, add_inputs: bool = True,

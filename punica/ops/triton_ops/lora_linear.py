@@ -36,7 +36,7 @@ from punica.ops.triton_ops.gemm_and_shrink import (
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_shrink import plan_shrink, plane_rank
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
@@ -142,6 +142,7 @@ _PLANS = Plans(_describe, _plan)
 _HERE = nullcontext()
 
 
+@named("lora_linear")
 def linear(
     y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: Batch,
     scale: float = 1.0, *, add_inputs: bool = True, lora_ranks: Tensor | None = None, options: Options = Options(),
@@ -152,7 +153,7 @@ def linear(
     ``aside``: shrink is launched in this context, which puts it on another stream and joins that to the current one.
     ``base``: ``weight [N, K]`` and perhaps ``bias [N]`` of up to 64 rows' base product (`skinny_gemm`), which y gets
     first (it may be uninitialised, and is not ``x``; add_inputs is True); the shrink is made beside it, aside or in the
-    same launch. Under a tracer or profiler the product is one launch and the op another.
+    same launch. Under a graph tracer the product is one launch and the op another.
     """
     check_base_switches(base, add_inputs)
     if batch.no_lora:

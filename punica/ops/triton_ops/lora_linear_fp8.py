@@ -26,7 +26,7 @@ from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
 from punica.ops.triton_ops.lora_linear import Aside, LinearPlan, plan_linear
 from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8, shrink_fp8
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, names_of
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named, names_of
 from punica.ops.triton_ops.plan import Batch
 from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.tensor_batch import TensorBatch
@@ -121,6 +121,7 @@ def plan_linear_fp8(
 _PLANS = Plans(_describe, _plan)
 
 
+@named("lora_linear_fp8")
 def linear_fp8(
     y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], batch: Batch,
     scale: float = 1.0,

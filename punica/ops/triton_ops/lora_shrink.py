@@ -44,7 +44,7 @@ from punica.ops.triton_ops.device import (
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
@@ -530,6 +530,7 @@ def _plan(call: Call, weights: Weights) -> KernelPlan | None:
 _PLANS = Plans(_describe, _plan)
 
 
+@named("lora_shrink")
 def shrink(
     x: Tensor, lora_a_stacked: Sequence[Tensor], y: Tensor, batch: Batch,
     scale: float = 1.0, *, accumulate: bool = False, lora_ranks: Tensor | None = None, options: Options = Options(),

@@ -55,7 +55,7 @@ from punica.ops.triton_ops.fp8_device import (
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.lora_shrink import _store_shrunk, shrink
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, names_of
+from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named, names_of
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
@@ -430,6 +430,7 @@ def _plan(call: Call, forms: tuple[Weights, tuple[Form, ...]]) -> KernelPlan | N
 _PLANS = Plans(_describe, _plan)
 
 
+@named("lora_shrink_fp8")
 def shrink_fp8(
     x: Tensor, lora_a_stacked: Sequence[Tensor], y: Tensor, batch: Batch, scale: float = 1.0,
     *, b_scale: Sequence[Tensor] | None, a_scale: Tensor | None = None, scheme: Scheme = Scheme(),

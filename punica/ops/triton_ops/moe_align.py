@@ -19,7 +19,7 @@ from torch import Tensor
 
 from punica.ops.moe_checks import check_aligned_outputs, check_block_size, check_lora_ids, check_padded, check_routing
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device
-from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced
+from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced, named
 
 EXPERTS_PER_PROGRAM = 8
 
@@ -111,6 +111,7 @@ def _moe_align_kernel(
             tl.store(counts_ptr + slot, total)
 
 
+@named("moe_lora_align_block_size")
 def _launch(
     topk_ids: Tensor, mapping: Tensor | None, buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
     outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.library import Library
 
 from punica.metadata import LoRABatch
@@ -45,12 +46,28 @@ def check_runnable(device: torch.device) -> None:
 
 
 def is_traced() -> bool:
-    """Whether a graph tracer or a profiler watches, for whom an op must be a node of its own."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd.profiler._is_profiler_enabled
-    )
+    """Tell whether a graph tracer is active: an op is then one node of its graph.
+
+    A profiler is none: a profiled step launches the kernels of any other step, under the names of `named`.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def named(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Show calls of the decorated function in profiles as ``punica::<name>``."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            if not torch.autograd.profiler._is_profiler_enabled:  # record_function costs microseconds
+                function(*args, **kwargs)
+                return
+            with record_function(f"punica::{name}"):
+                function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def call_flat(op: Callable[..., None], operands: tuple, batch: LoRABatch, rows: int, **options: Any) -> None:

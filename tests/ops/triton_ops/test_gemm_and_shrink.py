@@ -147,7 +147,7 @@ def test_a_step_without_adapters_and_an_empty_one(device) -> None:
     assert_close(case.run(lora_ranks=None), case.product(), FP16)
 
 
-def test_under_a_tracer_the_op_is_a_node_of_its_own(device) -> None:
+def test_a_profiled_call_has_the_name_of_the_op(device) -> None:
     case = Case(DISTINCT, device)
     with torch.autograd.profiler.profile() as profile:
         case.run()

@@ -326,7 +326,7 @@ class TestTracing:
         assert torch.equal(graph(x, y.clone()), eager)
 
     @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-    def test_a_profiled_step_is_one_node_with_the_same_bits(self, w8a8, device):
+    def test_a_profiled_step_has_one_name_and_the_same_bits(self, w8a8, device):
         a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
         x, y = torch.randn(3, 64).half().to(device), torch.zeros(3, 40, dtype=FP16, device=device)
         scheme = PER_CHANNEL._replace(use_fp8_w8a8=w8a8)

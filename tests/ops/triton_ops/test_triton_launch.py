@@ -238,7 +238,7 @@ def test_what_is_no_tensor_is_named(name, device):
         )  # fmt: skip
 
 
-def test_too_few_rows_are_refused_also_while_somebody_traces(device):
+def test_too_few_rows_are_refused_also_under_a_profiler(device):
     batch = Batch([0, 1, 1, 0], 16, (16,), 16, 2, FP16, device)
     step = filled(batch)
     for watched in (False, True):

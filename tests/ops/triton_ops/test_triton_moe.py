@@ -169,7 +169,7 @@ def test_single_launches_by_name(name: str, device: str):
 
 
 @pytest.mark.parametrize("count", [3, torch.tensor([3]), None], ids=["number", "tensor", "none"])
-def test_flat_op_is_one_node_for_a_tracer(count: Any, device: str):
+def test_flat_op_has_its_name_in_profiles(count: Any, device: str):
     world = World(CASES["plain"], device)
     given = world.given(moe_align.moe_lora_align_block_size)
     with torch.profiler.profile() as profile:

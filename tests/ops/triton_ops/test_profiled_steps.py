@@ -1,0 +1,84 @@
+"""Profiled steps: the launches of unprofiled ones, with the op's name beside them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_gemm_and_shrink import DISTINCT, FP16, Case
+from torch.profiler import ProfilerActivity, profile
+
+from punica.ops.fp8_checks import Scheme
+from punica.ops.quant import quantize_per_channel
+from punica.ops.triton_ops import expand, linear, linear_fp8, shrink
+from punica.ops.triton_ops.launch import Launch
+
+
+def with_base(case: Case) -> None:
+    case.run()
+
+
+def without_base(case: Case) -> None:
+    linear(case.y.zero_(), case.x, case.a, case.b, case.step, 0.5)
+
+
+def in_fp8(case: Case) -> None:
+    (a, a_scale), (b, b_scale) = (quantize_per_channel(one) for one in (case.a[0], case.b[0]))
+    scheme = Scheme(per_channel_quant=True)
+    given = {"lora_a_scale": [a_scale], "lora_b_scale": [b_scale], "shrink": scheme, "expand": scheme}
+    linear_fp8(case.y.zero_(), case.x, [a], [b], case.step, 0.5, **given)
+
+
+def apart(case: Case) -> None:
+    h = torch.empty(len(case.a), case.tokens, case.rank, device=case.device)
+    shrink(case.x, case.a, h, case.step, 0.5)
+    expand(h, case.b, case.y.zero_(), case.step)
+
+
+CALLS = {
+    with_base: ["punica::lora_linear"],
+    without_base: ["punica::lora_linear"],
+    in_fp8: ["punica::lora_linear_fp8"],
+    apart: ["punica::lora_shrink", "punica::lora_expand"],
+}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Kernel, grid and constants of every launch."""
+    seen: list[tuple] = []
+    run = Launch.__call__
+
+    def noted(launch: Launch, tensors: tuple, counts: tuple, aligned: bool, grid: tuple | None = None) -> None:
+        seen.append((launch.kernel.__name__, grid or launch.grid, launch.tail))
+        run(launch, tensors, counts, aligned, grid)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    return seen
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_profiled_calls_launch_what_others_launch(call: Callable[[Case], None], launches: list, device: str) -> None:
+    case = Case(DISTINCT, device)
+    call(case)
+    unwatched, expected = list(launches), case.y.clone()
+    launches.clear()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        call(case)
+    assert launches == unwatched
+    assert launches
+    assert torch.equal(case.y, expected)
+    assert [event.name for event in trace.events() if event.name.startswith("punica::")] == CALLS[call]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_the_device_sees_the_same_kernels(call: Callable[[Case], None], launches: list) -> None:
+    case = Case([*DISTINCT, *range(6)] * 2, "cuda", FP16, k=4096, widths=(4096,))
+    call(case)
+    torch.cuda.synchronize()
+    unwatched = [name for name, *_ in launches]
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        call(case)
+        torch.cuda.synchronize()
+    on_device = [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert [name for name in on_device if "lora" in name or "gemm_and_shrink" in name] == unwatched
