@@ -1,15 +1,17 @@
 """The hour of Figure 13 with more requests on more GPUs, in a process of its own: how long, and how much memory."""
 
 import multiprocessing
-import resource
+import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from experiments.claims.paper import read_figure
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.step_costs import a100_of_the_cluster, model_bytes
+from experiments.harness.experiment import CheckFailed
 from punica.cluster import simulate
 
 
@@ -38,5 +40,15 @@ def replayed(paper: str, requests: int, gpus: int) -> Replay:
     started = time.perf_counter()
     result = simulate(asked, policy, a100_of_the_cluster(paper))
     seconds = time.perf_counter() - started
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
-    return Replay(len(asked.arrivals), int(np.isfinite(result.finish_s).sum()), result.steps, seconds, peak)
+    return Replay(len(asked.arrivals), int(np.isfinite(result.finish_s).sum()), result.steps, seconds, peak_bytes())
+
+
+def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Most memory that this process has had since it began; `CheckFailed` where the system does not tell.
+
+    `ru_maxrss` will not do: a spawned process inherits its parent's.
+    """
+    told = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text() if status.exists() else "", re.MULTILINE)
+    if told is None:
+        raise CheckFailed(f"{status} does not tell a process's peak memory (VmHWM): measure this figure on Linux")
+    return 1024 * int(told[1])

@@ -26,7 +26,7 @@ from experiments.cluster.loads import (
     recorded_loads,
     with_joins,
 )
-from experiments.cluster.scaled import replayed
+from experiments.cluster.scaled import peak_bytes, replay, replayed
 from experiments.cluster.served import (
     ServedHour,
     heat_map,
@@ -45,6 +45,7 @@ from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.catalogue import experiments
+from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
@@ -540,6 +541,19 @@ def test_a_larger_cluster_is_replayed_and_its_requests_counted():
     assert found.steps > 1000
     assert found.seconds > 0
     assert found.peak_bytes > 2**20
+
+
+def test_the_peak_is_of_the_simulating_process_and_not_of_its_parent():
+    most = 2**30
+    held = np.ones(most, dtype=np.uint8)
+    assert peak_bytes() >= held.nbytes
+    del held
+    assert 2**20 < replay(str(PAPER), 60, 16).peak_bytes < most // 2
+
+
+def test_a_system_that_does_not_tell_the_peak_is_refused(tmp_path):
+    with pytest.raises(CheckFailed, match=r"VmHWM.*on Linux"):
+        peak_bytes(tmp_path / "status")
 
 
 @pytest.mark.slow
