@@ -7,7 +7,7 @@ could gain no time, and would lose bits of the sums and pad a rank of 16 to 32.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,36 +41,56 @@ def operands(weights: Sequence[Tensor], scales: Sequence[Tensor], a_scale: Tenso
     return (*[as_operand(weight) for weight in weights], *scales, scales[0] if a_scale is None else a_scale)
 
 
-def scale_constants(lie: Scales, scheme: Scheme, k: int, has_a: bool) -> dict[str, Any]:
-    """What kernels know of the scales of a product with contraction size ``k``: strides (one where all slices share
-    it), and block sizes; GROUP_K is 0 where a scale belongs to all of K.
-    """
-    strides = {"SCALE_L": lie.slot, "SCALE_N": lie.column, "SCALE_K": lie.block}
-    constants: dict[str, Any] = {name: each[:1] if len(set(each)) == 1 else each for name, each in strides.items()}
-    split = 0 < scheme.group_k < k
-    return constants | {"GROUP_N": max(1, scheme.group_n), "GROUP_K": scheme.group_k if split else 0, "HAS_A": has_a}
+class Quant(NamedTuple):
+    """Storage of a product's operands, one constexpr of a kernel; the defaults are 16- or 32-bit weights.
 
-
-class Held(NamedTuple):
-    """How the 16-bit kernels' weights are held, where a scale belongs to whole channels: ``format`` as of `fp8_format`;
-    ``channel``: a scale for each of them, else one for a slot. Scales lie densely, slot after slot.
+    format, x_format: `fp8_format` of weights and activations.
+    dense: a scale per channel (``channel``) or per slot, slot after slot without gaps; else the strides hold.
+    slots, columns, blocks: strides of the weights' scales per slice (one entry where all slices share it).
+    group_n, group_k: columns and elements of K that share a scale; group_k 0: all of K.
+    has_a, a_row, a_group: scales of the activations, and their strides along rows and groups of K.
+    words: B is read four columns to a word (`fp8_words`).
     """
 
     format: int = 0
+    dense: bool = False
     channel: bool = False
+    slots: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    group_n: int = 1
+    group_k: int = 0
+    x_format: int = 0
+    has_a: bool = False
+    a_row: int = 0
+    a_group: int = 0
+    words: bool = False
 
 
-WIDE = Held()
+WIDE = Quant()
 
 
-def held_as(weights: Weights, lie: Scales, scheme: Scheme, channels: Sequence[int]) -> Held | None:
-    """Of FP8 weights whose slices have so many ``channels``; None where scales lie otherwise."""
-    if scheme.block_wise:
-        return None
+def quant_of(
+    weights: Weights, x_dtype: torch.dtype, scales: Scales, scheme: Scheme, channels: Sequence[int], k: int,
+    a_strides: tuple[int, int] | None = None,
+) -> Quant:  # fmt: skip
+    """Storage of FP8 weights whose slices have ``channels`` outputs, in a product that sums over ``k`` elements.
+
+    ``a_strides``: of the activations' scales along rows and groups; None without them.
+    """
+    split = 0 < scheme.group_k < k
     wanted = list(channels) if scheme.per_channel_quant else [1] * len(channels)
-    if list(lie.slot) != wanted or set(lie.column) != {int(scheme.per_channel_quant)}:
-        return None
-    return Held(fp8_format(weights.dtype), scheme.per_channel_quant)
+    dense = not scheme.block_wise and list(scales.slot) == wanted
+    dense = dense and set(scales.column) == {int(scheme.per_channel_quant)} and a_strides is None
+    quant = Quant(fp8_format(weights.dtype), dense, scheme.per_channel_quant)
+    if dense:
+        return quant
+    slots, columns, blocks = (each[:1] if len(set(each)) == 1 else each for each in scales)
+    return quant._replace(
+        slots=slots, columns=columns, blocks=blocks, group_n=max(1, scheme.group_n),
+        group_k=scheme.group_k if split else 0, x_format=fp8_format(x_dtype), has_a=a_strides is not None,
+        a_row=(a_strides or (0, 0))[0], a_group=(a_strides or (0, 0))[1],
+    )  # fmt: skip
 
 
 def check_group_k(scheme: Scheme, k: int) -> None:
@@ -138,10 +158,13 @@ def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constex
 
 
 @triton.jit
-def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: tl.constexpr, HELD: tl.constexpr):
-    """Scales of `channels` of a slot of a slice with COUNT of them; `operands`: weights of all slices, their scales."""
+def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+    """Scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their scales."""
     scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
-    if HELD.channel:
+    if not QUANT.dense:
+        scale_ptr += slot.to(tl.int64) * pick_from(QUANT.slots, slice_id, 0, len(QUANT.slots))
+        offsets = channels // QUANT.group_n * pick_from(QUANT.columns, slice_id, 0, len(QUANT.columns))
+    elif QUANT.channel:
         offsets = slot.to(tl.int64) * COUNT + channels
     else:
         offsets = slot.to(tl.int64) + channels * 0
@@ -149,11 +172,38 @@ def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: 
 
 
 @triton.jit
-def scales_of(
-    operands, slice_id, slot, NUM_SLICES: tl.constexpr, SCALE_L: tl.constexpr, SCALE_N: tl.constexpr,
-    SCALE_K: tl.constexpr,
-):  # fmt: skip
-    """Where the scales of a slot of a slice begin, and their strides along columns and blocks of K."""
+def block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+    """Addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
     scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
-    scale_ptr += slot.to(tl.int64) * pick_from(SCALE_L, slice_id, 0, len(SCALE_L))
-    return scale_ptr, pick_from(SCALE_N, slice_id, 0, len(SCALE_N)), pick_from(SCALE_K, slice_id, 0, len(SCALE_K))
+    scale_ptr += slot.to(tl.int64) * pick_from(QUANT.slots, slice_id, 0, len(QUANT.slots))
+    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick_from(QUANT.columns, slice_id, 0, len(QUANT.columns))
+    return scale_ptrs, pick_from(QUANT.blocks, slice_id, 0, len(QUANT.blocks))
+
+
+@triton.jit
+def activation_scale_ptrs(operands, rows, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+    """Addresses [rows] of the scales of the activations' first group."""
+    return pick_from(operands, 0, 2 * NUM_SLICES, 1) + rows * QUANT.a_row
+
+
+@triton.jit
+def row_scaled(x, operands, row, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+    """[ks] float32 values of one row of activations, times their scales."""
+    if QUANT.has_a:
+        scale_ptr = activation_scale_ptrs(operands, row, NUM_SLICES, QUANT)
+        if QUANT.group_k > 0:
+            x *= tl.load(scale_ptr + ks // QUANT.group_k * QUANT.a_group, mask=mask, other=0.0)
+        else:
+            x *= tl.load(scale_ptr)
+    return x
+
+
+@triton.jit
+def block_scaled(
+    weights, operands, slice_id, slot, channels, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """[channels, ks] float32 weights, times their scales where these follow blocks of K."""
+    if QUANT.group_k > 0:
+        scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES, QUANT)
+        weights *= tl.load(scale_ptrs[:, None] + (ks // QUANT.group_k)[None, :] * stride, mask=mask, other=0.0)
+    return weights

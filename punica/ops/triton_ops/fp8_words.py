@@ -124,7 +124,7 @@ def _operands_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.co
 @triton.jit
 def expand_row_in_words(
     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, first_n, width, rank, stride_hp, stride_hr,
-    R: tl.constexpr, HELD: tl.constexpr, NUM_SLICES: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, NUM_SLICES: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
     AHEAD: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x COLUMNS columns, LANES ranks at a time as far as the true rank goes: the next ones are fetched before
@@ -139,7 +139,7 @@ def expand_row_in_words(
     mask_w = (offs_w < width_w)[:, None]
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]
     words = tl.load(word_ptrs, mask=mask_w & (offs_r < (R if AHEAD else rank))[None, :], other=0)
-    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, HELD)
+    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, QUANT)
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD and not LATE:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -161,7 +161,7 @@ def expand_row_in_words(
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
             h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
-        a, b, c, d = _wide_words(these, HELD.format, NATIVE)
+        a, b, c, d = _wide_words(these, QUANT.format, NATIVE)
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
         third += tl.sum(c * factors, 1)
@@ -175,7 +175,7 @@ def expand_row_in_words(
 def expand_tile_in_words(
     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
     stride_hp, stride_ht, stride_hr, stride_yt,
-    HELD: tl.constexpr, NUM_SLICES: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    QUANT: tl.constexpr, NUM_SLICES: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
     ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -207,8 +207,8 @@ def expand_tile_in_words(
                 wait_for_front(PDL)
                 h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, False, DTYPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
-        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
-        a, b, c, d = _operands_of(words, HELD.format, NATIVE, DTYPE)
+        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, QUANT)
+        a, b, c, d = _operands_of(words, QUANT.format, NATIVE, DTYPE)
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         a, b = dot(h, a, zeros, False, INTERPRET), dot(h, b, zeros, False, INTERPRET)
         c, d = dot(h, c, zeros, False, INTERPRET), dot(h, d, zeros, False, INTERPRET)

@@ -37,7 +37,7 @@ from punica.ops.triton_ops.backbone.skinny_gemm import (
     weight_form,
 )
 from punica.ops.triton_ops.device import INDEX_POINTERS
-from punica.ops.triton_ops.fp8_device import WIDE, Held
+from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import Launch, block_at_least, multiprocessors
 from punica.ops.triton_ops.lora_shrink import plane_rank, shrink_row, stored_constants
 from punica.ops.triton_ops.plan import Batch
@@ -61,7 +61,7 @@ def _gemm_and_shrink_kernel(
     tokens, num_slots, gemm_programs, scaling, x_stride, w_stride, y_stride,
     N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
     SHRINK_SPLITS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def _gemm_and_shrink_kernel(
         shrink_row(
             x_ptr, operands, planes_ptr, ranks_ptr, row, tl.load(mapping_ptr + row), pid_k, pid_r, pid % NUM_SLICES,
             False, tokens, num_slots, scaling, x_stride, 1,
-            K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHRINK_R, PROGRAMS_R, SHRINK_K, SHRINK_SPLITS,
+            K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHRINK_R, PROGRAMS_R, SHRINK_K, SHRINK_SPLITS,
             HAS_RANKS, False, False, PDL,
         )  # fmt: skip
 
@@ -160,12 +160,12 @@ def fused_config(shrink: dict[str, Any], x: Tensor, base: BaseForm, rank: int) -
 
 def plan_gemm_and_shrink(
     x: Tensor, base: BaseForm, y: Tensor, a: Weights, config: dict[str, Any],
-    *, has_ranks: bool, pdl: bool, held: Held = WIDE,
+    *, has_ranks: bool, pdl: bool, quant: Quant = WIDE,
 ) -> GemmAndShrinkPlan:  # fmt: skip
     """The launch with a configuration of `fused_config`, for the forms and strides of these tensors."""
     form = cast(TilesForm, _form_of(x, base))  # fused_config answers for no other
     block_r, splits, tokens = config["block_r"], config["split_k"], x.shape[0]
-    constants = tiles_constants(form, x, base.weight) | stored_constants(a, plane_rank(a.rank), held)
+    constants = tiles_constants(form, x, base.weight) | stored_constants(a, plane_rank(a.rank), quant)
     constants |= {"SHRINK_R": block_r, "SHRINK_K": config["block_k"], "SHRINK_SPLITS": splits}
     constants |= {"HAS_RANKS": has_ranks, "PDL": pdl}
     gemm_programs = triton.cdiv(base.weight.n, form.block_n) * form.split_k

@@ -48,8 +48,17 @@ from punica.ops.triton_ops.device import (
     wait_at_last,
     wait_for_front,
 )
-from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
-from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words, fill_words
+from punica.ops.triton_ops.fp8_device import (
+    WIDE,
+    Quant,
+    activation_scale_ptrs,
+    block_scale_ptrs,
+    block_scaled,
+    channel_scales,
+    row_scaled,
+    widened,
+)
+from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
@@ -71,10 +80,51 @@ def _column_block(pid_n, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.c
 
 
 @triton.jit
+def _shrunk_row(
+    h_ptrs, offs_r, mask, operands, row, stride_hp,
+    PLANES: tl.constexpr, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """[ranks] of one row of what shrink left, as float32: the sum of its planes, or FP8 values times their scales."""
+    if QUANT.x_format > 0:
+        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, tl.float32)
+        h = row_scaled(h, operands, row, offs_r, mask, NUM_SLICES, QUANT)
+    else:
+        h = read_shrunk(h_ptrs, mask, stride_hp, PLANES)
+    return h
+
+
+@triton.jit
+def _shrunk_rows(
+    h_ptrs, mask, lanes, rank, stride_hp,
+    PLANES: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """[rows, ranks] of what shrink left, in DTYPE; FP8 values without their scales."""
+    if QUANT.x_format > 0:
+        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, DTYPE)
+        h = tl.where((lanes < rank)[None, :], h, 0.0)
+    else:
+        h = read_shrunk_rows(h_ptrs, mask, lanes, rank, stride_hp, PLANES, WHOLE, DTYPE)
+    return h
+
+
+@triton.jit
+def _column_scales(
+    operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """[columns] scales that follow the sum over the ranks; 1 where there are none."""
+    if QUANT.format > 0 and QUANT.group_k == 0:
+        scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, QUANT)
+    else:
+        scale = tl.full([offs_n.shape[0]], 1.0, tl.float32)
+    return scale
+
+
+@triton.jit
 def _expand_row(
-    h_ptr, b_ptr, y_ptr,
+    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, row,
     first_n, width, rank, lanes, stride_hp, stride_hr,
-    R: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, NUM_SLICES: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
     PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x STEPS blocks of COLUMNS columns of a B that lies row after row, each LANES ranks wide, of which
@@ -94,9 +144,17 @@ def _expand_row(
     hold_loads(PDL)
     if ADD and LATE:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    h = read_shrunk(h_ptr + offs_r * stride_hr, mask_read, stride_hp, PLANES).to(b.dtype).to(tl.float32)
+    h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, PLANES, NUM_SLICES, QUANT)
+    if QUANT.format == 0:
+        h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
-        product = tl.where((offs_r < rank)[None, :], b.to(tl.float32) * h[None, :], 0.0)
+        weights = block_scaled(
+            widened(b, QUANT.format, tl.float32), operands, slice_id, slot, offs_n, offs_r,
+            mask_n[:, None] & mask_read[None, :], NUM_SLICES, QUANT,
+        )  # fmt: skip
+        product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)
+        if QUANT.format > 0:
+            scale = _column_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, QUANT)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
         if STEPS > 1:
             offs_n += COLUMNS
@@ -105,21 +163,35 @@ def _expand_row(
             b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
             if ADD:
                 old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-        total = tl.sum(product, 1) + before
+        total = tl.sum(product, 1)
+        if QUANT.format > 0:
+            total *= scale
+        total += before
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not ADD)))
 
 
 @triton.jit
-def _products(b, h, live, CUT: tl.constexpr):
-    """b [columns, ranks] times h, rounded to the weights' type, in float32; CUT drops ranks that are not ``live``."""
-    weights = tl.where(live[None, :], b, 0.0) if CUT else b
-    return weights.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
+def _products(
+    b, h, live, operands, slice_id, slot, offs_n, offs_r, mask_n,
+    CUT: tl.constexpr, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """b [columns, ranks] times h in float32, h rounded to 16-bit weights' type; CUT drops ranks not ``live``."""
+    if QUANT.format > 0:
+        weights = tl.where(live[None, :], widened(b, QUANT.format, tl.float32), 0.0)
+        mask = mask_n[:, None] & live[None, :]
+        weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask, NUM_SLICES, QUANT)
+        product = weights * h[None, :]
+    else:
+        weights = tl.where(live[None, :], b, 0.0) if CUT else b
+        product = weights.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
+    return product
 
 
 @triton.jit
 def _expand_row_by_ranks(
-    h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
-    R: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
+    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, row, first_n, width, rank, stride_hp, stride_hr,
+    R: tl.constexpr, QUANT: tl.constexpr, NUM_SLICES: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
+    AHEAD: tl.constexpr, PLANES: tl.constexpr,
     ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x COLUMNS columns of a B that lies rank after rank, LANES ranks at a time as far as the true rank goes;
@@ -131,25 +203,31 @@ def _expand_row_by_ranks(
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < (R if AHEAD else rank))[None, :], other=0.0)
-    total = tl.zeros([COLUMNS], tl.float32)
+    before = tl.zeros([COLUMNS], tl.float32)
     if ADD and not LATE:
-        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     let_next_start(PDL)
     hold_loads(PDL)
     if ADD and LATE:
-        total = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32) if QUANT.format > 0 else before
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
+    h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, PLANES, NUM_SLICES, QUANT)
     if R > LANES:
         for _ in tl.range(LANES, rank, LANES):
-            product = _products(b, h, offs_r < rank, AHEAD)
+            product = _products(
+                b, h, offs_r < rank, operands, slice_id, slot, offs_n, offs_r, mask_n, AHEAD, NUM_SLICES, QUANT
+            )
             offs_r += LANES
             b_ptrs += LANES * width
             h_ptrs += LANES * stride_hr
             b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
-            h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
+            h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, PLANES, NUM_SLICES, QUANT)
             total += tl.sum(product, 1)
-    total += tl.sum(_products(b, h, offs_r < rank, AHEAD), 1)
+    product = _products(b, h, offs_r < rank, operands, slice_id, slot, offs_n, offs_r, mask_n, AHEAD, NUM_SLICES, QUANT)
+    total += tl.sum(product, 1)
+    if QUANT.format > 0:
+        total = total * _column_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, QUANT) + before
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not ADD)))
 
 
@@ -157,7 +235,7 @@ def _expand_row_by_ranks(
 def _expand_row_of(
     h_ptr, operands, y_ptr, ranks_ptr, row, slot, block, idle_waits,
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,
     PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
@@ -179,18 +257,19 @@ def _expand_row_of(
                 above = LANES[i - 1] if i > 0 else -1
                 if (lanes > above) & (lanes <= LANES[i]):
                     _expand_row(
-                        h_ptr, b_ptr, y_ptr, first_n, width, rank, lanes, stride_hp, stride_hr, R,
+                        h_ptr, b_ptr, y_ptr, operands, slice_id, slot, row,
+                        first_n, width, rank, lanes, stride_hp, stride_hr, R, QUANT, NUM_SLICES,
                         BLOCK_N // STEPS[i], STEPS[i], LANES[i], VECTOR, PLANES, ADD, LATE, PDL,
                     )  # fmt: skip
-        elif HELD.format > 0:
+        elif QUANT.words:
             expand_row_in_words(
                 h_ptr, b_ptr, y_ptr, operands, slice_id, slot, first_n, width, rank, stride_hp, stride_hr,
-                R, HELD, NUM_SLICES, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
+                R, QUANT, NUM_SLICES, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
             )  # fmt: skip
         else:
             _expand_row_by_ranks(
-                h_ptr, b_ptr, y_ptr, first_n, width, rank, stride_hp, stride_hr,
-                R, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
+                h_ptr, b_ptr, y_ptr, operands, slice_id, slot, row, first_n, width, rank, stride_hp, stride_hr,
+                R, QUANT, NUM_SLICES, BLOCK_N, LANES[0], AHEAD, PLANES, ADD, LATE, PDL,
             )  # fmt: skip
     else:
         if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -198,11 +277,19 @@ def _expand_row_of(
                 tl.extra.cuda.gdc_wait()
 
 
+@triton.constexpr_function
+def _dtype_of_product(y_ptr, b_ptr, quant):
+    """The type in which h and B are multiplied: B's own, for FP8 that of y, with FP8 activations float16."""
+    if quant.x_format > 0:
+        return tl.float16
+    return y_ptr.dtype.element_ty if quant.format > 0 else b_ptr.dtype.element_ty
+
+
 @triton.jit
 def _expand_rows_of(
     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
     stride_hp, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, HELD: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, NUM_SLICES: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr,
     WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
     PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
@@ -215,7 +302,7 @@ def _expand_rows_of(
     what they add to is brought to the L2 cache ahead of the kernel in front.
     """
     CUT_B: tl.constexpr = ALL_OF_B or (ROW_MAJOR and not WHOLE)
-    DTYPE: tl.constexpr = y_ptr.dtype.element_ty if HELD.format > 0 else b_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptr, b_ptr, QUANT)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
     if ROW_MAJOR:
@@ -250,7 +337,7 @@ def _expand_rows_of(
         wait_at_last(PDL, AT_ONCE or stride_hp > 0)  # a block in registers would be waited for first
         if AT_ONCE and ADD and LATE:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, WHOLE, DTYPE)
+        h = _shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, WHOLE, DTYPE, QUANT)
         for step in tl.range(0, TILES_N, num_stages=NUM_STAGES):
             if not AT_ONCE:
                 mask_n = (offs_n < (1 << 30 if EVEN_N else width))[None, :]
@@ -258,8 +345,8 @@ def _expand_rows_of(
                 if ADD:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
             weights, mask_y, out_ptrs = b, mask_m[:, None] & mask_n, y_ptrs
-            if HELD.format > 0:
-                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
+            if QUANT.format > 0:
+                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, QUANT)
             if ADD:
                 before = old.to(tl.float32)
             offs_n += BLOCK_N
@@ -270,13 +357,15 @@ def _expand_rows_of(
                 b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
                 if ADD:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-            weights = widened(weights, HELD.format, DTYPE)
+            weights = widened(weights, QUANT.format, DTYPE)
             if CUT_B:
                 weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
             total = result(dot(h, weights, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
-            if HELD.format > 0 and ADD:
+            if QUANT.has_a:
+                total *= tl.load(activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT))[:, None]
+            if QUANT.format > 0 and ADD:
                 total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before)  # in every form alike
-            elif HELD.format > 0:
+            elif QUANT.format > 0:
                 total *= scale[None, :]
             elif ADD:
                 total += before
@@ -286,27 +375,42 @@ def _expand_rows_of(
         for _ in tl.range(0, TILES_N):
             mask_n = (offs_n < width)[None, :]
             acc = accumulator(BLOCK_M, BLOCK_N, LEFT)
+            if QUANT.group_k > 0:
+                total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, offs_n, NUM_SLICES, QUANT)
             for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes = first_r + offs_r
                 h_mask = mask_m[:, None] & (lanes < rank_read)[None, :]
-                h = read_shrunk(h_ptrs + first_r * stride_hr, h_mask, stride_hp, PLANES)
+                h = _shrunk_rows(
+                    h_ptrs + first_r * stride_hr, h_mask, lanes, rank, stride_hp, PLANES, WHOLE, DTYPE, QUANT
+                )
                 jump = first_r * (1 if ROW_MAJOR else width)
                 b_mask = (lanes < (rank_read if ROW_MAJOR else rank))[:, None] & mask_n
                 b = tl.load(b_ptrs + jump, mask=b_mask, other=0.0)
-                if not WHOLE:
-                    h = tl.where((lanes < rank)[None, :], h, 0.0)
-                b = widened(b, HELD.format, DTYPE)
+                b = widened(b, QUANT.format, DTYPE)
                 if CUT_B:
                     b = tl.where((lanes < rank)[:, None], b, 0.0)
-                acc = dot(h.to(DTYPE), b, acc, LEFT, INTERPRET)
-            total = result(acc, LEFT)
+                if QUANT.group_k > 0:  # BLOCK_R divides a block of scales
+                    part = result(dot(h, b, accumulator(BLOCK_M, BLOCK_N, LEFT), LEFT, INTERPRET), LEFT)
+                    block = first_r // QUANT.group_k
+                    part *= tl.load(scale_ptrs + block * scale_stride, mask=offs_n < width, other=0.0)[None, :]
+                    if QUANT.has_a:
+                        a_scale_ptrs = activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT)
+                        part *= tl.load(a_scale_ptrs + block * QUANT.a_group)[:, None]
+                    total += part
+                else:
+                    acc = dot(h, b, acc, LEFT, INTERPRET)
+            if QUANT.group_k == 0:
+                total = result(acc, LEFT)
+                if QUANT.has_a:
+                    total *= tl.load(activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT))[:, None]
             if ADD:
                 before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0).to(tl.float32)
-            if HELD.format > 0:
-                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, HELD)
-            if HELD.format > 0 and ADD:
+            if QUANT.format > 0 and QUANT.group_k == 0:
+                scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, QUANT)
+            if QUANT.format > 0 and QUANT.group_k == 0 and ADD:
                 total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before)
-            elif HELD.format > 0:
+            elif QUANT.format > 0 and QUANT.group_k == 0:
                 total *= scale[None, :]
             elif ADD:
                 total += before
@@ -320,7 +424,7 @@ def _expand_rows_of(
 def _expand_tile(
     h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, block, idle_waits,
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, WORDS: tl.constexpr,
     NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr, ADD: tl.constexpr,
@@ -345,27 +449,27 @@ def _expand_tile(
             if rank % VECTOR == 0:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
-                    stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, True, False,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, QUANT, NUM_SLICES, ROW_MAJOR, VECTOR, True, False,
                     EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, FETCH, NUM_STAGES, PLANES, ADD, LATE, PDL,
                     LEFT, INTERPRET,
                 )  # fmt: skip
             else:
                 _expand_rows_of(
                     h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
-                    stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, False, False,
+                    stride_hp, stride_ht, stride_hr, stride_yt, R, QUANT, NUM_SLICES, ROW_MAJOR, VECTOR, False, False,
                     EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, FETCH, NUM_STAGES, PLANES, ADD, LATE, PDL,
                     LEFT, INTERPRET,
                 )  # fmt: skip
         elif WORDS:
             expand_tile_in_words(
                 h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
-                stride_hp, stride_ht, stride_hr, stride_yt, HELD, NUM_SLICES, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R,
-                TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, INTERPRET,
+                stride_hp, stride_ht, stride_hr, stride_yt, QUANT, NUM_SLICES, VECTOR, EVEN_N, BLOCK_M, BLOCK_N,
+                BLOCK_R, TILES_N, NUM_STAGES, PLANES, ADD, LATE, PDL, INTERPRET,
             )  # fmt: skip
         else:
             _expand_rows_of(
                 h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
-                stride_hp, stride_ht, stride_hr, stride_yt, R, HELD, NUM_SLICES, ROW_MAJOR, VECTOR, not EITHER,
+                stride_hp, stride_ht, stride_hr, stride_yt, R, QUANT, NUM_SLICES, ROW_MAJOR, VECTOR, not EITHER,
                 ALL_OF_B, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE, FETCH, NUM_STAGES, PLANES, ADD, LATE,
                 PDL, LEFT, INTERPRET,
             )  # fmt: skip
@@ -379,7 +483,7 @@ def _expand_tile(
 def _lora_expand_rows_kernel(
     h_ptr, operands, y_ptr, mapping_ptr, ranks_ptr,
     num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr, HAS_RANKS: tl.constexpr, AHEAD: tl.constexpr,
     ADD: tl.constexpr, LATE: tl.constexpr,
@@ -392,7 +496,7 @@ def _lora_expand_rows_kernel(
     _expand_row_of(
         h_ptr, operands, y_ptr, ranks_ptr, row, slot, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-        R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, AHEAD, ADD,
+        R, QUANT, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, BLOCK_N, PLANES, HAS_RANKS, AHEAD, ADD,
         LATE, PDL,
     )  # fmt: skip
 
@@ -401,7 +505,7 @@ def _lora_expand_rows_kernel(
 def _lora_expand_search_kernel(
     h_ptr, operands, y_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
     num_segments, num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -415,7 +519,7 @@ def _lora_expand_search_kernel(
     _expand_tile(
         h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid % NUM_BLOCKS, pid == 0,
         num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-        R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE,
+        R, QUANT, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, AT_ONCE,
         FETCH, WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
     )  # fmt: skip
 
@@ -424,7 +528,7 @@ def _lora_expand_search_kernel(
 def _lora_expand_listed_kernel(
     h_ptr, operands, y_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
     num_tiles, num_rows, num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-    R: tl.constexpr, HELD: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
+    R: tl.constexpr, QUANT: tl.constexpr, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, NUM_SLICES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, ROW_MAJOR: tl.constexpr, VECTOR: tl.constexpr, TILES_AT: tl.constexpr,
     ROWS_AT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TILES_N: tl.constexpr, AT_ONCE: tl.constexpr, FETCH: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -449,7 +553,7 @@ def _lora_expand_listed_kernel(
             _expand_tile(
                 h_ptr, operands, y_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid % NUM_BLOCKS, pid == 0,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-                R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
+                R, QUANT, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N,
                 AT_ONCE, FETCH, WORDS, NUM_STAGES, PLANES, HAS_RANKS, AHEAD, ADD, LATE, PDL, LEFT, INTERPRET,
             )  # fmt: skip
             tile += num_tiles
@@ -464,7 +568,7 @@ def _lora_expand_listed_kernel(
             _expand_row_of(
                 h_ptr, operands, y_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SHORT_BLOCKS, False,
                 num_slots, stride_hp, stride_hs, stride_ht, stride_hr, stride_yt,
-                R, HELD, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS,
+                R, QUANT, WIDTHS, COLUMNS, NUM_SLICES, ROW_MAJOR, VECTOR, LANES, STEPS, SHORT_N, PLANES, HAS_RANKS,
                 AHEAD, ADD, LATE, PDL,
             )  # fmt: skip
             item += num_rows
@@ -497,18 +601,11 @@ def plan_expand(
     config: dict[str, Any],
     *,
     offset_start: int, add_inputs: bool, has_ranks: bool,
-    pdl: bool = False, late: bool = False, held: Held = WIDE,
+    pdl: bool = False, late: bool = False, quant: Quant = WIDE,
 ) -> KernelPlan:  # fmt: skip
     """The launch that `config` names. h has strides of ``[planes, n, T, r]`` (rows may be wider than r); planes are
-    added up. ``late``: y is not read before the kernel in front has ended. ``held``: as in `plan_shrink`; FP8 only with
-    B by ranks, and tiles then multiply as y's type.
+    added up. ``late``: y is not read before the kernel in front has ended. ``quant``: as in `plan_shrink`.
     """
-    if held.format and weights.row_major:
-        raise ValueError("B in FP8 lies row after row; these kernels take it rank after rank (lora_expand_fp8 either)")
-    if held.format and not fill_words(weights.widths):
-        raise ValueError(
-            f"B in FP8 has slices of {weights.widths} columns; these kernels take multiples of 4 (lora_expand_fp8 any)"
-        )
     if pdl and h_strides[0] <= 0:  # kernels branch on it where they wait (`wait_at_last`)
         raise ValueError(f"planes of h lie {h_strides[0]} elements apart; give a positive stride, or pdl=False")
     rank, slices = weights.rank, len(weights.widths)
@@ -518,7 +615,7 @@ def plan_expand(
     vector = gcd(rank, 16 // weights.dtype.itemsize if weights.row_major else 4)
     constants: dict[str, Any] = {"R": rank, "WIDTHS": weights.widths, "COLUMNS": columns, "NUM_SLICES": slices}
     constants |= {
-        "HELD": held,
+        "QUANT": quant,
         "ROW_MAJOR": weights.row_major,
         "VECTOR": vector,
         "PLANES": planes,
@@ -535,7 +632,8 @@ def plan_expand(
     def row_blocks(block_n: int, lanes: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """LANES, STEPS and columns of a program that takes one row."""
         if not weights.row_major:
-            return (min(lanes, block_at_least(rank, 1)),), (1,), block_n
+            lanes = min(lanes, block_at_least(rank, 1))
+            return (lanes,), (1,), block_n
         return _lane_blocks(rank, block_n, has_ranks, lambda columns: rows * blocks(columns))
 
     if config["row_wise"]:
@@ -548,14 +646,14 @@ def plan_expand(
 
     # All ranks in one pass where that fits, since more would read h again for every block of columns. The operands of
     # a float32 product lie in registers, whose number per program is the limit there.
-    wide = y.element_size() if held.format else weights.dtype.itemsize
-    most_r = 128 if wide == 2 else 16
+    wide = 2 if quant.x_format else y.element_size() if quant.format else weights.dtype.itemsize
+    most_r = min(quant.group_k or 128, 128 if wide == 2 else 16)
     block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
     even = all([width % (block_n * tiles_n) == 0 for width in weights.widths])
     row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
     at_once = tiles_n == 1 or config["num_stages"] == 1
-    words = bool(held.format) and config["in_words"] and not config["weights_left"] and wide == 2
+    words = quant.words and config["in_words"] and not config["weights_left"] and wide == 2
     words = words and rank <= block_r and block_n >= 64  # all ranks at once, and 16 words or more
     held_bytes = 1 if words else wide  # else they are made wide through shared memory
     stage_bytes = block_n * block_r * held_bytes + block_m * row_bytes  # B, and old y or the planes of h
@@ -574,7 +672,7 @@ def plan_expand(
         lanes, steps, wide, per_row = (), (), 0, 0
         if short_n:
             # beside the form of tiles, threads that make FP8 wide have registers for half as many ranks
-            lanes, steps, wide = row_blocks(short_n, 8 if held.format else 16, rows)
+            lanes, steps, wide = row_blocks(short_n, 8 if quant.format else 16, rows)
             per_row = blocks(wide)
         constants |= {"LANES": lanes, "STEPS": steps, "SHORT_N": wide, "SHORT_BLOCKS": per_row}
         launch = Launch(_lora_expand_listed_kernel, None, dtypes, strides, constants, **shared)

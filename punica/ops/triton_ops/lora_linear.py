@@ -23,7 +23,7 @@ from punica.metadata import LoRABatch
 from punica.ops.checks import Names, Weights, check_input, check_pair, check_ranks, check_stored_output, describe_stored
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import choose
-from punica.ops.triton_ops.fp8_device import WIDE, Held
+from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.gemm_and_shrink import (
     BaseForm,
     GemmAndShrinkPlan,
@@ -74,11 +74,11 @@ def plan_linear(
     batch: Batch,
     shrink: dict[str, Any], expand: dict[str, Any],
     *, add_inputs: bool = True, has_ranks: bool = False, pdl: bool = False, pdl_shrink: bool | None = None,
-    apart: bool = False, fused: BaseForm | None = None, held: tuple[Held, Held] = (WIDE, WIDE),
+    apart: bool = False, fused: BaseForm | None = None, quant: tuple[Quant, Quant] = (WIDE, WIDE),
 ) -> LinearPlan:  # fmt: skip
     """The two launches with the given configurations. ``pdl_shrink``: start shrink early too (None: as ``pdl``);
     ``apart``: they are not behind one another; ``fused``: the first makes this base product, too (``shrink`` is of
-    `fused_config`); ``held``: how A and B are.
+    `fused_config`); ``quant``: storage of A and B.
     """
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
     planes = (shrink["split_k"], slices, tokens, plane_rank(rank))
@@ -87,14 +87,14 @@ def plan_linear(
     first: KernelPlan | GemmAndShrinkPlan
     if fused is None:
         first = plan_shrink(
-            x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early, held=held[0]
+            x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early, quant=quant[0]
         )
     else:
-        first = plan_gemm_and_shrink(x, fused, y, a, shrink, has_ranks=has_ranks, pdl=pdl, held=held[0])
+        first = plan_gemm_and_shrink(x, fused, y, a, shrink, has_ranks=has_ranks, pdl=pdl, quant=quant[0])
     second = plan_expand(
         planes, strides, kind, y, b, batch, expand,
         offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, late=apart or fused is not None,
-        held=held[1],
+        quant=quant[1],
     )  # fmt: skip
     return LinearPlan(first, second, planes)
 

@@ -18,14 +18,14 @@ from punica.ops.fp8_ops import Parts, check_linear_fp8, run_linear
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import choose
-from punica.ops.triton_ops.fp8_device import check_group_k, held_as, operands
+from punica.ops.triton_ops.fp8_device import check_group_k, operands, quant_of
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
 from punica.ops.triton_ops.fp8_words import fill_words, starts_words
 from punica.ops.triton_ops.gemm_and_shrink import BaseForm, check_base, check_base_switches, describe_base, fused_config
 from punica.ops.triton_ops.launch import supports_pdl
-from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, plan_expand_fp8
+from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8
 from punica.ops.triton_ops.lora_linear import Aside, LinearPlan, plan_linear
-from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8, shrink_fp8
+from punica.ops.triton_ops.lora_shrink_fp8 import shrink_fp8
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named, names_of
 from punica.ops.triton_ops.plan import Batch
 from punica.ops.triton_ops.quantize_rows import quantized_rows
@@ -80,41 +80,26 @@ def plan_linear_fp8(
     *, add_inputs: bool, has_ranks: bool, pdl: bool, apart: bool = False, base: BaseForm | None = None,
     words: bool = True,
 ) -> LinearPlan:  # fmt: skip
-    """The two launches for weights, how their scales lie, and the scheme of these; ``apart``: not behind one another,
-    so that FP8's own kernels are launched plainly. ``base``: a product that the first may make, too. ``words``: four
-    columns of B may be read at once.
+    """The two launches for weights, where their scales are, and the scheme of these. ``base``: a product that the first
+    may make, too. ``words``: four columns of B may be read at once.
     """
     (a, a_lie, shrink), (b, b_lie, expand) = given_a, given_b
     tokens, k, slices, width, shape = x.shape[0], a.widths[0], len(a.widths), max(b.widths), batch.shape
-    held_a, held_b = held_as(a, a_lie, shrink, [a.rank] * slices), held_as(b, b_lie, expand, b.widths)
-    # The kernels of wide weights read these, too, where B is as layers store it.
-    held = None if held_a is None or held_b is None or b.row_major or not words else (held_a, held_b)
-    first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=held is not None and batch.listed)
-    tuned = options.tuned_dir is not None and not options.batch_invariant  # what a tuned table says stays
-    by_rule, fused = held is not None and not tuned, None
-    if by_rule and base is not None:
-        fused = fused_config(first, x, base, a.rank)
-    planes_in = (fused or first)["split_k"]
-    second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, planes_in, b.row_major)
-    if by_rule:
+    a_quant = quant_of(a, x.dtype, a_lie, shrink, [a.rank] * slices, k)
+    b_quant = quant_of(b, torch.float32, b_lie, expand, b.widths, b.rank)
+    b_quant = b_quant._replace(words=words and b_quant.dense and not b.row_major)
+    first = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=batch.listed)
+    fused = None if base is None or not a_quant.dense else fused_config(first, x, base, a.rank)
+    first = fused or first
+    second = choose("expand", shape, tokens, width, a.rank, slices, options, add_inputs, first["split_k"], b.row_major)
+    if options.tuned_dir is None or options.batch_invariant:  # what a tuned table says stays
         first = fused or shrink_in_fp8(first, shape, tokens, a.rank)
-        second = expand_in_fp8(second, shape, tokens, b.widths, b.rank, y.element_size())
-    if held is not None:
-        return plan_linear(
-            y, x, a, b, batch, first, second,
-            add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, apart=apart, fused=base if fused else None, held=held,
-        )  # fmt: skip
-    pdl = pdl and not apart
-    planes, low = (first["split_k"], slices, tokens, a.rank), torch.float32
-    return LinearPlan(
-        plan_shrink_fp8(
-            x, a, a_lie, shrink, None, low, batch, first, has_ranks=has_ranks, direct=False, overlap=pdl, early=pdl
-        ),
-        plan_expand_fp8(
-            planes, (slices * tokens * a.rank, tokens * a.rank, a.rank, 1), low, y, b, b_lie, expand, None, batch,
-            second, offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl,
-        ),
-        planes,
+        if b_quant.words:
+            second = expand_in_fp8(second, shape, tokens, b.widths, b.rank, y.element_size())
+    return plan_linear(
+        y, x, a, b, batch, first, second,
+        add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, apart=apart, fused=base if fused else None,
+        quant=(a_quant, b_quant),
     )  # fmt: skip
 
 
@@ -167,8 +152,8 @@ def linear_fp8(
     weights = (lora_a_stacked, lora_b_stacked, a_scales, b_scales)
     plan, aligned = _PLANS.find(x, y, (*weights, base) if base else weights, lora_ranks, batch, switches, scale)
     if plan is not None:
-        held = operands(lora_a_stacked, a_scales, None), operands(lora_b_stacked, b_scales, None)
-        plan.run(x, *held, y, batch, lora_ranks, aligned, float(scale), aside, base)
+        stored = operands(lora_a_stacked, a_scales, None), operands(lora_b_stacked, b_scales, None)
+        plan.run(x, *stored, y, batch, lora_ranks, aligned, float(scale), aside, base)
     elif base:
         skinny_gemm(y, x, *base)
 

@@ -42,7 +42,16 @@ from punica.ops.triton_ops.device import (
     result,
     wait_at_last,
 )
-from punica.ops.triton_ops.fp8_device import WIDE, Held, channel_scales, widened
+from punica.ops.triton_ops.fp8_device import (
+    WIDE,
+    Quant,
+    activation_scale_ptrs,
+    block_scale_ptrs,
+    block_scaled,
+    channel_scales,
+    row_scaled,
+    widened,
+)
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
@@ -60,7 +69,7 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 def shrink_row(
     x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
     ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
@@ -86,25 +95,36 @@ def shrink_row(
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk
         mask_k = offs_k < (1 << 30 if EVEN_K else K)
         a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
-        if HELD.format > 0:
-            scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, R, NUM_SLICES, HELD)
+        if QUANT.format > 0 and QUANT.group_k == 0:
+            scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, R, NUM_SLICES, QUANT)
         hold_loads(PDL)  # A was written long before; x may come from the kernel in front of this one
         let_next_start(PDL)  # behind the wait: expand reads early what the kernel in front of this one writes, y
-        x = tl.load(x_ptrs, mask=mask_k, other=0.0).to(tl.float32)
+        x = widened(tl.load(x_ptrs, mask=mask_k, other=0.0), QUANT.x_format, tl.float32)
+        x = row_scaled(x, operands, row, offs_k, mask_k, NUM_SLICES, QUANT)
         for _ in tl.range(
             pid_r * BLOCK_R, lanes if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R
         ):
-            product = widened(a, HELD.format, tl.float32) * x[None, :]
             mask_r = (offs_r < lanes)[:, None]
+            weights = block_scaled(
+                widened(a, QUANT.format, tl.float32), operands, pid_slice, slot, offs_r, offs_k,
+                mask_r & mask_k[None, :], NUM_SLICES, QUANT,
+            )  # fmt: skip
+            product = weights * x[None, :]
             for step in tl.range(1, STEPS):
                 jump = step * (BLOCK_K * SPLIT_K)
                 mask_step = offs_k < K - jump
                 a_step = tl.load(a_block + jump * STRIDE_AK, mask=mask_r & mask_step[None, :], other=0.0)
                 x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
-                product += widened(a_step, HELD.format, tl.float32) * x_step.to(tl.float32)[None, :]
+                x_step = widened(x_step, QUANT.x_format, tl.float32)
+                x_step = row_scaled(x_step, operands, row, offs_k + jump, mask_step, NUM_SLICES, QUANT)
+                weights = block_scaled(
+                    widened(a_step, QUANT.format, tl.float32), operands, pid_slice, slot, offs_r, offs_k + jump,
+                    mask_r & mask_step[None, :], NUM_SLICES, QUANT,
+                )  # fmt: skip
+                product += weights * x_step[None, :]
             mask_out = offs_r < (R if DIRECT else rank)
             factor = scaling
-            if HELD.format > 0:
+            if QUANT.format > 0 and QUANT.group_k == 0:
                 factor = scale * scaling
             if PROGRAMS_R < R_BLOCKS:  # fetch the next ranks before this block's sum is formed
                 a_block += PROGRAMS_R * BLOCK_R * STRIDE_AR
@@ -126,12 +146,13 @@ def shrink_row(
 @triton.jit
 def _shrink_by_warps(
     x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
-    K: tl.constexpr, HELD: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    K: tl.constexpr, QUANT: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one for each warp and of its own quarter of the
     split, added up at the end. Neither instruction nor order of the sums depends on BLOCK_M or BLOCK_K.
     """
+    DTYPE: tl.constexpr = tl.float16 if QUANT.x_format > 0 else x_ptr.dtype.element_ty
     WARPS: tl.constexpr = 4
     PART: tl.constexpr = BLOCK_K // WARPS
     QUARTER: tl.constexpr = (K + 64 * SPLIT_K * WARPS - 1) // (64 * SPLIT_K * WARPS) * 64
@@ -150,7 +171,8 @@ def _shrink_by_warps(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < K), other=0.0)
-        acc = _batched_dot(widened(a, HELD.format, x.dtype), x, acc, INTERPRET)
+        x = widened(x, QUANT.x_format, DTYPE)
+        acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, INTERPRET)
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -160,10 +182,44 @@ def _shrink_by_warps(
             end = K - step * PART
             a = tl.load(a_ptrs, mask=mask_r & (offs_ak < left) & (first_k + offs_ak < end), other=0.0)
             x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < left) & (first_k + offs_xk < end), other=0.0)
-            acc = _batched_dot(widened(a, HELD.format, x.dtype), x, acc, INTERPRET)
+            x = widened(x, QUANT.x_format, DTYPE)
+            acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, INTERPRET)
             a_ptrs += PART * STRIDE_AK
             x_ptrs += PART * stride_xk
     return tl.trans(tl.sum(acc, 0))
+
+
+@triton.jit
+def _shrink_blocks(
+    x_ptrs, a_ptrs, operands, slice_id, slot, lane, rows, mask_m, mask_lanes, pid_k, stride_xk,
+    K: tl.constexpr, QUANT: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
+    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_R] of one K split with a scale per block of K: a product per BLOCK_K, which divides a block."""
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    DTYPE: tl.constexpr = tl.float16 if QUANT.x_format > 0 else x_ptrs.dtype.element_ty
+    scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, lane, NUM_SLICES, QUANT)
+    offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    wait_at_last(PDL, True)
+    let_next_start(PDL)
+    for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+        mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
+        x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
+        a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)  # [BLOCK_K, BLOCK_R]
+        x, a = widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE)
+        part = result(dot(x, a, accumulator(BLOCK_M, BLOCK_R, LEFT), LEFT, INTERPRET), LEFT)
+        block = (pid_k + step * SPLIT_K) * BLOCK_K // QUANT.group_k
+        inside = block * QUANT.group_k < K
+        part *= tl.load(scale_ptrs + block * scale_stride, mask=mask_lanes & inside, other=0.0)[None, :]
+        if QUANT.has_a:
+            a_scale_ptrs = activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT)
+            part *= tl.load(a_scale_ptrs + block * QUANT.a_group, mask=mask_m & inside, other=0.0)[:, None]
+        total += part
+        x_ptrs += BLOCK_K * SPLIT_K * stride_xk
+        a_ptrs += BLOCK_K * SPLIT_K * STRIDE_AK
+    return total
 
 
 @triton.jit
@@ -203,7 +259,7 @@ def _lanes_of_tile(
 def _shrink_tile(
     x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr,
     DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr,
@@ -217,7 +273,8 @@ def _shrink_tile(
     EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     # Masks of so many lanes take instructions: beyond the rank its last one is read again, and planes are written to
     # the end of the vector in which it ends. Expand drops what stands there.
-    LOOSE: tl.constexpr = HELD.format > 0 and LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
+    LOOSE: tl.constexpr = QUANT.dense and LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
+    DTYPE: tl.constexpr = tl.float16 if QUANT.x_format > 0 else x_ptr.dtype.element_ty
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_m = tl.arange(0, BLOCK_M)
     slice_id, lane, rank = _lanes_of_tile(
@@ -240,14 +297,21 @@ def _shrink_tile(
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
         mask_lanes = lane < (R if WHOLE else rank)
         factor = scaling
-        if HELD.format > 0:
-            scale = channel_scales(operands, slice_id, slot, lane, mask_lanes, R, NUM_SLICES, HELD)
+        if QUANT.format > 0 and QUANT.group_k == 0:
+            scale = channel_scales(operands, slice_id, slot, lane, mask_lanes, R, NUM_SLICES, QUANT)
             factor = (scale * scaling)[None, :]
+        if QUANT.has_a:
+            a_scale_ptrs = activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT)
         mask_r = mask_lanes[None, :]
-        if LEFT and BLOCK_R <= 32:
+        if QUANT.group_k > 0:
+            acc = _shrink_blocks(
+                x_ptrs, a_ptrs_block, operands, slice_id, slot, lane, rows, mask_m, mask_lanes, pid_k, stride_xk,
+                K, QUANT, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, LEFT, INTERPRET,
+            )  # fmt: skip
+        elif LEFT and BLOCK_R <= 32:
             acc = _shrink_by_warps(
                 x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
-                K, HELD, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
+                K, QUANT, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
             )  # fmt: skip
         elif STEPS == 1 and not LEFT:
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -257,7 +321,7 @@ def _shrink_tile(
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            acc = dot(x, widened(a, HELD.format, x.dtype), acc, False, INTERPRET)
+            acc = dot(widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, False, INTERPRET)
         else:
             acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
             # Where it was measured to gain: of high tiles, and not of slices side by side, as it takes registers. That
@@ -273,10 +337,12 @@ def _shrink_tile(
                     mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(x, widened(a, HELD.format, x.dtype), acc, LEFT, INTERPRET)
+                acc = dot(widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, LEFT, INTERPRET)
                 x_ptrs += BLOCK_K * SPLIT_K * stride_xk
                 a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
             acc = result(acc, LEFT)
+        if QUANT.has_a and QUANT.group_k == 0:
+            acc *= tl.load(a_scale_ptrs)[:, None]
         if WHOLE and DIRECT:
             acc = tl.where((lane < rank)[None, :], acc, 0.0)
         out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * OUT_R + lane
@@ -296,7 +362,7 @@ def _shrink_tile(
 def _lora_shrink_rows_kernel(
     x_ptr, operands, out_ptr, mapping_ptr, ranks_ptr,
     num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
     ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
@@ -309,7 +375,7 @@ def _lora_shrink_rows_kernel(
     shrink_row(
         x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
         num_tokens, num_slots, scaling, stride_xt, stride_xk,
-        K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
+        K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
         HAS_RANKS, DIRECT, ACCUMULATE, PDL,
     )  # fmt: skip
 
@@ -321,7 +387,7 @@ def _lora_shrink_rows_kernel(
 def _lora_shrink_search_kernel(
     x_ptr, operands, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
     num_tokens, num_segments, num_tiles, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
@@ -339,7 +405,7 @@ def _lora_shrink_search_kernel(
         _shrink_tile(
             x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
             (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
-            K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
+            K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
             HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, False, INTERPRET,
         )  # fmt: skip
     else:
@@ -358,7 +424,7 @@ def _lora_shrink_search_kernel(
 def _lora_shrink_listed_kernel(
     x_ptr, operands, out_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
     num_tokens, num_tiles, num_rows, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, HELD: tl.constexpr, STRIDE_AR: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
     STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr, SHORT_K: tl.constexpr,
@@ -386,7 +452,7 @@ def _lora_shrink_listed_kernel(
             slot, start, tile_rows = read_record(record)
             _shrink_tile(
                 x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice,
-                first, num_tokens, num_slots, scaling, stride_xt, stride_xk, K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK,
+                first, num_tokens, num_slots, scaling, stride_xt, stride_xk, K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK,
                 NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, HAS_RANKS, False, ACCUMULATE, PDL, LEFT,
                 TOGETHER, INTERPRET,
             )  # fmt: skip
@@ -403,7 +469,7 @@ def _lora_shrink_listed_kernel(
             shrink_row(
                 x_ptr, operands, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
                 pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
-                K, R, OUT_R, HELD, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
+                K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
                 HAS_RANKS, False, ACCUMULATE, PDL,
             )  # fmt: skip
             item += num_rows
@@ -416,19 +482,17 @@ def plan_shrink(
     config: dict[str, Any],
     *,
     has_ranks: bool, direct: bool,
-    accumulate: bool = False, overlap: bool = False, early: bool = False, held: Held = WIDE,
+    accumulate: bool = False, overlap: bool = False, early: bool = False, quant: Quant = WIDE,
 ) -> KernelPlan:  # fmt: skip
     """The launch that `config` names, for x's shape and strides.
 
     ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, `plane_rank`]. ``overlap``: it
-    lets the kernel behind it start early; ``early``: it itself starts early. ``held``: how A is held; scales then stand
-    behind the weights that the launch is given.
+    lets the kernel behind it start early; ``early``: it itself starts early. ``quant``: storage of A and x; scales then
+    stand behind the weights that the launch is given.
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
-    if held.format and direct:
-        raise ValueError("A in FP8 with a direct result: these kernels shrink it into planes (lora_shrink_fp8 either)")
-    constants = stored_constants(weights, rank if direct else plane_rank(rank), held)
+    constants = stored_constants(weights, rank if direct else plane_rank(rank), quant)
     constants |= {"SPLIT_K": split_k, "HAS_RANKS": has_ranks, "ACCUMULATE": accumulate, "PDL": overlap}
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
     dtypes = (x.dtype, weights.dtype, out_dtype)
@@ -437,7 +501,7 @@ def plan_shrink(
         """Ranks per program of a row, and programs."""
         block_r = min(config["block_r"], block_at_least(rank, 1))
         programs = triton.cdiv(rank, block_r)
-        if direct or held.format or not has_ranks:  # what a loop carries costs a register for each FP8 value
+        if direct or quant.format or not has_ranks:  # what a loop carries costs a register for each FP8 value
             return block_r, programs
         return block_r, _rank_programs(programs, block_r, rows, rank)
 
@@ -453,10 +517,12 @@ def plan_shrink(
     together = config["together"] and slices > 1 and listed
     lanes = rank * slices if together else rank
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(lanes))
-    block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * x.element_size()
+    block_k, bytes_of = min(config["block_k"], block_at_least(k)), (block_m + block_r) * max(2, x.element_size())
+    if quant.group_k:
+        block_k = min(block_k, quant.group_k, 128)  # a product per block of scales, the same in every step
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
-    if config["weights_left"]:
+    if config["weights_left"] and not quant.group_k:
         block_k = max(block_k, 64)  # 16 for each of four warps
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
     per_tile = triton.cdiv(lanes, block_r) * split_k
@@ -479,12 +545,12 @@ def plan_shrink(
     return SearchPlan(launch, (tokens, segments, tiles, weights.slots))
 
 
-def stored_constants(weights: Weights, out_rank: int, held: Held) -> dict[str, Any]:
+def stored_constants(weights: Weights, out_rank: int, quant: Quant) -> dict[str, Any]:
     """What the kernels are compiled for in A, and in rows of their output with room for ``out_rank`` ranks."""
     rank, k = weights.rank, weights.widths[0]
     stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
     return {
-        "K": k, "R": rank, "OUT_R": out_rank, "HELD": held, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak,
+        "K": k, "R": rank, "OUT_R": out_rank, "QUANT": quant, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak,
         "NUM_SLICES": len(weights.widths),
     }  # fmt: skip
 

@@ -27,14 +27,12 @@ from punica.ops.fp8_checks import Scales, Scheme, check_scales, forms_of
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
-from punica.ops.triton_ops.fp8_device import operands
+from punica.ops.triton_ops.fp8_device import operands, quant_of
 from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
-from punica.ops.triton_ops.lora_expand_fp8 import plan_expand_fp8
 from punica.ops.triton_ops.lora_linear import plan_linear
 from punica.ops.triton_ops.lora_linear_fp8 import plan_linear_fp8
 from punica.ops.triton_ops.lora_shrink import plan_shrink
-from punica.ops.triton_ops.lora_shrink_fp8 import plan_shrink_fp8
 from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.triton_ops.tensor_batch import TensorBatch
@@ -238,23 +236,8 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
     """Both FP8 kernels of one case: as a layer has them run (weight-only, linear), or each op by itself."""
     given, found = Fp8Operands(case, capability), []
     (a, b), has_ranks, linear = given.forms(), given.ranks is not None, case["linear"] and not case["w8a8"]
-    first = given.shrink_config()
-    sizes = (given.tokens, max(given.widths), given.rank, given.slices)
-    planes_in = first["split_k"] if linear else 1
-    second = choose("expand", given.batch.shape, *sizes, given.options, True, planes_in, b.row_major)
     pdl, low = linear and supports_pdl(GPU), torch.float32
-    a_strides = (1, 0) if case["w8a8"] else None
-    planes = (planes_in, given.slices, given.tokens, given.rank)
-    h = empty(*planes, dtype=given.fp8 if case["w8a8"] else low)
     a_lie, b_lie = (given.lie(a, given.a_scales, given.shrink, True), given.lie(b, given.b_scales, given.expand, False))
-    shrink = plan_shrink_fp8(
-        given.x, a, a_lie, given.shrink, a_strides, low, given.batch, first,
-        has_ranks=has_ranks, direct=not linear, accumulate=not linear and given.batch.listed, overlap=pdl, early=pdl,
-    )  # fmt: skip
-    expand = plan_expand_fp8(
-        planes, h.stride(), h.dtype, given.y, b, b_lie, given.expand, a_strides,
-        given.batch, second, offset_start=0, add_inputs=True, has_ranks=has_ranks, pdl=pdl,
-    )  # fmt: skip
     if linear:
         stored = (a, a_lie, given.shrink), (b, b_lie, given.expand)
         plan = plan_linear_fp8(
@@ -262,6 +245,21 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
         )
         shrink, expand, planes = plan.shrink, plan.expand, plan.planes
         h = empty(*planes, dtype=low)
+    else:
+        a_strides = (1, 0) if case["w8a8"] else None
+        planes = (1, given.slices, given.tokens, given.rank)
+        h = empty(*planes, dtype=given.fp8 if case["w8a8"] else low)
+        ranks = [given.rank] * given.slices
+        shrink = plan_shrink(
+            given.x, a, low, given.batch, given.shrink_config(),
+            has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
+            quant=quant_of(a, given.x.dtype, a_lie, given.shrink, ranks, given.k, a_strides),
+        )  # fmt: skip
+        expand = plan_expand(
+            planes, h.stride(), h.dtype, given.y, b, given.batch, given.expand_config(1),
+            offset_start=0, add_inputs=True, has_ranks=has_ranks,
+            quant=quant_of(b, h.dtype, b_lie, given.expand, given.widths, given.rank, a_strides),
+        )  # fmt: skip
     x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*planes, dtype=low)
     left, right = given.given(given.a, given.a_scales), given.given(given.b, given.b_scales)
     for plan, run in (

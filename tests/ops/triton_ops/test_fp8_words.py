@@ -367,16 +367,19 @@ def test_a_scale_per_slot_and_overwriting(device, as_configured):
     assert torch.equal(y[bare], torch.full((1, 72), 7.0, dtype=FP16, device=device))
 
 
-@pytest.mark.parametrize(("width", "offset", "kernels"), [(64, 0, "words"), (66, 0, "own"), (64, 1, "own")])
-def test_what_goes_by_words(width, offset, kernels, device, monkeypatch):
-    """What does not fill its words, or does not begin with one, takes FP8's own kernels: no word reaches into the next
-    rank or lies across two.
+@pytest.mark.parametrize(("width", "offset", "words"), [(64, 0, True), (66, 0, False), (64, 1, False)])
+def test_what_goes_by_words(width, offset, words, device, monkeypatch):
+    """A B that does not fill its words, or does not begin with one, is read byte by byte: no word reaches into the next
+    rank or across two.
     """
-    module = import_module("punica.ops.triton_ops.lora_linear_fp8")
-    seen = []
-    plain, own = module.plan_linear, module.plan_expand_fp8
-    monkeypatch.setattr(module, "plan_linear", lambda *args, **given: seen.append("words") or plain(*args, **given))
-    monkeypatch.setattr(module, "plan_expand_fp8", lambda *args, **given: seen.append("own") or own(*args, **given))
+    module, seen = import_module("punica.ops.triton_ops.lora_linear_fp8"), []
+    plan = module.plan_linear
+
+    def noted(*args, quant, **given):
+        seen.append(quant[1].words)
+        return plan(*args, quant=quant, **given)
+
+    monkeypatch.setattr(module, "plan_linear", noted)
     a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
     room = torch.zeros(offset + b.stored.numel(), dtype=torch.uint8, device=device)
     view = room[offset:].view(E4M3).view(3, 1, 16, width)
@@ -386,6 +389,6 @@ def test_what_goes_by_words(width, offset, kernels, device, monkeypatch):
         y, x, [a.stored], [view.mT], step(SLOTS, device), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
         shrink=PER_CHANNEL, expand=PER_CHANNEL,
     )  # fmt: skip
-    assert seen == [kernels]
+    assert seen == [words]
     expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
     assert_close(y, expected, FP16)

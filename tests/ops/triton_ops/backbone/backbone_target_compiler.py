@@ -24,7 +24,7 @@ from punica.ops.triton_ops.backbone import (
     skinny_gemm,
     swiglu,
 )
-from punica.ops.triton_ops.fp8_device import WIDE, Held
+from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_config, plan_gemm_and_shrink
 
 MODULES = ("angles", "argmax", "decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
@@ -67,8 +67,8 @@ def gemm_and_shrink(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8:
     a = empty(SLOTS, RANK, x.shape[1], dtype=E4M3 if fp8 else x.dtype)
     base, stored = describe_base((weight,)), describe_stored(STEP.a, (a,), -2, (a.dtype,))
     config = fused_config({"row_wise": True}, x, base, RANK)
-    held = Held(1, True) if fp8 else WIDE
-    plan = plan_gemm_and_shrink(x, base, y, stored, config, has_ranks=True, pdl=capability >= 90, held=held)
+    quant = Quant(1, True, True) if fp8 else WIDE
+    plan = plan_gemm_and_shrink(x, base, y, stored, config, has_ranks=True, pdl=capability >= 90, quant=quant)
     scales = empty(SLOTS, RANK, dtype=torch.float32)
     given = (a if capability >= 89 else a.view(torch.uint8), scales, scales) if fp8 else (a,)
     planes = empty(config["split_k"], 1, TOKENS, RANK, dtype=torch.float32)
