@@ -5,7 +5,7 @@ where requests differ (Distinct), because a baseline's batch holds one adapter a
 Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, close to or above Punica on Identical.
 
 The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start
-(lengths are scaled to `scale.max_len`). It takes 31 000 steps at batch 32 and a million at batch 1, so what is timed
+(lengths are scaled to `scale.max_len`). It takes 32 000 steps at batch 32 and a million at batch 1, so what is timed
 are windows of it (`experiments.systems.windows`): the scheduler is replayed without a model, runs of consecutive steps
 are drawn whose tokens per step, requests, contexts and prompts agree with the stream's when steps with a prefill weigh
 as much as in the stream (rows `tokens_per_step` and `stream_tokens_per_step`, and so on), and a system runs them as it
@@ -18,11 +18,11 @@ different lengths have rows side by side. A short one takes about 5 minutes on t
     python -m experiments.fig11_textgen figure.whole_stream=true scale.requests=64 scale.passes=1 scale.tries=0 \
         system=punica workload=distinct draw=false
 
-Throughput counts prompt and new tokens (D13); `new_token_throughput` only new ones. The paper's vLLM,
-FasterTransformer and DeepSpeed are policy baselines on our engine, without LoRA (`experiments.systems`); Hugging Face
-with PEFT is the real thing. All systems have the same matrix product (on a GPU, Hugging Face has the faster of ours and
-torch's, which take the device as long: ours takes longer to launch). Switching adapters is charged to Punica and not to
-the baselines.
+Throughput counts prompt and new tokens (D13); `new_token_throughput` only new ones. `continuous_batching` and
+`static_batching` are our engine without LoRA, one adapter per batch (`experiments.systems`): the policies of the
+paper's vLLM, and of its FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT was. All systems
+have the same matrix product (on a GPU, Hugging Face has the faster of ours and torch's, which take the device as long:
+ours takes longer to launch). Switching adapters is charged to Punica and not to the baselines.
 `punica_last_admitted` is Punica with the released harness's index rule (D04). On a GPU all systems of the engine run as
 CUDA graphs, captured before the clock.
 
@@ -31,14 +31,16 @@ time, which also warms up; and once for each system on our engine those of `figu
 `figure.whole_tokens`: on a GPU 8 requests from end to end, on a laptop 3 up to 32 tokens (`systems.check`).
 Where all systems involved were measured, ratio rows follow, per draw: speed-up over the best baseline, and over PEFT's
 mixed batches split into `operator_gain` (punica_static / hf_peft_mixed) and `continuous_batching_gain` (punica /
-punica_static); across workloads, Punica on Distinct and Identical over the backbone alone on Identical, and over each
-other. The report holds them against what was asked of an H200.
+punica_static). On a GPU `operator_gain` is not the LoRA operator's alone: Transformers launches each kernel from
+Python, without a CUDA graph, and its host sets its steps. Across workloads, Punica on Distinct and Identical over the
+backbone alone on Identical, and over each other. The report holds them against what was asked of an H200.
 
 Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six windows of 100 steps per cell (10 of PEFT's
-mixed batches, whose steps take over a second), two in each of three passes: on an H200 with model=llama2-7b 2.5 minutes
-for the first pass of the systems of our engine, checks included, and 40 s for each further one; Hugging Face's, whose
-host launches every kernel, are expected to add 3 minutes a pass; 75 and 120 GB. A command there ends after 8 minutes
-(`scale.minutes`), and the same command again goes on where it ended. In pieces, of 13B the last one split by workloads:
+mixed batches, whose steps take up to 1.7 seconds), two in each of three passes: on an H200 with model=llama2-7b 2.5
+minutes for the first pass of the systems of our engine, checks included, and 40 s for each further one; Hugging Face's,
+whose host launches every kernel, are expected to add 3 minutes a pass; 75 and 120 GB. A command there ends after 8
+minutes (`scale.minutes`), and the same command again goes on where it ended. In pieces, of 13B the last one split by
+workloads:
 
     python -m experiments.fig11_textgen scale=paper model=llama2-7b draw=false \
         system.names=[punica,punica_static,punica_last_admitted,static_batching,continuous_batching]

@@ -36,7 +36,7 @@ class ExpertSets:
     """Both LoRA products of one layer for `tokens` rows, row t with adapter ``t % adapters`` of `adapters`.
 
     ``calls`` are what can be timed, name -> call on set i; all of them accumulate into their outputs but those whose
-    name ends in ``delta``.
+    name ends in ``delta``. The alignment is not among them where every pair stands by itself: nothing is launched.
     """
 
     def __init__(
@@ -70,13 +70,14 @@ class ExpertSets:
         self.shape = torch.empty(experts, 1, 1)
         self.aligned = [self._w13_aligned(i) for i in range(self.count)]
         self.calls: dict[str, Call] = {
-            "alignment": self._align,
             "w13": partial(self._w13, add=True),
             "w2": partial(self._w2, add=True),
             "w13, delta": partial(self._w13, add=False),
             "w2, delta": partial(self._w2, add=False),
             "alignment and w13": self._w13_aligned,
         }
+        if self.aligned[0][0] is not None:
+            self.calls["alignment"] = self._align
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         out = torch.empty(shape, device=self.generator.device, dtype=DTYPE)
@@ -95,10 +96,8 @@ class ExpertSets:
         )  # fmt: skip
 
     def _align(self, i: int) -> None:
-        """The alignment alone; nothing where every pair stands by itself."""
+        """The alignment alone."""
         _, ids = self.routing[i]
-        if self.aligned[i][0] is None:
-            return
         block = self.wrapper._block_size(
             ids.numel(), self._own_mapping(), self.layer.experts, True, self.x13[i], self.w13[0][1]
         )

@@ -23,7 +23,7 @@ SPEEDUP = dict(zip(MIXED, (12.0, 12.0, 10.0), strict=True))
 PEFT_MIXED, STATIC_LORA = "hf_peft_mixed", "punica_static"
 SPLIT = {
     "Punica / PEFT's mixed batches": (PUNICA, PEFT_MIXED),
-    "of that the operator, Punica in static batches / PEFT's": (STATIC_LORA, PEFT_MIXED),
+    "of that all but continuous batching, Punica in static batches / PEFT's": (STATIC_LORA, PEFT_MIXED),
     "of that continuous batching, Punica / it in static batches": (PUNICA, STATIC_LORA),
 }
 """PEFT's and Punica's have the same matrix product. Asked of each part is that it gains."""

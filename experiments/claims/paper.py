@@ -7,6 +7,7 @@ from either.
 """
 
 import csv
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,15 @@ SYSTEMS = {
 }
 """The paper's serving systems -> the system of ours with the same batching rule (DeepSpeed has none)."""
 
+NAMES = {
+    "continuous_batching": "continuous batching, one adapter",
+    "static_batching": "static batching, one adapter",
+}
+"""Our systems whose names in rows do not say what they are -> their names for people."""
+
+POLICIES = {"continuous_batching": "vLLM (2023)", "static_batching": "FasterTransformer"}
+"""System that runs on our engine without LoRA -> the system whose batching policy it has."""
+
 _MEASURED = ("system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu", "panel", "figure")
 
 
@@ -60,6 +70,21 @@ class Statement:
     hardware_dependence: str
     caveat: str
     data_file: str
+
+
+def name_of(system: str) -> str:
+    """The name of one of our systems in figures, tables and verdicts."""
+    return NAMES.get(system, system)
+
+
+def policies(systems: Iterable[str]) -> str:
+    """A sentence about whose policies ``systems`` have, for captions; empty where none has another system's.
+
+    >>> policies(["punica", "continuous_batching"])
+    'continuous batching: the policy of vLLM (2023), on this engine without LoRA'
+    """
+    said = [f"{name_of(one).partition(',')[0]}: the policy of {POLICIES[one]}" for one in systems if one in POLICIES]
+    return f"{', '.join(said)}, on this engine without LoRA" if said else ""
 
 
 def paper_file(folder: str | Path, name: str) -> Path:

@@ -6,7 +6,7 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 * per figure the largest scale present (paper before gpu before laptop);
 * per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` that is there;
 * of a point with repeats that are spread in time, the median of those that nothing disturbed (of all where none was
-  quiet). `Rows.repeats` gives the same rows as single repeats had them.
+  quiet). `Rows.repeats` gives the same repeats one by one, so an interval comes from those that its value does.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class Rows:
     def __init__(self, frame: pd.DataFrame) -> None:
         smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
         older = frame.get("older")
-        chosen = _one_row_per_repeat(frame)
+        chosen = _that_count(_one_row_per_repeat(frame))
         self._parts = chosen[chosen["repeat"].notna()]
         self._fill(_one_number_per_point(chosen), smoke)
         self._older = [] if older is None else list(dict.fromkeys(chosen.loc[chosen["older"], "figure"]))
@@ -81,7 +81,7 @@ class Rows:
         return set(self._frame["model"]) - {""}
 
     def repeats(self, figures: set[str]) -> Iterator["Rows"]:
-        """The rows of ``figures`` as each repeat had them; a point without that repeat keeps its number."""
+        """The rows of ``figures`` as each repeat that counts had them; a point without that repeat keeps its number."""
         parts = self._parts[self._parts["figure"].isin(figures)]
         frame = self._frame[self._frame["figure"].isin(figures)]
         for _, one in parts.groupby("repeat"):
@@ -121,6 +121,13 @@ def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values("date", kind="stable").drop_duplicates([*_POINT, "repeat"], keep="last")
 
 
+def _that_count(frame: pd.DataFrame) -> pd.DataFrame:
+    """``frame`` without the disturbed repeats of points that have quiet ones."""
+    parts = frame["repeat"].notna()
+    quiet = frame[parts & ~frame["disturbed"]]
+    return frame[~(parts & frame["disturbed"] & _among(frame, quiet))]
+
+
 def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows that are an aggregate already, and one with the median for each point that has repeats alone. The column
     ``once`` says which points have fewer than two repeats.
@@ -130,11 +137,8 @@ def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
     if parts.empty:
         return whole
-    quiet = parts[~parts["disturbed"]]
-    loud = parts[~_among(parts, quiet)]
-    counted = pd.concat([part for part in (quiet, loud) if not part.empty])
-    first = counted.drop_duplicates(_POINT)
-    medians = counted.groupby(_POINT, dropna=False, sort=False)["value"].median()
+    first = parts.drop_duplicates(_POINT)
+    medians = parts.groupby(_POINT, dropna=False, sort=False)["value"].median()
     first = first.assign(value=medians.to_numpy())  # groups come in the order of their first rows
     return pd.concat([part for part in (whole, first[~_among(first, whole)]) if not part.empty])
 

@@ -45,7 +45,7 @@ def _beside(name: str, value: float | None) -> str:
 
 @claim("C35")
 def baseline_batches_are_small(rows: Rows) -> Finding:
-    """Share of steps with at most 3 requests under the vLLM rule, 1000 requests."""
+    """Share of steps with at most 3 requests under continuous batching of one adapter, 1000 requests."""
     uniform, skewed = (replay("one_adapter", workload, 1000) for workload in ("Uniform", "Skewed"))
     text = (
         f"{uniform.share(1, 3):.3f} Uniform, {skewed.share(1, 3):.3f} Skewed; mean batch {uniform.mean_batch:.2f} "

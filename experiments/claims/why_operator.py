@@ -141,7 +141,7 @@ def gathering_is_cheap(rows: Rows) -> str:
     workload, size = _closest(rows, "Gather-BMM", PAPER_WORKLOADS)
     whole, bmm, sgmv = (at(_latency(rows, name, workload), size) for name in ("Gather-BMM", "BMM", "SGMV"))
     return (
-        f"{workload}, batch {size}: gathering is {100 * (1 - bmm / whole):.0f} % of Gather-BMM's {whole:.3g} us, and "
+        f"{workload}, batch {size}: gathering is {100 * max(0.0, 1 - bmm / whole):.0f} % of Gather-BMM's {whole:.3g} us, and "
         f"BMM without it takes {bmm / sgmv:.2f}x SGMV's {sgmv:.3g} us; with no launches to save, that copy is what is "
         "saved"
     )
@@ -155,9 +155,11 @@ def looping_is_cheap(rows: Rows) -> str:
     adapters = popularity(workload).number_of_adapters(size)
     roof = roof_of(rows)
     stream = 1e6 * moved_bytes("8", workload, size, RANK, roof.element) / roof.bandwidth
+    turns = f"its {adapters} turns each cost" if adapters > 1 else "its one turn costs"
+    than = "more" if loop >= sgmv else "less"
     return (
-        f"{workload}, batch {size}: a turn of the loop costs {(loop - sgmv) / adapters:.3g} us more than in SGMV, "
-        f"{100 * (loop - sgmv) / loop:.0f} % of Loop's {loop:.3g} us; the bytes alone take {stream:.3g} us, which both "
+        f"{workload}, batch {size}: Loop takes {loop:.3g} us, {loop / sgmv:.3g} times SGMV's {sgmv:.3g} us, so {turns} "
+        f"{abs(loop - sgmv) / adapters:.3g} us {than} than with SGMV; the bytes alone take {stream:.3g} us, which both "
         "pay"
     )
 
@@ -201,8 +203,8 @@ def copies_are_most_bytes(rows: Rows) -> str:
     return (
         f"batch {size:g}: {before} reads {counts[0]} adapters and {after} {counts[1]}, but copies for {size:g} rows "
         f"are written and read in both, so the bytes differ by {100 * abs(moved[0] / moved[1] - 1):.0f} %; measured "
-        f"{table.loc[size, before]:.4g} and {table.loc[size, after]:.4g} us "
-        f"({100 * (falls[size, before, after] - 1):+.1f} %)"
+        f"{table.loc[size, before]:.4g} and {table.loc[size, after]:.4g} us: {after} takes "
+        f"{1 / falls[size, before, after]:.3g} times as long as {before}"
     )
 
 

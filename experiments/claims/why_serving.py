@@ -7,6 +7,7 @@ import itertools
 
 from experiments.claims.fig11 import CONTINUOUS, HF, MIXED, PUNICA, STATIC, Serving, mixed_gains, serving
 from experiments.claims.finding import why
+from experiments.claims.paper import name_of
 from experiments.claims.rows import Rows, pick
 from experiments.claims.sec52 import BATCH, LINK, PAPER_LINK, SYSTEM, loads, milliseconds, overlap
 from punica.workload.popularity import PAPER_WORKLOADS
@@ -21,7 +22,7 @@ def _known(cell: Serving, system: str, workload: str, metric: str) -> float | No
 def split(cell: Serving, fast: tuple[str, str], slow: tuple[str, str]) -> str:
     """How the throughput of one (system, workload) over another's splits into tokens per step and time per step."""
     values = [cell.get(*pair) for pair in (fast, slow)]
-    names = [f"{system} on {workload}" for system, workload in (fast, slow)]
+    names = [f"{name_of(system)} on {workload}" for system, workload in (fast, slow)]
     text = f"{names[0]} {values[0]:.4g}, {names[1]} {values[1]:.4g} token/s ({values[0] / values[1]:.3g}x)"
     steps = [_known(cell, *pair, "step_latency") for pair in (fast, slow)]
     if None in steps:
@@ -121,7 +122,7 @@ def order_fails(rows: Rows) -> str:
 @why("C33")
 @why("C39")
 def baseline_does_not_collapse(rows: Rows) -> str:
-    """The baseline on Identical against itself on Distinct, of the model where most is left."""
+    """Continuous batching of one adapter on Identical against itself on Distinct, of the model where most is left."""
     cell = max(serving(rows, ("7B", "13B", "70B")), key=lambda one: one.collapse(CONTINUOUS))
     return split(cell, (CONTINUOUS, "Identical"), (CONTINUOUS, "Distinct"))
 
@@ -163,7 +164,7 @@ def waste_shows_otherwise(rows: Rows) -> str:
 
 @why("C40")
 def not_alike(rows: Rows) -> str:
-    """70B: the baseline against Punica, Identical."""
+    """70B: continuous batching of one adapter against Punica, Identical."""
     return split(Serving(rows, "70B"), (CONTINUOUS, "Identical"), (PUNICA, "Identical"))
 
 

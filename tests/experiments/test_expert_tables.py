@@ -4,6 +4,8 @@ import pytest
 
 from experiments import ext_expert_tables as tables
 from experiments.benches.expert_sets import ExpertSets, MoELayer
+from experiments.harness.schema import REPOSITORY
+from punica.measure.records import read_rows
 
 
 def test_every_line_has_its_anchor():
@@ -26,9 +28,17 @@ def test_sums_are_of_both_products_and_ratios_of_what_was_measured():
     assert {row.value for row in tables.rows_of(found)} == {8.0, 6.0, 7.0, 5.0}
 
 
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_what_is_timed_is_right(tokens):
+def test_recorded_rows_took_time_and_the_ten_lines_without_alignment_have_no_cell():
+    rows = read_rows(REPOSITORY / "results" / "h200" / "ext_expert_tables.csv")
+    assert min(row.value for row in rows) > 1.0
+    lines = {row.panel for row in rows}
+    assert (len(lines), len(lines - {row.panel for row in rows if row.system == "alignment"})) == (16, 10)
+
+
+@pytest.mark.parametrize(("tokens", "aligned"), [(1, False), (9, False), (40, True)])
+def test_what_is_timed_is_right(tokens, aligned):
     sets = ExpertSets(MoELayer(64, 32, 4, 2), tokens, 2, 8, device="cpu", rotating_bytes=1)
+    assert ("alignment" in sets.calls) == aligned, "what is not launched has no time"
     for name in sets.calls:
         assert sets.error(name) <= tables.TOLERANCE, name
     sets.y13.fill_(1.0)

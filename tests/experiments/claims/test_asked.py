@@ -63,7 +63,7 @@ def test_what_is_gained_over_pefts_mixed_batches_is_split_in_two():
     found = {one.what: one for one in asked(frame(lines)) if "PEFT" in one.what or "static" in one.what}
     assert {what: one.value for what, one in found.items()} == pytest.approx({
         "llama2-7b, Distinct: Punica / PEFT's mixed batches": 4.5,
-        "llama2-7b, Distinct: of that the operator, Punica in static batches / PEFT's": 2.25,
+        "llama2-7b, Distinct: of that all but continuous batching, Punica in static batches / PEFT's": 2.25,
         "llama2-7b, Distinct: of that continuous batching, Punica / it in static batches": 2.0,
         "llama2-7b, Skewed: Punica / PEFT's mixed batches": 0.95,
     })  # fmt: skip

@@ -1,5 +1,7 @@
 """Verdicts: the paper's own rows reproduce the paper, changed rows do not, missing rows are not testable."""
 
+import re
+
 import pandas as pd
 import pytest
 from claim_rows import BOUNDS, PAPER, STATEMENTS, decode, frame, laptop, serving, verdict_of
@@ -223,14 +225,13 @@ def test_a_model_that_was_not_measured_is_not_asked_for():
 
 
 def test_step_time_comes_from_tokens_and_steps():
-    rows = serving(**LAPTOP_SERVING)
-    shares = {"share": 1 - 1000 / 1100}
-    assert verdict_of(frame(rows), "C41").quantities == f"share={shares['share']:.6g}"
+    rows = serving(**{**LAPTOP_SERVING, "punica": (950, 960, 970, 1000)})
+    assert verdict_of(frame(rows), "C41").quantities == "identical_share=0.0909091; distinct_share=0.136364"
     assert verdict_of(frame(rows), "C41").verdict == SHAPE
     fixed = {"system": "punica", "workload": "Identical", "batch_size": 32, "rank": 16, "statistic": "value"}
     rows += [laptop("11", metric=name, value=n, **fixed) for name, n in (("total_tokens", 64_000), ("steps", 2_000))]
     verdict = verdict_of(frame(rows), "C41")
-    assert verdict.our_value.startswith("2.91 ms, 9.1 % of the step")  # 64 s / 2000 steps = 32 ms
+    assert verdict.our_value.startswith("Identical 2.91 ms; Identical 9.1 %, Distinct 13.6 % of the step")  # 64 s / 2000 steps = 32 ms
     assert verdict.verdict == SHAPE  # 2.91 ms is no time of an A100
 
 
@@ -257,3 +258,59 @@ def test_table_has_one_line_per_claim(paper_rows):
     assert list(table["id"]) == [statement.id for statement in read_claims(PAPER)]
     assert set(table["verdict"]) <= set(VERDICTS)
     assert table["relation_tested"][0] == "ratio <= 1.52"
+
+
+@pytest.mark.parametrize(
+    ("distinct", "identical", "verdict"),
+    [(950, 1000, SHAPE), (950, 1100, SHAPE), (950, 1110, DIFFERS), (900, 1000, DIFFERS)],
+    ids=["both-in-bounds", "identical-free", "identical-faster-with-lora", "distinct-too-slow"],
+)
+def test_c41_is_judged_on_both_popularities_and_lora_makes_no_step_faster(distinct, identical, verdict):
+    rows = serving(**{**LAPTOP_SERVING, "punica": (distinct, 960, 970, identical)})
+    assert verdict_of(frame(rows), "C41").verdict == verdict
+
+
+def test_c41_with_repeats_on_both_sides_of_nothing_is_within_noise():
+    parts = [
+        frame(serving(**{**LAPTOP_SERVING, "punica": (950, 960, 970, identical)})).assign(repeat=repeat)
+        for repeat, identical in enumerate((1050, 1120, 1160))
+    ]
+    judged = verdict_of(pd.concat(parts, ignore_index=True), "C41")
+    assert judged.quantities.startswith("identical_share=-0.0181818")
+    assert judged.verdict == NOISE
+
+
+def test_nothing_of_ours_is_called_by_the_name_of_a_system_of_the_paper():
+    """The two policies run on this engine, so statements, values and reasons name the policy."""
+    foreign = re.compile(r"vllm|fastertransformer|deepspeed|_batching", re.IGNORECASE)
+    rows = frame(serving(**{**LAPTOP_SERVING, "punica": (90, 92, 93, 100)}))
+    for statement in STATEMENTS.values():
+        judged = verdict_of(rows, statement.id)
+        assert not foreign.search(f"{judged.statement} {judged.our_value} {judged.why}"), statement.id
+    assert "continuous batching, one adapter on Distinct 100" in verdict_of(rows, "C29").why
+
+
+
+def test_the_reason_of_c16_says_the_ratio_the_right_way_round(paper_rows):
+    """A rise to 5.5 times read as -82 %."""
+    changed = paper_rows.copy()
+    cells = (changed["figure"] == "8") & (changed["system"] == "Gather-BMM") & (changed["batch_size"] == 32)
+    latency = changed[cells].set_index("workload")["value"]
+    factor = 5.5 * latency["Distinct"] / latency["Skewed"]
+    changed.loc[cells & (changed["workload"] == "Skewed"), "value"] *= factor
+    assert verdict_of(changed, "C16").why.endswith(" us: Skewed takes 5.5 times as long as Distinct")
+
+
+def test_the_reason_of_c13_tells_a_faster_loop_from_a_slower_one(paper_rows):
+    """A loop that takes less than SGMV cost "-348 us more"."""
+
+    def reason(times):
+        changed = paper_rows.copy()
+        cells = (changed["figure"] == "8") & (changed["workload"] == "Identical") & (changed["batch_size"] == 64)
+        sgmv = changed.loc[cells & (changed["system"] == "SGMV"), "value"].item()
+        changed.loc[cells & (changed["system"] == "Loop"), "value"] = times * sgmv
+        return verdict_of(changed, "C13").why
+
+    assert "0.5 times SGMV's 40.8 us, so its one turn costs 20.4 us less than with SGMV" in reason(0.5)
+    assert "1.5 times SGMV's 40.8 us, so its one turn costs 20.4 us more than with SGMV" in reason(1.5)
+    assert "-" not in reason(0.5).partition("Loop takes")[2]

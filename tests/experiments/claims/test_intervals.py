@@ -72,14 +72,27 @@ def test_a_verdict_on_disturbed_points_is_marked():
     assert not verdict_of(marked(rows, batch_size=2), "C01").disturbed  # the ratio does not see batch 2
 
 
-def test_quiet_repeats_count_and_disturbed_ones_widen():
+def test_value_and_interval_come_from_the_same_quiet_repeats():
     rows = growths(1.30, 1.40, 2.0)
     judged = verdict_of(marked(rows, repeat=2), "C01")
     assert judged.quantities == "ratio=1.35"
-    assert judged.interval == "ratio=1.3 to 2"
-    assert judged.verdict == NOISE
+    assert judged.interval == "ratio=1.3 to 1.4"
+    assert judged.verdict == REPRODUCED
     assert not judged.disturbed
-    assert verdict_of(rows.assign(disturbed=True), "C01").disturbed
+    loud = verdict_of(rows.assign(disturbed=True), "C01")
+    assert loud.disturbed
+    assert loud.interval == "ratio=1.3 to 2"  # none is quiet, so all count
+
+
+def test_a_point_with_one_quiet_repeat_counts_as_measured_once():
+    rows = growths(1.30, 1.40, 2.0)
+    judged = verdict_of(marked(rows, batch_size=32, repeat=2), "C01")
+    assert not judged.once
+    loud = rows.assign(disturbed=(rows["batch_size"] == 32) & (rows["repeat"] > 0))
+    judged = verdict_of(loud, "C01")
+    assert judged.quantities == "ratio=1.3"
+    assert judged.interval == ""
+    assert judged.once
 
 
 def test_points_are_told_apart_by_repeats_not_mixed():
