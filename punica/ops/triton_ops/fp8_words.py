@@ -123,13 +123,19 @@ def _operands_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.co
 
 @triton.jit
 def expand_row_in_words(
-    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, first_n, width, rank, stride_hp, stride_hr,
-    R: tl.constexpr, QUANT: tl.constexpr, NUM_SLICES: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    tensors, operands, place, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row x COLUMNS columns, LANES ranks at a time as far as the true rank goes: the next ones are fetched before
-    these are summed, and AHEAD the first ones before the true rank is known.
+    these are summed, and ``ahead`` the first ones before the true rank is known.
+
+    place: slice, slot and row; block: first column and width of the slice; strides: of h along planes and ranks.
     """
+    COLUMNS: tl.constexpr = TILE.row.block_n
+    LANES: tl.constexpr = TILE.row.lanes[0]
+    h_ptr, b_ptr, y_ptr = tensors
+    slice_id, slot, _ = place
+    first_n, width = block
+    stride_hp, stride_hr = strides
     NATIVE: tl.constexpr = b_ptr.dtype.element_ty != tl.uint8
     offs_r = tl.arange(0, LANES)
     offs_n = first_n + tl.arange(0, COLUMNS)
@@ -138,50 +144,55 @@ def expand_row_in_words(
     offs_w = first_n // 4 + tl.arange(0, COLUMNS // 4)
     mask_w = (offs_w < width_w)[:, None]
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]
-    words = tl.load(word_ptrs, mask=mask_w & (offs_r < (R if AHEAD else rank))[None, :], other=0)
-    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, NUM_SLICES, QUANT)
+    words = tl.load(word_ptrs, mask=mask_w & (offs_r < (SHAPE.rank if TILE.row.ahead else rank))[None, :], other=0)
+    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE.slices, SHAPE.quant)
     before = tl.zeros([COLUMNS], tl.float32)
-    if ADD and not LATE:
+    if SHAPE.add and not TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    let_next_start(PDL)
-    hold_loads(PDL)
-    if ADD and LATE:
+    let_next_start(TILE.pdl)
+    hold_loads(TILE.pdl)
+    if SHAPE.add and TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
+    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.planes)
     first = tl.zeros([COLUMNS // 4], tl.float32)
     second, third, fourth = first, first, first
-    for _ in tl.range(0, rank if R > LANES else 1, LANES):
+    for _ in tl.range(0, rank if SHAPE.rank > LANES else 1, LANES):
         these, factors = words, h[None, :]
-        if AHEAD:
+        if TILE.row.ahead:
             these = tl.where((offs_r < rank)[None, :], words, 0)
-        if R > LANES:
+        if SHAPE.rank > LANES:
             offs_r += LANES
             word_ptrs += LANES * width_w
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
-            h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, PLANES)
-        a, b, c, d = _wide_words(these, QUANT.format, NATIVE)
+            h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.planes)
+        a, b, c, d = _wide_words(these, SHAPE.quant.format, NATIVE)
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
         third += tl.sum(c * factors, 1)
         fourth += tl.sum(d * factors, 1)
     total = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (COLUMNS,))
     total = total * scale + before
-    tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not ADD)))
+    tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not SHAPE.add)))
 
 
 @triton.jit
 def expand_tile_in_words(
-    h_ptr, b_ptr, y_ptr, operands, slice_id, slot, rows, mask_m, first_n, width, column, rank,
-    stride_hp, stride_ht, stride_hr, stride_yt,
-    QUANT: tl.constexpr, NUM_SLICES: tl.constexpr, VECTOR: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr,
-    ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    tensors, operands, place, rows, mask_m, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` x TILES_N blocks of BLOCK_N columns, all ranks at once. Unless LATE the wait for the kernel in front is
-    in the first turn of the loop, so that the first blocks of B and y are under way before it.
+    """``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the wait for the kernel in front
+    is in the first turn of the loop, so that the first blocks of B and y are under way before it.
+
+    place: slice and slot; block: first column, width of the slice and its first column in y.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_R: tl.constexpr = TILE.block_r
+    h_ptr, b_ptr, y_ptr = tensors
+    slice_id, slot = place
+    first_n, width, column = block
+    stride_hp, _, stride_ht, stride_hr, stride_yt = strides
     NATIVE: tl.constexpr = b_ptr.dtype.element_ty != tl.uint8
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -191,29 +202,29 @@ def expand_tile_in_words(
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[:, None] * width_w + offs_w[None, :]
     h_ptrs = h_ptr + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
     y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
-    mask_h = mask_m[:, None] & (offs_r < (rank + VECTOR - 1) // VECTOR * VECTOR)[None, :]
+    mask_h = mask_m[:, None] & (offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector)[None, :]
     h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)  # until the first turn, for the loop to carry
-    if LATE:
-        wait_for_front(PDL)
-        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, False, DTYPE)
-    for step in tl.range(0, TILES_N, num_stages=NUM_STAGES):
-        mask_n = offs_n < (1 << 30 if EVEN_N else width)
-        mask_w = (offs_w < (1 << 30 if EVEN_N else width_w))[None, :]
+    if TILE.late:
+        wait_for_front(TILE.pdl)
+        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.planes, False, DTYPE)
+    for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
+        mask_n = offs_n < (1 << 30 if TILE.even_n else width)
+        mask_w = (offs_w < (1 << 30 if TILE.even_n else width_w))[None, :]
         words = tl.load(word_ptrs, mask=(offs_r < rank)[:, None] & mask_w, other=0)
-        if ADD:
+        if SHAPE.add:
             before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
-        if not LATE:  # noqa: SIM102 (LATE is decided at compile time)
+        if not TILE.late:  # noqa: SIM102 (TILE.late is decided at compile time)
             if step == 0:
-                wait_for_front(PDL)
-                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, PLANES, False, DTYPE)
+                wait_for_front(TILE.pdl)
+                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.planes, False, DTYPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
-        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, NUM_SLICES, QUANT)
-        a, b, c, d = _operands_of(words, QUANT.format, NATIVE, DTYPE)
+        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE.slices, SHAPE.quant)
+        a, b, c, d = _operands_of(words, SHAPE.quant.format, NATIVE, DTYPE)
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
-        a, b = dot(h, a, zeros, False, INTERPRET), dot(h, b, zeros, False, INTERPRET)
-        c, d = dot(h, c, zeros, False, INTERPRET), dot(h, d, zeros, False, INTERPRET)
+        a, b = dot(h, a, zeros, False, TILE.interpret), dot(h, b, zeros, False, TILE.interpret)
+        c, d = dot(h, c, zeros, False, TILE.interpret), dot(h, d, zeros, False, TILE.interpret)
         total = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_M, BLOCK_N))
-        if ADD:
+        if SHAPE.add:
             total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before.to(tl.float32))
         else:
             total *= scale[None, :]

@@ -32,14 +32,14 @@ from punica.ops.triton_ops.backbone.skinny_gemm import (
     WeightForm,
     choose_form,
     gemm_tile,
+    gemm_tiles,
     split_workspace,
-    tiles_constants,
     weight_form,
 )
 from punica.ops.triton_ops.device import INDEX_POINTERS
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import Launch, block_at_least, multiprocessors
-from punica.ops.triton_ops.lora_shrink import plane_rank, shrink_row, stored_constants
+from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkTile, plane_rank, shrink_row, stored_shape
 from punica.ops.triton_ops.plan import Batch
 
 MOST_RANKS = 16
@@ -57,34 +57,28 @@ class BaseForm(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens", "num_slots", "gemm_programs"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _gemm_and_shrink_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, sums_ptr, arrived_ptr, operands, planes_ptr, mapping_ptr, ranks_ptr,
-    tokens, num_slots, gemm_programs, scaling, x_stride, w_stride, y_stride,
-    N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
-    SHRINK_SPLITS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, base, sums, operands, planes_ptr, mapping_ptr, ranks_ptr,
+    tokens, num_slots, gemm_programs, scaling, strides,
+    GEMM: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink."""
-    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    PROGRAMS_R: tl.constexpr = (R + SHRINK_R - 1) // SHRINK_R
+    """Tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink.
+
+    base: weight, bias (or any tensor) and y; sums: workspace of a split product; strides: of rows of x, weight and y.
+    """
+    TILES: tl.constexpr = (GEMM.n + GEMM.block_n - 1) // GEMM.block_n
+    x_stride, _, _ = strides
     pid = tl.program_id(0)
     if pid < gemm_programs:
-        gemm_tile(
-            x_ptr, w_ptr, bias_ptr, y_ptr, sums_ptr, arrived_ptr, pid % TILES, pid // TILES, tokens,
-            x_stride, w_stride, y_stride,
-            N, K, BLOCK_T, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, AHEAD, HAS_BIAS, PDL, INTERPRETED,
-        )  # fmt: skip
+        gemm_tile(x_ptr, base, sums, pid % TILES, pid // TILES, tokens, strides, GEMM)
     else:
         pid -= gemm_programs
-        pid_k, pid_r = pid % SHRINK_SPLITS, pid // SHRINK_SPLITS % PROGRAMS_R
-        pid //= SHRINK_SPLITS * PROGRAMS_R
-        row = (pid // NUM_SLICES).to(tl.int64)
+        pid_k, pid_r = pid % TILE.split_k, pid // TILE.split_k % TILE.row.programs
+        pid //= TILE.split_k * TILE.row.programs
+        row = (pid // SHAPE.slices).to(tl.int64)
+        place = (row, tl.load(mapping_ptr + row), pid_k, pid_r, pid % SHAPE.slices)
         shrink_row(
-            x_ptr, operands, planes_ptr, ranks_ptr, row, tl.load(mapping_ptr + row), pid_k, pid_r, pid % NUM_SLICES,
-            False, tokens, num_slots, scaling, x_stride, 1,
-            K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHRINK_R, PROGRAMS_R, SHRINK_K, SHRINK_SPLITS,
-            HAS_RANKS, False, False, PDL,
+            (x_ptr, planes_ptr), operands, ranks_ptr, place, False, tokens, num_slots, scaling, (x_stride, 1),
+            SHAPE, TILE,
         )  # fmt: skip
 
 
@@ -102,8 +96,8 @@ class GemmAndShrinkPlan(NamedTuple):
         """Launch; ``base``: weight, and bias if it has one."""
         mapping = batch.tensors[0]
         ranks = mapping if lora_ranks is None else lora_ranks
-        workspace = split_workspace(y, base[0], self.form)
-        tensors = (x, base[0], base[-1], y, *workspace, tuple(lora_a), planes, mapping, ranks)
+        sums = split_workspace(y, base[0], self.form)
+        tensors = (x, (base[0], base[-1], y), sums, tuple(lora_a), planes, mapping, ranks)
         self.launch(tensors, (*self.counts, scale), aligned)
 
 
@@ -165,11 +159,14 @@ def plan_gemm_and_shrink(
     """The launch with a configuration of `fused_config`, for the forms and strides of these tensors."""
     form = cast(TilesForm, _form_of(x, base))  # fused_config answers for no other
     block_r, splits, tokens = config["block_r"], config["split_k"], x.shape[0]
-    constants = tiles_constants(form, x, base.weight) | stored_constants(a, plane_rank(a.rank), quant)
-    constants |= {"SHRINK_R": block_r, "SHRINK_K": config["block_k"], "SHRINK_SPLITS": splits}
-    constants |= {"HAS_RANKS": has_ranks, "PDL": pdl}
+    row = RowTile(block_r, triton.cdiv(a.rank, block_r), config["block_k"])
+    constants = {
+        "GEMM": gemm_tiles(form, x, base.weight, pdl),
+        "SHAPE": stored_shape(a, plane_rank(a.rank), quant, has_ranks),
+        "TILE": ShrinkTile(splits, pdl, row),
+    }
     gemm_programs = triton.cdiv(base.weight.n, form.block_n) * form.split_k
-    shrink_programs = tokens * len(a.widths) * triton.cdiv(a.rank, block_r) * splits
+    shrink_programs = tokens * len(a.widths) * row.programs * splits
     launch = Launch(
         _gemm_and_shrink_kernel, (gemm_programs + shrink_programs, 1, 1), (x.dtype, a.dtype, form.split_k > 1),
         (x.stride(0), base.weight.stride, y.stride(0)), constants, num_warps=form.num_warps, pdl=pdl, device=x.device,

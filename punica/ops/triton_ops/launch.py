@@ -102,8 +102,9 @@ class Launch:
     """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``,
     and its grid where that follows the counts.
 
-    The kernel's arguments are ``tensors`` (one may be a tuple of tensors, one per slice), ``counts`` (numbers it is not
-    specialised on), ``strides`` and ``constants``, in this order; constants are given by name, all of them.
+    The kernel's arguments are ``tensors`` (some may be tuples of tensors), ``counts`` (numbers it is not specialised
+    on), ``strides`` (one tuple where the kernel names an argument so) and ``constants``, in this order; constants are
+    given by name, all of them.
     ``aligned``: every address is a multiple of 16.
 
     ``dtypes``: whatever determines the types of the tensors; ``device``: where they lie.
@@ -124,7 +125,8 @@ class Launch:
         device: torch.device,
     ) -> None:  # fmt: skip
         values = tuple([constants[name] for name in kernel.arg_names[-len(constants) :]])
-        self.kernel, self.grid, self.tail = kernel, grid, (*strides, *values)
+        self.kernel, self.grid = kernel, grid
+        self.tail = (strides, *values) if "strides" in kernel.arg_names else (*strides, *values)
         self.options = {} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": pdl}
         self.device = -1 if device.index is None else device.index
         kinds = tuple([_specialised(stride) for stride in strides])

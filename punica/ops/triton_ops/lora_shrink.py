@@ -17,7 +17,7 @@ Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,6 +58,55 @@ from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, 
 from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
+class ShrinkShape(NamedTuple):
+    """Shape and storage of A and of the output, and options of the call: a constexpr of the kernels.
+
+    k, rank, slices: A_i is [slots, rank, k]; out_rank: ranks of an output row, with padding; stride_r, stride_k: of A.
+    direct: the output is the result [n, T, r], not planes.
+    """
+
+    k: int
+    rank: int
+    out_rank: int
+    stride_r: int
+    stride_k: int
+    slices: int
+    quant: Quant
+    has_ranks: bool
+    direct: bool
+    accumulate: bool
+
+
+class RowTile(NamedTuple):
+    """Work of a program on a single row: block_r ranks and block_k of K at once, ``programs`` per row and K split."""
+
+    block_r: int = 0
+    programs: int = 1
+    block_k: int = 0
+
+
+class ShrinkTile(NamedTuple):
+    """Schedule of a launch: a constexpr of the kernels. Fields as in `configs`, and:
+
+    row: for single rows. left: weights are the left operand (swap-AB). together: all slices' ranks side by side.
+    tiles_at, rows_at: entries of a step's totals that count its tiles and rows. segments: power of two >= segments.
+    """
+
+    split_k: int
+    pdl: bool
+    row: RowTile
+    block_m: int = 16
+    block_r: int = 16
+    block_k: int = 16
+    stages: int = 1
+    left: bool = False
+    together: bool = False
+    tiles_at: int = 0
+    rows_at: int = 0
+    segments: int = 0
+    interpret: bool = INTERPRETED
+
+
 @triton.jit
 def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
     if ACCUMULATE:
@@ -67,158 +116,166 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def shrink_row(
-    x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, idle_waits,
-    num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    tensors, operands, ranks_ptr, place, idle_waits, num_tokens, num_slots, scaling, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row x BLOCK_R ranks x one K split, then PROGRAMS_R blocks further on as far as the true rank goes (with fewer
-    programs than blocks; FP8 has all). DIRECT: `out` is the result (absent lanes and rows are zeros), not planes; all
-    blocks at once. ``idle_waits``: this program waits for the kernel in front even when it has nothing to do. Slots of
-    up to 16 ranks are read whole, so that reading them does not wait for the table.
+    """One row x ``block_r`` ranks x one K split, then ``programs`` blocks further on up to the true rank (with fewer
+    programs than blocks; FP8 has all). ``place``: row, slot, K split, block of ranks and slice.
+
+    ``direct``: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at once. ``idle_waits``:
+    this program waits for the kernel in front even without work. Slots of up to 16 ranks are read whole, so that
+    reading them does not wait for the table.
     """
-    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    WHOLE: tl.constexpr = HAS_RANKS and R <= 16
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
-    lanes = tl.where(slot >= 0, R, 0) if WHOLE else rank
+    x_ptr, out_ptr = tensors
+    row, slot, pid_k, pid_r, pid_slice = place
+    stride_xt, stride_xk = strides
+    ROW: tl.constexpr = TILE.row
+    BLOCK_R: tl.constexpr = ROW.block_r
+    QUANT: tl.constexpr = SHAPE.quant
+    R_BLOCKS: tl.constexpr = (SHAPE.rank + BLOCK_R - 1) // BLOCK_R
+    WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
+    STEPS: tl.constexpr = (SHAPE.k + ROW.block_k * TILE.split_k - 1) // (ROW.block_k * TILE.split_k)
+    EVEN_K: tl.constexpr = SHAPE.k % (ROW.block_k * TILE.split_k) == 0
+    rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, SHAPE.rank, SHAPE.has_ranks)
+    lanes = tl.where(slot >= 0, SHAPE.rank, 0) if WHOLE else rank
     offs_r = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    out_ptrs = out_ptr + ((pid_k * NUM_SLICES + pid_slice) * num_tokens.to(tl.int64) + row) * OUT_R + offs_r
+    out_ptrs = out_ptr + ((pid_k * SHAPE.slices + pid_slice) * num_tokens.to(tl.int64) + row) * SHAPE.out_rank + offs_r
 
     if pid_r * BLOCK_R < lanes:
-        offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_ptr = pick(operands, pid_slice, NUM_SLICES) + slot.to(tl.int64) * (R * K)
-        a_block = a_ptr + offs_r[:, None] * STRIDE_AR + offs_k[None, :] * STRIDE_AK
+        offs_k = pid_k * ROW.block_k + tl.arange(0, ROW.block_k)
+        a_ptr = pick(operands, pid_slice, SHAPE.slices) + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
+        a_block = a_ptr + offs_r[:, None] * SHAPE.stride_r + offs_k[None, :] * SHAPE.stride_k
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk
-        mask_k = offs_k < (1 << 30 if EVEN_K else K)
+        mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k)
         a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
         if QUANT.format > 0 and QUANT.group_k == 0:
-            scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, R, NUM_SLICES, QUANT)
-        hold_loads(PDL)  # A was written long before; x may come from the kernel in front of this one
-        let_next_start(PDL)  # behind the wait: expand reads early what the kernel in front of this one writes, y
+            scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, SHAPE.rank, SHAPE.slices, QUANT)
+        hold_loads(TILE.pdl)  # A was written long before; x may come from the kernel in front of this one
+        let_next_start(TILE.pdl)  # behind the wait: expand reads early what the kernel in front of this one writes, y
         x = widened(tl.load(x_ptrs, mask=mask_k, other=0.0), QUANT.x_format, tl.float32)
-        x = row_scaled(x, operands, row, offs_k, mask_k, NUM_SLICES, QUANT)
-        for _ in tl.range(
-            pid_r * BLOCK_R, lanes if PROGRAMS_R < R_BLOCKS else pid_r * BLOCK_R + 1, PROGRAMS_R * BLOCK_R
-        ):
+        x = row_scaled(x, operands, row, offs_k, mask_k, SHAPE.slices, QUANT)
+        first_r = pid_r * BLOCK_R
+        for _ in tl.range(first_r, lanes if ROW.programs < R_BLOCKS else first_r + 1, ROW.programs * BLOCK_R):
             mask_r = (offs_r < lanes)[:, None]
             weights = block_scaled(
                 widened(a, QUANT.format, tl.float32), operands, pid_slice, slot, offs_r, offs_k,
-                mask_r & mask_k[None, :], NUM_SLICES, QUANT,
+                mask_r & mask_k[None, :], SHAPE.slices, QUANT,
             )  # fmt: skip
             product = weights * x[None, :]
             for step in tl.range(1, STEPS):
-                jump = step * (BLOCK_K * SPLIT_K)
-                mask_step = offs_k < K - jump
-                a_step = tl.load(a_block + jump * STRIDE_AK, mask=mask_r & mask_step[None, :], other=0.0)
+                jump = step * (ROW.block_k * TILE.split_k)
+                mask_step = offs_k < SHAPE.k - jump
+                a_step = tl.load(a_block + jump * SHAPE.stride_k, mask=mask_r & mask_step[None, :], other=0.0)
                 x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
                 x_step = widened(x_step, QUANT.x_format, tl.float32)
-                x_step = row_scaled(x_step, operands, row, offs_k + jump, mask_step, NUM_SLICES, QUANT)
+                x_step = row_scaled(x_step, operands, row, offs_k + jump, mask_step, SHAPE.slices, QUANT)
                 weights = block_scaled(
                     widened(a_step, QUANT.format, tl.float32), operands, pid_slice, slot, offs_r, offs_k + jump,
-                    mask_r & mask_step[None, :], NUM_SLICES, QUANT,
+                    mask_r & mask_step[None, :], SHAPE.slices, QUANT,
                 )  # fmt: skip
                 product += weights * x_step[None, :]
-            mask_out = offs_r < (R if DIRECT else rank)
+            mask_out = offs_r < (SHAPE.rank if SHAPE.direct else rank)
             factor = scaling
             if QUANT.format > 0 and QUANT.group_k == 0:
                 factor = scale * scaling
-            if PROGRAMS_R < R_BLOCKS:  # fetch the next ranks before this block's sum is formed
-                a_block += PROGRAMS_R * BLOCK_R * STRIDE_AR
-                offs_r += PROGRAMS_R * BLOCK_R
+            if ROW.programs < R_BLOCKS:  # fetch the next ranks before this block's sum is formed
+                a_block += ROW.programs * BLOCK_R * SHAPE.stride_r
+                offs_r += ROW.programs * BLOCK_R
                 a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
             total = tl.sum(product, 1) * factor
-            if WHOLE and DIRECT:
+            if WHOLE and SHAPE.direct:
                 total = tl.where(offs_r < rank, total, 0.0)
-            _store_shrunk(out_ptrs, total, mask_out, ACCUMULATE)
-            out_ptrs += PROGRAMS_R * BLOCK_R
+            _store_shrunk(out_ptrs, total, mask_out, SHAPE.accumulate)
+            out_ptrs += ROW.programs * BLOCK_R
     else:
-        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+        if TILE.pdl:  # noqa: SIM102 (decided at compile time)
             if idle_waits:
                 tl.extra.cuda.gdc_wait()
-        if DIRECT and not ACCUMULATE:
-            tl.store(out_ptrs, tl.zeros([BLOCK_R], out_ptr.dtype.element_ty), mask=offs_r < R)
+        if SHAPE.direct and not SHAPE.accumulate:
+            tl.store(out_ptrs, tl.zeros([BLOCK_R], out_ptr.dtype.element_ty), mask=offs_r < SHAPE.rank)
 
 
 @triton.jit
 def _shrink_by_warps(
-    x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
-    K: tl.constexpr, QUANT: tl.constexpr, STRIDE_AK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one for each warp and of its own quarter of the
-    split, added up at the end. Neither instruction nor order of the sums depends on BLOCK_M or BLOCK_K.
+    """[block_m, block_r] of one K split: a batch of WARPS products, one for each warp and of its own quarter of the
+    split, added up at the end. Neither instruction nor order of the sums depends on block_m or block_k.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_R: tl.constexpr = TILE.block_r
+    stride_xt, stride_xk = strides
+    QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = tl.float16 if QUANT.x_format > 0 else x_ptr.dtype.element_ty
     WARPS: tl.constexpr = 4
-    PART: tl.constexpr = BLOCK_K // WARPS
-    QUARTER: tl.constexpr = (K + 64 * SPLIT_K * WARPS - 1) // (64 * SPLIT_K * WARPS) * 64
+    PART: tl.constexpr = TILE.block_k // WARPS
+    QUARTER: tl.constexpr = (SHAPE.k + 64 * TILE.split_k * WARPS - 1) // (64 * TILE.split_k * WARPS) * 64
     STEPS: tl.constexpr = (QUARTER + PART - 1) // PART
     first_k = (pid_k * WARPS + tl.arange(0, WARPS)[:, None, None]) * QUARTER
     offs_ak = tl.arange(0, PART)[None, None, :]
     offs_xk = tl.arange(0, PART)[None, :, None]
-    a_ptrs = a_lanes[None, :, None] + (first_k + offs_ak) * STRIDE_AK
+    a_ptrs = a_lanes[None, :, None] + (first_k + offs_ak) * SHAPE.stride_k
     x_ptrs = x_ptr + rows[None, None, :] * stride_xt + (first_k + offs_xk) * stride_xk
     mask_r = mask_lanes[None, :, None]
     mask_rows = mask_m[None, None, :]
     acc = tl.zeros([WARPS, BLOCK_R, BLOCK_M], tl.float32)
     if STEPS == 1:
-        a = tl.load(a_ptrs, mask=mask_r & (offs_ak < QUARTER) & (first_k + offs_ak < K), other=0.0)
-        if PDL:
+        a = tl.load(a_ptrs, mask=mask_r & (offs_ak < QUARTER) & (first_k + offs_ak < SHAPE.k), other=0.0)
+        if TILE.pdl:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < K), other=0.0)
+        x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < SHAPE.k), other=0.0)
         x = widened(x, QUANT.x_format, DTYPE)
-        acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, INTERPRET)
+        acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
     else:
-        if PDL:
+        if TILE.pdl:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+        for step in tl.range(0, STEPS, num_stages=TILE.stages):
             left = QUARTER - step * PART
-            end = K - step * PART
+            end = SHAPE.k - step * PART
             a = tl.load(a_ptrs, mask=mask_r & (offs_ak < left) & (first_k + offs_ak < end), other=0.0)
             x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < left) & (first_k + offs_xk < end), other=0.0)
             x = widened(x, QUANT.x_format, DTYPE)
-            acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, INTERPRET)
-            a_ptrs += PART * STRIDE_AK
+            acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
+            a_ptrs += PART * SHAPE.stride_k
             x_ptrs += PART * stride_xk
     return tl.trans(tl.sum(acc, 0))
 
 
 @triton.jit
 def _shrink_blocks(
-    x_ptrs, a_ptrs, operands, slice_id, slot, lane, rows, mask_m, mask_lanes, pid_k, stride_xk,
-    K: tl.constexpr, QUANT: tl.constexpr, STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
-    LEFT: tl.constexpr, INTERPRET: tl.constexpr,
+    x_ptrs, a_ptrs, operands, place, slot, lane, rows, mask_m, mask_lanes, stride_xk,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_R] of one K split with a scale per block of K: a product per BLOCK_K, which divides a block."""
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    """[block_m, block_r] of one K split with a scale per block of K: a product per block_k, which divides a block."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_R: tl.constexpr = TILE.block_r
+    BLOCK_K: tl.constexpr = TILE.block_k
+    slice_id, pid_k = place
+    QUANT: tl.constexpr = SHAPE.quant
+    STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
     DTYPE: tl.constexpr = tl.float16 if QUANT.x_format > 0 else x_ptrs.dtype.element_ty
-    scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, lane, NUM_SLICES, QUANT)
+    scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, lane, SHAPE.slices, QUANT)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    wait_at_last(PDL, True)
-    let_next_start(PDL)
-    for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
-        mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
+    wait_at_last(TILE.pdl, True)
+    let_next_start(TILE.pdl)
+    for step in tl.range(0, STEPS, num_stages=TILE.stages):
+        mask_k = offs_k < SHAPE.k - step * (BLOCK_K * TILE.split_k)
         x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
         a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)  # [BLOCK_K, BLOCK_R]
         x, a = widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE)
-        part = result(dot(x, a, accumulator(BLOCK_M, BLOCK_R, LEFT), LEFT, INTERPRET), LEFT)
-        block = (pid_k + step * SPLIT_K) * BLOCK_K // QUANT.group_k
-        inside = block * QUANT.group_k < K
+        part = result(dot(x, a, accumulator(BLOCK_M, BLOCK_R, TILE.left), TILE.left, TILE.interpret), TILE.left)
+        block = (pid_k + step * TILE.split_k) * BLOCK_K // QUANT.group_k
+        inside = block * QUANT.group_k < SHAPE.k
         part *= tl.load(scale_ptrs + block * scale_stride, mask=mask_lanes & inside, other=0.0)[None, :]
         if QUANT.has_a:
-            a_scale_ptrs = activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT)
+            a_scale_ptrs = activation_scale_ptrs(operands, rows, SHAPE.slices, QUANT)
             part *= tl.load(a_scale_ptrs + block * QUANT.a_group, mask=mask_m & inside, other=0.0)[:, None]
         total += part
-        x_ptrs += BLOCK_K * SPLIT_K * stride_xk
-        a_ptrs += BLOCK_K * SPLIT_K * STRIDE_AK
+        x_ptrs += BLOCK_K * TILE.split_k * stride_xk
+        a_ptrs += BLOCK_K * TILE.split_k * SHAPE.stride_k
     return total
 
 
@@ -233,55 +290,57 @@ def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _lanes_of_tile(
-    ranks_ptr, offs_r, pid_slice, slot, num_slots,
-    R: tl.constexpr, NUM_SLICES: tl.constexpr, HAS_RANKS: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+def _lanes_of_tile(ranks_ptr, offs_r, pid_slice, slot, num_slots, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Slice, rank inside it and true rank of a tile's lanes: those of one slice (slice and true rank are then numbers),
-    or TOGETHER of all slices side by side.
+    or ``together`` of all slices side by side.
     """
-    if TOGETHER:
-        slice_id = tl.minimum(offs_r // R, NUM_SLICES - 1)
-        if HAS_RANKS:
+    if TILE.together:
+        slice_id = tl.minimum(offs_r // SHAPE.rank, SHAPE.slices - 1)
+        if SHAPE.has_ranks:
             rank = tl.load(ranks_ptr + slice_id * num_slots + slot, mask=slice_id * 0 + slot >= 0, other=0)
-            rank = tl.minimum(rank, R)
+            rank = tl.minimum(rank, SHAPE.rank)
         else:
-            rank = tl.where(slice_id * 0 + slot >= 0, R, 0)
-        lane = offs_r - slice_id * R
+            rank = tl.where(slice_id * 0 + slot >= 0, SHAPE.rank, 0)
+        lane = offs_r - slice_id * SHAPE.rank
     else:
         slice_id = pid_slice
-        rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, R, HAS_RANKS)
+        rank = rank_of(ranks_ptr, pid_slice, slot, num_slots, SHAPE.rank, SHAPE.has_ranks)
         lane = offs_r
     return slice_id, lane, rank
 
 
 @triton.jit
 def _shrink_tile(
-    x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice, idle_waits,
-    num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_RANKS: tl.constexpr,
-    DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    tensors, operands, sorted_ptr, ranks_ptr, tile, place, idle_waits, num_tokens, num_slots, scaling, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile x BLOCK_R ranks x one K split; TOGETHER: the ranks of all slices are side by side, so that x
-    is read once for all of them. Slots of up to 16 ranks are read whole, as in `shrink_row`.
+    """The rows of one tile x block_r ranks x one K split; ``together``: the ranks of all slices are side by side, so
+    that x is read once for all of them. Slots of up to 16 ranks are read whole, as in `shrink_row`.
+
+    ``tile``: slot, first sorted position and number of rows; ``place``: K split, first rank and slice.
     """
-    WHOLE: tl.constexpr = HAS_RANKS and R <= 16
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    EVEN_K: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_R: tl.constexpr = TILE.block_r
+    BLOCK_K: tl.constexpr = TILE.block_k
+    x_ptr, out_ptr = tensors
+    slot, start, num_rows = tile
+    pid_k, first_r, pid_slice = place
+    stride_xt, stride_xk = strides
+    QUANT: tl.constexpr = SHAPE.quant
+    WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
+    STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
+    EVEN_K: tl.constexpr = SHAPE.k % (BLOCK_K * TILE.split_k) == 0
     # Masks of so many lanes take instructions: beyond the rank its last one is read again, and planes are written to
     # the end of the vector in which it ends. Expand drops what stands there.
-    LOOSE: tl.constexpr = QUANT.dense and LEFT and EVEN_K and BLOCK_R > 32 and not DIRECT and not ACCUMULATE
+    LOOSE: tl.constexpr = (
+        QUANT.dense and TILE.left and EVEN_K and BLOCK_R > 32 and not SHAPE.direct and not SHAPE.accumulate
+    )
     DTYPE: tl.constexpr = tl.float16 if QUANT.x_format > 0 else x_ptr.dtype.element_ty
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_m = tl.arange(0, BLOCK_M)
-    slice_id, lane, rank = _lanes_of_tile(
-        ranks_ptr, offs_r, pid_slice, slot, num_slots, R, NUM_SLICES, HAS_RANKS, TOGETHER
-    )
+    slice_id, lane, rank = _lanes_of_tile(ranks_ptr, offs_r, pid_slice, slot, num_slots, SHAPE, TILE)
     needed = slot >= 0
-    if not (TOGETHER or DIRECT or WHOLE):
+    if not (TILE.together or SHAPE.direct or WHOLE):
         needed &= first_r < rank
     if needed:
         mask_m = offs_m < num_rows
@@ -290,93 +349,90 @@ def _shrink_tile(
         lane_read = lane
         if LOOSE:
             lane_read = tl.minimum(lane, rank - 1)
-            if TOGETHER:  # of some slice the rank may be 0
+            if TILE.together:  # of some slice the rank may be 0
                 lane_read = tl.maximum(lane_read, 0)
-        a_lanes = pick(operands, slice_id, NUM_SLICES) + slot.to(tl.int64) * (R * K) + lane_read * STRIDE_AR
-        a_ptrs_block = a_lanes[None, :] + offs_k[:, None] * STRIDE_AK
+        a_lanes = (
+            pick(operands, slice_id, SHAPE.slices)
+            + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
+            + lane_read * SHAPE.stride_r
+        )
+        a_ptrs_block = a_lanes[None, :] + offs_k[:, None] * SHAPE.stride_k
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk
-        mask_lanes = lane < (R if WHOLE else rank)
+        mask_lanes = lane < (SHAPE.rank if WHOLE else rank)
         factor = scaling
         if QUANT.format > 0 and QUANT.group_k == 0:
-            scale = channel_scales(operands, slice_id, slot, lane, mask_lanes, R, NUM_SLICES, QUANT)
+            scale = channel_scales(operands, slice_id, slot, lane, mask_lanes, SHAPE.rank, SHAPE.slices, QUANT)
             factor = (scale * scaling)[None, :]
         if QUANT.has_a:
-            a_scale_ptrs = activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT)
+            a_scale_ptrs = activation_scale_ptrs(operands, rows, SHAPE.slices, QUANT)
         mask_r = mask_lanes[None, :]
         if QUANT.group_k > 0:
             acc = _shrink_blocks(
-                x_ptrs, a_ptrs_block, operands, slice_id, slot, lane, rows, mask_m, mask_lanes, pid_k, stride_xk,
-                K, QUANT, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, LEFT, INTERPRET,
+                x_ptrs, a_ptrs_block, operands, (slice_id, pid_k), slot, lane, rows, mask_m, mask_lanes, stride_xk,
+                SHAPE, TILE,
             )  # fmt: skip
-        elif LEFT and BLOCK_R <= 32:
-            acc = _shrink_by_warps(
-                x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, stride_xt, stride_xk,
-                K, QUANT, STRIDE_AK, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, PDL, INTERPRET,
-            )  # fmt: skip
-        elif STEPS == 1 and not LEFT:
+        elif TILE.left and BLOCK_R <= 32:
+            acc = _shrink_by_warps(x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, strides, SHAPE, TILE)
+        elif STEPS == 1 and not TILE.left:
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-            mask_k = offs_k < (1 << 30 if EVEN_K else K)
+            mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k)
             a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-            if PDL:
+            if TILE.pdl:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            acc = dot(widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, False, INTERPRET)
+            acc = dot(widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, False, TILE.interpret)
         else:
-            acc = accumulator(BLOCK_M, BLOCK_R, LEFT)
+            acc = accumulator(BLOCK_M, BLOCK_R, TILE.left)
             # Where it was measured to gain: of high tiles, and not of slices side by side, as it takes registers. That
             # no stride is negative, torch sees to.
-            wait_at_last(PDL, TOGETHER or BLOCK_M < 64 or stride_xt >= 0)
-            let_next_start(PDL)
-            for step in tl.range(0, STEPS, num_stages=NUM_STAGES):
+            wait_at_last(TILE.pdl, TILE.together or BLOCK_M < 64 or stride_xt >= 0)
+            let_next_start(TILE.pdl)
+            for step in tl.range(0, STEPS, num_stages=TILE.stages):
                 if EVEN_K:
-                    # LEFT: rows beyond the tile's are its first again, without masks, and no row of the result
-                    x = tl.load(x_ptrs) if LEFT else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+                    # TILE.left: rows beyond the tile's are its first again, without masks, and no row of the result
+                    x = tl.load(x_ptrs) if TILE.left else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
                     a = tl.load(a_ptrs_block) if LOOSE else tl.load(a_ptrs_block, mask=mask_r, other=0.0)
                 else:
-                    mask_k = offs_k < K - step * (BLOCK_K * SPLIT_K)
+                    mask_k = offs_k < SHAPE.k - step * (BLOCK_K * TILE.split_k)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
-                acc = dot(widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, LEFT, INTERPRET)
-                x_ptrs += BLOCK_K * SPLIT_K * stride_xk
-                a_ptrs_block += BLOCK_K * SPLIT_K * STRIDE_AK
-            acc = result(acc, LEFT)
+                acc = dot(
+                    widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, TILE.left, TILE.interpret
+                )
+                x_ptrs += BLOCK_K * TILE.split_k * stride_xk
+                a_ptrs_block += BLOCK_K * TILE.split_k * SHAPE.stride_k
+            acc = result(acc, TILE.left)
         if QUANT.has_a and QUANT.group_k == 0:
             acc *= tl.load(a_scale_ptrs)[:, None]
-        if WHOLE and DIRECT:
+        if WHOLE and SHAPE.direct:
             acc = tl.where((lane < rank)[None, :], acc, 0.0)
-        out_lanes = out_ptr + (pid_k * NUM_SLICES + slice_id) * num_tokens.to(tl.int64) * OUT_R + lane
-        out_ptrs = rows[:, None] * OUT_R + out_lanes[None, :]
-        lanes_out = R if DIRECT else rank
+        out_lanes = out_ptr + (pid_k * SHAPE.slices + slice_id) * num_tokens.to(tl.int64) * SHAPE.out_rank + lane
+        out_ptrs = rows[:, None] * SHAPE.out_rank + out_lanes[None, :]
+        lanes_out = SHAPE.rank if SHAPE.direct else rank
         if LOOSE:
             lanes_out = (rank + 3) // 4 * 4
         mask = mask_m[:, None] & (lane < lanes_out)[None, :]
-        _store_shrunk(out_ptrs, acc * factor, mask, ACCUMULATE)
+        _store_shrunk(out_ptrs, acc * factor, mask, SHAPE.accumulate)
     else:
-        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+        if TILE.pdl:  # noqa: SIM102 (decided at compile time)
             if idle_waits:
                 tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _lora_shrink_rows_kernel(
-    x_ptr, operands, out_ptr, mapping_ptr, ranks_ptr,
-    num_tokens, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    tensors, operands, mapping_ptr, ranks_ptr, num_tokens, num_slots, scaling, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """All rows, one by one."""
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
-    pid_k, pid_r = pid % SPLIT_K, (pid // SPLIT_K) % PROGRAMS_R
-    row = (pid // (SPLIT_K * PROGRAMS_R)).to(tl.int64)
+    pid_k, pid_r = pid % TILE.split_k, (pid // TILE.split_k) % TILE.row.programs
+    row = (pid // (TILE.split_k * TILE.row.programs)).to(tl.int64)
     slot = tl.load(mapping_ptr + row)
     shrink_row(
-        x_ptr, operands, out_ptr, ranks_ptr, row, slot, pid_k, pid_r, pid_slice, (pid == 0) & (pid_slice == 0),
-        num_tokens, num_slots, scaling, stride_xt, stride_xk,
-        K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_R, PROGRAMS_R, BLOCK_K, SPLIT_K,
-        HAS_RANKS, DIRECT, ACCUMULATE, PDL,
+        tensors, operands, ranks_ptr, (row, slot, pid_k, pid_r, pid_slice), (pid == 0) & (pid_slice == 0),
+        num_tokens, num_slots, scaling, strides, SHAPE, TILE,
     )  # fmt: skip
 
 
@@ -385,36 +441,33 @@ def _lora_shrink_rows_kernel(
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _lora_shrink_search_kernel(
-    x_ptr, operands, out_ptr, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
-    num_tokens, num_segments, num_tiles, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_RANKS: tl.constexpr, DIRECT: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    tensors, operands, mapping_ptr, sorted_ptr, counts_ptr, starts_ptr, ids_ptr, ranks_ptr,
+    num_tokens, num_segments, num_tiles, num_slots, scaling, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """All tiles; every program searches the segments for its own. With DIRECT, programs past the tiles zero bare
+    """All tiles; every program searches the segments for its own. With ``direct``, programs past the tiles zero bare
     rows.
     """
-    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_R: tl.constexpr = TILE.block_r
+    R_BLOCKS: tl.constexpr = (SHAPE.rank + BLOCK_R - 1) // BLOCK_R
+    _, out_ptr = tensors
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
-    pid_k, first_r = pid % SPLIT_K, (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
-    tile = pid // (SPLIT_K * R_BLOCKS)
+    pid_k, first_r = pid % TILE.split_k, (pid // TILE.split_k) % R_BLOCKS * BLOCK_R
+    tile = pid // (TILE.split_k * R_BLOCKS)
     if tile < num_tiles:
-        slot, start, num_rows = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, BLOCK_SEGMENTS)
+        found = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, TILE.segments)
         _shrink_tile(
-            x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, num_rows, pid_k, first_r, pid_slice,
-            (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, stride_xt, stride_xk,
-            K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES,
-            HAS_RANKS, DIRECT, ACCUMULATE, PDL, LEFT, False, INTERPRET,
+            tensors, operands, sorted_ptr, ranks_ptr, found, (pid_k, first_r, pid_slice),
+            (pid == 0) & (pid_slice == 0), num_tokens, num_slots, scaling, strides, SHAPE, TILE,
         )  # fmt: skip
     else:
         rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         offs_r = first_r + tl.arange(0, BLOCK_R)
         bare = (rows < num_tokens) & (tl.load(mapping_ptr + rows, mask=rows < num_tokens, other=0) < 0)
-        out_ptrs = out_ptr + (pid_slice * num_tokens.to(tl.int64) + rows)[:, None] * R + offs_r[None, :]
+        out_ptrs = out_ptr + (pid_slice * num_tokens.to(tl.int64) + rows)[:, None] * SHAPE.rank + offs_r[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_R], out_ptr.dtype.element_ty)
-        tl.store(out_ptrs, zeros, mask=bare[:, None] & (offs_r < R)[None, :])
+        tl.store(out_ptrs, zeros, mask=bare[:, None] & (offs_r < SHAPE.rank)[None, :])
 
 
 @triton.jit(
@@ -422,55 +475,46 @@ def _lora_shrink_search_kernel(
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _lora_shrink_listed_kernel(
-    x_ptr, operands, out_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
-    num_tokens, num_tiles, num_rows, num_slots, scaling, stride_xt, stride_xk,
-    K: tl.constexpr, R: tl.constexpr, OUT_R: tl.constexpr, QUANT: tl.constexpr, STRIDE_AR: tl.constexpr,
-    STRIDE_AK: tl.constexpr, NUM_SLICES: tl.constexpr, TILES_AT: tl.constexpr, ROWS_AT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, SHORT_R: tl.constexpr, SHORT_PROGRAMS_R: tl.constexpr, SHORT_K: tl.constexpr,
-    HAS_RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, LEFT: tl.constexpr, TOGETHER: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    tensors, operands, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
+    num_tokens, num_tiles, num_rows, num_slots, scaling, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of a step's list, by programs for ``num_tiles`` of them, which go on where there are more; and with
-    SHORT_K, where the list holds long segments only, the rows of the short ones, by programs for ``num_rows``.
+    """A persistent loop over the tiles of a step's list, by programs for ``num_tiles`` of them; where the list holds
+    long segments only (``row.block_k`` above 0), also over the rows of the short ones, by programs for ``num_rows``.
     """
-    LANES: tl.constexpr = R * NUM_SLICES if TOGETHER else R
-    R_BLOCKS: tl.constexpr = (LANES + BLOCK_R - 1) // BLOCK_R
-    SHORT_SLICES: tl.constexpr = NUM_SLICES if TOGETHER else 1
+    LANES: tl.constexpr = SHAPE.rank * SHAPE.slices if TILE.together else SHAPE.rank
+    R_BLOCKS: tl.constexpr = (LANES + TILE.block_r - 1) // TILE.block_r
+    SHORT_SLICES: tl.constexpr = SHAPE.slices if TILE.together else 1
     pid, pid_slice = tl.program_id(0), tl.program_id(1)
     first = (pid == 0) & (pid_slice == 0)
-    tile_programs = num_tiles * (SPLIT_K * R_BLOCKS)
+    tile_programs = num_tiles * (TILE.split_k * R_BLOCKS)
     if pid < tile_programs:
-        pid_k = pid % SPLIT_K
-        tile, first_r = pid // (SPLIT_K * R_BLOCKS), (pid // SPLIT_K) % R_BLOCKS * BLOCK_R
+        pid_k = pid % TILE.split_k
+        tile, first_r = pid // (TILE.split_k * R_BLOCKS), (pid // TILE.split_k) % R_BLOCKS * TILE.block_r
         record = tl.load(tiles_ptr + tile)
-        total = tl.load(totals_ptr + TILES_AT)
-        if PDL:  # noqa: SIM102 (PDL is decided at compile time)
+        total = tl.load(totals_ptr + TILE.tiles_at)
+        if TILE.pdl:  # noqa: SIM102 (decided at compile time)
             if first & (tile >= total):
                 tl.extra.cuda.gdc_wait()
         while tile < total:
-            slot, start, tile_rows = read_record(record)
             _shrink_tile(
-                x_ptr, operands, out_ptr, sorted_ptr, ranks_ptr, slot, start, tile_rows, pid_k, first_r, pid_slice,
-                first, num_tokens, num_slots, scaling, stride_xt, stride_xk, K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK,
-                NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, HAS_RANKS, False, ACCUMULATE, PDL, LEFT,
-                TOGETHER, INTERPRET,
+                tensors, operands, sorted_ptr, ranks_ptr, read_record(record), (pid_k, first_r, pid_slice), first,
+                num_tokens, num_slots, scaling, strides, SHAPE, TILE,
             )  # fmt: skip
             tile += num_tiles
             record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
-    elif SHORT_K > 0:
+    elif TILE.row.block_k > 0:
         pid -= tile_programs
-        item, pid_r = pid // (SPLIT_K * SHORT_PROGRAMS_R * SHORT_SLICES), pid // SPLIT_K % SHORT_PROGRAMS_R
-        pid_slice += pid // (SPLIT_K * SHORT_PROGRAMS_R) % SHORT_SLICES
+        pid_r = pid // TILE.split_k % TILE.row.programs
+        item = pid // (TILE.split_k * TILE.row.programs * SHORT_SLICES)
+        pid_slice += pid // (TILE.split_k * TILE.row.programs) % SHORT_SLICES
         record = tl.load(rows_ptr + item)
-        total = tl.load(totals_ptr + ROWS_AT)
+        total = tl.load(totals_ptr + TILE.rows_at)
         while item < total:
             slot, row, _ = read_record(record)
             shrink_row(
-                x_ptr, operands, out_ptr, ranks_ptr, row.to(tl.int64), slot, pid % SPLIT_K, pid_r,
-                pid_slice, False, num_tokens, num_slots, scaling, stride_xt, stride_xk,
-                K, R, OUT_R, QUANT, STRIDE_AR, STRIDE_AK, NUM_SLICES, SHORT_R, SHORT_PROGRAMS_R, SHORT_K, SPLIT_K,
-                HAS_RANKS, False, ACCUMULATE, PDL,
+                tensors, operands, ranks_ptr, (row.to(tl.int64), slot, pid % TILE.split_k, pid_r, pid_slice), False,
+                num_tokens, num_slots, scaling, strides, SHAPE, TILE,
             )  # fmt: skip
             item += num_rows
             record = tl.load(rows_ptr + item, mask=item < total, other=0)
@@ -492,26 +536,28 @@ def plan_shrink(
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
-    constants = stored_constants(weights, rank if direct else plane_rank(rank), quant)
-    constants |= {"SPLIT_K": split_k, "HAS_RANKS": has_ranks, "ACCUMULATE": accumulate, "PDL": overlap}
+    shape = stored_shape(weights, rank if direct else plane_rank(rank), quant, has_ranks)
+    shape = shape._replace(direct=direct, accumulate=accumulate)
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
     dtypes = (x.dtype, weights.dtype, out_dtype)
 
-    def row_blocks(rows: int) -> tuple[int, int]:
-        """Ranks per program of a row, and programs."""
+    def row_tile(rows: int, block_k: int) -> RowTile:
+        """Work of a program on one of ``rows`` rows."""
         block_r = min(config["block_r"], block_at_least(rank, 1))
         programs = triton.cdiv(rank, block_r)
-        if direct or quant.format or not has_ranks:  # what a loop carries costs a register for each FP8 value
-            return block_r, programs
-        return block_r, _rank_programs(programs, block_r, rows, rank)
+        if not (direct or quant.format) and has_ranks:  # what a loop carries costs a register for each FP8 value
+            programs = _rank_programs(programs, block_r, rows, rank)
+        return RowTile(block_r, programs, min(block_k, block_at_least(k)))
+
+    def launch(kernel: Any, grid: tuple[int, int, int] | None, tile: ShrinkTile) -> Launch:
+        return Launch(kernel, grid, dtypes, x.stride(), {"SHAPE": shape, "TILE": tile}, **shared)
 
     if config["row_wise"]:
-        block_r, programs_r = row_blocks(tokens * slices * split_k)
-        block_k = min(config["block_k"], block_at_least(k))
-        constants |= {"BLOCK_R": block_r, "PROGRAMS_R": programs_r, "BLOCK_K": block_k, "DIRECT": direct}
-        grid = (tokens * programs_r * split_k, slices, 1)
-        launch = Launch(_lora_shrink_rows_kernel, grid, dtypes, x.stride(), constants, **shared)
-        return RowsPlan(launch, (tokens, weights.slots))
+        row = row_tile(tokens * slices * split_k, config["block_k"])
+        grid = (tokens * row.programs * split_k, slices, 1)
+        return RowsPlan(
+            launch(_lora_shrink_rows_kernel, grid, ShrinkTile(split_k, overlap, row)), (tokens, weights.slots)
+        )
 
     listed = batch.listed and config["block_m"] in HEIGHTS and (accumulate or not direct)
     together = config["together"] and slices > 1 and listed
@@ -526,33 +572,29 @@ def plan_shrink(
         block_k = max(block_k, 64)  # 16 for each of four warps
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
     per_tile = triton.cdiv(lanes, block_r) * split_k
-    constants |= {"BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": block_k, "NUM_STAGES": stages}
-    constants |= {"LEFT": config["weights_left"], "INTERPRET": INTERPRETED}
+    tile = ShrinkTile(split_k, overlap, RowTile(), block_m, block_r, block_k, stages, config["weights_left"], together)
     if listed:
-        height, short_k = HEIGHTS.index(block_m), min(config["short_k"], block_at_least(k))
-        short_r, short_programs = row_blocks(min(tokens, LONG * batch.shape.short) * slices * split_k)
-        constants |= {"TILES_AT": 2 * height + (short_k > 0), "ROWS_AT": TOTALS - 1}
-        constants |= {"SHORT_K": short_k, "SHORT_R": short_r, "SHORT_PROGRAMS_R": short_programs, "TOGETHER": together}
-        launch = Launch(_lora_shrink_listed_kernel, None, dtypes, x.stride(), constants, **shared)
-        per_row = short_programs * split_k * (slices if together else 1) if short_k else 0
-        return ListedPlan(launch, height, per_tile, per_row, 1 if together else slices, (tokens,), (weights.slots,))
+        height, short_k = HEIGHTS.index(block_m), config["short_k"]
+        row = row_tile(min(tokens, LONG * batch.shape.short) * slices * split_k, short_k)
+        tile = tile._replace(row=row, tiles_at=2 * height + (short_k > 0), rows_at=TOTALS - 1)
+        per_row = row.programs * split_k * (slices if together else 1) if short_k else 0
+        listed_launch = launch(_lora_shrink_listed_kernel, None, tile)
+        return ListedPlan(
+            listed_launch, height, per_tile, per_row, 1 if together else slices, (tokens,), (weights.slots,)
+        )
     segments = batch.max_segments
     tiles = max_tiles(tokens, segments, block_m)
     bare_tiles = triton.cdiv(tokens, block_m) if direct and not accumulate else 0
-    constants |= {"BLOCK_SEGMENTS": block_at_least(batch.tensors[4].numel()), "DIRECT": direct}
+    tile = tile._replace(segments=block_at_least(batch.tensors[4].numel()))
     grid = ((tiles + bare_tiles) * per_tile, slices, 1)
-    launch = Launch(_lora_shrink_search_kernel, grid, dtypes, x.stride(), constants, **shared)
-    return SearchPlan(launch, (tokens, segments, tiles, weights.slots))
+    return SearchPlan(launch(_lora_shrink_search_kernel, grid, tile), (tokens, segments, tiles, weights.slots))
 
 
-def stored_constants(weights: Weights, out_rank: int, quant: Quant) -> dict[str, Any]:
-    """What the kernels are compiled for in A, and in rows of their output with room for ``out_rank`` ranks."""
+def stored_shape(weights: Weights, out_rank: int, quant: Quant, has_ranks: bool) -> ShrinkShape:
+    """Shape of A, and of rows of planes with room for ``out_rank`` ranks."""
     rank, k = weights.rank, weights.widths[0]
-    stride_ar, stride_ak = (k, 1) if weights.row_major else (1, rank)
-    return {
-        "K": k, "R": rank, "OUT_R": out_rank, "QUANT": quant, "STRIDE_AR": stride_ar, "STRIDE_AK": stride_ak,
-        "NUM_SLICES": len(weights.widths),
-    }  # fmt: skip
+    stride_r, stride_k = (k, 1) if weights.row_major else (1, rank)
+    return ShrinkShape(k, rank, out_rank, stride_r, stride_k, len(weights.widths), quant, has_ranks, False, False)
 
 
 def plane_rank(rank: int) -> int:

@@ -34,7 +34,7 @@ class RowsPlan(NamedTuple):
     ) -> None:  # fmt: skip
         mapping = batch.tensors[0]
         ranks = mapping if lora_ranks is None else lora_ranks
-        self.launch((source, tuple(weights), target, mapping, ranks), (*self.counts, *numbers), aligned)
+        self.launch(((source, target), tuple(weights), mapping, ranks), (*self.counts, *numbers), aligned)
 
 
 class SearchPlan(NamedTuple):
@@ -48,7 +48,7 @@ class SearchPlan(NamedTuple):
         aligned: bool, *numbers: float,
     ) -> None:  # fmt: skip
         ranks = batch.tensors[0] if lora_ranks is None else lora_ranks
-        self.launch((source, tuple(weights), target, *batch.tensors, ranks), (*self.counts, *numbers), aligned)
+        self.launch(((source, target), tuple(weights), *batch.tensors, ranks), (*self.counts, *numbers), aligned)
 
 
 class ListedPlan(NamedTuple):
@@ -76,7 +76,7 @@ class ListedPlan(NamedTuple):
         num_rows = max(1, counts[-1]) if self.per_row else 0
         ranks = order if lora_ranks is None else lora_ranks
         self.launch(
-            (source, tuple(weights), target, order, tiles, rows, totals, ranks),
+            ((source, target), tuple(weights), order, tiles, rows, totals, ranks),
             (*self.head, num_tiles, num_rows, *self.tail, *numbers),
             aligned,
             (num_tiles * self.per_tile + num_rows * self.per_row, self.slices, 1),

@@ -276,18 +276,19 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
 
 
 def constants_of(plan: RowsPlan | SearchPlan | ListedPlan) -> Record:
-    """What the kernel is compiled for, by name (and the strides)."""
+    """Shape and schedule that the kernel is compiled for, by field name."""
     launch = plan.launch
-    return dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
+    named = dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
+    return named["SHAPE"]._asdict() | named["TILE"]._asdict()
 
 
 def form_of(plan: RowsPlan | SearchPlan | ListedPlan) -> str:
     """Which kernel it is, and which of its parts are in use."""
-    constants = constants_of(plan)
-    name = plan.launch.kernel.__name__.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
-    short = constants.get("SHORT_K", 0) + constants.get("SHORT_N", 0) > 0
-    form = name + (" and rows" if short else "") + (", weights left" if constants.get("LEFT") else "")
-    return form + (", in words" if constants.get("WORDS") else "")
+    constants, kernel = constants_of(plan), plan.launch.kernel.__name__
+    form = kernel.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
+    short = isinstance(plan, ListedPlan) and plan.per_row > 0
+    form += (" and rows" if short else "") + (", weights left" if constants["left"] else "")
+    return form + (", in words" if constants.get("words") else "")
 
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[Record]:

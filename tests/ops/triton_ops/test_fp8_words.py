@@ -179,7 +179,7 @@ def reads_words(monkeypatch):
         return seen[-1]
 
     def reads() -> bool:
-        return constants_of(seen[-1].expand)["WORDS"]
+        return constants_of(seen[-1].expand)["words"]
 
     monkeypatch.setattr(module, "plan_linear", note)
     monkeypatch.setattr(module._PLANS, "sets", {})

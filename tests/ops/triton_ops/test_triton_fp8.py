@@ -292,7 +292,8 @@ def test_what_each_split_sums_does_not_follow_the_step(rank, device, monkeypatch
     def recorded(
         kernel: Any, grid: Any, dtypes: Any, strides: Any, constants: dict[str, Any], **options: Any
     ) -> Launch:
-        found.append((constants["SPLIT_K"], constants["BLOCK_R"], constants["BLOCK_K"] if rank > 32 else 0))
+        tile = constants["TILE"]
+        found.append((tile.split_k, tile.block_r, tile.block_k if rank > 32 else 0))
         return Launch(kernel, grid, dtypes, strides, constants, **options)
 
     monkeypatch.setattr(module, "Launch", recorded)

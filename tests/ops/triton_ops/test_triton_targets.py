@@ -243,7 +243,7 @@ def test_y_is_not_fetched_where_the_kernel_in_front_may_write_it(changes, fetch,
     planes = torch.empty(8, 1, given.tokens, given.rank, device="meta")
     low_rank = planes.shape, planes.stride(), planes.dtype
     plan = plan_expand(*low_rank, given.y, given.forms()[1], given.batch, given.expand_config(8), **switches)
-    assert constants_of(plan)["FETCH"] == fetch
+    assert constants_of(plan)["fetch"] == fetch
 
 
 def test_planes_whose_stride_would_drop_the_wait_are_refused():
@@ -273,6 +273,6 @@ def test_blocks_that_decide_the_bits_are_those_of_every_step(capability, rank, d
     for layer, listed in itertools.product(LAYERS, (True, False)):
         case = USUAL | {"rank": rank, "dtype": dtype, "layer": layer, "listed": listed, "invariant": True}
         plans = [linear_plans(Operands(case | {"step": step})) for step in STEPS]
-        shrink = ("SPLIT_K", "BLOCK_R", *(["BLOCK_K", "BLOCK_M"] if rank > 32 else []))
-        for op, names in enumerate((shrink, ("BLOCK_R", "PLANES"))):
+        shrink = ("split_k", "block_r", *(["block_k", "block_m"] if rank > 32 else []))
+        for op, names in enumerate((shrink, ("block_r", "planes"))):
             assert len({tuple(constants_of(plan[op][0])[name] for name in names) for plan in plans}) == 1

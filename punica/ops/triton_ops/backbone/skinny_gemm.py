@@ -68,6 +68,35 @@ class TilesForm(NamedTuple):
 GemmForm = RowsForm | TilesForm
 
 
+class GemmTiles(NamedTuple):
+    """Shape and schedule of the tiles kernel: its constexpr. ``ahead``: as in `TilesForm`, 0 without early launch."""
+
+    n: int
+    k: int
+    block_t: int
+    block_n: int
+    block_k: int
+    split_k: int
+    stages: int
+    ahead: int
+    has_bias: bool
+    pdl: bool
+    interpret: bool = INTERPRETED
+
+
+class GemmRows(NamedTuple):
+    """Shape and schedule of the rows kernel: its constexpr."""
+
+    n: int
+    k: int
+    tokens: int
+    block_n: int
+    block_k: int
+    vector: int
+    has_bias: bool
+    pdl: bool
+
+
 class WeightForm(NamedTuple):
     """What kernels and launches know of ``weight [n, k]`` and its bias."""
 
@@ -137,116 +166,105 @@ def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, TOKENS: tl.constexpr,
 
 
 @triton.jit
-def _gemm_rows_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, x_stride, w_stride, out_stride,
-    TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    VECTOR: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N rows of the weight, all tokens. VECTOR: neighbours along K that one thread loads, and adds up first."""
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    PARTS: tl.constexpr = BLOCK_K // VECTOR
-    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
+    """block_n rows of the weight, all tokens. ``vector``: neighbours along K that one thread loads, and adds up first.
+    base: weight, bias (or any tensor) and output; strides: of rows of x, weight and output.
+    """
+    TOKENS: tl.constexpr = GEMM.tokens
+    BLOCK_N: tl.constexpr = GEMM.block_n
+    BLOCK_K: tl.constexpr = GEMM.block_k
+    w_ptr, bias_ptr, out_ptr = base
+    x_stride, w_stride, out_stride = strides
+    STEPS: tl.constexpr = (GEMM.k + BLOCK_K - 1) // BLOCK_K
+    PARTS: tl.constexpr = BLOCK_K // GEMM.vector
+    EVEN_K: tl.constexpr = GEMM.k % BLOCK_K == 0
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, PARTS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    w_rows = w_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
+    offs_k = tl.arange(0, PARTS)[:, None] * GEMM.vector + tl.arange(0, GEMM.vector)[None, :]
+    w_rows = w_ptr + tl.minimum(offs_n, GEMM.n - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
     w_ptrs = w_rows[None, :, None] + offs_k[:, None, :]
     x_ptrs = x_ptr + offs_k
     sums: tl.tuple = ()
     for _ in tl.static_range(TOKENS):
         sums = sums + (tl.zeros([PARTS, BLOCK_N], tl.float32),)  # noqa: RUF005 (Triton has no starred tuples)
-    w = tl.load(w_ptrs, mask=(offs_k < K)[:, None, :], other=0.0)
-    wait_for_front(PDL)
+    w = tl.load(w_ptrs, mask=(offs_k < GEMM.k)[:, None, :], other=0.0)
+    wait_for_front(GEMM.pdl)
     for step in tl.range(0, STEPS, num_stages=1):
         start = step * BLOCK_K
-        left = tl.where(step + 1 < STEPS, K - start - BLOCK_K, 0)
+        left = tl.where(step + 1 < STEPS, GEMM.k - start - BLOCK_K, 0)
         w_next = tl.load(w_ptrs + start + BLOCK_K, mask=(offs_k < left)[:, None, :], other=0.0)
-        sums = _add_products(sums, w, x_ptrs + start, x_stride, K - start, offs_k, TOKENS, EVEN_K)
+        sums = _add_products(sums, w, x_ptrs + start, x_stride, GEMM.k - start, offs_k, TOKENS, EVEN_K)
         w = w_next
     for t in tl.static_range(TOKENS):
-        _store(out_ptr + t * out_stride + offs_n, tl.sum(sums[t], 0), bias_ptr, offs_n, offs_n < N, HAS_BIAS)
+        _store(out_ptr + t * out_stride + offs_n, tl.sum(sums[t], 0), bias_ptr, offs_n, offs_n < GEMM.n, GEMM.has_bias)
 
 
 @triton.jit
-def add_tiles(
-    acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_T] with the products of the tiles `first` to `end` of K."""
-    EVEN_K: tl.constexpr = K % BLOCK_K == 0
-    for step in tl.range(first, end, num_stages=STAGES):
-        start = step * BLOCK_K
+def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexpr):
+    """acc [block_n, block_t] with the products of the tiles `first` to `end` of K."""
+    EVEN_K: tl.constexpr = GEMM.k % GEMM.block_k == 0
+    for step in tl.range(first, end, num_stages=GEMM.stages):
+        start = step * GEMM.block_k
         if EVEN_K:
             w = tl.load(w_ptrs + start)
             x = tl.load(x_ptrs + start, mask=mask_t[:, None], other=0.0)
         else:
-            mask_k = offs_k < K - start
+            mask_k = offs_k < GEMM.k - start
             w = tl.load(w_ptrs + start, mask=mask_k[:, None], other=0.0)
             x = tl.load(x_ptrs + start, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-        acc = dot(x, w, acc, True, INTERPRETED)
+        acc = dot(x, w, acc, True, GEMM.interpret)
     return acc
 
 
 @triton.jit
-def finish_tile(
-    acc, out_ptr, bias_ptr, planes_ptr, arrived_ptr, tile, split, offs_n, offs_t, mask_t, out_stride,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Write a tile, or with SPLIT_K this program's part of it; the last to arrive then adds the parts up."""
+def finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride, GEMM: tl.constexpr):
+    """Write a tile, or with split_k this program's part of it; the last to arrive then adds the parts up."""
+    _, bias_ptr, out_ptr = base
+    planes_ptr, arrived_ptr = sums
     out_ptrs = out_ptr + offs_t[None, :] * out_stride + offs_n[:, None]
-    mask = (offs_n < N)[:, None] & mask_t[None, :]
-    if SPLIT_K == 1:
-        _store(out_ptrs, acc, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, HAS_BIAS)
+    mask = (offs_n < GEMM.n)[:, None] & mask_t[None, :]
+    if GEMM.split_k == 1:
+        _store(out_ptrs, acc, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, GEMM.has_bias)
     else:
-        PLANE: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * BLOCK_N * BLOCK_T
-        places = planes_ptr + offs_n[:, None] * BLOCK_T + offs_t[None, :]
+        PLANE: tl.constexpr = (GEMM.n + GEMM.block_n - 1) // GEMM.block_n * GEMM.block_n * GEMM.block_t
+        places = planes_ptr + offs_n[:, None] * GEMM.block_t + offs_t[None, :]
         tl.store(places + split * PLANE, acc)
-        if is_last(arrived_ptr, tile, SPLIT_K):
-            total = sum_planes(places, PLANE, SPLIT_K)
-            _store(out_ptrs, total, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, HAS_BIAS)
+        if is_last(arrived_ptr, tile, GEMM.split_k):
+            total = sum_planes(places, PLANE, GEMM.split_k)
+            _store(out_ptrs, total, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, GEMM.has_bias)
 
 
 @triton.jit
-def gemm_tile(
-    x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tile, split, tokens, x_stride, w_stride, out_stride,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N rows of the weight, all tokens (BLOCK_T or fewer). A token's bits follow neither from `tokens` nor from
-    BLOCK_T.
+def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexpr):
+    """block_n rows of the weight, all tokens (block_t or fewer). A token's bits follow neither from `tokens` nor from
+    block_t. ``base``, ``strides``: as in the kernels; ``sums``: planes and counters of split K.
     """
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    first, end = STEPS * split // SPLIT_K, STEPS * (split + 1) // SPLIT_K
+    BLOCK_N: tl.constexpr = GEMM.block_n
+    BLOCK_T: tl.constexpr = GEMM.block_t
+    w_ptr, _, _ = base
+    x_stride, w_stride, out_stride = strides
+    STEPS: tl.constexpr = (GEMM.k + GEMM.block_k - 1) // GEMM.block_k
+    first, end = STEPS * split // GEMM.split_k, STEPS * (split + 1) // GEMM.split_k
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_t, offs_k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    offs_t, offs_k = tl.arange(0, BLOCK_T), tl.arange(0, GEMM.block_k)
     mask_t = offs_t < tokens
-    w_rows = w_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
-    if PDL and AHEAD > 0:
-        bring_near(w_rows + first * BLOCK_K, tl.minimum(tl.minimum(end * BLOCK_K, K) - first * BLOCK_K, AHEAD))
-    wait_for_front(PDL)
+    w_rows = w_ptr + tl.minimum(offs_n, GEMM.n - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
+    if GEMM.pdl and GEMM.ahead > 0:
+        bring_near(
+            w_rows + first * GEMM.block_k,
+            tl.minimum(tl.minimum(end * GEMM.block_k, GEMM.k) - first * GEMM.block_k, GEMM.ahead),
+        )
+    wait_for_front(GEMM.pdl)
     x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     w_ptrs = w_rows[None, :] + offs_k[:, None]
-    acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, K, BLOCK_K, STAGES, INTERPRETED)
-    finish_tile(
-        acc, out_ptr, bias_ptr, planes_ptr, arrived_ptr, tile, split, offs_n, offs_t, mask_t, out_stride,
-        N, BLOCK_N, BLOCK_T, SPLIT_K, HAS_BIAS,
-    )  # fmt: skip
+    acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM)
+    finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride, GEMM)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _gemm_tiles_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tokens, x_stride, w_stride, out_stride,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
+def _gemm_tiles_kernel(x_ptr, base, sums, tokens, strides, GEMM: tl.constexpr):
     """All tiles, and all parts of K of each."""
-    gemm_tile(
-        x_ptr, w_ptr, bias_ptr, out_ptr, planes_ptr, arrived_ptr, tl.program_id(0), tl.program_id(1), tokens,
-        x_stride, w_stride, out_stride,
-        N, K, BLOCK_T, BLOCK_N, BLOCK_K, SPLIT_K, STAGES, AHEAD, HAS_BIAS, PDL, INTERPRETED,
-    )  # fmt: skip
+    gemm_tile(x_ptr, base, sums, tl.program_id(0), tl.program_id(1), tokens, strides, GEMM)
 
 
 # --- the rule --------------------------------------------------------------------------------------------------------
@@ -324,29 +342,30 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: 
     (tokens, k), n, pdl = x.shape, weight.shape[0], supports_pdl(x.device)
     tiles = triton.cdiv(n, form.block_n)
     strides = x.stride(0), weight.stride(0), out.stride(0)
-    tensors: tuple[Tensor, ...] = (x, weight, weight if bias is None else bias, out)
+    base = (weight, weight if bias is None else bias, out)
     shared: dict[str, Any] = {"num_warps": form.num_warps, "pdl": pdl, "device": x.device}
     if isinstance(form, RowsForm):
-        constants: dict[str, Any] = {"N": n, "K": k, "BLOCK_N": form.block_n, "BLOCK_K": form.block_k}
-        constants |= {"HAS_BIAS": bias is not None, "PDL": pdl, "TOKENS": tokens, "VECTOR": 16 // x.element_size()}
-        launch = Launch(_gemm_rows_kernel, (tiles, 1, 1), (x.dtype,), strides, constants, **shared)
+        vector = 16 // x.element_size()
+        rows = GemmRows(n, k, tokens, form.block_n, form.block_k, vector, bias is not None, pdl)
+        launch = Launch(_gemm_rows_kernel, (tiles, 1, 1), (x.dtype,), strides, {"GEMM": rows}, **shared)
+        operands, counts = (x, base), ()
     else:
-        constants = tiles_constants(form, x, weight_form(weight, bias)) | {"PDL": pdl}
-        tensors += split_workspace(out, weight, form)
+        constants = {"GEMM": gemm_tiles(form, x, weight_form(weight, bias), pdl)}
         grid = (tiles, form.split_k, 1)
         launch = Launch(_gemm_tiles_kernel, grid, (x.dtype, form.split_k > 1), strides, constants, **shared)
+        operands, counts = (x, base, split_workspace(out, weight, form)), (tokens,)
     with on_device(x.get_device()):
-        launch(tensors, () if isinstance(form, RowsForm) else (tokens,), not INTERPRETED and all_aligned(*tensors))
+        launch(operands, counts, not INTERPRETED and all_aligned(x, *base))
 
 
-def tiles_constants(form: TilesForm, x: Tensor, weight: WeightForm) -> dict[str, Any]:
-    """What `gemm_tile` is compiled for, early launch aside."""
+def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> GemmTiles:
+    """The constexpr of `gemm_tile` for a form of the tiles kernel."""
     tile_bytes = form.block_k * (form.block_n + form.block_t) * x.element_size()
-    return {
-        "N": weight.n, "K": weight.k, "BLOCK_T": form.block_t, "BLOCK_N": form.block_n, "BLOCK_K": form.block_k,
-        "SPLIT_K": form.split_k, "STAGES": stages_that_fit(form.num_stages, tile_bytes, x.device),
-        "AHEAD": form.ahead if weight.prefetches else 0, "HAS_BIAS": weight.has_bias, "INTERPRETED": INTERPRETED,
-    }  # fmt: skip
+    return GemmTiles(
+        weight.n, weight.k, form.block_t, form.block_n, form.block_k, form.split_k,
+        stages_that_fit(form.num_stages, tile_bytes, x.device), form.ahead if weight.prefetches else 0,
+        weight.has_bias, pdl,
+    )  # fmt: skip
 
 
 def split_workspace(out: Tensor, weight: Tensor, form: TilesForm) -> tuple[Tensor, Tensor]:
