@@ -171,6 +171,6 @@ def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str)
 
 
 def beside_ours(known: Sequence[str], ours: Sequence[str]) -> str:
-    """Which of the paper's systems have the hatched bars beside ours; empty where it has none."""
+    """Which of the paper's systems have the bars beside ours; empty where it has none."""
     names = [PAPER_NAMES[system] for system in ours if system in known]
-    return f"hatched, in this order: the paper's {', '.join(names)}" if names else ""
+    return f"the paper's bars, in this order: {', '.join(names)}" if names else ""
