@@ -7,7 +7,8 @@ resident ones by a load, milliseconds. With as many adapters in use as there are
 until a slot is free and, first come first served, holds up everybody behind; `punica_resident_first` lets at most 32 of
 those behind, whose adapter is there, go first.
 
-Adapters of a stream are drawn by popularity (`punica.workload.drawn_adapters`). Panels:
+Adapters of a stream are drawn by popularity (`punica.workload.drawn_adapters`), which may be any registered one; a
+popularity of few groups, such as Identical, asks for as few adapters. Panels:
 
     N adapters                 all in host memory, a slot per place in the batch
     N adapters, S slots        the same, with fewer slots than the batch has places
@@ -116,8 +117,6 @@ class ManyAdapters(Experiment):
     clock, drawn_by = "host_clock", "load.draw_many"
 
     def points(self, cfg: Config) -> list[Point]:
-        from punica.workload import adapter_shares
-
         figure = cast(ManyConf, cfg.figure)
         check_length(cfg, figure.max_len)
         if figure.in_memory < figure.batch_size:
@@ -125,11 +124,6 @@ class ManyAdapters(Experiment):
                 f"figure.in_memory={figure.in_memory} must be at least figure.batch_size={figure.batch_size}: host "
                 "memory has a copy of every slot"
             )
-        for name in cfg.workload.names:
-            try:
-                adapter_shares(name, 1)
-            except ValueError as error:
-                raise ConfigError(f"workload={name}: {error}") from None
         return [
             Point(holding.panel, system, workload, cfg.model.name, figure.batch_size, None, cfg.adapters.ranks[0],
                   _settings(cfg))

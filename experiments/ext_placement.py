@@ -7,8 +7,8 @@ put into a batch: fewer adapters (`adapter_affinity`), or ranks of a kind (`rank
 every adapter of a batch to its largest rank and kernels that read true ranks do not.
 
 Panels: `paper's load` (rank 16, Skewed), `mixed ranks` (Zipf popularity, ranks 8 to 64), and the latter under kernels
-that pad (`mixed ranks, padded`). Each with the paper's request rate on 16 GPUs, as Figure 13 has it, and with requests
-that all wait from the start:
+that pad (`mixed ranks, padded`). Another `workload=` is the paper's load with its popularity, in a panel of its own.
+Each with the paper's request rate on 16 GPUs, as Figure 13 has it, and with requests that all wait from the start:
 
     gpu_seconds, mean_active_gpus: GPU seconds in which a token came out, and GPUs per second
     capacity:     tokens per second of all GPUs while more requests wait than they can hold
@@ -33,6 +33,8 @@ from experiments.harness import Config, Experiment, FigureConf, Point, Reading, 
 
 PAPER_LOAD, MIXED, PADDED = "paper's load", "mixed ranks", "mixed ranks, padded"
 MIXED_WORKLOAD = "Zipf"
+PANELS = {"Skewed": (PAPER_LOAD,), MIXED_WORKLOAD: (MIXED, PADDED)}
+"""Of these workloads; any other has the paper's load with its own popularity."""
 
 
 @dataclass
@@ -62,16 +64,11 @@ class Placement(Experiment):
         from experiments.cluster.placed import MODEL, settings
 
         figure = cast(PlacementConf, cfg.figure)
-        panels = [
-            panel
-            for workload in cfg.workload.names
-            for panel in ((MIXED, PADDED) if workload == MIXED_WORKLOAD else (PAPER_LOAD,))
-        ]
-        workload = {PAPER_LOAD: "Skewed"}
         about = settings(cfg, figure)
         return [
-            Point(panel_of(panel, figure.cost), rule, workload.get(panel, MIXED_WORKLOAD), MODEL, settings=about)
-            for panel in panels
+            Point(panel_of(panel, figure.cost), rule, workload, MODEL, settings=about)
+            for workload in cfg.workload.names
+            for panel in PANELS.get(workload, (f"{PAPER_LOAD}, {workload}",))
             for rule in cfg.system.names
         ]
 
@@ -79,9 +76,11 @@ class Placement(Experiment):
         return True
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        from experiments.cluster.hour import RANK
         from experiments.cluster.placed import served
 
-        return served(cfg, point, padded=point.panel.startswith(PADDED))
+        ranks = cast(PlacementConf, cfg.figure).ranks if point.workload == MIXED_WORKLOAD else (RANK,)
+        return served(cfg, point, ranks, padded=point.panel.startswith(PADDED))
 
 
 EXPERIMENT = Placement()

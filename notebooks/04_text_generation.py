@@ -31,6 +31,7 @@ from IPython.display import Markdown, display
 
 sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
 from experiments.claims.asked import asked, asked_table
+from experiments.claims.paper import name_of
 from experiments.commands.report import read_folder
 from experiments.ext_latency_under_load import EXPERIMENT as LOAD
 from experiments.ext_many_adapters import EXPERIMENT as MANY
@@ -51,8 +52,10 @@ def values(rows: pd.DataFrame, *keys: str) -> pd.DataFrame:
 # %% [markdown]
 # ## 1. Throughput (Figure 11)
 #
-# All requests wait from the start. Baselines run without LoRA on the same engine, and switching their adapter costs
-# nothing; what they lack is a batch of several adapters.
+# All requests wait from the start. Continuous and static batching of one adapter run without LoRA on the same engine,
+# and switching their adapter costs nothing; what they lack is a batch of several adapters. They have the policies of
+# the paper's vLLM and FasterTransformer, neither of which was run. Hugging Face with PEFT was (`hf_peft`,
+# `hf_peft_mixed`); its host launches every kernel, which limits it on a fast GPU.
 
 # %%
 display(*MACHINES.figure(FIG11))
@@ -67,7 +70,7 @@ def speed_up(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     cells = cells.pivot_table(index=["model", "workload"], columns="system", values="value", sort=False)
     found = pd.DataFrame({"punica (token/s)": cells["punica"]})
     baselines = cells.reindex(columns=list(BASELINES))
-    found["best baseline"] = baselines.idxmax(axis=1)
+    found["best baseline"] = baselines.idxmax(axis=1).map(name_of)
     found["punica / best baseline"] = cells["punica"] / baselines.max(axis=1)
     ratios = rows[rows["metric"] == "speedup_over_best_baseline"].set_index(["model", "workload"])
     if not ratios.empty and {"lowest", "highest"} <= set(ratios.columns):

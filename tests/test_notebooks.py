@@ -122,6 +122,11 @@ def test_stored_outputs_are_complete_and_clean(path: Path) -> None:
     assert not ABSOLUTE_PATH.search(texts(notebook))
 
 
+@each_notebook
+def test_stored_tables_name_systems_by_what_they_are(path: Path) -> None:
+    assert not re.search("(continuous|static)_batching", texts(nbformat.read(path, as_version=4)))
+
+
 @pytest.mark.slow
 @pytest.mark.notebook
 @each_notebook

@@ -274,9 +274,9 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
     without = cell.get(CONTINUOUS, "Identical")
     share = {workload: 1 - cell.get(PUNICA, workload) / without for workload in ("Identical", "Distinct")}
     quantities = {f"{workload.lower()}_share": value for workload, value in share.items()}
-    said = ", ".join(f"{workload} {100 * value:.1f} %" for workload, value in share.items())
-    text = f"{said} of the step ({cell.model})"
+    said = [f"{workload} {100 * value:.1f} %" for workload, value in share.items()]
     if (step := cell.step_ms()) is not None:
         quantities["extra_ms"] = step * share["Identical"]
-        text = f"Identical {quantities['extra_ms']:.2f} ms; {text}"
+        said[0] += f" ({quantities['extra_ms']:.2f} ms)"
+    text = f"{', '.join(said)} of the step ({cell.model})"
     return Finding(quantities, text, models=(cell.model,))

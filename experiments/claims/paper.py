@@ -77,13 +77,19 @@ def name_of(system: str) -> str:
     return NAMES.get(system, system)
 
 
+def short_name(system: str) -> str:
+    """The name of one of our systems within a list."""
+    return name_of(system).partition(",")[0]
+
+
 def policies(systems: Iterable[str]) -> str:
     """A sentence about whose policies ``systems`` have, for captions; empty where none has another system's.
 
     >>> policies(["punica", "continuous_batching"])
     'continuous batching: the policy of vLLM (2023), on this engine without LoRA'
     """
-    said = [f"{name_of(one).partition(',')[0]}: the policy of {POLICIES[one]}" for one in systems if one in POLICIES]
+    here = set(systems)
+    said = [f"{short_name(one)}: the policy of {whose}" for one, whose in POLICIES.items() if one in here]
     return f"{', '.join(said)}, on this engine without LoRA" if said else ""
 
 

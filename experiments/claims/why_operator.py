@@ -140,8 +140,9 @@ def gathering_is_cheap(rows: Rows) -> str:
     """The parts of Gather-BMM where it comes closest."""
     workload, size = _closest(rows, "Gather-BMM", PAPER_WORKLOADS)
     whole, bmm, sgmv = (at(_latency(rows, name, workload), size) for name in ("Gather-BMM", "BMM", "SGMV"))
+    gathering = max(0.0, 1 - bmm / whole)
     return (
-        f"{workload}, batch {size}: gathering is {100 * max(0.0, 1 - bmm / whole):.0f} % of Gather-BMM's {whole:.3g} us, and "
+        f"{workload}, batch {size}: gathering is {100 * gathering:.0f} % of Gather-BMM's {whole:.3g} us, and "
         f"BMM without it takes {bmm / sgmv:.2f}x SGMV's {sgmv:.3g} us; with no launches to save, that copy is what is "
         "saved"
     )

@@ -1,5 +1,6 @@
 """One scheduling rule on one load, simulated: what `ext_placement` reads."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,11 +31,10 @@ def settings(cfg: Config, figure: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def served(cfg: Config, point: Point, padded: bool) -> list[Reading]:
-    """The rule of ``point`` on its load, and with requests that all wait."""
+def served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool) -> list[Reading]:
+    """The rule of ``point`` on its load of adapters of ``ranks``, and with requests that all wait."""
     about = point.settings
     cost = _cost(cfg)
-    ranks = (RANK,) if point.workload == "Skewed" else about["ranks"]
     asked = paper_hour(folders(cfg).paper, about["seconds"], workload=point.workload, ranks=ranks)
     result = _run(asked, point, cost, padded)
     hour = ServedHour(
@@ -62,7 +62,7 @@ def _run(asked: Trace, point: Point, cost: StepCost, padded: bool) -> Simulation
     return simulate(asked, policy, cost, padded)
 
 
-def _capacity(cfg: Config, point: Point, cost: StepCost, padded: bool, ranks: Any) -> float:
+def _capacity(cfg: Config, point: Point, cost: StepCost, padded: bool, ranks: Sequence[int]) -> float:
     """Tokens per second while all GPUs are full, of requests as those of the hour that wait from the start."""
     hour = paper_hour(folders(cfg).paper, seed=RELEASED_SEED + 1, workload=point.workload, ranks=ranks)
     count = point.settings["waiting"]

@@ -4,9 +4,9 @@ Run again, it measures only what other work disturbed and what time was too shor
 redoes that figure. `figures=[fig08]` chooses figures by name or prefix; any other override (`scale=smoke`,
 `hardware=cpu`, `force=true`, ...) goes to every figure. It ends when the minutes of the chosen figures
 (`scale.minutes`) are over, on a slow or busy machine with less measured. A figure that fails does not stop the others,
-and the exit code says so at the end.
+and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` on a GPU, unless it is named.
 
-    python -m experiments.commands.reproduce scale=laptop
+    python -m experiments.commands.reproduce
 """
 
 import sys

@@ -93,17 +93,21 @@ class Budget:
 
 
 class Deadline:
-    """The time of all figures: the sum of their `minutes`, from now."""
+    """The time of all figures: the sum of their `minutes`, from now, and what those without minutes take."""
 
     def __init__(self, minutes: Mapping[str, float], clock: Clock = time.monotonic) -> None:
         self._waiting = {name: 60.0 * share for name, share in minutes.items()}
         self._clock, self._end = clock, clock() + sum(self._waiting.values())
+        self._unlimited_since: float | None = None
 
     def budget(self, name: str) -> Budget:
         """The share of `name`, from now: its part of what is left for it and those that were not asked for yet.
 
-        No limit for a figure without minutes.
+        No limit for a figure without minutes, whose time, up to the next call, is not taken from the others.
         """
+        if self._unlimited_since is not None:
+            self._end += self._clock() - self._unlimited_since
+        self._unlimited_since = None if name in self._waiting else self._clock()
         if name not in self._waiting:
             return Budget(None, clock=self._clock)
         everyone = sum(self._waiting.values())

@@ -265,6 +265,13 @@ def _detected(what: str) -> str:
     return {"name": name, "device": "cpu" if on_cpu else "cuda", "dtype": "float32" if on_cpu else "float16"}[what]
 
 
+def scale_of(hardware: str) -> str:
+    """The scale of a run that names none: `laptop` where `hardware=` is or finds a CPU, `gpu` elsewhere."""
+    file = CONF / "hardware" / f"{hardware}.yaml"
+    on_cpu = not file.exists() or OmegaConf.load(file).device == "cpu"  # Hydra refuses a hardware without a file
+    return "laptop" if on_cpu else "gpu"
+
+
 def ranks_here(device: str) -> int:
     """How many tensor-parallel ranks this machine has room for: the largest power of two of its GPUs, 8 at most, or two
     processes on a CPU.
@@ -302,6 +309,7 @@ def choice(name: str) -> str:
 def register_schemas() -> None:
     """Put schemas, choices of `workload=` and `timer=` and the resolvers where Hydra finds them; may be repeated."""
     OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
+    OmegaConf.register_new_resolver("scale_of", scale_of, replace=True)
     OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)
     store = ConfigStore.instance()
     store.store(name="run", group="schema", node=Config, package="_global_")

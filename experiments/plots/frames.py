@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.paper import FIGURE_FILES, read_figure
+from experiments.claims.paper import FIGURE_FILES, read_figure, short_name
 from experiments.claims.rows import MODELS, STAND_INS
 from punica.measure.records import COLUMNS, TIMERS, Row, read_rows
 
@@ -32,7 +32,7 @@ def measured_frame(path: Path) -> pd.DataFrame:
 
 
 def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame` with one row for those that differ by `repeat` alone, and their number in a column `repeats`.
+    """`frame` with one row for those that differ by `repeat` alone. The column `repeats` says how many it stands for.
 
     As the claims do: the median of those that nothing disturbed, or of all where none was quiet, and then the point
     stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered; a
@@ -44,10 +44,10 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
         return frame
     key = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "scale", "metric"]
     key += ["statistic", "kind", "t_s", "gpu"]
-    point = parts.groupby(key, dropna=False, sort=False)
-    parts = parts.assign(disturbed=parts["disturbed"].eq(True), repeats=point["value"].transform("size"))
+    parts = parts.assign(disturbed=parts["disturbed"].eq(True))
     loud = parts.groupby(key, dropna=False, sort=False)["disturbed"].transform("all")
     counted = parts[loud | ~parts["disturbed"]]
+    counted = counted.assign(repeats=counted.groupby(key, dropna=False, sort=False)["value"].transform("size"))
     made = [counted[counted["statistic"] == name] for name in dict.fromkeys(counted["statistic"])]
     made = [part.assign(**_over_repeats(part, key)).drop_duplicates(key) for part in made]
     return pd.concat([part for part in (whole, *made) if not part.empty], ignore_index=True)
@@ -91,10 +91,40 @@ def described(rows: pd.DataFrame) -> str:
     """What was measured on, for titles: `AMD EPYC, 2 cores` or the GPU, the models, timer, scale and repeats."""
     devices, timers, scales = (", ".join(distinct(rows, name)) for name in ("device", "timer", "scale"))
     models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
-    repeats = int(rows["repeats"].max()) if "repeats" in rows and len(rows) else 1
-    runs = [f"median of {repeats} repeats"] if repeats > 1 else []
+    runs = [often] if (often := how_often(rows)) else []
     marks = ["hollow: disturbed"] if "disturbed" in rows and rows["disturbed"].eq(True).any() else []
     return "; ".join([devices, *models, timers, f"scale={scales}", *runs, *marks])
+
+
+def how_often(rows: pd.DataFrame) -> str:
+    """How many repeats a point stands for, from the fewest to the most, and what has fewer; empty where nothing was
+    timed.
+
+    >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "system": ["a", "b"], "timer": "events"}))
+    'median of 1 to 3 repeats (b: 1)'
+    """
+    drawn = centre(rows)
+    drawn = drawn[drawn["timer"].fillna("") != ""]
+    if drawn.empty:
+        return ""
+    repeats = drawn["repeats"] if "repeats" in drawn else pd.Series(1, index=drawn.index)
+    least, most = int(repeats.min()), int(repeats.max())
+    if least == most:
+        return "one run" if most == 1 else f"median of {most} repeats"
+    return f"median of {least} to {most} repeats{_fewer(drawn, most)}"
+
+
+def _fewer(drawn: pd.DataFrame, most: int) -> str:
+    """In brackets, the systems, models, popularities and panels all of whose points have fewer repeats than `most`."""
+    said = []
+    for column in (name for name in ("system", "model", "workload", "panel") if name in drawn):
+        ends = drawn.groupby(column, sort=False)["repeats"].max()
+        fewer = ends[ends < most]
+        for number in sorted(set(fewer)):
+            names = fewer[fewer == number].index
+            said.append(f"{', '.join(names if column == 'panel' else map(short_name, names))}: {number}")
+        drawn = drawn[~drawn[column].isin(fewer.index)]
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def role_of(model: str) -> str:

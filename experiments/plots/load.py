@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
+from experiments.claims.paper import name_of, policies
 from experiments.plots import style
 from experiments.plots.frames import centre, described
 
@@ -49,13 +50,14 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             style.log_y(axis)
     for axis, label in zip(axes[:, 0], [*LATENCIES.values(), "throughput\n(token/s)"], strict=True):
         axis.set_ylabel(label)
-    handles = [Line2D([], [], label=system, **_look(system)) for system in systems]
+    handles = [Line2D([], [], label=name_of(system), **_look(system)) for system in systems]
     handles += [
         Line2D([], [], color="0.3", label="median"), Line2D([], [], color="0.3", linestyle="--", label="p99"),
         Line2D([], [], color="0.3", linestyle=":", label="p95 (not enough requests for p99)"),
         Line2D([], [], color="0.3", marker="x", linestyle="", label="bound at the baseline's saturation"),
     ]  # fmt: skip
-    style.caption(figure, "Latency under load", described(rows), handles, 2 if len(workloads) == 1 else 4)
+    measured = "; ".join(filter(None, [described(rows), policies(systems)]))
+    style.caption(figure, "Latency under load", measured, handles, 2 if len(workloads) == 1 else 4)
     return figure
 
 
@@ -81,7 +83,7 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     labels = "throughput\n(token/s)", "time to first token,\nmedian to p99 or p95 (ms)", f"found there\n({systems[0]})"
     for axis, label in zip(axes[:, 0], labels, strict=True):
         axis.set_ylabel(label)
-    handles: list[Any] = [Patch(color=_look(system)["color"], label=system) for system in systems]
+    handles: list[Any] = [Patch(color=_look(system)["color"], label=name_of(system)) for system in systems]
     handles += [
         Line2D([], [], color="0.3", marker=marker, linestyle="", label=f"adapter {name}")
         for metric, (name, marker) in PLACES.items()

@@ -9,12 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments.claims.paper import SYSTEMS
+from experiments.claims.paper import SYSTEMS, name_of, policies
 from experiments.plots import style
 from experiments.plots.frames import beside, centre, described
 
 PAPER_NAMES = {ours: theirs for theirs, ours in reversed(SYSTEMS.items())}
-"""Our system -> the paper's that it stands for. DeepSpeed (same policy as FasterTransformer) is the paper's alone."""
+"""Our system -> the paper's whose bar stands beside it. DeepSpeed (same policy as FasterTransformer) is the paper's
+alone.
+"""
 INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for system, name in PAPER_NAMES.items()}
 """What is written on a bar that the paper alone has."""
 REFERENCE = "punica"
@@ -55,7 +57,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def regime(rows: pd.DataFrame) -> str:
-    """What each bar stands for: requests, tokens, their share of prompts, windows of steps, and how often measured."""
+    """What each bar stands for: requests, tokens, their share of prompts, and windows of steps."""
     cells = rows[~rows["panel"].str.endswith("ratios")]
 
     def span(metric: str) -> str:
@@ -67,11 +69,8 @@ def regime(rows: pd.DataFrame) -> str:
     prompts = ""
     if {"total_tokens", "new_tokens"} <= set(wide.columns):
         prompts = f"{100 * (1 - wide['new_tokens'] / wide['total_tokens']).median():.1f} % of them of prompts"
-    least, most = (int(rows["repeats"].agg(end)) if "repeats" in rows and len(rows) else 1 for end in ("min", "max"))
-    runs = str(most) if least == most else f"{least} to {most}"
-    often = f"{runs} runs per bar" if most > 1 else "one run per bar"
     windows = f"windows of {steps} of it" if (steps := span("window_steps")) else ""
-    return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, windows, often) if part)
+    return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, windows) if part)
 
 
 def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
@@ -159,12 +158,19 @@ PAPER_BAR = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "
 def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str) -> None:
     ours = list(dict.fromkeys(rows["system"]))
     known = [system for system in PAPER_NAMES if (paper["system"] == PAPER_NAMES[system]).any()]
-    names = {system: f"{system} ({PAPER_NAMES[system]})" if system in known else system for system in ours}
-    handles = [Patch(color=colour_of(system), label=names[system]) for system in ours]
+    handles = [Patch(color=colour_of(system), label=name_of(system)) for system in ours]
     alone = [f"{INITIALS[system]}: {PAPER_NAMES[system]}" for system in known if system not in ours]
     if not paper.empty:
         handles.append(Patch(label="; ".join([style.PAPER_LABEL, *alone]), **PAPER_BAR))
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
-    of = "" if set(rows["figure"]) == {"11"} else f" ({', '.join(dict.fromkeys(rows['figure']))})"
-    title = f"Figure 11: text generation, at most {limit} requests per batch{of}"
-    style.caption(figure, title, f"{described(rows)}; {about}", handles, 3, columnspacing=1.4)
+    name = ", ".join(dict.fromkeys(rows["figure"]))
+    name = f"Figure {name}" if name.isdigit() else name.removeprefix("ext ").capitalize()
+    title = f"{name}: text generation, at most {limit} requests per batch"
+    words = [described(rows), about, policies(ours), beside_ours(known, ours)]
+    style.caption(figure, title, "; ".join(filter(None, words)), handles, 3, columnspacing=1.4)
+
+
+def beside_ours(known: Sequence[str], ours: Sequence[str]) -> str:
+    """Which of the paper's systems have the bars beside ours; empty where it has none."""
+    names = [PAPER_NAMES[system] for system in ours if system in known]
+    return f"the paper's bars, in this order: {', '.join(names)}" if names else ""

@@ -10,13 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from experiments.claims.paper import name_of, policies
 from experiments.plots import style
-from experiments.plots.frames import centre, described
+from experiments.plots.frames import centre, described, role_of
 from experiments.plots.serving_bars import (
     PAPER_BAR,
-    PAPER_NAMES,
     Places,
     bars,
+    beside_ours,
     colour_of,
     frame_bars,
     regime,
@@ -39,10 +40,12 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     )
     for column, panel in enumerate(panels):
         mine = rows[rows["panel"] == panel]
-        _throughput(axes[0, column], mine[mine["metric"] == "throughput"], theirs)
+        model = mine["model"].iloc[0]
+        alike = role_of(model) in ("", "70B")  # a toy or the paper's model; 7B's tokens are no match for 70B's
+        _throughput(axes[0, column], mine[mine["metric"] == "throughput"], theirs if alike else theirs.iloc[:0])
         _steps(axes[1, column], mine)
         ranks = panel.rpartition(", tp ")[2]
-        axes[0, column].set_title(f"{mine['model'].iloc[0]} on {ranks} ranks, beside the paper's 70B on 8 GPUs")
+        axes[0, column].set_title(f"{model} on {ranks} ranks" + ", beside the paper's 70B on 8 GPUs" * alike)
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel("step (ms), hatched: collectives")
     _memory(axes[0, -1], rows)
@@ -115,10 +118,9 @@ def _side_by_side(axis: Axes, cells: pd.DataFrame) -> list[float]:
 
 def _finish(figure: Figure, rows: pd.DataFrame, theirs: pd.DataFrame, about: str) -> None:
     ours = list(dict.fromkeys(rows["system"]))
-    known = set(theirs["system"])
-    names = {name: f"{name} ({PAPER_NAMES[name]})" if name in known else name for name in ours}
-    handles = [Patch(color=colour_of(name), label=names[name]) for name in ours]
+    handles = [Patch(color=colour_of(name), label=name_of(name)) for name in ours]
     handles += [Patch(label=style.PAPER_LABEL, **PAPER_BAR), Patch(label="collectives", **COLLECTIVES)]
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     title = f"Figure 12: text generation on tensor-parallel ranks, at most {limit} requests per batch"
-    style.caption(figure, title, f"{described(rows)}; {about}", handles, 5, columnspacing=1.4)
+    words = [described(rows), about, policies(ours), beside_ours(list(theirs["system"]), ours)]
+    style.caption(figure, title, "; ".join(filter(None, words)), handles, 5, columnspacing=1.4)

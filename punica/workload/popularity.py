@@ -17,8 +17,8 @@ Zipf       not in the paper: what it calls its Skewed, a true Zipf law; the i-th
 Adapters are numbered from 0 in group order. A batch wants its rows in group order (`Popularity.slots`); a stream of
 requests arrives shuffled (`Popularity.requests`).
 
-The paper's rules let the number of requests decide how many adapters there are. Where that number is given, each
-request draws its adapter (`drawn_adapters`) by the shares of the same patterns (`adapter_shares`).
+These rules let the number of requests decide how many adapters there are. Where that number is given, each request
+draws its adapter (`drawn_adapters`) by the shares of the same patterns (`adapter_shares`).
 """
 
 import math
@@ -113,23 +113,33 @@ def adapter_shares(name: str, adapters: int) -> NDArray[np.float64]:
     """Part of the requests that each of `adapters` adapters gets, [adapters], descending, with sum 1.
 
     ``Uniform``: equal ones. ``Skewed``: each 1.5 times the next, so that some twenty adapters get nearly all, however
-    many there are. ``Zipf``: proportional to 1 / i^1.5. ValueError for another pattern, which says how many adapters
-    there are itself.
+    many there are. ``Zipf``: proportional to 1 / i^1.5. Any other pattern: by its own groups (`shares_of_groups`).
+    ValueError for a name that is not registered.
 
     >>> adapter_shares("Zipf", 3).round(3).tolist()
     [0.647, 0.229, 0.124]
     """
     places = np.arange(as_count("adapters", adapters, 1, "adapter"), dtype=np.float64)
-    weights = {
+    laws = {
         "Uniform": lambda: np.ones(adapters),
         "Skewed": lambda: SKEWED_RATIO**-places,
         "Zipf": lambda: (places + 1) ** -ZIPF_EXPONENT,
     }
-    if name not in weights:
-        known = ", ".join(weights)
-        raise ValueError(f"popularity {name!r} has no shares over a given number of adapters; choose one of {known}")
-    found = weights[name]()
+    found = laws[name]() if name in laws else shares_of_groups(popularity(name), adapters)
     return found / found.sum()
+
+
+def shares_of_groups(pattern: "Popularity", adapters: int) -> NDArray[np.float64]:
+    """Sizes of the `adapters` largest groups of ``pattern``, [adapters], descending, 0 beyond its last one.
+
+    Of so many requests (`adapters`, doubled up to its square) that there are that many groups, if there ever are:
+    ``Distinct`` has equal ones, ``Identical`` one.
+    """
+    n = adapters
+    while pattern.number_of_adapters(n) < adapters and n < adapters**2:
+        n *= 2
+    largest = sorted(pattern.group_sizes(n), reverse=True)[:adapters]
+    return np.array(largest + [0] * (adapters - len(largest)), dtype=np.float64)
 
 
 def drawn_adapters(name: str, adapters: int, n: int, seed: int = RELEASED_SEED) -> NDArray[np.int64]:

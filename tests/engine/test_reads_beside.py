@@ -234,20 +234,22 @@ def test_who_counts_on_a_new_load_gets_nothing_read_before_it(backbone, tmp_path
     assert anew.output_token_ids == backbone.generate_merged((1, 2), 3, 1)
 
 
-def test_a_reading_that_failed_is_not_shared(backbone, tmp_path: Path) -> None:
-    engine = engine_of(backbone)
+def test_a_reading_that_failed_is_not_shared(backbone, monkeypatch, tmp_path: Path) -> None:
+    """The disk waits until the engine has looked who is next: who is read ahead after the failure reads the damage."""
+    engine, disk = one_runs(backbone, monkeypatch)
     shutil.copytree(backbone.adapters[2].lora_path, folder := tmp_path / "repaired")
     file, adapter = folder / "adapter_model.safetensors", LoRARequest("repaired", 9, str(folder))
     good = file.read_bytes()
-    engine.add_request(request(backbone, "first", 1, new=12))
-    engine.step()
     broken, whole = (engine.add_request(Request(name, [1, 2, 2], 2, adapter)) for name in ("broken", "whole"))
     file.write_bytes(b"damaged")
     engine._residency.is_loaded(broken)
+    disk.open.set()
     assert engine._residency._readers.readings["broken"].exception(60) is not None
+    assert engine._residency._readers.readings.keys() == {"broken"}
     file.write_bytes(good)
     engine._residency.is_loaded(whole)
     finish(engine)
+    assert disk.asked == [9, 9]
     assert "'repaired'" in broken.error
     assert whole.output_token_ids == backbone.generate_merged((1, 2, 2), 2, 2)
 

@@ -106,6 +106,17 @@ def test_a_figure_that_overruns_takes_from_all_later_ones_in_proportion():
     assert deadline.budget("c").left == 0
 
 
+def test_a_figure_without_minutes_takes_nothing_from_those_that_have_some():
+    now = Machine()
+    deadline = Deadline({"a": 1, "c": 1}, clock=now)
+    assert deadline.budget("a").left == 60
+    now.now += 60
+    for name in ("b", "b too"):
+        assert deadline.budget(name).left == float("inf")
+        now.now += 1000
+    assert deadline.budget("c").left == 60
+
+
 def test_a_machine_as_fast_as_meant_leaves_nothing_out(tmp_path, on):
     shares = minutes(tmp_path)
     found = reproduce(tmp_path, on(), shares, lambda name: 60 * shares[name] / COST)

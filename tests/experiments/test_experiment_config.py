@@ -6,15 +6,16 @@ import sys
 
 import pytest
 from fakes import Fake, composed
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.harness import settings
+from experiments.harness import schema, settings
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
-from experiments.harness.schema import CONF, ConfigError, choice
+from experiments.harness.schema import CONF, ConfigError, choice, register_app
 from experiments.harness.settings import folders, keys_read, refuse_unread, settle
 from punica.measure.records import TIMERS
 from punica.workload.popularity import WORKLOADS
@@ -136,8 +137,6 @@ def test_a_choice_narrows_the_grid(tmp_path):
 
 
 def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatch):
-    from experiments.harness import schema
-
     monkeypatch.setattr(schema.environment, "hardware_slug", lambda: "h200")
     cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
     assert (cfg.hardware.name, cfg.hardware.device, cfg.hardware.bandwidth_gb_s) == ("h200", "cuda", 4800)
@@ -145,6 +144,31 @@ def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatc
     monkeypatch.setattr(schema.environment, "hardware_slug", lambda: "rtx-4090")
     cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
     assert (cfg.hardware.name, cfg.hardware.bandwidth_gb_s, cfg.hardware.flush_mib) == ("rtx-4090", None, 256)
+
+
+@pytest.mark.parametrize(
+    ("slug", "overrides", "scale", "model"),
+    [
+        ("cpu", [], "laptop", "llama-small"),
+        ("h200", [], "gpu", "llama2-7b"),
+        ("rtx-4090", [], "gpu", "llama2-7b"),
+        ("h200", ["hardware=auto"], "gpu", "llama2-7b"),
+        ("h200", ["hardware=cpu"], "laptop", "llama-small"),
+        ("cpu", ["hardware=h200"], "gpu", "llama2-7b"),
+        ("h200", ["scale=laptop"], "laptop", "llama-small"),
+        ("h200", ["scale=paper"], "paper", "llama2-7b"),
+        ("h200", ["model=llama2-13b"], "gpu", "llama2-13b"),
+        ("cpu", ["scale=gpu"], "gpu", "llama2-7b"),
+    ],
+)
+def test_a_run_that_names_no_scale_has_that_of_its_hardware(tmp_path, monkeypatch, slug, overrides, scale, model):
+    composed(tmp_path)  # registers the figures
+    register_app("reproduce", "", "commands.reproduce", schema="batch")
+    monkeypatch.setattr(schema.environment, "hardware_slug", lambda: slug)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        figure, command = (compose(name, overrides=overrides) for name in ("fig10_layer", "reproduce"))
+    assert (figure.scale.name, figure.model.name) == (scale, model)
+    assert command.scale == figure.scale, "its minutes are those of make reproduce"
 
 
 @pytest.mark.parametrize(("l3", "flush"), [(260.0, 293), (480.0, 540), (16.0, 64), (None, 64)])

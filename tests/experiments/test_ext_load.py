@@ -8,12 +8,14 @@ from importlib import import_module
 import pandas as pd
 import pytest
 from fakes import QUIET, composed
+from hydra.core.config_store import ConfigStore
 
 from experiments.ext_latency_under_load import AT_BASELINE, CAPACITY, WITHOUT_LORA, LoadBench, bound
 from experiments.ext_many_adapters import Holding, ManyBench
 from experiments.harness import ConfigError, Reading
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
+from experiments.harness.schema import register_names
 from experiments.harness.settings import keys_read, refuse_unread, settle
 from experiments.harness.span import FEWEST_FOR_P99, Span
 from experiments.plots.frames import measured_frame
@@ -21,6 +23,7 @@ from experiments.plots.load import draw_load, draw_many
 from experiments.systems import load_bench
 from experiments.systems.open_loop import SLOT, TimedStep, Trace, Traced
 from punica.measure.records import read_rows
+from punica.workload import WORKLOADS
 
 LOAD, MANY = (next(iter(experiments([name]))) for name in ("ext_latency_under_load", "ext_many_adapters"))
 
@@ -53,12 +56,47 @@ def test_panels_name_where_adapters_are(tmp_path) -> None:
         (LOAD, "figure.max_len=5000", "figure.max_len=5000 must lie in"),
         (MANY, "figure.max_len=3", "figure.max_len=3 must lie in"),
         (MANY, "figure.in_memory=2", "figure.in_memory=2 must be at least figure.batch_size=3"),
-        (MANY, "workload=distinct", "workload=Distinct.*Uniform, Skewed, Zipf"),
     ],
 )
 def test_what_cannot_run_is_refused(tmp_path, experiment, override, words) -> None:
     with pytest.raises(ConfigError, match=words):
         experiment.points(settled(tmp_path, experiment, override))
+
+
+@pytest.fixture
+def halves(tmp_path, monkeypatch):
+    """A workload of the user's own, while the test runs."""
+    monkeypatch.setitem(WORKLOADS._entries, "Halves", lambda n: [n - n // 2, n // 2] if n > 1 else [1])
+    composed(tmp_path)  # registers the others
+    monkeypatch.setitem(ConfigStore.instance().repo["workload"], "halves.yaml", None)
+    register_names("workload", ["Halves"])
+    return "workload=halves"
+
+
+READS_WORKLOAD = [experiment for experiment in experiments() if "workload" in experiment.reads]
+
+
+@pytest.mark.parametrize("experiment", READS_WORKLOAD, ids=lambda experiment: experiment.name)
+def test_a_workload_is_measured_everywhere_by_being_registered(tmp_path, halves, experiment) -> None:
+    hardware = "hardware=h200" if experiment.name == "ext_determinism" else "hardware=cpu"
+    points = experiment.points(settled(tmp_path, experiment, halves, hardware))
+    assert {point.workload for point in points} - {"", "none"} == {"Halves"}
+    assert len({point.key() for point in points}) == len(points)
+
+
+def test_a_registered_workload_draws_among_many_adapters(tmp_path, halves) -> None:
+    cfg = settled(tmp_path, MANY, halves)
+    drawn = Counter(job.adapter_id for job in ManyBench(cfg).jobs("Halves", 100))
+    assert drawn.keys() == {1, 2}
+    assert drawn.total() == cfg.figure.requests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", [LOAD, MANY], ids=lambda experiment: experiment.name)
+def test_a_registered_workload_is_served_under_load(tmp_path, halves, experiment) -> None:
+    outcome = run(composed(tmp_path, halves, "system=punica", name=experiment.name), experiment)
+    assert outcome.failed == []
+    assert {row.workload for row in read_rows(outcome.rows_file)} == {"Halves"}
 
 
 def test_the_bound_is_five_decode_steps_and_a_prompt() -> None:

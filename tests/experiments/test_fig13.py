@@ -535,6 +535,15 @@ def test_placement_measures_every_rule_on_every_load_and_draws(tmp_path):
     plt.close("all")
 
 
+def test_another_popularity_is_placed_at_one_rank_in_a_panel_of_its_own(tmp_path):
+    cut = ("system=punica", "figure.seconds=5", "figure.waiting=8", "draw=false")
+    outcome = run(composed(tmp_path, *cut, "workload.names=[Skewed,Identical,Zipf]", name=PLACEMENT.name), PLACEMENT)
+    rows = {(row.panel, row.workload): row.value for row in read_rows(outcome.rows_file) if row.metric == "capacity"}
+    skewed, own = ("paper's load", "Skewed"), ("paper's load, Identical", "Identical")
+    assert list(rows) == [skewed, own, ("mixed ranks", "Zipf"), ("mixed ranks, padded", "Zipf")]
+    assert rows[skewed] < rows[own], "one adapter of rank 16 is read for all"
+
+
 def test_a_larger_cluster_is_replayed_and_its_requests_counted():
     found = replayed(str(PAPER), 60, 16)
     assert found.requests == found.finished > 30

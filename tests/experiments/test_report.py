@@ -15,6 +15,7 @@ from experiments.commands.batch import SOURCES
 from experiments.commands.report import choose, read_folder, write_report
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import Folders
+from experiments.harness.source import fingerprint
 from punica.measure.records import Row, RowsError, write_rows
 
 PAPER = REPOSITORY / "paper_results"
@@ -136,6 +137,73 @@ def test_recorded_verdicts_are_those_of_the_recorded_rows(hardware):
     assert all(verdict.why for verdict in found if verdict.verdict == "differs")
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert f"[{total(found)}](results/{hardware}/claims.md)" in readme
+
+
+TABLES = sorted(path for name in RECORDED for path in (REPOSITORY / "results" / name).glob("claims*.csv"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TABLES, ids=[f"{path.parent.name}-{path.stem}" for path in TABLES])
+def test_committed_tables_are_what_the_report_writes(path, tmp_path):
+    """Byte for byte. make report ARGS="source=recorded hardware=..." writes one, timer=host_clock the other."""
+    folder = path.parent
+    (tmp_path / "figures").symlink_to(REPOSITORY / "figures")
+    target = tmp_path / "results" / folder.name
+    timer = path.stem.removeprefix("claims").removeprefix("_") or "auto"
+    write_report(folder, target, tmp_path / "figures" / folder.name, PAPER, timer, recorded=folder.parent)
+    for kind in (".csv", ".md"):
+        assert (target / path.name).with_suffix(kind).read_bytes() == path.with_suffix(kind).read_bytes(), kind
+
+
+def operator_rows(timer, sgmv):
+    """Figure 8: SGMV takes ``sgmv`` us, Gather-BMM and the loop 80."""
+    columns = {"figure": "8", "panel": "", "model": "", "hardware": "h200", "seq_len": None, "rank": 16}
+    columns |= {"metric": "latency", "unit": "us", "statistic": "median", "scale": "paper", "timer": timer}
+    columns |= {"date": "2026-01-02", "commit": "abc1234", "device": "A GPU"}
+    return [
+        Row(system=system, workload=workload, batch_size=size, value=value, **columns)
+        for system, value in (("SGMV", sgmv), ("Gather-BMM", 80.0), ("Loop", 80.0))
+        for workload in ("Distinct", "Uniform", "Skewed", "Identical")
+        for size in (1, 64)
+    ]
+
+
+@pytest.mark.parametrize("timer", ["auto", "host_clock"])
+def test_the_head_has_the_counts_of_both_clocks_and_says_when_one_was_preferred(places, timer):
+    write_rows(places.fresh_rows / "fig08.csv", operator_rows("cuda_graph", 20.0) + operator_rows("host_clock", 160.0))
+    folder = places.fresh_rows.parent
+    report = write_report(places.fresh_rows, folder, places.fresh_figures, PAPER, timer)
+    head = report.table.read_text().partition("| claim")[0]
+    write_report(places.fresh_rows, folder, places.fresh_figures, PAPER, "cuda_graph")
+    graph = (folder / "claims_cuda_graph.md").read_text().splitlines()[2].removesuffix(".")
+    own = write_report(places.fresh_rows, folder, places.fresh_figures, PAPER, "host_clock").verdicts
+    assert f"(`claims.md`): {graph};" in head
+    assert f"(`claims_host_clock.md`): {total(own)}." in head
+    assert graph != total(own)
+    assert "C12 (reproduced, differs)" in head
+    assert "commit 8c5a6bc): it is a post hoc choice, and a favourable one." in head
+    assert "(below 1 SGMV is the slower one) are: Gather-BMM 0.50 Distinct (bs 1)" in head
+
+
+def test_one_clock_has_one_count(places):
+    write_rows(places.fresh_rows / "fig08.csv", operator_rows("host_clock", 160.0))
+    report = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    assert "two clocks" not in report.table.read_text()
+
+
+def test_the_head_counts_rows_of_older_source(places):
+    now = fingerprint(REPOSITORY / "experiments" / "fig01_batching.py")
+    first, second = decode_rows()
+    rows = [first, replace(second, source_hash="0" * 12), replace(second, batch_size=2, source_hash=now)]
+    path = places.fresh_rows / "fig01_batching.csv"
+    write_rows(path, rows)
+    report = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    said = "2 of 3 (66.7 %), 1 of which do not say what source they are of; figure 1."
+    assert any(note.endswith(said) for note in report.notes)
+    assert said in report.table.read_text().partition("| claim")[0]
+    write_rows(path, rows[2:])
+    report = write_report(places.fresh_rows, places.fresh_rows.parent, places.fresh_figures, PAPER)
+    assert "older source" not in report.table.read_text()
 
 
 def test_recorded_rows_are_judged_in_place_and_never_mixed_with_fresh_ones(places):

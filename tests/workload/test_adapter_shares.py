@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from punica.workload import adapter_shares, drawn_adapters
-from punica.workload.popularity import ZIPF_EXPONENT
+from punica.workload import WORKLOADS, Popularity, adapter_shares, drawn_adapters
+from punica.workload.popularity import ZIPF_EXPONENT, shares_of_groups, uniform
 
 PATTERNS = ["Uniform", "Skewed", "Zipf"]
 
@@ -40,10 +40,32 @@ def test_draws_follow_the_shares_and_the_seed(name):
     assert (drawn != drawn_adapters(name, 50, 20_000, seed=4)).any()
 
 
-@pytest.mark.parametrize("name", ["Distinct", "Identical", "nothing"])
-def test_patterns_that_count_adapters_themselves_have_no_shares(name):
-    with pytest.raises(ValueError, match="Uniform, Skewed, Zipf"):
-        adapter_shares(name, 8)
+@pytest.mark.parametrize(
+    ("rule", "shares"),
+    [
+        (lambda n: [1] * n, [0.25] * 4),
+        (lambda n: [n], [1, 0, 0, 0]),
+        (lambda n: [n // 2, n - n // 2] if n > 1 else [1], [0.5, 0.5, 0, 0]),
+        (uniform, [0.25] * 4),
+        (lambda n: [1] * (n // 2) + [n - n // 2], [4 / 7, 1 / 7, 1 / 7, 1 / 7]),
+    ],
+    ids=["each its own", "all one", "halves", "grows with the root", "smallest first"],
+)
+def test_another_pattern_has_the_shares_of_its_own_groups(rule, shares):
+    sizes = shares_of_groups(Popularity("mine", rule), 4)
+    assert sizes / sizes.sum() == pytest.approx(shares)
+
+
+def test_a_registered_pattern_is_drawn(monkeypatch):
+    monkeypatch.setitem(WORKLOADS._entries, "Thirds", lambda n: [n - n // 3, n // 3] if n > 2 else [n])
+    assert adapter_shares("Thirds", 99)[:3].tolist() == pytest.approx([2 / 3, 1 / 3, 0])
+    assert set(drawn_adapters("Thirds", 99, 200).tolist()) == {0, 1}
+    assert adapter_shares("Thirds", 1).tolist() == [1]
+
+
+def test_an_unknown_pattern_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="unknown workload 'nothing'; known: Distinct, Uniform"):
+        adapter_shares("nothing", 8)
 
 
 @pytest.mark.parametrize(("adapters", "n"), [(0, 5), (5, 0), (1.5, 5)])
