@@ -160,10 +160,12 @@ def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constex
 @triton.jit
 def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
     """Scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their scales."""
+    SLOTS: tl.constexpr = QUANT.slots
+    COLUMNS: tl.constexpr = QUANT.columns
     scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
     if not QUANT.dense:
-        scale_ptr += slot.to(tl.int64) * pick_from(QUANT.slots, slice_id, 0, len(QUANT.slots))
-        offsets = channels // QUANT.group_n * pick_from(QUANT.columns, slice_id, 0, len(QUANT.columns))
+        scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
+        offsets = channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
     elif QUANT.channel:
         offsets = slot.to(tl.int64) * COUNT + channels
     else:
@@ -174,10 +176,13 @@ def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: 
 @triton.jit
 def block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
     """Addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
+    SLOTS: tl.constexpr = QUANT.slots
+    COLUMNS: tl.constexpr = QUANT.columns
+    BLOCKS: tl.constexpr = QUANT.blocks
     scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
-    scale_ptr += slot.to(tl.int64) * pick_from(QUANT.slots, slice_id, 0, len(QUANT.slots))
-    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick_from(QUANT.columns, slice_id, 0, len(QUANT.columns))
-    return scale_ptrs, pick_from(QUANT.blocks, slice_id, 0, len(QUANT.blocks))
+    scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
+    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
+    return scale_ptrs, pick_from(BLOCKS, slice_id, 0, len(BLOCKS))
 
 
 @triton.jit

@@ -130,6 +130,7 @@ def expand_row_in_words(
 
     place: slice, slot and row; block: first column and width of the slice; strides: of h along planes and ranks.
     """
+    QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
     h_ptr, b_ptr, y_ptr = tensors
@@ -145,7 +146,7 @@ def expand_row_in_words(
     mask_w = (offs_w < width_w)[:, None]
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]
     words = tl.load(word_ptrs, mask=mask_w & (offs_r < (SHAPE.rank if TILE.row.ahead else rank))[None, :], other=0)
-    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE.slices, SHAPE.quant)
+    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE.slices, QUANT)
     before = tl.zeros([COLUMNS], tl.float32)
     if SHAPE.add and not TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -167,7 +168,7 @@ def expand_row_in_words(
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
             h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.planes)
-        a, b, c, d = _wide_words(these, SHAPE.quant.format, NATIVE)
+        a, b, c, d = _wide_words(these, QUANT.format, NATIVE)
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
         third += tl.sum(c * factors, 1)
@@ -186,6 +187,7 @@ def expand_tile_in_words(
 
     place: slice and slot; block: first column, width of the slice and its first column in y.
     """
+    QUANT: tl.constexpr = SHAPE.quant
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_R: tl.constexpr = TILE.block_r
@@ -218,8 +220,8 @@ def expand_tile_in_words(
                 wait_for_front(TILE.pdl)
                 h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.planes, False, DTYPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
-        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE.slices, SHAPE.quant)
-        a, b, c, d = _operands_of(words, SHAPE.quant.format, NATIVE, DTYPE)
+        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE.slices, QUANT)
+        a, b, c, d = _operands_of(words, QUANT.format, NATIVE, DTYPE)
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         a, b = dot(h, a, zeros, False, TILE.interpret), dot(h, b, zeros, False, TILE.interpret)
         c, d = dot(h, c, zeros, False, TILE.interpret), dot(h, d, zeros, False, TILE.interpret)

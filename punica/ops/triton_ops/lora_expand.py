@@ -129,23 +129,26 @@ class ExpandTile(NamedTuple):
 @triton.jit
 def _column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
     """Slice, first column inside it, its width and its first column in y, for the pid_n-th run of SPAN columns."""
+    WIDTHS: tl.constexpr = SHAPE.widths
+    COLUMNS: tl.constexpr = SHAPE.columns
     slice_id = pid_n * 0
     blocks_before = slice_id
     blocks_until = 0
     for i in tl.static_range(SHAPE.slices - 1):
-        blocks_until += (SHAPE.widths[i] + SPAN - 1) // SPAN
+        blocks_until += (WIDTHS[i] + SPAN - 1) // SPAN
         slice_id = tl.where(pid_n >= blocks_until, i + 1, slice_id)
         blocks_before = tl.where(pid_n >= blocks_until, blocks_until, blocks_before)
     first_n = (pid_n - blocks_before) * SPAN
-    return slice_id, first_n, pick(SHAPE.widths, slice_id, SHAPE.slices), pick(SHAPE.columns, slice_id, SHAPE.slices)
+    return slice_id, first_n, pick(WIDTHS, slice_id, SHAPE.slices), pick(COLUMNS, slice_id, SHAPE.slices)
 
 
 @triton.jit
 def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.constexpr):
     """[ranks] of one row of what shrink left, as float32: the sum of its planes, or FP8 values times their scales."""
-    if SHAPE.quant.x_format > 0:
-        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), SHAPE.quant.x_format, tl.float32)
-        h = row_scaled(h, operands, row, offs_r, mask, SHAPE.slices, SHAPE.quant)
+    QUANT: tl.constexpr = SHAPE.quant
+    if QUANT.x_format > 0:
+        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, tl.float32)
+        h = row_scaled(h, operands, row, offs_r, mask, SHAPE.slices, QUANT)
     else:
         h = read_shrunk(h_ptrs, mask, stride_hp, SHAPE.planes)
     return h
@@ -154,8 +157,9 @@ def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.conste
 @triton.jit
 def _shrunk_rows(h_ptrs, mask, lanes, rank, stride_hp, WHOLE: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
     """[rows, ranks] of what shrink left, in DTYPE; FP8 values without their scales."""
-    if SHAPE.quant.x_format > 0:
-        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), SHAPE.quant.x_format, DTYPE)
+    QUANT: tl.constexpr = SHAPE.quant
+    if QUANT.x_format > 0:
+        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, DTYPE)
         h = tl.where((lanes < rank)[None, :], h, 0.0)
     else:
         h = read_shrunk_rows(h_ptrs, mask, lanes, rank, stride_hp, SHAPE.planes, WHOLE, DTYPE)
@@ -165,8 +169,9 @@ def _shrunk_rows(h_ptrs, mask, lanes, rank, stride_hp, WHOLE: tl.constexpr, DTYP
 @triton.jit
 def _column_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE: tl.constexpr):
     """[columns] scales that follow the sum over the ranks; 1 where there are none."""
-    if SHAPE.quant.format > 0 and SHAPE.quant.group_k == 0:
-        scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE.slices, SHAPE.quant)
+    QUANT: tl.constexpr = SHAPE.quant
+    if QUANT.format > 0 and QUANT.group_k == 0:
+        scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE.slices, QUANT)
     else:
         scale = tl.full([offs_n.shape[0]], 1.0, tl.float32)
     return scale
@@ -179,6 +184,7 @@ def _expand_row(
     """One row x ``steps`` blocks of columns of a row-major B, each WIDTH ranks wide, of which ``lanes`` are read; the
     next block is fetched before one is summed. Arguments as of `_expand_row_by_ranks`.
     """
+    QUANT: tl.constexpr = SHAPE.quant
     STEPS: tl.constexpr = TILE.row.steps[WIDTH]
     COLUMNS: tl.constexpr = TILE.row.block_n // STEPS
     LANES: tl.constexpr = TILE.row.lanes[WIDTH]
@@ -201,15 +207,15 @@ def _expand_row(
     if SHAPE.add and TILE.late:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
     h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)
-    if SHAPE.quant.format == 0:
+    if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
         weights = block_scaled(
-            widened(b, SHAPE.quant.format, tl.float32), operands, slice_id, slot, offs_n, offs_r,
-            mask_n[:, None] & mask_read[None, :], SHAPE.slices, SHAPE.quant,
+            widened(b, QUANT.format, tl.float32), operands, slice_id, slot, offs_n, offs_r,
+            mask_n[:, None] & mask_read[None, :], SHAPE.slices, QUANT,
         )  # fmt: skip
         product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)
-        if SHAPE.quant.format > 0:
+        if QUANT.format > 0:
             scale = _column_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
         if STEPS > 1:
@@ -220,7 +226,7 @@ def _expand_row(
             if SHAPE.add:
                 old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
         total = tl.sum(product, 1)
-        if SHAPE.quant.format > 0:
+        if QUANT.format > 0:
             total *= scale
         total += before
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not SHAPE.add)))
@@ -229,11 +235,12 @@ def _expand_row(
 @triton.jit
 def _products(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """b [columns, ranks] times h in float32, h rounded to 16-bit weights' type; ranks that are not ``live`` dropped."""
+    QUANT: tl.constexpr = SHAPE.quant
     slice_id, slot, _ = place
-    if SHAPE.quant.format > 0:
-        weights = tl.where(live[None, :], widened(b, SHAPE.quant.format, tl.float32), 0.0)
+    if QUANT.format > 0:
+        weights = tl.where(live[None, :], widened(b, QUANT.format, tl.float32), 0.0)
         mask = mask_n[:, None] & live[None, :]
-        weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask, SHAPE.slices, SHAPE.quant)
+        weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask, SHAPE.slices, QUANT)
         product = weights * h[None, :]
     else:
         weights = tl.where(live[None, :], b, 0.0) if TILE.row.ahead else b
@@ -251,6 +258,7 @@ def _expand_row_by_ranks(
 
     place: slice, slot and row; block: first column and width of the slice; strides: of h along planes and ranks.
     """
+    QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
     h_ptr, b_ptr, y_ptr = tensors
@@ -269,7 +277,7 @@ def _expand_row_by_ranks(
     hold_loads(TILE.pdl)
     if SHAPE.add and TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32) if SHAPE.quant.format > 0 else before
+    total = tl.zeros([COLUMNS], tl.float32) if QUANT.format > 0 else before
     h_ptrs = h_ptr + offs_r * stride_hr
     h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)
     if SHAPE.rank > LANES:
@@ -282,7 +290,7 @@ def _expand_row_by_ranks(
             h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)
             total += tl.sum(product, 1)
     total += tl.sum(_products(b, h, offs_r < rank, operands, place, offs_n, offs_r, mask_n, SHAPE, TILE), 1)
-    if SHAPE.quant.format > 0:
+    if QUANT.format > 0:
         total = total * _column_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE) + before
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not SHAPE.add)))
 
@@ -297,6 +305,7 @@ def _expand_row_of(
     about as many elements either way. ``ahead``: B is read before the true rank is known, all ranks of the slot if it
     is row-major. ``idle_waits``: this program waits for the kernel in front even without work.
     """
+    QUANT: tl.constexpr = SHAPE.quant
     h_ptr, y_ptr = tensors
     stride_hp, stride_hs, stride_ht, stride_hr, stride_yt = strides
     slice_id, first_n, width, column = _column_block(block, SHAPE, TILE.row.block_n)
@@ -312,7 +321,7 @@ def _expand_row_of(
                 above = TILE.row.lanes[i - 1] if i > 0 else -1
                 if (lanes > above) & (lanes <= TILE.row.lanes[i]):
                     _expand_row(given, operands, place, columns, lanes, rank, (stride_hp, stride_hr), i, SHAPE, TILE)
-        elif SHAPE.quant.words:
+        elif QUANT.words:
             expand_row_in_words(given, operands, place, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
         else:
             _expand_row_by_ranks(given, operands, place, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
