@@ -4,7 +4,7 @@
 deterministic              the library's operator: split-K planes added in ascending order, early launch (PDL)
 deterministic, no PDL      the same with plain launches
 batch invariant            `batch_invariant=True`: one kernel form and one split, whatever else is in the batch
-atomics                    zero-fill, shrink by atomic adds, expand (`baseline_atomics`), configured as ours;
+atomics                    zero-fill, shrink by atomic adds, expand (`atomics`), configured as ours;
                            expand starts early, shrink cannot, because the zero-fill comes before it. Where ours does
                            not split K, this does not either, and its bits repeat
 atomics, finer split       the same with K split four times as often, which is what atomics are for: no planes to add up
@@ -46,8 +46,8 @@ def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) 
 
 
 def _atomics(problem: Problem, finer: int = 1) -> Call:
+    from experiments.benches.atomics import prepare_lora_atomics
     from experiments.benches.operator_pairs import tuned
-    from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
     from punica.ops.triton_ops.launch import supports_pdl
 
     _, h2, rank = problem.b.shape

@@ -15,7 +15,7 @@ from experiments.benches.device_parts import ATTENTION, BASE, HEAD, REST, SMALL
 from experiments.benches.engine_steps import lora_manager
 from punica.engine import Engine, runner
 from punica.models import llama
-from punica.ops.backbone import PackedHeads
+from punica.ops.heads import PackedHeads
 from punica.parallel.linear import UnquantizedLinearMethod
 
 LORA, SCHEDULE, METADATA = "lora", "schedule", "metadata"

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.benches.atomics import prepare_lora_atomics
 from experiments.benches.layer_call import begun, beside
 from experiments.benches.operator_pairs import pair_plan, tuned
 from experiments.benches.operator_sets import OperatorSets
@@ -32,7 +33,6 @@ from experiments.benches.operator_shapes import Operator
 from experiments.harness.experiment import CheckFailed
 from punica.layers.dual_stream import DualStream
 from punica.ops.quant import quantize_per_token
-from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_linear import lora_linear
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperGPU

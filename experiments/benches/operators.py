@@ -19,12 +19,13 @@ from itertools import accumulate
 
 import torch
 
+from experiments.benches import baselines
 from experiments.benches.operator_conf import operator_conf
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import Config, DType
 from punica.measure.timing import Call, Name, Protocol, time_side_by_side
 from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs, RowGroups
-from punica.ops import baselines, reference, torch_ops
+from punica.ops import reference, torch_ops
 from punica.registry import Registry
 from punica.workload.popularity import popularity
 

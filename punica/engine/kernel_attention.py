@@ -15,7 +15,8 @@ from punica.engine import varlen
 from punica.engine.attention import PagedAttention, attend_prompt
 from punica.engine.kv_cache import KVCache
 from punica.metadata.staging import StagedBuffer, aligned_offsets
-from punica.ops.backbone import KERNEL_DTYPES, MAX_HEAD_SIZE, PackedHeads
+from punica.ops.checks import FLOATS
+from punica.ops.heads import MAX_HEAD_SIZE, PackedHeads
 from punica.scheduling import Span
 
 INVARIANT_SPLITS = 4
@@ -131,6 +132,6 @@ def attention_for(
     takes; arguments as of :class:`KernelAttention`.
     """
     keys = cache.keys[0]
-    if keys.is_cuda and cache.model_dtype in KERNEL_DTYPES and keys.shape[-1] <= MAX_HEAD_SIZE:
+    if keys.is_cuda and cache.model_dtype in FLOATS and keys.shape[-1] <= MAX_HEAD_SIZE:
         return KernelAttention(cache, max_rows, max_blocks, splits)
     return PagedAttention(cache)

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from punica.models.checkpoint import CheckpointEntry, fill_random, find_tensors, load_tensors
 from punica.models.families import DENSE, resolve_config
 from punica.models.rotary import RotaryEmbedding
-from punica.ops.backbone import HeadNorms, PackedHeads, add_rms_norm, swiglu
+from punica.ops.backbone import add_rms_norm, swiglu
+from punica.ops.heads import HeadNorms, PackedHeads
 from punica.parallel import (
     LinearBase,
     LogitsProcessor,

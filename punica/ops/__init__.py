@@ -1,8 +1,8 @@
 """What the processor computes: pure functions on tensors, no state, no metadata of their own.
 
 :mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` and
-:mod:`~punica.ops.moe_torch` compute it fast on a CPU, :mod:`~punica.ops.baselines` holds what the paper compares with,
-``punica.ops.triton_ops`` the GPU kernels. These are imported on first use of ``lora_shrink``, ``lora_expand``,
+:mod:`~punica.ops.moe_torch` compute it fast on a CPU, ``punica.ops.triton_ops`` holds the GPU kernels. These are
+imported on first use of ``lora_shrink``, ``lora_expand``,
 ``lora_linear``, their ``_fp8`` kin, ``fused_moe_lora`` or ``moe_lora_align_block_size``, so the CPU path needs no
 Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with one meaning; this package exports the fast ones. FP8
 weights: :mod:`~punica.ops.quant` makes them, :mod:`~punica.ops.fp8_ops` is the CPU path.
@@ -11,15 +11,6 @@ weights: :mod:`~punica.ops.quant` makes them, :mod:`~punica.ops.fp8_ops` is the 
 import importlib
 from typing import Any
 
-from punica.ops.baselines import (
-    gather_weights,
-    grouped_mm_available,
-    lora_bmm,
-    lora_gather_bmm,
-    lora_grouped_mm,
-    lora_loop,
-    slot_ends,
-)
 from punica.ops.torch_ops import (
     bgmv_expand,
     bgmv_expand_slice,

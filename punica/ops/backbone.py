@@ -3,59 +3,11 @@ the MLP, the rotation of queries and keys; and what a step needs once, the angle
 tokens. One Triton kernel each on a GPU (:mod:`punica.ops.triton_ops.backbone`), plain torch elsewhere.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_SIZE = 256
-"""Elements of a head for which there is a kernel of decode attention."""
-
-
-class HeadNorms(NamedTuple):
-    """Weights ``[D]`` of the norms of query and key heads, of the model's dtype, and their eps."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
-
-
-class PackedHeads(NamedTuple):
-    """What a layer's q, k and v projections made of T rows, side by side in ``heads [T, H + 2 * Hkv, D]`` and not
-    rotated yet; ``cos`` and ``sin`` ``[T, 1, D / 2]`` are the angles of the rows (:mod:`punica.models.rotary`), and
-    ``norms`` what every query and key head passes first (Qwen3).
-    """
-
-    heads: Tensor
-    num_kv_heads: int
-    cos: Tensor
-    sin: Tensor
-    norms: HeadNorms | None
-
-    @property
-    def num_heads(self) -> int:
-        """H: query heads."""
-        return self.heads.shape[1] - 2 * self.num_kv_heads
-
-    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]``, queries and keys normalised and rotated, in plain torch."""
-        queries, keys = self.num_heads, self.num_kv_heads
-        turned, v = self.heads.split((queries + keys, keys), dim=1)
-        if self.norms is not None:
-            q, k = turned.split((queries, keys), dim=1)
-            q_weight, k_weight, eps = self.norms
-            q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
-            turned = torch.cat((q, k), dim=1)
-        q, k = rotate(turned, self.cos, self.sin).split((queries, keys), dim=1)
-        return q, k, v
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads ``x [T, H, D]`` by the angles of their rows, ``cos`` and ``sin`` ``[T, 1, D / 2]``; a new tensor."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+from punica.ops.checks import FLOATS
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -89,7 +41,7 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: 
     """``factor`` times cosine and sine of ``positions [T] * frequencies [D / 2]`` (int64, float32; the product in
     float32), each ``[T, 1, D / 2]`` in ``dtype``.
     """
-    if positions.is_cuda and dtype in KERNEL_DTYPES:
+    if positions.is_cuda and dtype in FLOATS:
         from punica.ops.triton_ops import backbone
 
         cos, sin = (positions.new_empty((len(positions), 1, len(frequencies)), dtype=dtype) for _ in range(2))
@@ -116,4 +68,4 @@ def argmax(logits: Tensor, no_index: int) -> Tensor:
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether the Triton kernels serve ``x``: it is on a GPU, of a dtype that they have."""
-    return x.is_cuda and x.dtype in KERNEL_DTYPES
+    return x.is_cuda and x.dtype in FLOATS

@@ -16,7 +16,7 @@ from punica.adapters import LoRAModelManager, LoRARequest
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
-from punica.ops.backbone import PackedHeads
+from punica.ops.heads import PackedHeads
 
 VOCAB, MAX_RANK, LAYERS = 67, 8, 2
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

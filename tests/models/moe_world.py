@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from punica.ops.backbone import PackedHeads
+from punica.ops.heads import PackedHeads
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

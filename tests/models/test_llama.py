@@ -15,7 +15,7 @@ from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoR
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
 from punica.models.rotary import inverse_frequencies
-from punica.ops.backbone import PackedHeads
+from punica.ops.heads import PackedHeads
 from punica.parallel import ParallelLMHead
 
 LLAMA3_ROPE = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from punica.models import LlamaForCausalLM
-from punica.ops.backbone import PackedHeads
+from punica.ops.heads import PackedHeads
 from punica.parallel import spawn_tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]

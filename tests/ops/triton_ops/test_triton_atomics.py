@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, random_slots
 
-from punica.ops.triton_ops.baseline_atomics import prepare_lora_atomics
+from experiments.benches.atomics import prepare_lora_atomics
 
 
 @pytest.mark.parametrize(("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles")])

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from punica.ops.backbone import KERNEL_DTYPES
+from punica.ops.checks import FLOATS
 from punica.ops.quant import E4M3
 
 
@@ -19,8 +19,8 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> tup
 
 def check_same(like: Tensor, **tensors: Tensor) -> None:
     """TypeError when ``like`` is of a dtype that no kernel has, or one of ``tensors`` of another dtype or device."""
-    if like.dtype not in KERNEL_DTYPES:
-        raise TypeError(f"dtype must be one of {list(KERNEL_DTYPES)}, got {like.dtype}; convert the model")
+    if like.dtype not in FLOATS:
+        raise TypeError(f"dtype must be one of {list(FLOATS)}, got {like.dtype}; convert the model")
     for name, tensor in tensors.items():
         if tensor.dtype != like.dtype or tensor.device != like.device:
             raise TypeError(

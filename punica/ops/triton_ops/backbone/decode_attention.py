@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.backbone import MAX_HEAD_SIZE
+from punica.ops.heads import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
 from punica.ops.triton_ops.device import dot, wait_for_front
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, widened

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.backbone import HeadNorms
 from punica.ops.checks import STEP, describe_stored
+from punica.ops.heads import HeadNorms
 from punica.ops.quant import E4M3
 from punica.ops.triton_ops.backbone import (
     add_rms_norm,

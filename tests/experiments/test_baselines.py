@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from punica.ops import baselines
+from experiments.benches import baselines
 from tests.ops.helpers import TOLERANCE, normal, products
 
 SLOTS = [0, 0, 0, 1, 3, 3]

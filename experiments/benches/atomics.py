@@ -4,7 +4,7 @@ costs.
 K is split among programs and each adds its part into one float32 buffer, which must be zeroed first: one more kernel,
 and the order of the additions, so the last bits, change from run to run. Everything else (row gather, one row per
 program or tiles of one segment, launches that start early) is as in the deterministic kernels, so that only this choice
-is compared. Nothing in the library uses it. Importing this module imports Triton.
+is compared. Importing this module imports Triton.
 """
 
 from collections.abc import Callable, Sequence
