@@ -344,16 +344,17 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: 
     strides = x.stride(0), weight.stride(0), out.stride(0)
     base = (weight, weight if bias is None else bias, out)
     shared: dict[str, Any] = {"num_warps": form.num_warps, "pdl": pdl, "device": x.device}
+    operands: tuple[Any, ...] = (x, base)
+    counts: tuple[int, ...] = ()
     if isinstance(form, RowsForm):
         vector = 16 // x.element_size()
         rows = GemmRows(n, k, tokens, form.block_n, form.block_k, vector, bias is not None, pdl)
         launch = Launch(_gemm_rows_kernel, (tiles, 1, 1), (x.dtype,), strides, {"GEMM": rows}, **shared)
-        operands, counts = (x, base), ()
     else:
         constants = {"GEMM": gemm_tiles(form, x, weight_form(weight, bias), pdl)}
         grid = (tiles, form.split_k, 1)
         launch = Launch(_gemm_tiles_kernel, grid, (x.dtype, form.split_k > 1), strides, constants, **shared)
-        operands, counts = (x, base, split_workspace(out, weight, form)), (tokens,)
+        operands, counts = (*operands, split_workspace(out, weight, form)), (tokens,)
     with on_device(x.get_device()):
         launch(operands, counts, not INTERPRETED and all_aligned(x, *base))
 
