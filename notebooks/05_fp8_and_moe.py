@@ -138,8 +138,8 @@ display(as_markdown(pd.DataFrame(rows)))
 # ## 4. Measured: experts
 #
 # On the H200, rank 16, bfloat16, microseconds, beside the fastest public kernel of each row (`delta`: like it,
-# outputs are overwritten). `alignment`: grouping the rows by adapter and expert, once a layer (0: every row stands by
-# itself, as long as few weights are read twice for that).
+# outputs are overwritten). `alignment`: grouping the rows by adapter and expert, once a layer (-: every row by itself,
+# nothing is launched).
 
 # %%
 experts = operator_table("ext_expert_tables")

@@ -9,8 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import quantize_per_channel
-from punica.ops.triton_ops import expand, linear, linear_fp8, shrink
+from punica.ops.triton_ops import expand, linear, linear_fp8, moe_align, shrink
+from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.launch import Launch
+from tests.ops import moe_cases
 
 
 def with_base(case: Case) -> None:
@@ -70,6 +72,28 @@ def test_profiled_calls_launch_what_others_launch(call: Callable[[Case], None], 
     assert [event.name for event in trace.events() if event.name.startswith("punica::")] == CALLS[call]
 
 
+def served(world: moe_cases.World) -> torch.Tensor:
+    given = world.given(moe_align.moe_lora_align_block_size)
+    fused(given, world.case.rank, world.case.top_k, world.switches)
+    return given.output
+
+
+@pytest.mark.parametrize(
+    "case", [moe_cases.CASES["plain"], moe_cases.FP8_CASES["per channel"]], ids=["16 bits", "fp8"]
+)
+def test_profiled_experts_launch_what_others_launch(case: moe_cases.Case, launches: list, device: str) -> None:
+    world = moe_cases.World(case, device)
+    expected, unwatched = served(world), list(launches)
+    launches.clear()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        again = served(world)
+    assert launches == unwatched
+    assert len(launches) > 1  # the grouping's and the products'
+    assert torch.equal(again, expected)
+    names = [event.name for event in trace.events() if event.name.startswith("punica::")]
+    assert names == ["punica::moe_lora_align_block_size", "punica::fused_moe_lora"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_the_device_sees_the_same_kernels(call: Callable[[Case], None], launches: list) -> None:
@@ -81,4 +105,5 @@ def test_the_device_sees_the_same_kernels(call: Callable[[Case], None], launches
         call(case)
         torch.cuda.synchronize()
     on_device = [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert [name for name in on_device if "lora" in name or "gemm_and_shrink" in name] == unwatched
+    kernels = [name for name in on_device if "lora" in name or "gemm_and_shrink" in name]
+    assert [name for name in kernels if not name.startswith("punica::")] == unwatched
