@@ -102,9 +102,9 @@ class Launch:
     """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``,
     and its grid where that follows the counts.
 
-    The kernel's arguments are ``tensors`` (some may be tuples of tensors), ``counts`` (numbers it is not specialised
-    on), ``strides`` (one tuple where the kernel names an argument so) and ``constants``, in this order; constants are
-    given by name, all of them.
+    The kernel's arguments are, in this order, ``tensors`` (some may be tuples of tensors), ``counts`` (numbers it is
+    not specialised on), ``strides`` and ``constants``. Strides are one tuple where the kernel has an argument of that
+    name. Constants are given by name, all of them.
     ``aligned``: every address is a multiple of 16.
 
     ``dtypes``: whatever determines the types of the tensors; ``device``: where they lie.
