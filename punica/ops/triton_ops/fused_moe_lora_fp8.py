@@ -18,7 +18,9 @@ from punica.ops.moe_checks import Experts, Switches
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.moe_plan import How
-from punica.ops.triton_ops.op import custom_op
+from punica.ops.triton_ops.op import custom_op, named
+
+_fused = named("fused_moe_lora_fp8")(fused)
 
 
 @custom_op(mutates="output")
@@ -78,7 +80,7 @@ def fused_moe_lora_fp8(
     )  # fmt: skip
     active = None if num_active_loras is None else int(num_active_loras)
     switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
-    fused(given, max_lora_rank, top_k_num, switches, How((shrink, expand), active))
+    _fused(given, max_lora_rank, top_k_num, switches, How((shrink, expand), active))
 
 
 def _blocks(block_shape: Sequence[int] | None) -> tuple[int, int]:

@@ -132,7 +132,7 @@ def test_it_has_its_name_in_profiles(count: Any, device: str):
     world = World(FP8_CASES["per channel"], device)
     with torch.profiler.profile() as profile:
         world.check(flat(world, count=count))
-    assert "punica::fused_moe_lora" in {event.key for event in profile.key_averages()}
+    assert "punica::fused_moe_lora_fp8" in {event.key for event in profile.key_averages()}
 
 
 ONES = torch.ones
