@@ -31,16 +31,17 @@ time, which also warms up; and once for each system on our engine those of `figu
 `figure.whole_tokens`: on a GPU 8 requests from end to end, on a laptop 3 up to 32 tokens (`systems.check`).
 Where all systems involved were measured, ratio rows follow, per draw: speed-up over the best baseline, and over PEFT's
 mixed batches split into `operator_gain` (punica_static / hf_peft_mixed) and `continuous_batching_gain` (punica /
-punica_static). On a GPU `operator_gain` is not the LoRA operator's alone: Transformers launches each kernel from
-Python, without a CUDA graph, and its host sets its steps. Across workloads, Punica on Distinct and Identical over the
-backbone alone on Identical, and over each other. The report holds them against what was asked of an H200.
+punica_static). `operator_gain` is not the LoRA operator's alone: it holds all that differs between the two stacks but
+batching, on a CPU too. On a GPU Transformers launches each kernel from Python, without a CUDA graph. Across workloads,
+Punica on Distinct and Identical over the backbone alone on Identical, and over each other. The report holds them
+against what was asked of an H200.
 
 Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six windows of 100 steps per cell (10 of PEFT's
 mixed batches, whose steps take up to 1.7 seconds), two in each of three passes: on an H200 with model=llama2-7b 2.5
 minutes for the first pass of the systems of our engine, checks included, and 40 s for each further one; Hugging Face's,
-whose host launches every kernel, are expected to add 3 minutes a pass; 75 and 120 GB. A command there ends after 8
-minutes (`scale.minutes`), and the same command again goes on where it ended. In pieces, of 13B the last one split by
-workloads:
+whose host launches every kernel, are expected to add 3 minutes a pass; 75 and 120 GB, at scale=gpu too (7B's Distinct
+alone: 72). A command there ends after 8 minutes (`scale.minutes`), and the same command again goes on where it ended.
+In pieces, of 13B the last one split by workloads:
 
     python -m experiments.fig11_textgen scale=paper model=llama2-7b draw=false \
         system.names=[punica,punica_static,punica_last_admitted,static_batching,continuous_batching]

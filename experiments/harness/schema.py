@@ -27,6 +27,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
 ROOM = 0.4
 """Part of a GPU that keys and values, adapter slots and graphs of a serving system are left."""
+GPU_SCALE = 75e9
+"""Bytes of GPU memory that Figure 11 takes with Llama-2 7B at scale=gpu (on an H200, Distinct alone: 72e9)."""
 
 
 class ConfigError(ValueError):
@@ -266,10 +268,18 @@ def _detected(what: str) -> str:
 
 
 def scale_of(hardware: str) -> str:
-    """The scale of a run that names none: `laptop` where `hardware=` is or finds a CPU, `gpu` elsewhere."""
+    """The scale of a run that names none: `laptop` where `hardware=` is or finds a CPU, or a GPU of this machine has
+    less memory than `GPU_SCALE`; `gpu` elsewhere.
+    """
     file = CONF / "hardware" / f"{hardware}.yaml"
     on_cpu = not file.exists() or OmegaConf.load(file).device == "cpu"  # Hydra refuses a hardware without a file
-    return "laptop" if on_cpu else "gpu"
+    return "laptop" if on_cpu or (gpu_bytes() or GPU_SCALE) < GPU_SCALE else "gpu"
+
+
+def gpu_bytes() -> float | None:
+    """Memory of this machine's smallest visible GPU; None where none says it."""
+    told = [gpu["memory.total"].split()[0] for gpu in environment.gpu_query("memory.total")]
+    return min((float(mib) * 2**20 for mib in told if mib.isdigit()), default=None)
 
 
 def ranks_here(device: str) -> int:
@@ -287,10 +297,10 @@ def fitting_model(device: str, scale: str) -> str:
     """
     if device == "cpu" or scale == "smoke":
         return "llama-tiny"
-    mib = min((float(gpu["memory.total"].split()[0]) for gpu in environment.gpu_query("memory.total")), default=0.0)
+    memory = gpu_bytes() or 0.0
     for name in ("llama2-70b", "llama2-13b"):
         model = model_conf(name)
-        if model.dtype.bytes * model.backbone_parameters() / ranks_here(device) <= (1 - ROOM) * mib * 2**20:
+        if model.dtype.bytes * model.backbone_parameters() / ranks_here(device) <= (1 - ROOM) * memory:
             return name
     return "llama2-7b"
 

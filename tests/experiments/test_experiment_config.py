@@ -165,10 +165,33 @@ def test_a_run_that_names_no_scale_has_that_of_its_hardware(tmp_path, monkeypatc
     composed(tmp_path)  # registers the figures
     register_app("reproduce", "", "commands.reproduce", schema="batch")
     monkeypatch.setattr(schema.environment, "hardware_slug", lambda: slug)
+    monkeypatch.setattr(schema.environment, "gpu_query", lambda *_: [])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         figure, command = (compose(name, overrides=overrides) for name in ("fig10_layer", "reproduce"))
     assert (figure.scale.name, figure.model.name) == (scale, model)
     assert command.scale == figure.scale, "its minutes are those of make reproduce"
+
+
+@pytest.mark.parametrize(
+    ("slug", "gpus", "overrides", "scale"),
+    [
+        ("a100-80g", ["81920 MiB"], [], "gpu"),
+        ("a100-40g", ["40960 MiB"], [], "laptop"),
+        ("a100-80g", ["81920 MiB", "24576 MiB"], [], "laptop"),
+        ("gb10", ["[N/A]"], [], "gpu"),
+        ("a100-40g", ["40960 MiB"], ["scale=gpu"], "gpu"),
+    ],
+    ids=["80 GB", "40 GB", "the smaller of two", "does not say", "named"],
+)
+def test_a_gpu_without_room_for_figure_11_has_the_scale_of_a_laptop(
+    tmp_path, monkeypatch, slug, gpus, overrides, scale
+):
+    composed(tmp_path)  # registers the figures
+    monkeypatch.setattr(schema.environment, "hardware_slug", lambda: slug)
+    monkeypatch.setattr(schema.environment, "gpu_query", lambda *_: [{"memory.total": told} for told in gpus])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("fig11_textgen", overrides=overrides)
+    assert (cfg.scale.name, cfg.hardware.device) == (scale, "cuda")
 
 
 @pytest.mark.parametrize(("l3", "flush"), [(260.0, 293), (480.0, 540), (16.0, 64), (None, 64)])
