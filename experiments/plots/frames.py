@@ -115,15 +115,21 @@ def how_often(rows: pd.DataFrame) -> str:
 
 
 def _fewer(drawn: pd.DataFrame, most: int) -> str:
-    """In brackets, the systems, models, popularities and panels all of whose points have fewer repeats than `most`."""
+    """In brackets, the systems, models, popularities, panels, and systems of a model, all of whose points have fewer
+    repeats than `most`; then whether single points have fewer, too.
+    """
     said = []
-    for column in (name for name in ("system", "model", "workload", "panel") if name in drawn):
+    if {"system", "model"} <= set(drawn):
+        drawn = drawn.assign(pair=drawn["model"] + " " + drawn["system"].map(short_name))
+    for column in (name for name in ("system", "model", "workload", "panel", "pair") if name in drawn):
         ends = drawn.groupby(column, sort=False)["repeats"].max()
         fewer = ends[ends < most]
         for number in sorted(set(fewer)):
             names = fewer[fewer == number].index
-            said.append(f"{', '.join(names if column == 'panel' else map(short_name, names))}: {number}")
+            said.append(f"{', '.join(names if column in ('panel', 'pair') else map(short_name, names))}: {number}")
         drawn = drawn[~drawn[column].isin(fewer.index)]
+    if said and (drawn["repeats"] < most).any():
+        said.append("and single cells")
     return f" ({'; '.join(said)})" if said else ""
 
 

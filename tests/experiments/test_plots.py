@@ -230,6 +230,24 @@ def test_a_title_says_the_repeats_that_each_point_has():
     assert often(*mixed) == ""  # simulated
 
 
+def test_a_title_names_systems_of_one_model_and_says_that_single_points_have_fewer_repeats():
+    """It named the systems that have fewer on every model, and was silent about the rest."""
+
+    def often(*cells):
+        frame = pd.DataFrame(cells, columns=["system", "model", "workload", "repeats"])
+        return how_often(frame.assign(statistic="median", timer="events"))
+
+    whole = [("punica", model, workload, 2) for model in ("7b", "13b") for workload in ("Distinct", "Identical")]
+    peft = [("hf_peft", model, "Distinct", 1) for model in ("7b", "13b")]
+    static = [("static", "7b", "Distinct", 2), ("static", "13b", "Distinct", 1), ("static", "13b", "Identical", 1)]
+    cell = [("continuous", "13b", "Distinct", 2), ("continuous", "13b", "Identical", 1)]
+    assert often(*whole, *peft) == "median of 1 to 2 repeats (hf_peft: 1)"
+    assert often(*whole, *peft, *static) == "median of 1 to 2 repeats (hf_peft: 1; 13b static: 1)"
+    named = "hf_peft: 1; 13b static: 1; and single cells"
+    assert often(*whole, *peft, *static, *cell) == f"median of 1 to 2 repeats ({named})"
+    assert often(*whole, *cell) == "median of 1 to 2 repeats"
+
+
 def test_a_disturbed_bar_is_hollow():
     rows = served()
     hit = (rows["system"] == "punica") & (rows["workload"] == "Distinct") & (rows["metric"] == "throughput")
