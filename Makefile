@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+SUITE  ?= trixie
 BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -11,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce figure figures report record smoke notebooks test test-slow test-gpu lint tune compare clean
+.PHONY: help setup reproduce figure figures report record smoke notebooks test test-slow test-gpu fresh lint tune compare clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +66,9 @@ test-slow: $(VENV)/.dev ## Run the tests that `make test` leaves out on a machin
 
 test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDIA, compute capability 8.0 or newer)
 	@$(RUN) -m pytest -m "gpu or multi_gpu" $(ARGS)
+
+fresh: ## Test the last commit in a new Debian root (root, debootstrap): make fresh SUITE=trixie
+	@.ci/fresh $(SUITE)
 
 lint: $(VENV)/.dev ## ruff and mypy
 	@$(BIN)/ruff check .
