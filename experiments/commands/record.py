@@ -4,7 +4,8 @@ Recorded rows are committed and are what readers without the hardware see, so th
 scale=smoke are refused, and so are rows measured from uncommitted code, unless `allow_dirty=true`.
 
 Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
-`timer=` or `system=`) stay, and the command says how many; to drop one, delete its rows.
+`timer=` or `system=`) stay until their rows are deleted by hand, and the command says how many. The `.json` beside
+the rows describes the newest set alone.
 
     python -m experiments.commands.record figures=[fig08]
 """

@@ -132,8 +132,8 @@ def adapter_shares(name: str, adapters: int) -> NDArray[np.float64]:
 def shares_of_groups(pattern: "Popularity", adapters: int) -> NDArray[np.float64]:
     """Sizes of the `adapters` largest groups of ``pattern``, [adapters], descending, 0 beyond its last one.
 
-    Of so many requests (`adapters`, doubled up to its square) that there are that many groups, if there ever are:
-    ``Distinct`` has equal ones, ``Identical`` one.
+    Of so many requests that there are that many groups, if there ever are: `adapters`, doubled until they reach its
+    square, which the last doubling may overshoot. ``Distinct`` has equal groups, ``Identical`` one.
     """
     n = adapters
     while pattern.number_of_adapters(n) < adapters and n < adapters**2:
