@@ -1,8 +1,10 @@
 """What the simulations predict of the paper, and of recorded windows, beside what was published or measured.
 
-Nothing that stands here was fitted to what is predicted: the cost models rest on Figures 1 and 10, on the datasheets of
-two cards, for windows on the half that is not predicted, and for first tokens under load on that half too and on what
-steps with a prompt took at the rates that are not predicted.
+With two exceptions nothing that stands here was fitted to what is predicted: the cost models rest on Figures 1 and 10,
+on the datasheets of two cards, for windows on the half that is not predicted, and for first tokens under load on that
+half too and on what steps with a prompt took at the rates that are not predicted. The exceptions: the simulator got its
+constant for such steps while p99 was compared (88b0140), and that of the rows on Ray was fitted to steps of its runners
+in a rehearsal.
 """
 
 from dataclasses import dataclass

@@ -44,6 +44,8 @@ AUTO = "auto"
 """All rows, of several clocks the preferred one."""
 OWN_TIMER = "host_clock"
 """The paper artifact's protocol: a machine whose operators were timed by another one as well is shown under both."""
+COMPARED = "88b0140"
+"""The commit that gave steps with a prompt a constant of their own in `punica.cluster`."""
 REVERSED = "8c5a6bc"
 """The commit that put `cuda_graph` before `host_clock` in `punica.measure.records.TIMERS`."""
 
@@ -173,7 +175,9 @@ def _predicted(rows: pd.DataFrame, paper: Path) -> list[str]:
         return []
     intro = (
         "Simulated, not measured: a virtual clock around the cluster's scheduling policy, with steps that take what a "
-        "cost model says. Nothing in this table was fitted to what it is compared with."
+        "cost model says. With two exceptions nothing in this table was fitted to what it is compared with. The "
+        f"simulator's constant for steps with a prompt came in while p99 was compared (commit {COMPARED}). The "
+        "simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
     )
     fits = "What the cost models were fitted to, and how far they are from it:"
     table, residuals = prediction_table(found), residual_table(rows)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.claims import judge
+from experiments.claims.fitness import certainty
 from experiments.claims.table import total
 from experiments.commands.batch import SOURCES
-from experiments.commands.report import choose, read_folder, write_report
+from experiments.commands.report import AUTO, choose, read_folder, verdicts_by_clock, write_report
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import Folders
 from experiments.harness.source import fingerprint
@@ -128,7 +128,8 @@ RECORDED = sorted(path.name for path in (REPOSITORY / "results").iterdir() if (p
 def test_recorded_verdicts_are_those_of_the_recorded_rows(hardware):
     """Whoever records rows, or changes a rule, judges again: make report ARGS="source=recorded hardware=..."."""
     folder = REPOSITORY / "results" / hardware
-    found = judge(read_folder(folder), PAPER)
+    by_clock = verdicts_by_clock(read_folder(folder), PAPER)
+    found = by_clock[AUTO]
     with (folder / "claims.csv").open(newline="") as stream:
         recorded = list(csv.DictReader(stream))
     assert [(line["id"], line["verdict"], line["why"]) for line in recorded] == [
@@ -137,6 +138,11 @@ def test_recorded_verdicts_are_those_of_the_recorded_rows(hardware):
     assert all(verdict.why for verdict in found if verdict.verdict == "differs")
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert f"[{total(found)}](results/{hardware}/claims.md)" in readme
+    for timer, verdicts in by_clock.items():
+        assert total(verdicts).removesuffix(" (52 claims)") in readme, timer
+    decided, measured, once = re.search(r"(\d+) of (\d+) decided(?:; (\d+) rest)?", certainty(found)).groups()
+    said = f"{once} of {measured} on the {hardware.upper()}" if once else f"{decided} of {measured} decided"
+    assert said in readme
 
 
 TABLES = sorted(path for name in RECORDED for path in (REPOSITORY / "results" / name).glob("claims*.csv"))
