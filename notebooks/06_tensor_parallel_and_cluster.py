@@ -88,8 +88,8 @@ display(*SIMULATED.figure(FIG13))
 # %% [markdown]
 # What was predicted beside what was published. With two exceptions nothing in this table was fitted to what it is
 # compared with. The simulator's constant for steps with a prompt came in while p99 was compared (88b0140). The rows
-# on Ray have a simulator that was fitted to steps of its runners in a rehearsal. Requests, tokens and the throughput's curve
-# follow from the input and are no predictions.
+# on Ray have a simulator that was fitted to steps of its runners in a rehearsal. Requests, tokens and the throughput's
+# curve follow from the input and are no predictions.
 
 # %%
 rows = read_folder(SIMULATED.folder)
