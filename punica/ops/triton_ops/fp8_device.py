@@ -194,21 +194,18 @@ def activation_scale_ptrs(operands, rows, NUM_SLICES: tl.constexpr, QUANT: tl.co
 @triton.jit
 def row_scaled(x, operands, row, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
     """[ks] float32 values of one row of activations, times their scales."""
-    if QUANT.has_a:
-        scale_ptr = activation_scale_ptrs(operands, row, NUM_SLICES, QUANT)
-        if QUANT.group_k > 0:
-            x *= tl.load(scale_ptr + ks // QUANT.group_k * QUANT.a_group, mask=mask, other=0.0)
-        else:
-            x *= tl.load(scale_ptr)
-    return x
+    scale_ptr = activation_scale_ptrs(operands, row, NUM_SLICES, QUANT)
+    if QUANT.group_k > 0:
+        scale = tl.load(scale_ptr + ks // QUANT.group_k * QUANT.a_group, mask=mask, other=0.0)
+    else:
+        scale = tl.load(scale_ptr)
+    return x * scale
 
 
 @triton.jit
 def block_scaled(
     weights, operands, slice_id, slot, channels, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """[channels, ks] float32 weights, times their scales where these follow blocks of K."""
-    if QUANT.group_k > 0:
-        scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES, QUANT)
-        weights *= tl.load(scale_ptrs[:, None] + (ks // QUANT.group_k)[None, :] * stride, mask=mask, other=0.0)
-    return weights
+    """[channels, ks] float32 weights, times their scales per block of K."""
+    scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES, QUANT)
+    return weights * tl.load(scale_ptrs[:, None] + (ks // QUANT.group_k)[None, :] * stride, mask=mask, other=0.0)

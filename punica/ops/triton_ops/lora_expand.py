@@ -210,10 +210,10 @@ def _expand_row(
     if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
-        weights = block_scaled(
-            widened(b, QUANT.format, tl.float32), operands, slice_id, slot, offs_n, offs_r,
-            mask_n[:, None] & mask_read[None, :], SHAPE.slices, QUANT,
-        )  # fmt: skip
+        weights = widened(b, QUANT.format, tl.float32)
+        if QUANT.group_k > 0:
+            mask_b = mask_n[:, None] & mask_read[None, :]
+            weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask_b, SHAPE.slices, QUANT)
         product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)
         if QUANT.format > 0:
             scale = _column_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
@@ -240,7 +240,8 @@ def _products(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.con
     if QUANT.format > 0:
         weights = tl.where(live[None, :], widened(b, QUANT.format, tl.float32), 0.0)
         mask = mask_n[:, None] & live[None, :]
-        weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask, SHAPE.slices, QUANT)
+        if QUANT.group_k > 0:
+            weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask, SHAPE.slices, QUANT)
         product = weights * h[None, :]
     else:
         weights = tl.where(live[None, :], b, 0.0) if TILE.row.ahead else b

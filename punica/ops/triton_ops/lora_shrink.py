@@ -153,14 +153,15 @@ def shrink_row(
         hold_loads(TILE.pdl)  # A was written long before; x may come from the kernel in front of this one
         let_next_start(TILE.pdl)  # behind the wait: expand reads early what the kernel in front of this one writes, y
         x = widened(tl.load(x_ptrs, mask=mask_k, other=0.0), QUANT.x_format, tl.float32)
-        x = row_scaled(x, operands, row, offs_k, mask_k, SHAPE.slices, QUANT)
+        if QUANT.has_a:
+            x = row_scaled(x, operands, row, offs_k, mask_k, SHAPE.slices, QUANT)
         first_r = pid_r * BLOCK_R
         for _ in tl.range(first_r, lanes if ROW.programs < R_BLOCKS else first_r + 1, ROW.programs * BLOCK_R):
             mask_r = (offs_r < lanes)[:, None]
-            weights = block_scaled(
-                widened(a, QUANT.format, tl.float32), operands, pid_slice, slot, offs_r, offs_k,
-                mask_r & mask_k[None, :], SHAPE.slices, QUANT,
-            )  # fmt: skip
+            weights = widened(a, QUANT.format, tl.float32)
+            if QUANT.group_k > 0:
+                mask_a = mask_r & mask_k[None, :]
+                weights = block_scaled(weights, operands, pid_slice, slot, offs_r, offs_k, mask_a, SHAPE.slices, QUANT)
             product = weights * x[None, :]
             for step in tl.range(1, STEPS):
                 jump = step * (ROW.block_k * TILE.split_k)
@@ -168,11 +169,14 @@ def shrink_row(
                 a_step = tl.load(a_block + jump * SHAPE.stride_k, mask=mask_r & mask_step[None, :], other=0.0)
                 x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
                 x_step = widened(x_step, QUANT.x_format, tl.float32)
-                x_step = row_scaled(x_step, operands, row, offs_k + jump, mask_step, SHAPE.slices, QUANT)
-                weights = block_scaled(
-                    widened(a_step, QUANT.format, tl.float32), operands, pid_slice, slot, offs_r, offs_k + jump,
-                    mask_r & mask_step[None, :], SHAPE.slices, QUANT,
-                )  # fmt: skip
+                weights = widened(a_step, QUANT.format, tl.float32)
+                if QUANT.has_a:
+                    x_step = row_scaled(x_step, operands, row, offs_k + jump, mask_step, SHAPE.slices, QUANT)
+                if QUANT.group_k > 0:
+                    mask_a = mask_r & mask_step[None, :]
+                    weights = block_scaled(
+                        weights, operands, pid_slice, slot, offs_r, offs_k + jump, mask_a, SHAPE.slices, QUANT
+                    )
                 product += weights * x_step[None, :]
             mask_out = offs_r < (SHAPE.rank if SHAPE.direct else rank)
             factor = scaling
