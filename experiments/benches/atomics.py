@@ -1,4 +1,4 @@
-"""Shrink by atomic additions: the alternative to the planes of `punica.ops.triton_ops`, to measure what determinism
+"""Shrink by atomic additions: the alternative to the partials of `punica.ops.triton_ops`, to measure what determinism
 costs.
 
 K is split among programs and each adds its part into one float32 buffer, which must be zeroed first: one more kernel,

@@ -1,13 +1,13 @@
 """The variants that `ext_determinism` times, and what their bits do.
 
 =========================  ==========================================================================================
-deterministic              the library's operator: split-K planes added in ascending order, early launch (PDL)
+deterministic              the library's operator: split-K partials added in ascending order, early launch (PDL)
 deterministic, no PDL      the same with plain launches
 batch invariant            `batch_invariant=True`: one kernel form and one split, whatever else is in the batch
 atomics                    zero-fill, shrink by atomic adds, expand (`atomics`), configured as ours;
                            expand starts early, shrink cannot, because the zero-fill comes before it. Where ours does
                            not split K, this does not either, and its bits repeat
-atomics, finer split       the same with K split four times as often, which is what atomics are for: no planes to add up
+atomics, finer split       the same with K split four times as often, what atomics are for: no partials to add up
 =========================  ==========================================================================================
 
 All are Triton kernels: they run on a GPU, and at toy sizes in Triton's interpreter. Importing this module registers

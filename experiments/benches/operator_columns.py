@@ -122,9 +122,7 @@ def _in_fp8(sets: OperatorSets) -> Columns:
         x = sets.x[i] if here else rows8[i]
         if not here:
             keywords["a_scale"] = rows_scale[i]
-        wrapper.add_lora_linear(
-            sets.y[i], x, stored[0][i], stored[1][i], 1.0, op.widths, lora_ranks=ranks, **keywords
-        )
+        wrapper.add_lora_linear(sets.y[i], x, stored[0][i], stored[1][i], 1.0, op.widths, lora_ranks=ranks, **keywords)
 
     return {
         "wrapper": _of_a_layer(sets),
@@ -171,7 +169,7 @@ def _invariant(sets: OperatorSets) -> Columns:
 
 
 def _atomics(sets: OperatorSets) -> Columns:
-    # what atomics are for: K split further without planes to sum; the better of ours and a finer split counts
+    # what atomics are for: K split further without partials to sum; the better of ours and a finer split counts
     shrink, expand = tuned(sets.operator)
     finer = {**shrink, "split_k": min(16, 4 * shrink["split_k"]), "block_k": max(128, shrink["block_k"] // 4)}
     found: Columns = {"punica": _flat(sets), "no early shrink": _normal_shrink(sets)}

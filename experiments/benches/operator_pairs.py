@@ -43,11 +43,11 @@ def pair_plan(
     step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
     a, b = describe_stored(STEP.a, sets.stacked_a[0], -2), describe_stored(STEP.b, sets.stacked_b[0], -1)
     plan = plan_linear(sets.y[0], sets.x[0], a, b, step, shrink, expand, has_ranks=True, pdl=pdl, pdl_shrink=pdl_shrink)
-    planes = torch.empty(plan.planes, dtype=torch.float32, device=sets.x.device)
+    partials = torch.empty(plan.partials, dtype=torch.float32, device=sets.x.device)
 
     def call(i: int) -> None:
-        plan.shrink.run(sets.x[i], sets.stacked_a[i], planes, step, ranks, True, 1.0)
-        plan.expand.run(planes, sets.stacked_b[i], sets.y[i], step, ranks, True)
+        plan.shrink.run(sets.x[i], sets.stacked_a[i], partials, step, ranks, True, 1.0)
+        plan.expand.run(partials, sets.stacked_b[i], sets.y[i], step, ranks, True)
 
     return call
 

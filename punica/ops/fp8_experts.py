@@ -20,7 +20,7 @@ from torch import Tensor
 
 from punica.ops.checks import check_dtype
 from punica.ops.fp8_checks import Scheme
-from punica.ops.quant import FP8_DTYPES, FP8_MAX, widened
+from punica.ops.quant import FP8_DTYPES, FP8_MAX, upcast
 
 
 class Fp8Experts(NamedTuple):
@@ -98,7 +98,7 @@ def _check_row_scales(name: str, scale: Any, rows: int, k: int, scheme: Scheme, 
 
 def real_weight(stored: Tensor, scale: Tensor, slot: int, expert: int, scheme: Scheme) -> Tensor:
     """``[N, K]`` float32 of an expert of an adapter."""
-    weight, own = widened(stored[slot, expert]), scale[slot, expert]
+    weight, own = upcast(stored[slot, expert]), scale[slot, expert]
     if scheme.block_wise:
         own = own.reshape(own.shape[:2]).repeat_interleave(scheme.group_n, 0)[: weight.shape[0]]
         return weight * own.repeat_interleave(scheme.group_k, 1)[:, : weight.shape[1]]

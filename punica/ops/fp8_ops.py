@@ -38,7 +38,7 @@ from punica.ops.fp8_checks import (
     forms_of,
     is_plain,
 )
-from punica.ops.quant import FP8_DTYPES, quantize_per_token, widened
+from punica.ops.quant import FP8_DTYPES, quantize_per_token, upcast
 
 
 def shrink_fp8(
@@ -264,7 +264,7 @@ def _real_rows(x: Tensor, a_scale: Tensor | None, scheme: Scheme) -> Tensor:
 
 def _real_weight(stacked: Tensor, scales: Tensor, slot: int, scheme: Scheme) -> Tensor:
     """Slot ``slot`` of the weights as float32 ``[N, K]``."""
-    weight, scale = widened(weights_3d(stacked, "weights")[slot]), scales[slot]
+    weight, scale = upcast(weights_3d(stacked, "weights")[slot]), scales[slot]
     if scheme.block_wise:
         scale = scale.reshape(scale.shape[-2:])
         scale = scale.repeat_interleave(scheme.group_n, 0)[: weight.shape[0]]

@@ -107,12 +107,12 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> 
     return q.float() * scale[..., None]
 
 
-def widened(q: Tensor) -> Tensor:
+def upcast(q: Tensor) -> Tensor:
     """FP8 values as float32, without a scale: what ``q.float()`` gives, on a CPU three times as fast for e4m3."""
     if q.dtype != E4M3 or q.device.type != "cpu":
         return q.float()
     if q.ndim > 1 and not q.is_contiguous() and q.mT.is_contiguous():
-        return widened(q.mT).mT  # in the order of memory
+        return upcast(q.mT).mT  # in the order of memory
     return _E4M3_VALUES.index_select(0, q.reshape(-1).view(torch.uint8).int()).view(q.shape)
 
 

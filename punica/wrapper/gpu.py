@@ -83,7 +83,7 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
     ) -> bool:  # fmt: skip
         if self._experts.options.batch_invariant or (use_tuned_config and self._experts.is_tuned()):
             return super()._stand_alone(pairs, mapping, experts, slots, use_tuned_config, lora_a, lora_b)
-        return self._experts.stand_alone(pairs, self._active(mapping, slots), experts, lora_a, lora_b)
+        return self._experts.use_naive_assignment(pairs, self._active(mapping, slots), experts, lora_a, lora_b)
 
     def _block_size(
         self, pairs: int, mapping: torch.Tensor, experts: int, use_tuned_config: bool, x: torch.Tensor,

@@ -11,8 +11,8 @@ from punica.ops.quant import (
     quantize_per_channel,
     quantize_per_tensor,
     quantize_per_token,
+    upcast,
     validate_scales,
-    widened,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,7 +86,7 @@ def test_widened_is_the_plain_cast(dtype):
     """All 256 values, NaN among them, in any layout."""
     q = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
     for stored in (q, q.T, q[:, ::2], q[0], q[:0]):
-        assert torch.equal(widened(stored).nan_to_num(nan=7e5), stored.float().nan_to_num(nan=7e5))
+        assert torch.equal(upcast(stored).nan_to_num(nan=7e5), stored.float().nan_to_num(nan=7e5))
 
 
 class TestPerToken:

@@ -11,10 +11,10 @@ for shrinks, and for shrink and expand these extras of the kernels in this packa
 | ``short_k`` | shrink, tiles | above 0: only for long segments; rows of short ones singly, so much of K at once |
 | ``short_n`` | expand, tiles | the same, in blocks of so many columns |
 | ``ahead`` | expand | weights are read before the true rank is known |
-| ``fetch_y`` | expand, tiles | while shrink runs, y is brought to the L2 cache (of loops; not ``in_words``) |
+| ``prefetch_y`` | expand, tiles | while shrink runs, y is brought to the L2 cache (of loops; not ``in_words``) |
 | ``together`` | shrink, tiles | the ranks of all slices side by side, x read once for all of them |
-| ``weights_left`` | both, tiles | weights are the left operand of the tensor cores |
-| ``in_words`` | expand, tiles | B in FP8 is read four columns to a word (not with ``weights_left``) |
+| ``swap_ab`` | both, tiles | weights are the left operand of the tensor cores |
+| ``in_words`` | expand, tiles | B in FP8 is read four columns to a word (not with ``swap_ab``) |
 
 A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
 nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k
@@ -60,21 +60,21 @@ OP_TYPES = (
 )
 # What the keys that a tuned file may leave out are then.
 OPTIONAL_KEYS: dict[str, Config] = {
-    "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "weights_left": False, "together": False},
+    "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "swap_ab": False, "together": False},
     "expand": {
         "row_wise": False,
         "tiles_n": 1,
         "short_n": 0,
-        "weights_left": False,
+        "swap_ab": False,
         "ahead": False,
-        "fetch_y": False,
+        "prefetch_y": False,
         "in_words": False,
     },
 }
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
 _COUNTS = ("num_warps", "num_stages")
-_SWITCHES = ("row_wise", "weights_left", "together", "ahead", "fetch_y", "in_words")
+_SWITCHES = ("row_wise", "swap_ab", "together", "ahead", "prefetch_y", "in_words")
 
 
 def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str:
@@ -210,23 +210,23 @@ def get_lora_op_configs(
 @functools.lru_cache(maxsize=65536)
 def choose(
     op_type: str, shape: StepShape, rows: int, hidden_size: int, rank: int, num_slices: int, options: Options,
-    add_inputs: bool | None = None, planes: int = 1, row_major: bool = True, listed: bool = True,
+    add_inputs: bool | None = None, partials: int = 1, row_major: bool = True, listed: bool = True,
 ) -> Config:  # fmt: skip
-    """What the ops ask: the configuration for ``rows`` rows of a step; for expand, how many ``planes`` it adds up and
+    """What the ops ask: the configuration for ``rows`` rows of a step; for expand, how many ``partials`` it adds up and
     how B is stored; for shrink, whether tiles are ``listed``. Shared by all who ask alike: not to be changed.
     """
     sizes = (hidden_size, rank, num_slices)
     tuned_dir, segments = options.tuned_dir, shape.adapters
     return _chosen(
         op_type, shape, segments, rows, *sizes, add_inputs, None, tuned_dir, options.batch_invariant,
-        planes, row_major, listed,
+        partials, row_major, listed,
     )  # fmt: skip
 
 
 def _chosen(
     op_type: str, shape: StepShape, segments: int, rows: int, hidden_size: int, rank: int, num_slices: int,
     add_inputs: bool | None, moe_size: int | None, tuned_dir: str | None, batch_invariant: bool,
-    planes: int = 1, row_major: bool = True, listed: bool = True,
+    partials: int = 1, row_major: bool = True, listed: bool = True,
 ) -> Config:  # fmt: skip
     sizes: tuple[int, ...] = (rows, hidden_size, rank) if op_type == "shrink" else (rows, rank, hidden_size)
     if moe_size is not None:
@@ -242,4 +242,4 @@ def _chosen(
             return found
         path = _table_path(op_type, add_inputs, tuned_dir)
         _warn_once(f"tuned LoRA kernel table {path} has nothing for {num_slices} slices: defaults are used")
-    return rule(op_type, shape, rows, hidden_size, rank, num_slices, batch_invariant, planes, row_major, listed)
+    return rule(op_type, shape, rows, hidden_size, rank, num_slices, batch_invariant, partials, row_major, listed)

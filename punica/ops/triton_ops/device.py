@@ -29,7 +29,7 @@ def pick(values, index, COUNT: tl.constexpr):
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
+def pdl_launch_dependents(PDL: tl.constexpr):
     """With early launch: the kernel behind may start, once all programs of this one have come here or ended.
 
     Ahead of its own wait it must read nothing that this kernel writes; or any further in front, where this one has not
@@ -40,17 +40,17 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def wait_for_front(PDL: tl.constexpr):
+def pdl_launch_then_wait(PDL: tl.constexpr):
     """With early launch: let the kernel behind start, then wait for the one in front. In this order the one behind is
     there, and has asked for its weights, when a short kernel ends.
     """
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def wait_at_last(PDL: tl.constexpr, always):
+def pdl_wait(PDL: tl.constexpr, always):
     """With early launch: wait for the kernel in front, with everything above done. ``always``: a condition that holds,
     of arguments of the kernel, so that the compiler does not know that it does. Without a branch it moves what needs
     numbers that are still being loaded, the addresses of a whole tile, behind the wait, where nothing hides it.
@@ -61,7 +61,7 @@ def wait_at_last(PDL: tl.constexpr, always):
 
 
 @triton.jit
-def hold_loads(PDL: tl.constexpr):
+def pdl_wait_or_barrier(PDL: tl.constexpr):
     """Everything loaded above is under way before anything below: with PDL that waits for the kernel in front. Without
     a barrier, the compiler spares registers by loading one vector after the other.
     """
@@ -77,7 +77,7 @@ _PREFETCH = tl.constexpr(
 
 
 @triton.jit
-def bring_to_cache(ptrs, mask):
+def prefetch_l2(ptrs, mask):
     """Let the lines of 128 bytes at ``ptrs`` move to the L2 cache; nothing waits for them, and what another kernel
     writes there afterwards is read as it then is. Fewer lines than threads are asked for several times. Not in the
     interpreter.
@@ -122,9 +122,9 @@ def read_record(record):
 
 
 @triton.jit
-def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTS_LEFT: tl.constexpr):
-    """Zeros for `dot`, [ROWS, COLUMNS], or the other way round with WEIGHTS_LEFT."""
-    if WEIGHTS_LEFT:
+def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr):
+    """Zeros for `dot`, [ROWS, COLUMNS], or the other way round with SWAP_AB."""
+    if SWAP_AB:
         zeros = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
         zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -132,28 +132,28 @@ def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTS_LEFT: tl.cons
 
 
 @triton.jit
-def result(acc, WEIGHTS_LEFT: tl.constexpr):
+def result(acc, SWAP_AB: tl.constexpr):
     """What `dot` accumulated, [ROWS, COLUMNS]."""
-    if WEIGHTS_LEFT:
+    if SWAP_AB:
         acc = tl.trans(acc)
     return acc
 
 
 @triton.jit
-def dot(a, b, acc, WEIGHTS_LEFT: tl.constexpr, INTERPRETED: tl.constexpr):
+def dot(a, b, acc, SWAP_AB: tl.constexpr, INTERPRETED: tl.constexpr):
     """acc + a @ b in float32, a [ROWS, K], b [K, COLUMNS]; float32 operands take IEEE products. Every row's result
     depends on that row of `a` alone, also in the interpreter, whose own product depends on the row's position (and
     multiplies bfloat16 as integers).
 
-    WEIGHTS_LEFT: the tensor cores get the product transposed, so that rows are their right operand, which may be as
+    SWAP_AB: the tensor cores get the product transposed, so that rows are their right operand, which may be as
     narrow as 8, and the instruction is chosen by the block of weights alone.
     """
     if INTERPRETED:
         products = tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
-        if WEIGHTS_LEFT:
+        if SWAP_AB:
             products = tl.trans(products)
         acc += products
-    elif WEIGHTS_LEFT:
+    elif SWAP_AB:
         acc = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision="ieee")
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee")
@@ -176,22 +176,22 @@ def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def read_shrunk(h_ptrs, mask, stride_hp, PLANES: tl.constexpr):
-    """Sum of the planes that a split shrink left at `h_ptrs`, always in ascending order: the same bits every run."""
+def read_shrunk(h_ptrs, mask, stride_hp, PARTIALS: tl.constexpr):
+    """Sum of the partials that a split shrink left at `h_ptrs`, always in ascending order: the same bits every run."""
     total = tl.load(h_ptrs, mask=mask, other=0.0).to(tl.float32)
-    for plane in tl.static_range(1, PLANES):
-        total += tl.load(h_ptrs + plane * stride_hp, mask=mask, other=0.0).to(tl.float32)
+    for partial in tl.static_range(1, PARTIALS):
+        total += tl.load(h_ptrs + partial * stride_hp, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
 def read_shrunk_rows(
-    h_ptrs, mask, lanes, rank, stride_hp, PLANES: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
+    h_ptrs, mask, lanes, rank, stride_hp, PARTIALS: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[rows, lanes] of what shrink left, in DTYPE. Unless WHOLE `mask` reaches beyond the rank, to the end of a vector,
     and what lies there is dropped.
     """
-    h = read_shrunk(h_ptrs, mask, stride_hp, PLANES)
+    h = read_shrunk(h_ptrs, mask, stride_hp, PARTIALS)
     if not WHOLE:
         h = tl.where((lanes < rank)[None, :], h, 0.0)
     return h.to(DTYPE)

@@ -113,7 +113,7 @@ def pick_from(values, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def widened(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def upcast(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """`stored` as DTYPE, exactly, NaN as NaN; FORMAT 0: it is wide already. To bfloat16 through float32, two
     instructions for a value: from FP8 itself the compiler takes one that runs at a quarter of their rate.
     """

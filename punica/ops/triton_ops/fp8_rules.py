@@ -24,7 +24,7 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
     """For ``config``, the 16-bit choice for ``rows`` rows of a step."""
     if config["row_wise"]:
         return _shrink_rows(config, shape, rows, rank)
-    if config["weights_left"] or is_mixed(shape) or rows < 256:
+    if config["swap_ab"] or is_mixed(shape) or rows < 256:
         return config
     if block_at_least(rank) <= 32:  # stages of half the bytes
         return config | {"num_stages": 6 if rows < (8192 if rank <= 16 else 1024) else 5}
@@ -32,7 +32,7 @@ def shrink_in_fp8(config: Config, shape: StepShape, rows: int, rank: int) -> Con
     # early, programs find multiprocessors unevenly free: of few adapters, whose tiles are high, so many stages leave no
     # room for two on one while another has none.
     stages = config["num_stages"] if rows >= 4096 else 6 if rows >= 1024 else 8
-    return config | {"weights_left": True, "split_k": max(2, config["split_k"]), "num_stages": stages}
+    return config | {"swap_ab": True, "split_k": max(2, config["split_k"]), "num_stages": stages}
 
 
 def _shrink_rows(config: Config, shape: StepShape, rows: int, rank: int) -> Config:
@@ -50,16 +50,16 @@ def expand_in_fp8(
     config: Config, shape: StepShape, rows: int, widths: Sequence[int], rank: int, out_bytes: int
 ) -> Config:  # fmt: skip
     """The same, of slices with so many columns, of outputs with so many bytes each."""
-    config = config | {"fetch_y": False}
+    config = config | {"prefetch_y": False}
     if config["row_wise"]:
         return _expand_rows(config, rows, widths, rank)
-    if config["weights_left"]:
+    if config["swap_ab"]:
         return config | {"num_stages": max(2, config["num_stages"])}
     if is_mixed(shape):
         return config | {"short_n": min(512 * config["num_warps"], block_at_least(max(widths), 32))}
     lanes = block_at_least(rank)
     if rows < 256:
-        return config | ({"num_warps": 1} if lanes <= 16 else {"weights_left": True, "tiles_n": 2})
+        return config | ({"num_warps": 1} if lanes <= 16 else {"swap_ab": True, "tiles_n": 2})
     if out_bytes == 2 and _gains_by_words(shape, rows, len(widths), lanes):
         return config | _expand_in_words(config["block_m"], shape, rows, widths, lanes)
     if rows < 1024:

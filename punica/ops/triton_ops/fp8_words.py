@@ -14,13 +14,13 @@ from torch import Tensor
 
 from punica.ops.triton_ops.device import (
     dot,
-    hold_loads,
-    let_next_start,
+    pdl_launch_dependents,
+    pdl_launch_then_wait,
+    pdl_wait_or_barrier,
     read_shrunk,
     read_shrunk_rows,
-    wait_for_front,
 )
-from punica.ops.triton_ops.fp8_device import channel_scales, widened
+from punica.ops.triton_ops.fp8_device import channel_scales, upcast
 
 
 def fill_words(widths: Sequence[int]) -> bool:
@@ -90,7 +90,7 @@ def _unpacked(words, FORMAT: tl.constexpr):
 
 @triton.jit
 def _byte(words, place: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    return widened(((words >> (8 * place)) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
+    return upcast(((words >> (8 * place)) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def expand_row_in_words(
     """One row x COLUMNS columns, LANES ranks at a time as far as the true rank goes: the next ones are fetched before
     these are summed, and ``ahead`` the first ones before the true rank is known.
 
-    place: slice, slot and row; block: first column and width of the slice; strides: of h along planes and ranks.
+    place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
     """
     QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
@@ -150,12 +150,12 @@ def expand_row_in_words(
     before = tl.zeros([COLUMNS], tl.float32)
     if SHAPE.add and not TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    let_next_start(TILE.pdl)
-    hold_loads(TILE.pdl)
+    pdl_launch_dependents(TILE.pdl)
+    pdl_wait_or_barrier(TILE.pdl)
     if SHAPE.add and TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.planes)
+    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
     first = tl.zeros([COLUMNS // 4], tl.float32)
     second, third, fourth = first, first, first
     for _ in tl.range(0, rank if SHAPE.rank > LANES else 1, LANES):
@@ -167,7 +167,7 @@ def expand_row_in_words(
             word_ptrs += LANES * width_w
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
-            h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.planes)
+            h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
         a, b, c, d = _wide_words(these, QUANT.format, NATIVE)
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
@@ -207,8 +207,8 @@ def expand_tile_in_words(
     mask_h = mask_m[:, None] & (offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector)[None, :]
     h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)  # until the first turn, for the loop to carry
     if TILE.late:
-        wait_for_front(TILE.pdl)
-        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.planes, False, DTYPE)
+        pdl_launch_then_wait(TILE.pdl)
+        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.partials, False, DTYPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         mask_n = offs_n < (1 << 30 if TILE.even_n else width)
         mask_w = (offs_w < (1 << 30 if TILE.even_n else width_w))[None, :]
@@ -217,8 +217,8 @@ def expand_tile_in_words(
             before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
         if not TILE.late:  # noqa: SIM102 (TILE.late is decided at compile time)
             if step == 0:
-                wait_for_front(TILE.pdl)
-                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.planes, False, DTYPE)
+                pdl_launch_then_wait(TILE.pdl)
+                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.partials, False, DTYPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE.slices, QUANT)
         a, b, c, d = _operands_of(words, QUANT.format, NATIVE, DTYPE)

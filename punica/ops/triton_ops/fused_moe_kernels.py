@@ -1,7 +1,7 @@
 """The two kernels of two-stage fused MoE LoRA; `fused_moe_lora` plans and launches them.
 
-    shrink:  h[split, s, i] = x_i[its part of K] @ A_s[l, e]^T            fp32 planes [splits, n, T*k, R]
-    expand:  y[i, o + s*N :] (+)= w_i * (sum of planes of h[s, i]) @ B_s[l, e]^T
+    shrink:  h[split, s, i] = x_i[its part of K] @ A_s[l, e]^T            fp32 partials [splits, n, T*k, R]
+    expand:  y[i, o + s*N :] (+)= w_i * (sum of partials of h[s, i]) @ B_s[l, e]^T
 
 for the pairs i of every tile (l, e). Two forms each, as in `lora_shrink` and `lora_expand`:
 
@@ -76,9 +76,7 @@ def _shrink_rows(
             a_step = tl.load(a_ptrs + jump, mask=mask_a_step, other=0.0)
             x_step = tl.load(x_ptr + row * stride_xt + offs_step * stride_xk, mask=mask_step, other=0.0)
             real_x = real_rows(x_step, operands, row, offs_step, mask_step, NUM_SLICES, READ, tl.float32)
-            real_a = real_weights(
-                a_step, scale_ptr, offs_r[:, None], offs_step[None, :], mask_a_step, READ, tl.float32
-            )
+            real_a = real_weights(a_step, scale_ptr, offs_r[:, None], offs_step[None, :], mask_a_step, READ, tl.float32)
             product += real_a * real_x[None, :]
         out_ptrs = out_ptr + pair * R + offs_r
         if not NAIVE:  # fetch the next pair's row before this one's sum is formed
@@ -160,8 +158,8 @@ def moe_shrink_kernel(
     )
     ranks = rank_table(ranks_ptr, slice_id, num_slots, BLOCK_SLOTS, HAS_RANKS)
     ranks_next = rank_table(ranks_ptr, NUM_SLICES - 1 if JOINED else slice_id, num_slots, BLOCK_SLOTS, HAS_RANKS)
-    plane = pairs.to(tl.int64) * R
-    out_ptr += (pid_k * NUM_SLICES + slice_id) * plane
+    partial = pairs.to(tl.int64) * R
+    out_ptr += (pid_k * NUM_SLICES + slice_id) * partial
     if PDL:  # noqa: SIM102 (PDL is decided at compile time)
         if (tl.program_id(0) == 0) & (tile >= total):  # one waiting program keeps a kernel behind the one in front
             tl.extra.cuda.gdc_wait()
@@ -186,7 +184,7 @@ def moe_shrink_kernel(
                 rows, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
                 _shrink_tile(
                     x_ptr, a_ptrs, pick(a_ptrs, slice_id, NUM_SLICES) + weights, a_ptrs[NUM_SLICES - 1] + weights,
-                    scale_ptr, scales_at(a_ptrs, NUM_SLICES - 1, index, NUM_SLICES, READ), out_ptr, out_ptr + plane,
+                    scale_ptr, scales_at(a_ptrs, NUM_SLICES - 1, index, NUM_SLICES, READ), out_ptr, out_ptr + partial,
                     rows, valid, rank, rank_next, pid_k, first_r, stride_xt, stride_xk,
                     K, R, FACTOR, NUM_SLICES, JOINED, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT_K, NUM_STAGES, READ, PDL,
                     INTERPRET,
@@ -200,9 +198,9 @@ def moe_shrink_kernel(
 
 @triton.jit
 def _expand_rows(
-    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, plane, stride_y,
+    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, partial, stride_y,
     R: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    PLANES: tl.constexpr, NAIVE: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr,
+    PARTIALS: tl.constexpr, NAIVE: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr,
     VECTOR: tl.constexpr, READ: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The tile's pairs x BLOCK_N columns, whose weights are read once, and asked for before the pairs are known."""
@@ -221,7 +219,7 @@ def _expand_rows(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for lane in tl.range(0, num_rows):
-        h = live(read_shrunk(h_ptr + pair * R + offs_r, mask_r, plane, PLANES), offs_r, rank, HAS_RANKS)
+        h = live(read_shrunk(h_ptr + pair * R + offs_r, mask_r, partial, PARTIALS), offs_r, rank, HAS_RANKS)
         if WEIGHTED:
             h *= tl.load(weights_ptr + pair).to(tl.float32)
         real_b = real_weights(b, scale_ptr, offs_n[:, None], offs_r[None, :], mask_b, READ, tl.float32)
@@ -240,9 +238,9 @@ def _expand_rows(
 
 @triton.jit
 def _expand_tile(
-    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, rows, valid, rank, first_n, plane, stride_y,
+    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, rows, valid, rank, first_n, partial, stride_y,
     R: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr,
+    TILES_N: tl.constexpr, NUM_STAGES: tl.constexpr, PARTIALS: tl.constexpr, WEIGHTED: tl.constexpr,
     ADD: tl.constexpr, HAS_RANKS: tl.constexpr, VECTOR: tl.constexpr, READ: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +269,7 @@ def _expand_tile(
     if WEIGHTED:
         factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
     if BLOCK_R >= R:
-        h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], plane, PLANES)
+        h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], partial, PARTIALS)
         h = live(h, offs_r[None, :], rank, HAS_RANKS)
         for _ in tl.range(0, TILES_N, num_stages=NUM_STAGES):
             if not AT_ONCE:
@@ -298,7 +296,7 @@ def _expand_tile(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first_r in tl.range(0, rank, BLOCK_R, num_stages=NUM_STAGES):
                 lanes, left = offs_r < read - first_r, rank - first_r
-                h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], plane, PLANES)
+                h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], partial, PARTIALS)
                 h = live(h, offs_r[None, :], left, HAS_RANKS)
                 mask_b = lanes[:, None] & mask_n
                 b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)
@@ -322,7 +320,7 @@ def moe_expand_kernel(
     R: tl.constexpr, N: tl.constexpr, OFFSET: tl.constexpr, NUM_SLICES: tl.constexpr, NAIVE: tl.constexpr,
     HAS_IDS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, TILES_N: tl.constexpr, GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PLANES: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr,
+    PARTIALS: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr, HAS_RANKS: tl.constexpr,
     VECTOR: tl.constexpr, READ: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Tiles x (runs of TILES_N column blocks, slices), as `moe_shrink_kernel`. With PDL it starts while shrink runs:
@@ -335,7 +333,7 @@ def moe_expand_kernel(
         counts_ptr, enabled_ptr, ids_ptr, pairs, padded, num_slots, BLOCK_M, BLOCK_SLOTS, NAIVE, HAS_IDS
     )
     ranks = rank_table(ranks_ptr, slice_id, num_slots, BLOCK_SLOTS, HAS_RANKS)
-    plane = pairs.to(tl.int64) * (R * NUM_SLICES)
+    partial = pairs.to(tl.int64) * (R * NUM_SLICES)
     h_ptr += slice_id * (pairs.to(tl.int64) * R)
     y_ptr += OFFSET + slice_id * N
     if PDL:  # noqa: SIM102 (PDL is decided at compile time)
@@ -353,15 +351,15 @@ def moe_expand_kernel(
             scale_ptr = scales_at(b_ptrs, slice_id, index, NUM_SLICES, READ)
             if ROWS:
                 _expand_rows(
-                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, plane,
-                    stride_y, R, N, BLOCK_M, BLOCK_N, BLOCK_R, PLANES, NAIVE, WEIGHTED, ADD, HAS_RANKS, VECTOR, READ,
+                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, sorted_ptr, first, pairs, rank, first_n, partial,
+                    stride_y, R, N, BLOCK_M, BLOCK_N, BLOCK_R, PARTIALS, NAIVE, WEIGHTED, ADD, HAS_RANKS, VECTOR, READ,
                     PDL,
                 )  # fmt: skip
             else:
                 rows, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
                 _expand_tile(
-                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, rows, valid, rank, first_n, plane, stride_y,
-                    R, N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PLANES, WEIGHTED, ADD, HAS_RANKS, VECTOR,
+                    h_ptr, b_ptr, scale_ptr, y_ptr, weights_ptr, rows, valid, rank, first_n, partial, stride_y,
+                    R, N, BLOCK_M, BLOCK_N, BLOCK_R, TILES_N, NUM_STAGES, PARTIALS, WEIGHTED, ADD, HAS_RANKS, VECTOR,
                     READ, PDL, INTERPRET,
                 )  # fmt: skip
         else:

@@ -4,8 +4,8 @@
 
 (`punica.ops.reference.fused_moe_lora` says it in full.) Three paths with one meaning:
 
-* **two stage** (`fused_moe_kernels`): shrink leaves fp32 planes, expand sums them; the planes may meet those of other
-  ranks in between (fully sharded);
+* **two stage** (`fused_moe_kernels`): shrink leaves fp32 partials, expand sums them; those of all
+  ranks may be added in between (fully sharded);
 * **one shot** and **small batch** (`fused_moe_single`): one launch, where shrinking again is cheap or not needed.
 
 `moe_rules` chooses, `moe_plan` makes the launches. Nothing is added atomically, and what a pair gets depends on nothing
@@ -78,7 +78,7 @@ def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
     where = _where(given)
     aligned = all_aligned(x, given.output, *a, *b)
     with on_device(given.x.get_device()):
-        if plan.planes is not None:
+        if plan.partials is not None:
             _run_two_stage(plan, given, switches, (x, a, b), where, aligned)
         elif len(plan.numbers[0]) == 6:  # a list of work items, without alignment
             _, experts, _, mapping, enabled, _, ranks = where
@@ -103,16 +103,16 @@ def _run_two_stage(
 ) -> None:  # fmt: skip
     (shrink, expand), (x, a, b), fp8 = plan.launches, operands, given.fp8
     fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
-    planes = fill(plan.planes, dtype=torch.float32, device=given.x.device)  # type: ignore[arg-type]
-    shrink((x, a, planes, *where), plan.numbers[0], aligned)
+    partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)  # type: ignore[arg-type]
+    shrink((x, a, partials, *where), plan.numbers[0], aligned)
     if switches.fully_sharded:
         ranks = collectives.current()
-        planes = ranks.all_reduce(planes) if plan.form.rank == plan.form.full_rank else ranks.all_gather(planes)
-        planes = planes.contiguous()  # gathered from one rank of A each, a view of what arrived
+        partials = ranks.all_reduce(partials) if plan.form.rank == plan.form.full_rank else ranks.all_gather(partials)
+        partials = partials.contiguous()  # gathered from one rank of A each, a view of what arrived
     if fp8 is not None and fp8.h_scale is not None:
-        planes = rounded(planes.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
-    tensors = (planes, b, given.output, given.topk_weights, *where)
-    expand(tensors, plan.numbers[1], aligned and all_aligned(planes))
+        partials = rounded(partials.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
+    tensors = (partials, b, given.output, given.topk_weights, *where)
+    expand(tensors, plan.numbers[1], aligned and all_aligned(partials))
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------

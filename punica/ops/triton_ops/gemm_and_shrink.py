@@ -1,6 +1,6 @@
 """The base product of a few rows and their shrink, in one launch: both read ``x``, both wait for their weights.
 
-    y[t] = W x[t] + bias            planes[split, i, t] = scaling * A_i[slot(t)] x[t], as `lora_shrink` leaves them
+    y[t] = W x[t] + bias            partials[split, i, t] = scaling * A_i[slot(t)] x[t], as `lora_shrink` leaves them
 
 Programs of two kinds stand in one grid: tiles of the base product (`skinny_gemm`) and, behind them, rows of the shrink
 (`lora_shrink`). Beside the bytes of a projection those of a few ranks are few, and the shrink's many short programs
@@ -39,7 +39,7 @@ from punica.ops.triton_ops.backbone.skinny_gemm import (
 from punica.ops.triton_ops.device import INDEX_POINTERS
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import Launch, block_at_least, multiprocessors
-from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkTile, plane_rank, shrink_row, stored_shape
+from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkTile, partial_rank, shrink_row, stored_shape
 from punica.ops.triton_ops.plan import Batch
 
 MOST_RANKS = 16
@@ -90,14 +90,14 @@ class GemmAndShrinkPlan(NamedTuple):
     counts: tuple[int, int, int]
 
     def run(
-        self, x: Tensor, base: Sequence[Tensor], y: Tensor, lora_a: Sequence[Tensor], planes: Tensor, batch: Batch,
+        self, x: Tensor, base: Sequence[Tensor], y: Tensor, lora_a: Sequence[Tensor], partials: Tensor, batch: Batch,
         lora_ranks: Tensor | None, aligned: bool, scale: float,
     ) -> None:  # fmt: skip
         """Launch; ``base``: weight, and bias if it has one."""
         mapping = batch.tensors[0]
         ranks = mapping if lora_ranks is None else lora_ranks
         sums = split_workspace(y, base[0], self.form)
-        tensors = (x, (base[0], base[-1], y), sums, tuple(lora_a), planes, mapping, ranks)
+        tensors = (x, (base[0], base[-1], y), sums, tuple(lora_a), partials, mapping, ranks)
         self.launch(tensors, (*self.counts, scale), aligned)
 
 
@@ -162,7 +162,7 @@ def plan_gemm_and_shrink(
     row = RowTile(block_r, triton.cdiv(a.rank, block_r), config["block_k"])
     constants = {
         "GEMM": gemm_tiles(form, x, base.weight, pdl),
-        "SHAPE": stored_shape(a, plane_rank(a.rank), quant, has_ranks),
+        "SHAPE": stored_shape(a, partial_rank(a.rank), quant, has_ranks),
         "TILE": ShrinkTile(splits, pdl, row),
     }
     gemm_programs = triton.cdiv(base.weight.n, form.block_n) * form.split_k

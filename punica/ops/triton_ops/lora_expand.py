@@ -1,15 +1,15 @@
 """Expand: rank to output size, for every adapter and every slice of the batch in one launch.
 
-    y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 planes [splits, n, T, r]
+    y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 partials [splits, n, T, r]
                                                             B_i [L, N_i, r]
 
-Summing the planes of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is
+Summing the partials of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is
 formed in fp32 and rounded once.
 
 * **rows**: one row x ``BLOCK_N`` columns, multiply and sum. The width of the block in ranks is chosen on the device, so
   that an adapter of rank 8 in a slot of width 64 costs what rank 16 costs, not rank 64.
 * **tiles**: ``BLOCK_M`` rows of one segment on the tensor cores. ``TILES_N > 1`` walks several column blocks with one
-  load of h, so the planes are summed once for all of them. Prefills in FP8 have a form of their own (`fp8_words`).
+  load of h, so the partials are summed once for all of them. Prefills in FP8 have a form of their own (`fp8_words`).
 
 With ``PDL`` the kernel starts while the one in front still runs: B is fetched first, and the old y too unless it is
 ``LATE`` (the one in front may write it), then it waits; or y is brought to the L2 cache (``FETCH``). Else what wrote y
@@ -33,20 +33,20 @@ from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
     accumulator,
-    bring_to_cache,
     dot,
     find_tile,
-    hold_loads,
-    let_next_start,
     max_tiles,
+    pdl_launch_dependents,
+    pdl_launch_then_wait,
+    pdl_wait,
+    pdl_wait_or_barrier,
     pick,
+    prefetch_l2,
     rank_of,
     read_record,
     read_shrunk,
     read_shrunk_rows,
     result,
-    wait_at_last,
-    wait_for_front,
 )
 from punica.ops.triton_ops.fp8_device import (
     WIDE,
@@ -56,7 +56,7 @@ from punica.ops.triton_ops.fp8_device import (
     block_scaled,
     channel_scales,
     row_scaled,
-    widened,
+    upcast,
 )
 from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
@@ -69,7 +69,7 @@ class ExpandShape(NamedTuple):
     """Shape and storage of B, h and y, and options of the call: a constexpr of the kernels.
 
     widths, columns: columns of each slice, and the first of them in y. row_major: B_i is stored [width, rank], else
-    rank after rank. vector: ranks that one load takes. planes: of h, added up. add: to y, else y is overwritten.
+    rank after rank. vector: ranks that one load takes. partials: of h, added up. add: to y, else y is overwritten.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class ExpandShape(NamedTuple):
     quant: Quant
     row_major: bool
     vector: int
-    planes: int
+    partials: int
     has_ranks: bool
     add: bool
 
@@ -119,7 +119,7 @@ class ExpandTile(NamedTuple):
     words: bool = False
     stages: int = 1
     ahead: bool = False
-    left: bool = False
+    swap_ab: bool = False
     tiles_at: int = 0
     rows_at: int = 0
     segments: int = 0
@@ -144,13 +144,13 @@ def _column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.constexpr):
-    """[ranks] of one row of what shrink left, as float32: the sum of its planes, or FP8 values times their scales."""
+    """[ranks] of one row of what shrink left, as float32: the sum of its partials, or FP8 values times their scales."""
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.x_format > 0:
-        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, tl.float32)
+        h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, tl.float32)
         h = row_scaled(h, operands, row, offs_r, mask, SHAPE.slices, QUANT)
     else:
-        h = read_shrunk(h_ptrs, mask, stride_hp, SHAPE.planes)
+        h = read_shrunk(h_ptrs, mask, stride_hp, SHAPE.partials)
     return h
 
 
@@ -159,10 +159,10 @@ def _shrunk_rows(h_ptrs, mask, lanes, rank, stride_hp, WHOLE: tl.constexpr, DTYP
     """[rows, ranks] of what shrink left, in DTYPE; FP8 values without their scales."""
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.x_format > 0:
-        h = widened(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, DTYPE)
+        h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, DTYPE)
         h = tl.where((lanes < rank)[None, :], h, 0.0)
     else:
-        h = read_shrunk_rows(h_ptrs, mask, lanes, rank, stride_hp, SHAPE.planes, WHOLE, DTYPE)
+        h = read_shrunk_rows(h_ptrs, mask, lanes, rank, stride_hp, SHAPE.partials, WHOLE, DTYPE)
     return h
 
 
@@ -202,15 +202,15 @@ def _expand_row(
     old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
     if SHAPE.add and not TILE.late:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    let_next_start(TILE.pdl)
-    hold_loads(TILE.pdl)
+    pdl_launch_dependents(TILE.pdl)
+    pdl_wait_or_barrier(TILE.pdl)
     if SHAPE.add and TILE.late:
         old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
     h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)
     if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
-        weights = widened(b, QUANT.format, tl.float32)
+        weights = upcast(b, QUANT.format, tl.float32)
         if QUANT.group_k > 0:
             mask_b = mask_n[:, None] & mask_read[None, :]
             weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask_b, SHAPE.slices, QUANT)
@@ -238,7 +238,7 @@ def _products(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.con
     QUANT: tl.constexpr = SHAPE.quant
     slice_id, slot, _ = place
     if QUANT.format > 0:
-        weights = tl.where(live[None, :], widened(b, QUANT.format, tl.float32), 0.0)
+        weights = tl.where(live[None, :], upcast(b, QUANT.format, tl.float32), 0.0)
         mask = mask_n[:, None] & live[None, :]
         if QUANT.group_k > 0:
             weights = block_scaled(weights, operands, slice_id, slot, offs_n, offs_r, mask, SHAPE.slices, QUANT)
@@ -257,7 +257,7 @@ def _expand_row_by_ranks(
     next ones are fetched before these are summed, and ``ahead`` the first ones before the true rank is known. Up to 16
     LANES are held by one thread for its columns: no sum leaves it.
 
-    place: slice, slot and row; block: first column and width of the slice; strides: of h along planes and ranks.
+    place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
     """
     QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
@@ -274,8 +274,8 @@ def _expand_row_by_ranks(
     before = tl.zeros([COLUMNS], tl.float32)
     if SHAPE.add and not TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    let_next_start(TILE.pdl)
-    hold_loads(TILE.pdl)
+    pdl_launch_dependents(TILE.pdl)
+    pdl_wait_or_barrier(TILE.pdl)
     if SHAPE.add and TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     total = tl.zeros([COLUMNS], tl.float32) if QUANT.format > 0 else before
@@ -298,13 +298,13 @@ def _expand_row_by_ranks(
 
 @triton.jit
 def _expand_row_of(
-    tensors, operands, ranks_ptr, row, slot, block, idle_waits, num_slots, strides,
+    tensors, operands, ranks_ptr, row, slot, block, pdl_anchor, num_slots, strides,
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row x a block of columns of one slice. With a row-major B the true rank chooses among the ascending ``lanes``
     the width in ranks of a block, and with it in how many ``steps`` the columns are taken: a program's blocks hold
     about as many elements either way. ``ahead``: B is read before the true rank is known, all ranks of the slot if it
-    is row-major. ``idle_waits``: this program waits for the kernel in front even without work.
+    is row-major. ``pdl_anchor``: this program waits for the kernel in front even without work.
     """
     QUANT: tl.constexpr = SHAPE.quant
     h_ptr, y_ptr = tensors
@@ -328,7 +328,7 @@ def _expand_row_of(
             _expand_row_by_ranks(given, operands, place, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
     else:
         if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-            if idle_waits:  # one waiting program keeps the kernel behind the one in front of it
+            if pdl_anchor:  # one waiting program keeps the kernel behind the one in front of it
                 tl.extra.cuda.gdc_wait()
 
 
@@ -392,9 +392,9 @@ def _expand_rows_of(
             lines = first_n + tl.arange(0, LINES) * LINE
             mask_lines = lines < tl.minimum(width, first_n + BLOCK_N * TILE.tiles_n)
             line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]
-            bring_to_cache(line_ptrs, mask_m[:, None] & mask_lines[None, :])
-        let_next_start(TILE.pdl)
-        wait_at_last(TILE.pdl, TILE.at_once or stride_hp > 0)  # a block in registers would be waited for first
+            prefetch_l2(line_ptrs, mask_m[:, None] & mask_lines[None, :])
+        pdl_launch_dependents(TILE.pdl)
+        pdl_wait(TILE.pdl, TILE.at_once or stride_hp > 0)  # a block in registers would be waited for first
         if TILE.at_once and SHAPE.add and TILE.late:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         h = _shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, WHOLE, DTYPE, SHAPE)
@@ -417,12 +417,12 @@ def _expand_rows_of(
                 b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
                 if SHAPE.add:
                     old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-            weights = widened(weights, QUANT.format, DTYPE)
+            weights = upcast(weights, QUANT.format, DTYPE)
             if CUT_B:
                 weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
             total = result(
-                dot(h, weights, accumulator(BLOCK_M, BLOCK_N, TILE.left), TILE.left, TILE.interpret),
-                TILE.left,
+                dot(h, weights, accumulator(BLOCK_M, BLOCK_N, TILE.swap_ab), TILE.swap_ab, TILE.interpret),
+                TILE.swap_ab,
             )
             if QUANT.has_a:
                 total *= tl.load(activation_scale_ptrs(operands, rows, SHAPE.slices, QUANT))[:, None]
@@ -434,10 +434,10 @@ def _expand_rows_of(
                 total += before
             tl.store(out_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not SHAPE.add)))
     else:
-        wait_for_front(TILE.pdl)
+        pdl_launch_then_wait(TILE.pdl)
         for _ in tl.range(0, TILE.tiles_n):
             mask_n = (offs_n < width)[None, :]
-            acc = accumulator(BLOCK_M, BLOCK_N, TILE.left)
+            acc = accumulator(BLOCK_M, BLOCK_N, TILE.swap_ab)
             if QUANT.group_k > 0:
                 total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, offs_n, SHAPE.slices, QUANT)
@@ -448,13 +448,13 @@ def _expand_rows_of(
                 jump = first_r * (1 if SHAPE.row_major else width)
                 b_mask = (lanes < (rank_read if SHAPE.row_major else rank))[:, None] & mask_n
                 b = tl.load(b_ptrs + jump, mask=b_mask, other=0.0)
-                b = widened(b, QUANT.format, DTYPE)
+                b = upcast(b, QUANT.format, DTYPE)
                 if CUT_B:
                     b = tl.where((lanes < rank)[:, None], b, 0.0)
                 if QUANT.group_k > 0:  # BLOCK_R divides a block of scales
                     part = result(
-                        dot(h, b, accumulator(BLOCK_M, BLOCK_N, TILE.left), TILE.left, TILE.interpret),
-                        TILE.left,
+                        dot(h, b, accumulator(BLOCK_M, BLOCK_N, TILE.swap_ab), TILE.swap_ab, TILE.interpret),
+                        TILE.swap_ab,
                     )
                     block = first_r // QUANT.group_k
                     part *= tl.load(scale_ptrs + block * scale_stride, mask=offs_n < width, other=0.0)[None, :]
@@ -463,9 +463,9 @@ def _expand_rows_of(
                         part *= tl.load(a_scale_ptrs + block * QUANT.a_group)[:, None]
                     total += part
                 else:
-                    acc = dot(h, b, acc, TILE.left, TILE.interpret)
+                    acc = dot(h, b, acc, TILE.swap_ab, TILE.interpret)
             if QUANT.group_k == 0:
-                total = result(acc, TILE.left)
+                total = result(acc, TILE.swap_ab)
                 if QUANT.has_a:
                     total *= tl.load(activation_scale_ptrs(operands, rows, SHAPE.slices, QUANT))[:, None]
             if SHAPE.add:
@@ -486,7 +486,7 @@ def _expand_rows_of(
 
 @triton.jit
 def _expand_tile(
-    tensors, operands, sorted_ptr, ranks_ptr, tile, block, idle_waits, num_slots, strides,
+    tensors, operands, sorted_ptr, ranks_ptr, tile, block, pdl_anchor, num_slots, strides,
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x tiles_n blocks of block_n columns of one slice; words: by `expand_tile_in_words`. ahead,
@@ -521,7 +521,7 @@ def _expand_tile(
             )
     else:
         if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-            if idle_waits:
+            if pdl_anchor:
                 tl.extra.cuda.gdc_wait()
 
 
@@ -619,18 +619,18 @@ def plan_expand(
     offset_start: int, add_inputs: bool, has_ranks: bool,
     pdl: bool = False, late: bool = False, quant: Quant = WIDE,
 ) -> KernelPlan:  # fmt: skip
-    """The launch that `config` names. h has strides of ``[planes, n, T, r]`` (rows may be wider than r); planes are
+    """The launch that `config` names. h has strides of ``[partials, n, T, r]`` (rows may be wider than r); partials are
     added up. ``late``: y is not read before the kernel in front has ended. ``quant``: as in `plan_shrink`.
     """
-    if pdl and h_strides[0] <= 0:  # kernels branch on it where they wait (`wait_at_last`)
-        raise ValueError(f"planes of h lie {h_strides[0]} elements apart; give a positive stride, or pdl=False")
+    if pdl and h_strides[0] <= 0:  # kernels branch on it where they wait (`pdl_wait`)
+        raise ValueError(f"partials of h lie {h_strides[0]} elements apart; give a positive stride, or pdl=False")
     rank, slices = weights.rank, len(weights.widths)
-    planes, _, tokens, _ = h_shape
+    partials, _, tokens, _ = h_shape
     strides = (*h_strides, y.stride(0))
     columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
     vector = gcd(rank, 16 // weights.dtype.itemsize if weights.row_major else 4)
     shape = ExpandShape(
-        rank, weights.widths, columns, slices, quant, weights.row_major, vector, planes, has_ranks, add_inputs
+        rank, weights.widths, columns, slices, quant, weights.row_major, vector, partials, has_ranks, add_inputs
     )
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": pdl, "device": weights.device}
     dtypes = (h_dtype, weights.dtype, y.dtype)
@@ -662,19 +662,19 @@ def plan_expand(
     most_r = min(quant.group_k or 128, 128 if wide == 2 else 16)
     block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
-    row_bytes = block_n * y.element_size() if rank <= block_r else block_r * planes * h_dtype.itemsize
+    row_bytes = block_n * y.element_size() if rank <= block_r else block_r * partials * h_dtype.itemsize
     at_once = tiles_n == 1 or config["num_stages"] == 1
-    words = quant.words and config["in_words"] and not config["weights_left"] and wide == 2
+    words = quant.words and config["in_words"] and not config["swap_ab"] and wide == 2
     words = words and rank <= block_r and block_n >= 64  # all ranks at once, and 16 words or more
     held_bytes = 1 if words else wide  # else they are made wide through shared memory
-    stage_bytes = block_n * block_r * held_bytes + block_m * row_bytes  # B, and old y or the planes of h
+    stage_bytes = block_n * block_r * held_bytes + block_m * row_bytes  # B, and old y or the partials of h
     # not where the kernel in front writes y, nor where blocks of ranks follow one another
-    fetch = config["fetch_y"] and pdl and add_inputs and not (late or at_once) and rank <= block_r
+    fetch = config["prefetch_y"] and pdl and add_inputs and not (late or at_once) and rank <= block_r
     per_tile, ahead = blocks(block_n * tiles_n), has_ranks and config["ahead"]
     tile = ExpandTile(
         late and pdl, pdl, RowTile(), per_tile, all([width % (block_n * tiles_n) == 0 for width in weights.widths]),
         block_m, block_n, block_r, tiles_n, at_once, fetch, words,
-        stages_that_fit(config["num_stages"], stage_bytes, weights.device), ahead, config["weights_left"],
+        stages_that_fit(config["num_stages"], stage_bytes, weights.device), ahead, config["swap_ab"],
     )  # fmt: skip
     if batch.listed and block_m in HEIGHTS:
         height, short_n, row = HEIGHTS.index(block_m), config["short_n"], RowTile()

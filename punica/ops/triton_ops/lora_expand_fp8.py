@@ -2,7 +2,7 @@
 
     y[t, o_i + c] (+)= a(t) * b_i[l, c] * sum_k h[i, t, k] * B_i[l, c, k]     l = slot(t), B_i [L, N_i, r] float8
 
-and the other modes of `punica.ops.fp8_checks`. h is [n, T, r], or planes [splits, n, T, r].
+and the other modes of `punica.ops.fp8_checks`. h is [n, T, r], or partials [splits, n, T, r].
 """
 
 from collections.abc import Sequence

@@ -3,9 +3,9 @@
     y[t, o_i : o_i + N_i] (+)= scale * (x[t] @ A_i[slot(t)]^T) @ B_i[slot(t)]^T            o_0 = 0, o_{i+1} = o_i + N_i
 
 Beyond `lora_shrink` followed by `lora_expand` it does two things that need both kernels in one hand. K may be split:
-shrink leaves fp32 planes ``[splits, n, T, r]`` in a workspace and expand sums them as it reads. And with ``pdl``
+shrink leaves fp32 partials ``[splits, n, T, r]`` in a workspace and expand sums them as it reads. And with ``pdl``
 (compute capability 9.0 and newer) expand starts while shrink still runs, its weights and the old y already fetched when
-the planes are ready; shrink likewise fetches A while the kernel in front of it ends. That is safe because every kernel
+the partials are ready; shrink fetches A while its predecessor ends. That is safe because every kernel
 here lets its successor start only after it has itself waited for its predecessor: what a kernel reads early was
 complete two kernels ago. The exception is an expand whose shrink ran beside the base product, on another stream
 (``aside``) or in its launch (``base``): the kernel in front of it wrote y, so that it fetches only weights early.
@@ -35,7 +35,7 @@ from punica.ops.triton_ops.gemm_and_shrink import (
 )
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
-from punica.ops.triton_ops.lora_shrink import plan_shrink, plane_rank
+from punica.ops.triton_ops.lora_shrink import partial_rank, plan_shrink
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan
 from punica.ops.triton_ops.tensor_batch import TensorBatch
@@ -45,11 +45,11 @@ Aside = Callable[[], AbstractContextManager]
 
 
 class LinearPlan(NamedTuple):
-    """Both launches and the shape of the planes between them; the first may make a base product, too."""
+    """Both launches and the shape of the partials between them; the first may make a base product, too."""
 
     shrink: KernelPlan | GemmAndShrinkPlan
     expand: KernelPlan
-    planes: tuple[int, int, int, int]
+    partials: tuple[int, int, int, int]
 
     def run(
         self, x: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], y: Tensor, batch: Batch,
@@ -58,15 +58,15 @@ class LinearPlan(NamedTuple):
         """Launch; ``aside`` and ``base`` as in `linear`."""
         with on_device(x.get_device()):
             if isinstance(self.shrink, GemmAndShrinkPlan):
-                planes = torch.empty(self.planes, dtype=torch.float32, device=x.device)
-                self.shrink.run(x, base, y, lora_a, planes, batch, lora_ranks, aligned, scale)
+                partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
+                self.shrink.run(x, base, y, lora_a, partials, batch, lora_ranks, aligned, scale)
             else:
                 if base:
                     skinny_gemm(y, x, *base)
                 with _HERE if aside is None else aside():
-                    planes = torch.empty(self.planes, dtype=torch.float32, device=x.device)
-                    self.shrink.run(x, lora_a, planes, batch, lora_ranks, aligned, scale)
-            self.expand.run(planes, lora_b, y, batch, lora_ranks, aligned)
+                    partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
+                    self.shrink.run(x, lora_a, partials, batch, lora_ranks, aligned, scale)
+            self.expand.run(partials, lora_b, y, batch, lora_ranks, aligned)
 
 
 def plan_linear(
@@ -81,8 +81,8 @@ def plan_linear(
     `fused_config`); ``quant``: storage of A and B.
     """
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
-    planes = (shrink["split_k"], slices, tokens, plane_rank(rank))
-    strides = (prod(planes[1:]), prod(planes[2:]), planes[3], 1)
+    partials = (shrink["split_k"], slices, tokens, partial_rank(rank))
+    strides = (prod(partials[1:]), prod(partials[2:]), partials[3], 1)
     overlap, early = pdl and not apart, (pdl if pdl_shrink is None else pdl_shrink) and not apart
     first: KernelPlan | GemmAndShrinkPlan
     if fused is None:
@@ -92,11 +92,11 @@ def plan_linear(
     else:
         first = plan_gemm_and_shrink(x, fused, y, a, shrink, has_ranks=has_ranks, pdl=pdl, quant=quant[0])
     second = plan_expand(
-        planes, strides, kind, y, b, batch, expand,
+        partials, strides, kind, y, b, batch, expand,
         offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, late=apart or fused is not None,
         quant=quant[1],
     )  # fmt: skip
-    return LinearPlan(first, second, planes)
+    return LinearPlan(first, second, partials)
 
 
 Described = tuple[Weights, Weights, BaseForm | None]

@@ -1,6 +1,6 @@
 """Shrink and expand with FP8 weights as one call: what a LoRA layer with FP8 slots adds to its base output.
 
-Weight-only it is what `punica.ops.triton_ops.lora_linear` is: two launches, split-K planes between them, the second
+Weight-only it is what `punica.ops.triton_ops.lora_linear` is: two launches, split-K partials between them, the second
 started early. With w8a8, x (unless it comes as FP8 with scales) and the float32 intermediate are quantised per token.
 """
 

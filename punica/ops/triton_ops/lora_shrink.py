@@ -9,9 +9,9 @@ Two kernels, one meaning:
   The grid is filled by splitting the *ranks*, which needs no second summation.
 * **tiles**: ``BLOCK_M`` rows of one segment through the tensor cores, for long segments.
 
-``SPLIT_K > 1`` cuts K among programs; each writes its own fp32 plane ``out[split]`` and whoever reads them (expand)
-adds them in ascending order. So there is no atomic add and no zero fill, and the bits repeat from run to run. The
-public op writes its result directly (one split); `lora_linear` uses planes.
+``SPLIT_K > 1`` cuts K among programs; each writes its own fp32 partial sum ``out[split]`` and expand adds
+them in ascending order. So there is no atomic add and no zero fill, and the bits repeat from run to run. The
+public op writes its result directly (one split); `lora_linear` uses partials.
 
 Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, and lanes beyond it are not read.
 """
@@ -33,14 +33,14 @@ from punica.ops.triton_ops.device import (
     accumulator,
     dot,
     find_tile,
-    hold_loads,
-    let_next_start,
     max_tiles,
+    pdl_launch_dependents,
+    pdl_wait,
+    pdl_wait_or_barrier,
     pick,
     rank_of,
     read_record,
     result,
-    wait_at_last,
 )
 from punica.ops.triton_ops.fp8_device import (
     WIDE,
@@ -50,7 +50,7 @@ from punica.ops.triton_ops.fp8_device import (
     block_scaled,
     channel_scales,
     row_scaled,
-    widened,
+    upcast,
 )
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
@@ -62,7 +62,7 @@ class ShrinkShape(NamedTuple):
     """Shape and storage of A and of the output, and options of the call: a constexpr of the kernels.
 
     k, rank, slices: A_i is [slots, rank, k]; out_rank: ranks of an output row, with padding; stride_r, stride_k: of A.
-    direct: the output is the result [n, T, r], not planes.
+    direct: the output is the result [n, T, r], not partials.
     """
 
     k: int
@@ -88,7 +88,7 @@ class RowTile(NamedTuple):
 class ShrinkTile(NamedTuple):
     """Schedule of a launch: a constexpr of the kernels. Fields as in `configs`, and:
 
-    row: for single rows. left: weights are the left operand (swap-AB). together: all slices' ranks side by side.
+    row: for single rows. swap_ab: weights are the left operand. together: all slices' ranks side by side.
     tiles_at, rows_at: entries of a step's totals that count its tiles and rows. segments: power of two >= segments.
     """
 
@@ -99,7 +99,7 @@ class ShrinkTile(NamedTuple):
     block_r: int = 16
     block_k: int = 16
     stages: int = 1
-    left: bool = False
+    swap_ab: bool = False
     together: bool = False
     tiles_at: int = 0
     rows_at: int = 0
@@ -116,13 +116,13 @@ def _store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def shrink_row(
-    tensors, operands, ranks_ptr, place, idle_waits, num_tokens, num_slots, scaling, strides,
+    tensors, operands, ranks_ptr, place, pdl_anchor, num_tokens, num_slots, scaling, strides,
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row x ``block_r`` ranks x one K split, then ``programs`` blocks further on up to the true rank (with fewer
     programs than blocks; FP8 has all). ``place``: row, slot, K split, block of ranks and slice.
 
-    ``direct``: `out` is the result (absent lanes and rows are zeros), not planes; all blocks at once. ``idle_waits``:
+    ``direct``: `out` is the result (absent lanes and rows are zeros), not partials; all blocks at once. ``pdl_anchor``:
     this program waits for the kernel in front even without work. Slots of up to 16 ranks are read whole, so that
     reading them does not wait for the table.
     """
@@ -150,15 +150,17 @@ def shrink_row(
         a = tl.load(a_block, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
         if QUANT.format > 0 and QUANT.group_k == 0:
             scale = channel_scales(operands, pid_slice, slot, offs_r, offs_r < lanes, SHAPE.rank, SHAPE.slices, QUANT)
-        hold_loads(TILE.pdl)  # A was written long before; x may come from the kernel in front of this one
-        let_next_start(TILE.pdl)  # behind the wait: expand reads early what the kernel in front of this one writes, y
-        x = widened(tl.load(x_ptrs, mask=mask_k, other=0.0), QUANT.x_format, tl.float32)
+        pdl_wait_or_barrier(TILE.pdl)  # A was written long before; x may come from the kernel in front of this one
+        pdl_launch_dependents(
+            TILE.pdl
+        )  # behind the wait: expand reads early what the kernel in front of this one writes, y
+        x = upcast(tl.load(x_ptrs, mask=mask_k, other=0.0), QUANT.x_format, tl.float32)
         if QUANT.has_a:
             x = row_scaled(x, operands, row, offs_k, mask_k, SHAPE.slices, QUANT)
         first_r = pid_r * BLOCK_R
         for _ in tl.range(first_r, lanes if ROW.programs < R_BLOCKS else first_r + 1, ROW.programs * BLOCK_R):
             mask_r = (offs_r < lanes)[:, None]
-            weights = widened(a, QUANT.format, tl.float32)
+            weights = upcast(a, QUANT.format, tl.float32)
             if QUANT.group_k > 0:
                 mask_a = mask_r & mask_k[None, :]
                 weights = block_scaled(weights, operands, pid_slice, slot, offs_r, offs_k, mask_a, SHAPE.slices, QUANT)
@@ -168,8 +170,8 @@ def shrink_row(
                 mask_step = offs_k < SHAPE.k - jump
                 a_step = tl.load(a_block + jump * SHAPE.stride_k, mask=mask_r & mask_step[None, :], other=0.0)
                 x_step = tl.load(x_ptrs + jump * stride_xk, mask=mask_step, other=0.0)
-                x_step = widened(x_step, QUANT.x_format, tl.float32)
-                weights = widened(a_step, QUANT.format, tl.float32)
+                x_step = upcast(x_step, QUANT.x_format, tl.float32)
+                weights = upcast(a_step, QUANT.format, tl.float32)
                 if QUANT.has_a:
                     x_step = row_scaled(x_step, operands, row, offs_k + jump, mask_step, SHAPE.slices, QUANT)
                 if QUANT.group_k > 0:
@@ -193,7 +195,7 @@ def shrink_row(
             out_ptrs += ROW.programs * BLOCK_R
     else:
         if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-            if idle_waits:
+            if pdl_anchor:
                 tl.extra.cuda.gdc_wait()
         if SHAPE.direct and not SHAPE.accumulate:
             tl.store(out_ptrs, tl.zeros([BLOCK_R], out_ptr.dtype.element_ty), mask=offs_r < SHAPE.rank)
@@ -229,8 +231,8 @@ def _shrink_by_warps(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < SHAPE.k), other=0.0)
-        x = widened(x, QUANT.x_format, DTYPE)
-        acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
+        x = upcast(x, QUANT.x_format, DTYPE)
+        acc = _batched_dot(upcast(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
     else:
         if TILE.pdl:
             tl.extra.cuda.gdc_wait()
@@ -240,8 +242,8 @@ def _shrink_by_warps(
             end = SHAPE.k - step * PART
             a = tl.load(a_ptrs, mask=mask_r & (offs_ak < left) & (first_k + offs_ak < end), other=0.0)
             x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < left) & (first_k + offs_xk < end), other=0.0)
-            x = widened(x, QUANT.x_format, DTYPE)
-            acc = _batched_dot(widened(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
+            x = upcast(x, QUANT.x_format, DTYPE)
+            acc = _batched_dot(upcast(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
             a_ptrs += PART * SHAPE.stride_k
             x_ptrs += PART * stride_xk
     return tl.trans(tl.sum(acc, 0))
@@ -263,14 +265,16 @@ def _shrink_blocks(
     scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, lane, SHAPE.slices, QUANT)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    wait_at_last(TILE.pdl, True)
-    let_next_start(TILE.pdl)
+    pdl_wait(TILE.pdl, True)
+    pdl_launch_dependents(TILE.pdl)
     for step in tl.range(0, STEPS, num_stages=TILE.stages):
         mask_k = offs_k < SHAPE.k - step * (BLOCK_K * TILE.split_k)
         x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
         a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)  # [BLOCK_K, BLOCK_R]
-        x, a = widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE)
-        part = result(dot(x, a, accumulator(BLOCK_M, BLOCK_R, TILE.left), TILE.left, TILE.interpret), TILE.left)
+        x, a = upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE)
+        part = result(
+            dot(x, a, accumulator(BLOCK_M, BLOCK_R, TILE.swap_ab), TILE.swap_ab, TILE.interpret), TILE.swap_ab
+        )
         block = (pid_k + step * TILE.split_k) * BLOCK_K // QUANT.group_k
         inside = block * QUANT.group_k < SHAPE.k
         part *= tl.load(scale_ptrs + block * scale_stride, mask=mask_lanes & inside, other=0.0)[None, :]
@@ -315,7 +319,7 @@ def _lanes_of_tile(ranks_ptr, offs_r, pid_slice, slot, num_slots, SHAPE: tl.cons
 
 @triton.jit
 def _shrink_tile(
-    tensors, operands, sorted_ptr, ranks_ptr, tile, place, idle_waits, num_tokens, num_slots, scaling, strides,
+    tensors, operands, sorted_ptr, ranks_ptr, tile, place, pdl_anchor, num_tokens, num_slots, scaling, strides,
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile x block_r ranks x one K split; ``together``: the ranks of all slices are side by side, so
@@ -334,10 +338,10 @@ def _shrink_tile(
     WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
     STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
     EVEN_K: tl.constexpr = SHAPE.k % (BLOCK_K * TILE.split_k) == 0
-    # Masks of so many lanes take instructions: beyond the rank its last one is read again, and planes are written to
+    # Masks of so many lanes take instructions: beyond the rank its last one is read again, and partials are written to
     # the end of the vector in which it ends. Expand drops what stands there.
     LOOSE: tl.constexpr = (
-        QUANT.dense and TILE.left and EVEN_K and BLOCK_R > 32 and not SHAPE.direct and not SHAPE.accumulate
+        QUANT.dense and TILE.swap_ab and EVEN_K and BLOCK_R > 32 and not SHAPE.direct and not SHAPE.accumulate
     )
     DTYPE: tl.constexpr = tl.float16 if QUANT.x_format > 0 else x_ptr.dtype.element_ty
     offs_r = first_r + tl.arange(0, BLOCK_R)
@@ -375,9 +379,9 @@ def _shrink_tile(
                 x_ptrs, a_ptrs_block, operands, (slice_id, pid_k), slot, lane, rows, mask_m, mask_lanes, stride_xk,
                 SHAPE, TILE,
             )  # fmt: skip
-        elif TILE.left and BLOCK_R <= 32:
+        elif TILE.swap_ab and BLOCK_R <= 32:
             acc = _shrink_by_warps(x_ptr, a_lanes, rows, mask_m, mask_lanes, pid_k, strides, SHAPE, TILE)
-        elif STEPS == 1 and not TILE.left:
+        elif STEPS == 1 and not TILE.swap_ab:
             acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k)
             a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
@@ -385,28 +389,28 @@ def _shrink_tile(
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            acc = dot(widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, False, TILE.interpret)
+            acc = dot(upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE), acc, False, TILE.interpret)
         else:
-            acc = accumulator(BLOCK_M, BLOCK_R, TILE.left)
+            acc = accumulator(BLOCK_M, BLOCK_R, TILE.swap_ab)
             # Where it was measured to gain: of high tiles, and not of slices side by side, as it takes registers. That
             # no stride is negative, torch sees to.
-            wait_at_last(TILE.pdl, TILE.together or BLOCK_M < 64 or stride_xt >= 0)
-            let_next_start(TILE.pdl)
+            pdl_wait(TILE.pdl, TILE.together or BLOCK_M < 64 or stride_xt >= 0)
+            pdl_launch_dependents(TILE.pdl)
             for step in tl.range(0, STEPS, num_stages=TILE.stages):
                 if EVEN_K:
-                    # TILE.left: rows beyond the tile's are its first again, without masks, and no row of the result
-                    x = tl.load(x_ptrs) if TILE.left else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+                    # TILE.swap_ab: rows beyond the tile's are its first again, without masks, and no row of the result
+                    x = tl.load(x_ptrs) if TILE.swap_ab else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
                     a = tl.load(a_ptrs_block) if LOOSE else tl.load(a_ptrs_block, mask=mask_r, other=0.0)
                 else:
                     mask_k = offs_k < SHAPE.k - step * (BLOCK_K * TILE.split_k)
                     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs_block, mask=mask_r & mask_k[:, None], other=0.0)
                 acc = dot(
-                    widened(x, QUANT.x_format, DTYPE), widened(a, QUANT.format, DTYPE), acc, TILE.left, TILE.interpret
+                    upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE), acc, TILE.swap_ab, TILE.interpret
                 )
                 x_ptrs += BLOCK_K * TILE.split_k * stride_xk
                 a_ptrs_block += BLOCK_K * TILE.split_k * SHAPE.stride_k
-            acc = result(acc, TILE.left)
+            acc = result(acc, TILE.swap_ab)
         if QUANT.has_a and QUANT.group_k == 0:
             acc *= tl.load(a_scale_ptrs)[:, None]
         if WHOLE and SHAPE.direct:
@@ -420,7 +424,7 @@ def _shrink_tile(
         _store_shrunk(out_ptrs, acc * factor, mask, SHAPE.accumulate)
     else:
         if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-            if idle_waits:
+            if pdl_anchor:
                 tl.extra.cuda.gdc_wait()
 
 
@@ -534,13 +538,13 @@ def plan_shrink(
 ) -> KernelPlan:  # fmt: skip
     """The launch that `config` names, for x's shape and strides.
 
-    ``direct``: the kernel writes the result [n, T, r]; else fp32 planes [split_k, n, T, `plane_rank`]. ``overlap``: it
-    lets the kernel behind it start early; ``early``: it itself starts early. ``quant``: storage of A and x; scales then
-    stand behind the weights that the launch is given.
+    ``direct``: the kernel writes the result [n, T, r]; else fp32 partials [split_k, n, T, `partial_rank`]. ``overlap``:
+    it lets the kernel behind it start early; ``early``: it itself starts early. ``quant``: storage of A and x; scales
+    then stand behind the weights that the launch is given.
     """
     tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
     split_k = 1 if direct else config["split_k"]
-    shape = stored_shape(weights, rank if direct else plane_rank(rank), quant, has_ranks)
+    shape = stored_shape(weights, rank if direct else partial_rank(rank), quant, has_ranks)
     shape = shape._replace(direct=direct, accumulate=accumulate)
     shared: dict[str, Any] = {"num_warps": config["num_warps"], "pdl": early, "device": weights.device}
     dtypes = (x.dtype, weights.dtype, out_dtype)
@@ -572,11 +576,11 @@ def plan_shrink(
         block_k = min(block_k, quant.group_k, 128)  # a product per block of scales, the same in every step
     while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
         block_k //= 2
-    if config["weights_left"] and not quant.group_k:
+    if config["swap_ab"] and not quant.group_k:
         block_k = max(block_k, 64)  # 16 for each of four warps
     stages = stages_that_fit(config["num_stages"], block_k * bytes_of, weights.device)
     per_tile = triton.cdiv(lanes, block_r) * split_k
-    tile = ShrinkTile(split_k, overlap, RowTile(), block_m, block_r, block_k, stages, config["weights_left"], together)
+    tile = ShrinkTile(split_k, overlap, RowTile(), block_m, block_r, block_k, stages, config["swap_ab"], together)
     if listed:
         height, short_k = HEIGHTS.index(block_m), config["short_k"]
         row = row_tile(min(tokens, LONG * batch.shape.short) * slices * split_k, short_k)
@@ -595,14 +599,14 @@ def plan_shrink(
 
 
 def stored_shape(weights: Weights, out_rank: int, quant: Quant, has_ranks: bool) -> ShrinkShape:
-    """Shape of A, and of rows of planes with room for ``out_rank`` ranks."""
+    """Shape of A, and of rows of partials with room for ``out_rank`` ranks."""
     rank, k = weights.rank, weights.widths[0]
     stride_r, stride_k = (k, 1) if weights.row_major else (1, rank)
     return ShrinkShape(k, rank, out_rank, stride_r, stride_k, len(weights.widths), quant, has_ranks, False, False)
 
 
-def plane_rank(rank: int) -> int:
-    """Ranks that a row of a plane has room for: rows of odd ranks would straddle the 32 bytes that memory moves."""
+def partial_rank(rank: int) -> int:
+    """Ranks that a row of a partial has room for: rows of odd ranks would straddle the 32 bytes that memory moves."""
     return block_at_least(rank, 8)
 
 

@@ -27,14 +27,14 @@ EXPERTS_PER_PROGRAM = 8
 @triton.jit
 def _experts_of(
     topk_ptr, mapping_ptr, map_ptr, offs, slot, pairs, top_k, buckets,
-    BINS: tl.constexpr, HAS_MAP: tl.constexpr, EVERYBODY: tl.constexpr,
+    BINS: tl.constexpr, HAS_MAP: tl.constexpr, SINGLE_SLOT: tl.constexpr,
 ):  # fmt: skip
     """Local expert of each pair of this slot; BINS - 1 for those of other slots, ranks, or no expert at all."""
     mask = offs < pairs
     wide = tl.load(topk_ptr + offs, mask=mask, other=-1)
     ids = wide.to(tl.int32)
     mine = (ids == wide) & (ids >= 0) & (ids < buckets)  # none beyond 32 bits; compared as 64, registers would spill
-    if not EVERYBODY:
+    if not SINGLE_SLOT:
         mine = mine & (tl.load(mapping_ptr + offs // top_k, mask=mask, other=-1) == slot)
     if HAS_MAP:
         ids = tl.load(map_ptr + ids, mask=mine, other=-1)
@@ -50,15 +50,15 @@ def _moe_align_kernel(
     topk_ptr, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, sorted_ptr, experts_ptr, counts_ptr,
     pairs, top_k, buckets, padded, blocks, num_ids,
     BINS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IDS: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_IDS: tl.constexpr, EVERYBODY: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_IDS: tl.constexpr, SINGLE_SLOT: tl.constexpr,
 ):  # fmt: skip
     """Slot ``program_id(1)``, if it is one of ``num_ids`` that are listed. Without HAS_IDS all slots are listed, and
-    those without blocks are filled, too. EVERYBODY: there is one slot, which all tokens use.
+    those without blocks are filled, too. SINGLE_SLOT: there is one slot, which all tokens use.
     """
     slot = tl.program_id(1)
     first = tl.program_id(0) * EXPERTS
     active = slot >= 0
-    if not EVERYBODY:
+    if not SINGLE_SLOT:
         active = tl.load(enabled_ptr + slot) != 0
     if HAS_IDS:
         offs_ids = tl.arange(0, IDS)
@@ -72,7 +72,7 @@ def _moe_align_kernel(
     if active:
         for start in tl.range(0, pairs, BLOCK):
             found = _experts_of(
-                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, EVERYBODY
+                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, SINGLE_SLOT
             )
             counts += tl.histogram(found, BINS)
     counts = tl.where(bins < buckets, counts, 0)
@@ -88,7 +88,7 @@ def _moe_align_kernel(
         place = begin
         for start in tl.range(0, pairs, BLOCK):
             found = _experts_of(
-                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, EVERYBODY
+                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, SINGLE_SLOT
             )
             match = ((found[None, :] == mine[:, None]) & (mine < buckets)[:, None]).to(tl.int32)
             places = place[:, None] + tl.cumsum(match, 1) - 1
@@ -96,8 +96,8 @@ def _moe_align_kernel(
             tl.store(sorted_ptr + places, values, mask=match > 0)
             place += tl.sum(match, 1)
         gaps = own[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
-        nobody = tl.zeros([EXPERTS, BLOCK_SIZE], tl.int32) + pairs
-        tl.store(sorted_ptr + begin[:, None] + gaps, nobody, mask=gaps < own_used[:, None])
+        padding_ids = tl.zeros([EXPERTS, BLOCK_SIZE], tl.int32) + pairs
+        tl.store(sorted_ptr + begin[:, None] + gaps, padding_ids, mask=gaps < own_used[:, None])
         for block in tl.range(0, tl.max(own_used, 0) // BLOCK_SIZE):
             tl.store(experts_ptr + begin // BLOCK_SIZE + block, mine, mask=block < own_used // BLOCK_SIZE)
 
@@ -133,7 +133,7 @@ def _launch(
         "IDS": block_at_least(num_ids),
         "HAS_MAP": expert_map is not None,
         "HAS_IDS": lora_ids is not None,
-        "EVERYBODY": mapping is None,
+        "SINGLE_SLOT": mapping is None,
     }
     grid = (max(1, triton.cdiv(buckets, EXPERTS_PER_PROGRAM)), max_loras, 1)
     launch = Launch(

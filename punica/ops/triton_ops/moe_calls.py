@@ -22,7 +22,7 @@ class ExpertCalls:
         self.options = options
         self.align = align_all
 
-    def stand_alone(
+    def use_naive_assignment(
         self, pairs: int, active: int, experts: int, lora_a: tuple[Tensor, ...], lora_b: tuple[Tensor, ...]
     ) -> bool:
         """Whether every pair goes by itself, without alignment, through w13 of these weights and w2 behind it."""

@@ -48,12 +48,12 @@ class How(NamedTuple):
 
 
 class MoEPlan(NamedTuple):
-    """The launches of a checked call. ``planes``: shape of what lies between two of them; ``numbers`` of each."""
+    """The launches of a checked call. ``partials``: shape of what lies between two of them; ``numbers`` of each."""
 
     form: ExpertForm
     launches: tuple[Launch, ...]
     numbers: tuple[Numbers, ...]
-    planes: tuple[int, int, int, int] | None
+    partials: tuple[int, int, int, int] | None
 
 
 class _Common(NamedTuple):
@@ -156,7 +156,7 @@ def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Lau
     return common.launch(moe_shrink_kernel, grid, common.given.x.stride(), constants, config, early and pdl)
 
 
-def _plan_expand(common: _Common, config: Config, planes: int, pdl: bool) -> Launch:
+def _plan_expand(common: _Common, config: Config, partials: int, pdl: bool) -> Launch:
     form, given, rows = common.form, common.given, config["rows"]
     rank, most = form.full_rank, 128 if common.wide_bytes == 2 else 32
     block_r = block_at_least(rank) if rows or rank <= most else min(config["block_k"], most)
@@ -167,7 +167,7 @@ def _plan_expand(common: _Common, config: Config, planes: int, pdl: bool) -> Lau
     per_stage += common.block_m * block_n * given.output.element_size()
     constants = common.constants | common.writes | common.ranks | {
         "R": rank, "BLOCK_N": block_n, "BLOCK_R": block_r, "TILES_N": tiles_n, "GROUP_M": config["group_m"],
-        "NUM_STAGES": stages_that_fit(config["num_stages"], per_stage, common.device), "PLANES": planes,
+        "NUM_STAGES": stages_that_fit(config["num_stages"], per_stage, common.device), "PARTIALS": partials,
         "ROWS": rows, "READ": common.reads[1], "PDL": pdl,
     }  # fmt: skip
     grid = (common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices, 1, 1)
@@ -184,8 +184,8 @@ def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -
         _plan_shrink(common, shrink, pdl, how.early),
         _plan_expand(common, expand, 1 if rounds else shrink["split_k"], pdl),
     )
-    planes = (shrink["split_k"], form.slices, form.pairs, form.rank)
-    return MoEPlan(form, launches, (common.numbers, common.numbers), planes)
+    partials = (shrink["split_k"], form.slices, form.pairs, form.rank)
+    return MoEPlan(form, launches, (common.numbers, common.numbers), partials)
 
 
 def _plan_one_shot(common: _Common, config: Config, pdl: bool) -> MoEPlan:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.fp8_checks import Scheme
-from punica.ops.triton_ops.fp8_device import TYPES, as_operand, fp8_format, pick_from, widened
+from punica.ops.triton_ops.fp8_device import TYPES, as_operand, fp8_format, pick_from, upcast
 
 
 class Reading(NamedTuple):
@@ -140,9 +140,9 @@ def real_weights(stored, scale_ptr, offs_n, offs_k, mask, READ: tl.constexpr, DT
     if READ.group_k > 0:
         scale_ptrs = scale_ptr + offs_n // READ.group_n * READ.column + offs_k // READ.group_k
         scale = tl.load(scale_ptrs, mask=mask, other=0.0)
-        value = (widened(stored, READ.weights, tl.float32) * scale).to(DTYPE)
+        value = (upcast(stored, READ.weights, tl.float32) * scale).to(DTYPE)
     else:
-        value = widened(stored, READ.weights, DTYPE)
+        value = upcast(stored, READ.weights, DTYPE)
     return value
 
 
@@ -162,7 +162,7 @@ def real_rows(stored, operands, row, offs_k, mask, NUM_SLICES: tl.constexpr, REA
     if READ.x > 0:
         scale_ptrs = operands[2 * NUM_SLICES] + row * READ.x_row + offs_k // READ.x_group * READ.x_block
         scale = tl.load(scale_ptrs, mask=mask, other=0.0)
-        value = (widened(stored, READ.x, tl.float32) * scale).to(DTYPE)
+        value = (upcast(stored, READ.x, tl.float32) * scale).to(DTYPE)
     else:
         value = stored.to(DTYPE)
     return value

@@ -164,7 +164,7 @@ def _shrink_of_rows(work: Work) -> Config:
     block_k, warps = min(block_at_least(form.hidden), most_k), 4
     steps = 2 if block_k <= 512 and form.hidden > 1024 else 1
     split_k = min(16, cdiv(form.hidden, block_k * steps))
-    if work.naive and form.pairs * form.slices * split_k >= MANY_PROGRAMS:  # longer sums of each, and fewer planes
+    if work.naive and form.pairs * form.slices * split_k >= MANY_PROGRAMS:  # longer sums of each, and fewer partials
         split_k = 1 if form.hidden <= 1024 else cdiv(split_k, 2)
         if 1024 < form.hidden <= 2048:
             block_k, warps = 2 * block_k, 2
@@ -183,7 +183,7 @@ def _shrink_of_tiles(work: Work, lanes: int, narrow: bool) -> Config:
     split_k = max(_power_below(WANTED / tiles, most), least)
     block_k, stages, warps = (256, 3, 4) if form.hidden <= 1024 else (128, 4, 4)
     if expands_by_rows(work):
-        split_k = min(split_k, 4)  # each row of a tile sums the planes
+        split_k = min(split_k, 4)  # each row of a tile sums the partials
     elif narrow and work.itemsize == 2 and form.slices > 1 and tiles >= 16:
         warps = 2
     if narrow and form.slices == 1 and form.hidden > 1024:

@@ -37,7 +37,7 @@ these, at rank 128 1 %. With twice as many it costs 6 %: the shrink then occupie
 
 def rule(
     op_type: str, shape: StepShape, rows: int, hidden: int, rank: int, slices: int, invariant: bool,
-    planes: int = 1, row_major: bool = True, listed: bool = True,
+    partials: int = 1, row_major: bool = True, listed: bool = True,
 ) -> Config:  # fmt: skip
     """The configuration of one launch; arguments as in `configs.choose`."""
     if op_type == "shrink":
@@ -47,7 +47,7 @@ def rule(
     if op_type == "expand":
         if invariant:
             return _invariant_expand(shape, rows, hidden, rank, slices)
-        return _expand(shape, rows, hidden, rank, slices, planes, row_major)
+        return _expand(shape, rows, hidden, rank, slices, partials, row_major)
     lanes = block_at_least(rank)
     block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
     config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
@@ -62,7 +62,7 @@ def is_mixed(shape: StepShape) -> bool:
 def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int, listed: bool) -> Config:
     mean, lanes = _rows_per_tiled_adapter(shape, rows), min(block_at_least(rank), 64)
     again = 2 * rows * rank * hidden * slices
-    config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "weights_left": False, "together": False}
+    config: Config = {"row_wise": False, "block_n": lanes, "short_k": 0, "swap_ab": False, "together": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 8 or again <= ROW_TRAFFIC / (1.5 if mean >= 32 else 1)):
         block_k = min(block_at_least(hidden), 8192 if 4096 < hidden <= 8192 else 4096)
         split_k = cdiv(hidden, block_k)
@@ -98,11 +98,11 @@ def _shrink(shape: StepShape, rows: int, hidden: int, rank: int, slices: int, li
     return config
 
 
-def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, planes: int, row_major: bool) -> Config:
+def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, partials: int, row_major: bool) -> Config:
     mean, lanes = _rows_per_tiled_adapter(shape, rows), block_at_least(rank)
     again = 2 * rows * rank * width * slices
     config: Config = {"row_wise": False, "block_k": min(lanes, 128), "num_warps": 4, "tiles_n": 1, "short_n": 0}
-    config |= {"weights_left": False, "ahead": False, "fetch_y": False, "in_words": False}
+    config |= {"swap_ab": False, "ahead": False, "prefetch_y": False, "in_words": False}
     if not is_mixed(shape) and (mean < 3 or rows <= 16 or (again <= 5e6 and mean < 8)):
         config |= {"row_wise": True, "block_m": 16, "num_stages": 1}
         if row_major:
@@ -119,12 +119,12 @@ def _expand(shape: StepShape, rows: int, width: int, rank: int, slices: int, pla
         fill = 4.0
     elif not row_major and lanes <= 32:
         fill, most = 1.0 if programs <= 600 else fill, 16 if rows <= 4096 else 8
-    summed = planes * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
+    summed = partials * block_m * min(lanes, 128) / (1024 if block_m <= 16 else 4096)  # in 4 or 16 KiB
     share = min(power_near(summed, 1, 8), _power_below(programs * min(lanes, 128) / 7680, 1, 16))
     tiles_n = max(power_near(fill, 1, most), share)
     config |= {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": 3}
     prefill, y_bytes = mean >= 32 and not is_mixed(shape), 2 * rows * width * slices
-    config["fetch_y"] = prefill and not row_major and lanes > 32 and rows >= 256 and y_bytes <= FETCHED
+    config["prefetch_y"] = prefill and not row_major and lanes > 32 and rows >= 256 and y_bytes <= FETCHED
     if prefill and (lanes <= 32 or rows > 2048 or (lanes > 64 and rows <= 128)):
         config["num_warps"] = 8
     elif lanes == 64 and rows <= 128:
@@ -169,7 +169,7 @@ def _invariant_shrink(shape: StepShape, rows: int, hidden: int, rank: int) -> Co
     """
     lanes = min(block_at_least(rank), 64)
     config: Config = {"row_wise": False, "block_n": lanes, "block_r": 1, "short_k": 0, "together": False}
-    config |= {"split_k": power_near(hidden / 1024, 1, 8), "num_warps": 4, "weights_left": True}
+    config |= {"split_k": power_near(hidden / 1024, 1, 8), "num_warps": 4, "swap_ab": True}
     if lanes > 32:
         return config | {"block_m": 64, "block_k": 128, "num_stages": 4}
     flat = _is_flat(shape, rows)
@@ -180,8 +180,8 @@ def _invariant_expand(shape: StepShape, rows: int, width: int, rank: int, slices
     """As `_invariant_shrink`; with fewer than four warps the instruction is the same for every block of columns."""
     lanes, flat = block_at_least(rank), _is_flat(shape, rows)
     config: Config = {"row_wise": False, "block_k": lanes if lanes <= 128 else 32, "short_n": 0, "tiles_n": 1}
-    config |= {"weights_left": True, "num_stages": 3, "num_warps": 2, "ahead": False}
-    config |= {"fetch_y": False, "in_words": False}
+    config |= {"swap_ab": True, "num_stages": 3, "num_warps": 2, "ahead": False}
+    config |= {"prefetch_y": False, "in_words": False}
     if flat and _reads_ahead(shape.adapters, width, rank):
         return config | {"block_m": 8, "block_n": 128, "ahead": True}
     if flat and lanes <= 16:

@@ -153,9 +153,9 @@ class Operands:
         sizes = self.tokens, self.k, self.rank, self.slices
         return choose("shrink", self.batch.shape, *sizes, self.options, listed=self.batch.listed)
 
-    def expand_config(self, planes: int) -> Record:
+    def expand_config(self, partials: int) -> Record:
         sizes = (self.tokens, max(self.widths), self.rank, self.slices)
-        return choose("expand", self.batch.shape, *sizes, self.options, True, planes, self.row_major)
+        return choose("expand", self.batch.shape, *sizes, self.options, True, partials, self.row_major)
 
 
 def linear_plans(given: Operands) -> tuple[tuple, tuple]:
@@ -165,8 +165,8 @@ def linear_plans(given: Operands) -> tuple[tuple, tuple]:
     plan = plan_linear(
         given.y, given.x, a, b, given.batch, shrink, expand, has_ranks=has_ranks, pdl=supports_pdl(GPU)
     )  # fmt: skip
-    planes = empty(*plan.planes, dtype=torch.float32)
-    return (plan.shrink, planes), (plan.expand, planes)
+    partials = empty(*plan.partials, dtype=torch.float32)
+    return (plan.shrink, partials), (plan.expand, partials)
 
 
 def single_plans(given: Operands) -> tuple[tuple, tuple]:
@@ -243,12 +243,12 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
         plan = plan_linear_fp8(
             given.y, given.x, *stored, given.batch, given.options, add_inputs=True, has_ranks=has_ranks, pdl=pdl
         )
-        shrink, expand, planes = plan.shrink, plan.expand, plan.planes
-        h = empty(*planes, dtype=low)
+        shrink, expand, partials = plan.shrink, plan.expand, plan.partials
+        h = empty(*partials, dtype=low)
     else:
         a_strides = (1, 0) if case["w8a8"] else None
-        planes = (1, given.slices, given.tokens, given.rank)
-        h = empty(*planes, dtype=given.fp8 if case["w8a8"] else low)
+        partials = (1, given.slices, given.tokens, given.rank)
+        h = empty(*partials, dtype=given.fp8 if case["w8a8"] else low)
         ranks = [given.rank] * given.slices
         shrink = plan_shrink(
             given.x, a, low, given.batch, given.shrink_config(),
@@ -256,11 +256,11 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
             quant=quant_of(a, given.x.dtype, a_lie, given.shrink, ranks, given.k, a_strides),
         )  # fmt: skip
         expand = plan_expand(
-            planes, h.stride(), h.dtype, given.y, b, given.batch, given.expand_config(1),
+            partials, h.stride(), h.dtype, given.y, b, given.batch, given.expand_config(1),
             offset_start=0, add_inputs=True, has_ranks=has_ranks,
             quant=quant_of(b, h.dtype, b_lie, given.expand, given.widths, given.rank, a_strides),
         )  # fmt: skip
-    x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*planes, dtype=low)
+    x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*partials, dtype=low)
     left, right = given.given(given.a, given.a_scales), given.given(given.b, given.b_scales)
     for plan, run in (
         (shrink, lambda: shrink.run(x, left, out, given.batch, given.ranks, True, 1.0)),

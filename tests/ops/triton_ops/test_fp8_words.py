@@ -231,7 +231,7 @@ def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, as_
         (FP16, 16, {}, True),
         (torch.float32, 16, {}, False),
         (FP16, 136, {}, False),
-        (FP16, 16, {"weights_left": True}, False),
+        (FP16, 16, {"swap_ab": True}, False),
         (FP16, 16, {"block_n": 32}, False),
     ],
     ids=["words", "float32", "more than 128 ranks", "weights left", "few columns"],
@@ -311,7 +311,7 @@ def test_equal_segments_of_a_prefill_make_full_tiles():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"together": True}, {"weights_left": True}, {"weights_left": True, "together": True}], ids=str
+    "changes", [{}, {"together": True}, {"swap_ab": True}, {"swap_ab": True, "together": True}], ids=str
 )
 @pytest.mark.parametrize("rank", [10, 21, 64])
 def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_configured, monkeypatch):
@@ -326,13 +326,13 @@ def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_con
     case = Case(spread(5, 30, 37, 3), (68, 132), rank, [3, rank, 0], device, k=128)
     monkeypatch.setattr(torch, "empty", poisoned)
     case.check(case.run())
-    (planes,) = [tensor for tensor in made if tensor.ndim == 4]
-    loose = "weights_left" in changes and rank * (2 if "together" in changes else 1) > 32
+    (partials,) = [tensor for tensor in made if tensor.ndim == 4]
+    loose = "swap_ab" in changes and rank * (2 if "together" in changes else 1) > 32
     for row, slot in enumerate(case.slots):
         live = case.ranks[slot] if slot >= 0 else 0
         end = -(-live // 4) * 4
-        assert planes[:, :, row, end:].isnan().all()
-        assert planes[:, :, row, : min(end, rank) if loose else live].isfinite().all()
+        assert partials[:, :, row, end:].isnan().all()
+        assert partials[:, :, row, : min(end, rank) if loose else live].isfinite().all()
 
 
 @pytest.mark.gpu

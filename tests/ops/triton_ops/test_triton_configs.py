@@ -184,8 +184,8 @@ def test_batch_invariant_fixes_what_decides_bits(tmp_path):
     """
     write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
     fixed = {
-        "shrink": ("row_wise", "weights_left", "block_n", "split_k", "num_warps", "short_k"),
-        "expand": ("row_wise", "weights_left", "block_k", "short_n"),
+        "shrink": ("row_wise", "swap_ab", "block_n", "split_k", "num_warps", "short_k"),
+        "expand": ("row_wise", "swap_ab", "block_k", "short_n"),
     }
     for (op_type, keys), rank in itertools.product(fixed.items(), (8, 16, 64, 256)):
         found = [

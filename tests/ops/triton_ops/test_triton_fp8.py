@@ -36,11 +36,11 @@ FP16, FP32 = torch.float16, torch.float32
 PROMPT = [2] * 41 + [0, 1, -1, 1, 0, 1, 0]
 STEP_SHRINKS = SHRINKS | {
     "mixed": SHRINKS["tiles"] | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
-    "left": SHRINKS["tiles"] | {"weights_left": True},
+    "left": SHRINKS["tiles"] | {"swap_ab": True},
 }
 STEP_EXPANDS = EXPANDS | {
     "mixed": EXPANDS["walk"] | {"short_n": 64},
-    "left": EXPANDS["tiles"] | {"weights_left": True},
+    "left": EXPANDS["tiles"] | {"swap_ab": True},
 }
 
 

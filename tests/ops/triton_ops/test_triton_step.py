@@ -16,17 +16,17 @@ SHRINKS = {
     "tiles": SHRINK_TILES,
     "high": SHRINK_TILES | {"block_m": 64, "split_k": 2},
     "mixed": SHRINK_TILES | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
-    "left": SHRINK_TILES | {"weights_left": True},
+    "left": SHRINK_TILES | {"swap_ab": True},
     "together": SHRINK_TILES | {"together": True, "block_n": 64},
     "together, mixed": SHRINK_TILES | {"together": True, "short_k": 128, "block_r": 8, "split_k": 2},
-    "together, left": SHRINK_TILES | {"together": True, "weights_left": True},
+    "together, left": SHRINK_TILES | {"together": True, "swap_ab": True},
 }
 EXPANDS = {
     "rows": EXPAND_ROWS,
     "tiles": EXPAND_TILES,
     "high": EXPAND_WALK | {"block_m": 64},
     "mixed": EXPAND_WALK | {"short_n": 64},
-    "left": EXPAND_TILES | {"weights_left": True},
+    "left": EXPAND_TILES | {"swap_ab": True},
 }
 PROMPT = [2] * 41 + [0, 5, -1, 1, 3, 1, 3]  # a prompt beside decode rows, not in the order of their slots
 STEPS = {"prompt": PROMPT, "short": [0, 1, 1, -1, 4, 5], "long": [1] * 19 + [3] * 8, "one": [4], "none": [-1, -1]}
@@ -79,7 +79,7 @@ def test_true_ranks(form, stored, rank, device, use_config):
 @pytest.mark.parametrize("together", [False, True], ids=["each slice", "together"])
 def test_whole_blocks_of_weights_on_the_left(together, device, use_config):
     """The loop whose loads of x have no mask: tiles are short, and a row of nobody is NaN."""
-    left = {"weights_left": True, "together": together, "block_n": 64, "split_k": 2}
+    left = {"swap_ab": True, "together": together, "block_n": 64, "split_k": 2}
     use_config(shrink=SHRINK_TILES | left, expand=EXPAND_TILES)
     ranks = [[0, 40, 5, 8, 16, 1], [40, 0, 40, 3, 8, 40]]
     batch = Batch(PROMPT, 256, (96, 40), 40, 6, torch.float16, device, ranks=ranks)

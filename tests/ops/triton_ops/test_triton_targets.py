@@ -240,8 +240,8 @@ def test_y_is_not_fetched_where_the_kernel_in_front_may_write_it(changes, fetch,
     monkeypatch.setattr(launching, "shared_memory", lambda device: SHARED_KIB[90] << 10)
     given = Operands(USUAL | {"step": "prefill 512", "by_ranks": True, "rank": 64, "layer": "down"})
     switches = {"offset_start": 0, "add_inputs": True, "has_ranks": True, "pdl": True} | changes
-    planes = torch.empty(8, 1, given.tokens, given.rank, device="meta")
-    low_rank = planes.shape, planes.stride(), planes.dtype
+    partials = torch.empty(8, 1, given.tokens, given.rank, device="meta")
+    low_rank = partials.shape, partials.stride(), partials.dtype
     plan = plan_expand(*low_rank, given.y, given.forms()[1], given.batch, given.expand_config(8), **switches)
     assert constants_of(plan)["fetch"] == fetch
 
@@ -249,7 +249,7 @@ def test_y_is_not_fetched_where_the_kernel_in_front_may_write_it(changes, fetch,
 def test_planes_whose_stride_would_drop_the_wait_are_refused():
     given = Operands(USUAL | {"step": "prefill 512", "by_ranks": True, "rank": 64, "layer": "down"})
     low_rank = (8, 1, given.tokens, given.rank), (0, 0, given.rank, 1), torch.float32
-    with pytest.raises(ValueError, match="planes of h lie 0 elements apart"):
+    with pytest.raises(ValueError, match="partials of h lie 0 elements apart"):
         plan_expand(*low_rank, given.y, given.forms()[1], given.batch, given.expand_config(8),
                     offset_start=0, add_inputs=True, has_ranks=True, pdl=True)  # fmt: skip
 
@@ -274,5 +274,5 @@ def test_blocks_that_decide_the_bits_are_those_of_every_step(capability, rank, d
         case = USUAL | {"rank": rank, "dtype": dtype, "layer": layer, "listed": listed, "invariant": True}
         plans = [linear_plans(Operands(case | {"step": step})) for step in STEPS]
         shrink = ("split_k", "block_r", *(["block_k", "block_m"] if rank > 32 else []))
-        for op, names in enumerate((shrink, ("block_r", "planes"))):
+        for op, names in enumerate((shrink, ("block_r", "partials"))):
             assert len({tuple(constants_of(plan[op][0])[name] for name in names) for plan in plans}) == 1

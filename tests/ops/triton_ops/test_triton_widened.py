@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.fp8_device import TYPES, as_operand, fp8_format, widened
+from punica.ops.triton_ops.fp8_device import TYPES, as_operand, fp8_format, upcast
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -13,7 +13,7 @@ FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 @triton.jit
 def _widen(stored_ptr, wide_ptr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, COUNT: tl.constexpr):
     offs = tl.arange(0, COUNT)
-    tl.store(wide_ptr + offs, widened(tl.load(stored_ptr + offs), FORMAT, DTYPE))
+    tl.store(wide_ptr + offs, upcast(tl.load(stored_ptr + offs), FORMAT, DTYPE))
 
 
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["as it comes", "by its bits"])

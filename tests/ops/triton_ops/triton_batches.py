@@ -65,10 +65,10 @@ EXPAND_DEEP = {
     "num_stages": 2,
 }
 for _config in (SHRINK_ROWS, SHRINK_TILES):
-    _config |= {"short_k": 0, "weights_left": False, "together": False}
+    _config |= {"short_k": 0, "swap_ab": False, "together": False}
 for _config in (EXPAND_ROWS, EXPAND_TILES, EXPAND_WALK, EXPAND_DEEP):
-    _config |= {"short_n": 0, "weights_left": False, "ahead": False, "fetch_y": False, "in_words": False}
-EXPAND_WALK["fetch_y"] = True
+    _config |= {"short_n": 0, "swap_ab": False, "ahead": False, "prefetch_y": False, "in_words": False}
+EXPAND_WALK["prefetch_y"] = True
 SHRINKS = {"rows": SHRINK_ROWS, "tiles": SHRINK_TILES}
 EXPANDS = {"rows": EXPAND_ROWS, "tiles": EXPAND_TILES, "walk": EXPAND_WALK, "deep": EXPAND_DEEP}
 

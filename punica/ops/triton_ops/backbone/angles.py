@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
-from punica.ops.triton_ops.device import wait_for_front
+from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -27,7 +27,7 @@ def _rotary_angles_kernel(
     offs = tl.arange(0, BLOCK)
     mask = offs < HALF
     frequency = tl.load(frequencies_ptr + offs, mask=mask, other=0.0)
-    wait_for_front(PDL)
+    pdl_launch_then_wait(PDL)
     angle = tl.load(positions_ptr + row).to(tl.float32) * frequency
     places = row * HALF + offs
     tl.store(cos_ptr + places, (tl.cos(angle) * FACTOR).to(cos_ptr.dtype.element_ty), mask=mask)

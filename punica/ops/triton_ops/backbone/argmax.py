@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
-from punica.ops.triton_ops.device import wait_for_front
+from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -27,7 +27,7 @@ def _argmax_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     offs = tl.arange(0, BLOCK)
-    wait_for_front(PDL)
+    pdl_launch_then_wait(PDL)
     best = tl.load(row_ptr + offs, mask=offs < VOCAB, other=float("-inf")).to(tl.float32)
     place, none = offs, (best != best).to(tl.int32)
     for start in tl.range(BLOCK, VOCAB, BLOCK, loop_unroll_factor=4):  # loads of several blocks are under way

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from punica.ops.heads import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
-from punica.ops.triton_ops.device import dot, wait_for_front
-from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, widened
+from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
+from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
     Launch,
@@ -41,7 +41,7 @@ from punica.ops.triton_ops.op import check_runnable
 
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
-"""As many programs as keep enough loads under way; more splits would only add planes to read again."""
+"""As many programs as keep enough loads under way; more splits would only add partials to read again."""
 _STAGES = 3
 """Block ids are read two tiles ahead and, from their places, keys and values one. Two tiles ahead were slower."""
 _NUM_WARPS = 4
@@ -73,7 +73,7 @@ def _attend(
         values = tl.load(
             values_ptr + rows[:, None] + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0
         )  # fmt: skip
-        keys, values = widened(keys, FORMAT, q.dtype), widened(values, FORMAT, q.dtype)
+        keys, values = upcast(keys, FORMAT, q.dtype), upcast(values, FORMAT, q.dtype)
         scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, INTERPRETED) * SCALE
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
@@ -107,7 +107,7 @@ def _decode_attention_kernel(
     part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
     begin = tl.minimum(split * part, length)
     end = tl.minimum(begin + part, length)
-    wait_for_front(PDL)
+    pdl_launch_then_wait(PDL)
     q = tl.load(q_ptr + row * q_stride + heads[:, None] * SIZE + offs_d[None, :], mask=mask, other=0.0)
     acc, largest, total = _attend(
         q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end,
@@ -118,10 +118,10 @@ def _decode_attention_kernel(
         targets = row * out_stride + heads[:, None] * SIZE + offs_d[None, :]
         tl.store(out_ptr + targets, mean.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        plane = (row * HEADS + heads) * SPLITS + split
+        partial = (row * HEADS + heads) * SPLITS + split
         sums = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-        tl.store(sums_ptr + plane, sums, mask=offs_g < GROUP)
-        tl.store(out_ptr + plane[:, None] * SIZE + offs_d[None, :], mean, mask=mask & (begin < end))
+        tl.store(sums_ptr + partial, sums, mask=offs_g < GROUP)
+        tl.store(out_ptr + partial[:, None] * SIZE + offs_d[None, :], mean, mask=mask & (begin < end))
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _combine_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_d = tl.arange(0, BLOCK_D)
     first = (row * HEADS + head) * SPLITS
-    wait_for_front(PDL)
+    pdl_launch_then_wait(PDL)
     largest = tl.max(tl.load(sums_ptr + first + tl.arange(0, SPLITS)), 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)  # a request without tokens
     acc = tl.zeros([BLOCK_D], tl.float32)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
-from punica.ops.triton_ops.device import wait_for_front
+from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -25,7 +25,7 @@ def _add_rms_norm_kernel(
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    wait_for_front(PDL)
+    pdl_launch_then_wait(PDL)
     x = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x += tl.load(delta_ptr + row * delta_stride + offs, mask=mask, other=0.0).to(tl.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 from punica.ops.heads import HeadNorms
 from punica.ops.quant import FP8_MAX
 from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
-from punica.ops.triton_ops.device import wait_for_front
+from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
@@ -53,7 +53,7 @@ def _rotate_and_store_kernel(
     mask_d = offs_d < HALF
     places = heads[:, None] * (2 * HALF) + offs_d[None, :]
     mask = (heads < HEADS + 2 * KV_HEADS)[:, None] & mask_d[None, :]
-    wait_for_front(PDL)
+    pdl_launch_then_wait(PDL)
     kv_row = tl.load(kv_rows_ptr + token)
     cos = tl.load(cos_ptr + token * HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]

@@ -10,8 +10,8 @@ Two kernels, one meaning:
 
 With early launch (compute capability 9.0) a program asks for its first weights before the kernel in front has ended,
 which wrote x but no weight. More than the first tile of them is too much: two or four cost a step of 7B 0.05 and 0.1 ms
-(H200, 2026-11-23). K may be cut among programs so that there are enough of them: each writes a plane of
-float32, and the one that arrives last at a tile adds the planes in ascending order. So the bits repeat from run to run.
+(H200, 2026-11-23). K may be cut among programs so that there are enough of them: each writes a partial of
+float32, and the one that arrives last at a tile adds the partials in ascending order. So the bits repeat.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
-from punica.ops.triton_ops.device import dot, wait_for_front
+from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
     Launch,
@@ -127,7 +127,7 @@ def bring_near(ptrs, width):
 
 @triton.jit
 def is_last(arrived_ptr, tile, SPLIT_K: tl.constexpr):
-    """Whether all other programs of this tile have written their planes; then the count is that of no program again."""
+    """Count the programs of this tile that have written their partials; the last one resets the count and gets True."""
     tl.debug_barrier()  # what all threads have written comes before the count
     last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
     if last:
@@ -187,7 +187,7 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
     for _ in tl.static_range(TOKENS):
         sums = sums + (tl.zeros([PARTS, BLOCK_N], tl.float32),)  # noqa: RUF005 (Triton has no starred tuples)
     w = tl.load(w_ptrs, mask=(offs_k < GEMM.k)[:, None, :], other=0.0)
-    wait_for_front(GEMM.pdl)
+    pdl_launch_then_wait(GEMM.pdl)
     for step in tl.range(0, STEPS, num_stages=1):
         start = step * BLOCK_K
         left = tl.where(step + 1 < STEPS, GEMM.k - start - BLOCK_K, 0)
@@ -236,7 +236,7 @@ def finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride
 @triton.jit
 def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexpr):
     """block_n rows of the weight, all tokens (block_t or fewer). A token's bits follow neither from `tokens` nor from
-    block_t. ``base``, ``strides``: as in the kernels; ``sums``: planes and counters of split K.
+    block_t. ``base``, ``strides``: as in the kernels; ``sums``: partials and counters of split K.
     """
     BLOCK_N: tl.constexpr = GEMM.block_n
     BLOCK_T: tl.constexpr = GEMM.block_t
@@ -253,7 +253,7 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
             w_rows + first * GEMM.block_k,
             tl.minimum(tl.minimum(end * GEMM.block_k, GEMM.k) - first * GEMM.block_k, GEMM.ahead),
         )
-    wait_for_front(GEMM.pdl)
+    pdl_launch_then_wait(GEMM.pdl)
     x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     w_ptrs = w_rows[None, :] + offs_k[:, None]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
-from punica.ops.triton_ops.device import wait_for_front
+from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, on_device, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -26,7 +26,7 @@ def _swiglu_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
-    wait_for_front(PDL)
+    pdl_launch_then_wait(PDL)
     gate = tl.load(gate_up_ptr + row * gate_up_stride + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * gate_up_stride + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up

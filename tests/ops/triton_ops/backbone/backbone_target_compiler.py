@@ -71,9 +71,9 @@ def gemm_and_shrink(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8:
     plan = plan_gemm_and_shrink(x, base, y, stored, config, has_ranks=True, pdl=capability >= 90, quant=quant)
     scales = empty(SLOTS, RANK, dtype=torch.float32)
     given = (a if capability >= 89 else a.view(torch.uint8), scales, scales) if fp8 else (a,)
-    planes = empty(config["split_k"], 1, TOKENS, RANK, dtype=torch.float32)
+    partials = empty(config["split_k"], 1, TOKENS, RANK, dtype=torch.float32)
     step = SimpleNamespace(tensors=[empty(TOKENS, dtype=torch.int32)])
-    plan.run(x, (weight,), y, given, planes, step, empty(1, SLOTS, dtype=torch.int32), True, 1.0)
+    plan.run(x, (weight,), y, given, partials, step, empty(1, SLOTS, dtype=torch.int32), True, 1.0)
 
 
 def main() -> None:
