@@ -287,7 +287,7 @@ def form_of(plan: RowsPlan | SearchPlan | ListedPlan) -> str:
     constants, kernel = constants_of(plan), plan.launch.kernel.__name__
     form = kernel.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
     short = isinstance(plan, ListedPlan) and plan.per_row > 0
-    form += (" and rows" if short else "") + (", weights left" if constants["left"] else "")
+    form += (" and rows" if short else "") + (", swapped operands" if constants["swap_ab"] else "")
     return form + (", in words" if constants.get("words") else "")
 
 

@@ -1,4 +1,4 @@
-"""`lora_linear` (both kernels with partial sums between): every pair of forms, splits, determinism and batch invariance."""
+"""`lora_linear` (both kernels with partial sums): every pair of forms, splits, determinism and batch invariance."""
 
 import itertools
 
