@@ -234,7 +234,7 @@ def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, as_
         (FP16, 16, {"swap_ab": True}, False),
         (FP16, 16, {"block_n": 32}, False),
     ],
-    ids=["words", "float32", "more than 128 ranks", "weights left", "few columns"],
+    ids=["words", "float32", "more than 128 ranks", "swapped operands", "few columns"],
 )
 def test_which_tiles_go_by_words(dtype, rank, changes, words, ahead, device, as_configured, reads_words):
     """Whatever a configuration asks for; with a rank of 0 among them, which must not be read."""

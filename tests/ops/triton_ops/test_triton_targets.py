@@ -55,9 +55,9 @@ DEMANDING: list[Case] = [
 ]
 """Much shared memory, many registers, or both."""
 FORMS = {
-    "shrink rows", "shrink search", "shrink search, weights left", "shrink listed", "shrink listed and rows",
-    "shrink listed, weights left", "expand rows", "expand search", "expand search, weights left", "expand listed",
-    "expand listed and rows", "expand listed, weights left", "slot write",
+    "shrink rows", "shrink search", "shrink search, swapped operands", "shrink listed", "shrink listed and rows",
+    "shrink listed, swapped operands", "expand rows", "expand search", "expand search, weights left", "expand listed",
+    "expand listed and rows", "expand listed, swapped operands", "slot write",
 }  # fmt: skip
 SPILLED = 1024
 """Bytes that a thread may keep in memory for lack of registers."""
@@ -150,7 +150,7 @@ class TestEveryForm:
         """Else a row's bits would depend on what else is in the batch."""
         found = defaultdict(set)
         for one in everything(capability):
-            if "weights left" in one["form"]:
+            if "swapped operands" in one["form"]:
                 op, case = one["form"].split()[0], one["case"]
                 found[op, case["dtype"], case["rank"]].add((tuple(one["instructions"]), tuple(one["widths"])))
         assert {len(kinds) for kinds in found.values()} == {1}
@@ -203,7 +203,7 @@ def check_fp8(capability: int, records: list[Record]) -> None:
     assert not [(one["spilled"], one["form"], one["case"]) for one in usual if one["spilled"] > SPILLED]
     found = defaultdict(set)
     for one in records:
-        if "weights left" in one["form"]:
+        if "swapped operands" in one["form"]:
             assert len(one["instructions"]) == 1
         if one["case"]["invariant"]:
             key = one["form"].split()[0], one["case"]["dtype"], one["case"]["rank"]
