@@ -2,14 +2,9 @@
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
 
-(`punica.ops.reference.fused_moe_lora` says it in full.) Three paths with one meaning:
-
-* **two stage** (`fused_moe_kernels`): shrink leaves fp32 partials, expand sums them; those of all
-  ranks may be added in between (fully sharded);
-* **one shot** and **small batch** (`fused_moe_single`): one launch, where shrinking again is cheap or not needed.
-
-`moe_rules` chooses, `moe_plan` makes the launches. Nothing is added atomically, and what a pair gets depends on nothing
-but its own row and weights.
+(`punica.ops.reference.fused_moe_lora` says it in full.) Two launches (`fused_moe_kernels`): shrink leaves fp32 partial
+sums, expand adds them up; those of all ranks may be added in between (fully sharded). `moe_rules` chooses schedules,
+`moe_plan` makes the launches. Nothing is added atomically, and a pair's result depends on its own row and weights alone.
 """
 
 from collections.abc import Sequence
@@ -78,14 +73,7 @@ def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
     where = _where(given)
     aligned = all_aligned(x, given.output, *a, *b)
     with on_device(given.x.get_device()):
-        if plan.partials is not None:
-            _run_two_stage(plan, given, switches, (x, a, b), where, aligned)
-        elif len(plan.numbers[0]) == 6:  # a list of work items, without alignment
-            _, experts, _, mapping, enabled, _, ranks = where
-            tensors = (x, a, b, given.output, given.topk_weights, experts, mapping, enabled, ranks)
-            plan.launches[0](tensors, plan.numbers[0], aligned)
-        else:
-            plan.launches[0]((x, a, b, given.output, given.topk_weights, *where), plan.numbers[0], aligned)
+        _run(plan, given, switches, (x, a, b), where, aligned)
 
 
 def _operands(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -97,14 +85,14 @@ def _operands(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor,
     return as_operand(given.x), a, operands_of(given.lora_b, fp8.b_scale, None)
 
 
-def _run_two_stage(
+def _run(
     plan: MoEPlan, given: Experts, switches: Switches,
     operands: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], where: tuple[Tensor, ...], aligned: bool,
 ) -> None:  # fmt: skip
-    (shrink, expand), (x, a, b), fp8 = plan.launches, operands, given.fp8
+    (x, a, b), fp8 = operands, given.fp8
     fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
-    partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)  # type: ignore[arg-type]
-    shrink((x, a, partials, *where), plan.numbers[0], aligned)
+    partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)
+    plan.shrink((x, a, partials, *where), plan.numbers, aligned)
     if switches.fully_sharded:
         ranks = collectives.current()
         partials = ranks.all_reduce(partials) if plan.form.rank == plan.form.full_rank else ranks.all_gather(partials)
@@ -112,7 +100,7 @@ def _run_two_stage(
     if fp8 is not None and fp8.h_scale is not None:
         partials = rounded(partials.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
     tensors = (partials, b, given.output, given.topk_weights, *where)
-    expand(tensors, plan.numbers[1], aligned and all_aligned(partials))
+    plan.expand(tensors, plan.numbers, aligned and all_aligned(partials))
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------
@@ -179,14 +167,13 @@ def _run_fused_moe_lora_one_shot(
     lora_ids: Tensor, num_active_loras: int | Tensor | None, adapter_enabled: Tensor,
     mul_routed_weight: bool, block_size_m: int, add_inputs: bool = True, offset: int = 0,
 ) -> None:  # fmt: skip
-    """`fused_moe_lora` by the one-shot path, whatever the rules say; ``block_size_m`` is the alignment's."""
-    given = Experts(
+    """`fused_moe_lora` with one K split and small blocks; ``block_size_m`` is the alignment's."""
+    numbers = (block_size_m, 64, 64, 1, 4, 3, 1)
+    fused_moe_lora(
         output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
-        num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids,
+        num_tokens_post_padded, token_lora_mapping, max_lora_rank, top_k_num, lora_ids, num_active_loras,
+        adapter_enabled, *numbers, *numbers, mul_routed_weight, False, offset, add_inputs,
     )  # fmt: skip
-    active = None if num_active_loras is None else int(num_active_loras)
-    switches, numbers = Switches(mul_routed_weight, False, offset, add_inputs), (block_size_m, 16, 16, 1, 4, 1, 1)
-    fused(given, max_lora_rank, top_k_num, switches, How((numbers, numbers), active, path="one_shot"))
 
 
 def _run_fused_moe_lora_small_batch(
@@ -196,10 +183,12 @@ def _run_fused_moe_lora_small_batch(
     adapter_enabled: Tensor,
     mul_routed_weight: bool, add_inputs: bool = True, offset: int = 0,
 ) -> None:  # fmt: skip
-    """`fused_moe_lora` on naive input by the small-batch path. ValueError for ranks above 64."""
+    """`fused_moe_lora` on naive input. ValueError for ranks above 64."""
     given = Experts(
         output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, None, expert_ids_flat, None,
         token_lora_mapping, adapter_enabled, None,
     )  # fmt: skip
-    switches = Switches(mul_routed_weight, False, offset, add_inputs)
-    fused(given, lora_a_stacked[0].shape[-2], top_k_num, switches, How(path="small_batch"))
+    rank = lora_a_stacked[0].shape[-2]
+    if rank > 64:
+        raise ValueError(f"the small-batch path takes ranks up to 64, got rank {rank}")
+    fused(given, rank, top_k_num, Switches(mul_routed_weight, False, offset, add_inputs))

@@ -2,10 +2,9 @@
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (a(x) x @ (sA_s[l, e] A_s[l, e])^T) @ (sB_s[l, e] B_s[l, e])^T
 
-The kernels, the paths and the rules that choose them are those of `punica.ops.triton_ops.fused_moe_lora`, whose kernels
-read either kind of weights (`moe_reading`); so this file is the op's own front. What the scales are is said by
-`punica.ops.fp8_experts`. With ``expand_act_scale`` what lies between the products is rounded to FP8 there, in two
-stages whatever the rules say.
+Kernels and schedules are those of `punica.ops.triton_ops.fused_moe_lora`, which read either kind of weights; this file
+is the op's own front. Scales are as in `punica.ops.fp8_experts`. With ``expand_act_scale`` the intermediate is rounded
+to FP8.
 """
 
 from collections.abc import Sequence

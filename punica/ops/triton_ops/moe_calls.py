@@ -57,7 +57,7 @@ class ExpertCalls:
     ) -> None:  # fmt: skip
         """The fused op. After the activation shrink may start early: alignment and weights are older than that."""
         early = switches.mul_routed_weight and configs is None
-        how = How(configs, active, early, site, None, self.options)
+        how = How(configs, active, early, site, self.options)
         if not is_traced():
             fused(given, max_lora_rank, top_k, switches, how)
             return
@@ -91,5 +91,5 @@ def fused_moe_lora_step(
     )
     switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
     numbers = (tuple(configs[:7]), tuple(configs[7:])) if configs else None
-    how = How(numbers, active, early, site, None, Options(batch_invariant, pdl, tuned_dir))
+    how = How(numbers, active, early, site, Options(batch_invariant, pdl, tuned_dir))
     fused(given, max_lora_rank, top_k, switches, how)

@@ -1,4 +1,4 @@
-"""How a call of fused MoE LoRA is launched: path, kernels, grids and blocks from the checked forms of its operands.
+"""Plan of a fused MoE LoRA call: kernels, grids and blocks from the checked forms of its operands.
 
 `moe_rules` chooses, or the numbers that the caller gives, or the tuned files. Launches hold numbers only.
 """
@@ -16,12 +16,10 @@ from punica.ops.triton_ops.configs import Options, get_lora_op_configs, load_lor
 from punica.ops.triton_ops.device import max_tiles
 from punica.ops.triton_ops.fp8_device import TYPES
 from punica.ops.triton_ops.fused_moe_kernels import moe_expand_kernel, moe_shrink_kernel
-from punica.ops.triton_ops.fused_moe_single import _fused_moe_lora_small_batch_kernel, moe_one_shot_kernel
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
     Launch,
     block_at_least,
-    multiprocessors,
     stages_that_fit,
     supports_pdl,
 )
@@ -36,24 +34,23 @@ class How(NamedTuple):
     """How a call is to run, besides its operands. ``configs``: the seven numbers each of shrink and expand (None: the
     rules choose, or the tuned files of ``site``, "w13" or "w2"). ``active``: adapters in use, as far as the host knows.
     ``early``: shrink may start before the kernel in front has ended, as nothing that it reads first is from there.
-    ``path``: one of the three (None: the rules choose).
     """
 
     configs: tuple[Numbers, Numbers] | None = None
     active: int | None = None
     early: bool = False
     site: str | None = None
-    path: str | None = None
     options: Options = Options()
 
 
 class MoEPlan(NamedTuple):
-    """The launches of a checked call. ``partials``: shape of what lies between two of them; ``numbers`` of each."""
+    """The two launches of a checked call, their counts, and the shape of the partial sums between them."""
 
     form: ExpertForm
-    launches: tuple[Launch, ...]
-    numbers: tuple[Numbers, ...]
-    partials: tuple[int, int, int, int] | None
+    shrink: Launch
+    expand: Launch
+    numbers: Numbers
+    partials: tuple[int, int, int, int]
 
 
 class _Common(NamedTuple):
@@ -184,46 +181,7 @@ def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -
         _plan_shrink(common, shrink, pdl, how.early),
         _plan_expand(common, expand, 1 if rounds else shrink["split_k"], pdl),
     )
-    partials = (shrink["split_k"], form.slices, form.pairs, form.rank)
-    return MoEPlan(form, launches, (common.numbers, common.numbers), partials)
-
-
-def _plan_one_shot(common: _Common, config: Config, pdl: bool) -> MoEPlan:
-    form, given = common.form, common.given
-    block_r, block_n = block_at_least(form.rank), 128 if common.wide_bytes == 2 else 64
-    block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
-    programs = common.num_tiles * form.slices
-    parts = rules.one_shot_parts(programs, form.hidden, form.width, multiprocessors(common.device))
-    read_a, read_b = common.reads
-    per_stage = stage_bytes(read_a, common.wide_bytes, common.block_m * block_k, block_r * block_k)
-    constants = common.constants | common.writes | common.ranks | {
-        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_N": block_n, "BLOCK_K": block_k,
-        "BLOCK_R": block_r, "PARTS": parts, "NUM_STAGES": stages_that_fit(3, per_stage, common.device),
-        "STAGES_N": config["num_stages"], "READ_A": read_a, "READ_B": read_b, "PDL": pdl,
-    }  # fmt: skip
-    grid, strides = (common.num_tiles * parts, form.slices, 1), (*given.x.stride(), given.output.stride(1))
-    launch = common.launch(moe_one_shot_kernel, grid, strides, constants, config, pdl)
-    return MoEPlan(form, (launch,), (common.numbers,), None)
-
-
-def _plan_small_batch(common: _Common) -> MoEPlan:
-    form, given = common.form, common.given
-    block_r = block_at_least(form.rank)
-    block_n, block_k = min(128, block_at_least(form.width)), min(max(64, 8192 // block_r), block_at_least(form.hidden))
-    sms, tiles = multiprocessors(common.device), triton.cdiv(form.width, block_n)
-    per_chunk = rules.pick_small_batch_chunk(form.pairs * form.slices, tiles, sms)
-    chunks = triton.cdiv(tiles, per_chunk)
-    work_total = form.pairs * form.slices * chunks
-    read_a, read_b = common.reads
-    constants = common.writes | {
-        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "NUM_SLICES": form.slices, "BLOCK_N": block_n,
-        "BLOCK_K": block_k, "BLOCK_R": block_r, "EVEN_K": form.hidden % block_k == 0,
-        "HAS_RANKS": given.lora_ranks is not None, "READ_A": read_a, "READ_B": read_b,
-    }  # fmt: skip
-    grid, strides = (min(work_total, max(1, 2 * sms)), 1, 1), (*given.x.stride(), given.output.stride(1))
-    launch = common.launch(_fused_moe_lora_small_batch_kernel, grid, strides, constants, {"num_warps": 4})
-    numbers = (work_total, chunks, per_chunk, form.top_k, form.slots, form.experts)
-    return MoEPlan(form, (launch,), (numbers,), None)
+    return MoEPlan(form, *launches, common.numbers, (shrink["split_k"], form.slices, form.pairs, form.rank))
 
 
 def _of_numbers(numbers: Numbers, is_shrink: bool) -> Config:
@@ -282,17 +240,7 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
         check_block_size(block_m, 16)
     tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
     common = _Common(form, given, switches, tiles, block_m, given.x.device)
-    between = switches.fully_sharded or (given.fp8 is not None and given.fp8.h_scale is not None)
-    pdl = how.options.pdl and supports_pdl(given.x.device)
     tuned = {part: tuned_config(how.site, part, form, how.options) for part in ("shrink", "expand")}
-    path = how.path or rules.path(work, between, pdl, how.configs is not None or any(tuned.values()))
-    if path == "small_batch":
-        if not naive or form.rank > rules.SMALL_BATCH_RANK:
-            raise ValueError(f"the small-batch path takes naive input and ranks up to {rules.SMALL_BATCH_RANK}, got "
-                             f"rank {form.rank} and {'naive' if naive else 'sorted'} input")  # fmt: skip
-        return _plan_small_batch(common)
-    if path == "one_shot":
-        return _plan_one_shot(common, rules.one_shot_config(work), pdl)
     if how.configs is not None and not work.invariant:
         shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
     else:

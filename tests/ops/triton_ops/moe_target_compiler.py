@@ -46,7 +46,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
         x = empty(*x.shape, dtype=torch.float8_e4m3fn)
     given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None, ranks, fp8)
     before = len(done.records)
-    module.fused(given, rank, top_k, Switches(down), moe_plan.How(early=down, path=case["path"]))
+    module.fused(given, rank, top_k, Switches(down), moe_plan.How(early=down))
     if down:
         PairGroups(ids, experts).multiply(x, empty(experts, n, k, dtype=dtype), 1)
     return [{"case": case, **record} for record in done.records[before:]]
