@@ -4,7 +4,7 @@
 
 (`punica.ops.reference.fused_moe_lora` says it in full.) Two launches (`fused_moe_kernels`): shrink leaves fp32 partial
 sums, expand adds them up; those of all ranks may be added in between (fully sharded). `moe_rules` chooses schedules,
-`moe_plan` makes the launches. Nothing is added atomically, and a pair's result depends on its own row and weights alone.
+`moe_plan` makes the launches. Nothing is added atomically; a pair's result depends on its own row and weights alone.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,9 @@ from torch import Tensor
 from punica.ops import collectives
 from punica.ops.fp8_experts import rounded
 from punica.ops.moe_checks import Experts, Switches
-from punica.ops.triton_ops.fp8_device import as_operand
+from punica.ops.triton_ops.fp8_device import as_operand, operands
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts
-from punica.ops.triton_ops.moe_reading import operands_of
 from punica.ops.triton_ops.op import custom_op, named
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, ho
         return
     x, a, b = _operands(given)
     where = _where(given)
-    aligned = all_aligned(x, given.output, *a, *b)
+    aligned = all_aligned(x, given.output, given.topk_weights, *a, *b)
     with on_device(given.x.get_device()):
         _run(plan, given, switches, (x, a, b), where, aligned)
 
@@ -81,8 +80,8 @@ def _operands(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor,
     if given.fp8 is None:
         return given.x, tuple(given.lora_a), tuple(given.lora_b)
     fp8 = given.fp8.contiguous()
-    a = operands_of(given.lora_a, fp8.a_scale, fp8.x_scale)
-    return as_operand(given.x), a, operands_of(given.lora_b, fp8.b_scale, None)
+    a = operands(given.lora_a, fp8.a_scale, fp8.x_scale)
+    return as_operand(given.x), a, operands(given.lora_b, fp8.b_scale, None)
 
 
 def _run(
@@ -92,15 +91,15 @@ def _run(
     (x, a, b), fp8 = operands, given.fp8
     fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
     partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)
-    plan.shrink((x, a, partials, *where), plan.numbers, aligned)
+    plan.shrink(((x, partials), a, *where), plan.counts, aligned)
     if switches.fully_sharded:
         ranks = collectives.current()
         partials = ranks.all_reduce(partials) if plan.form.rank == plan.form.full_rank else ranks.all_gather(partials)
         partials = partials.contiguous()  # gathered from one rank of A each, a view of what arrived
     if fp8 is not None and fp8.h_scale is not None:
         partials = rounded(partials.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
-    tensors = (partials, b, given.output, given.topk_weights, *where)
-    plan.expand(tensors, plan.numbers, aligned and all_aligned(partials))
+    tensors = (partials, given.output, given.topk_weights)
+    plan.expand((tensors, b, *where), plan.counts, aligned and all_aligned(partials))
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------
