@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.fp8_experts import rounded
-from punica.ops.moe_checks import Experts, Switches
+from punica.ops.experts import Experts, Switches
+from punica.ops.moe_torch import rounded
 from punica.ops.triton_ops.fp8_device import as_operand, operands
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_experts import Fp8Experts
-from punica.ops.moe_checks import Experts, Switches
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.moe_plan import How

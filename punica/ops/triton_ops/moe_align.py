@@ -127,13 +127,14 @@ def _moe_align_kernel(
 
 @named("moe_lora_align_block_size")
 def _launch(
-    topk_ids: Tensor, mapping: Tensor | None, buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
+    topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int],
     outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,
 ) -> None:  # fmt: skip
     """Checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written. No ``mapping`` and
     ``enabled``: one slot, which all tokens use.
     """
     check_runnable(topk_ids.device)
+    buckets, block_size, max_loras, padded, blocks = sizes
     if max_loras == 0:
         return
     topk_ids = topk_ids.contiguous()
@@ -155,30 +156,27 @@ def _launch(
 
 
 def align_all(
-    topk_ids: Tensor, mapping: Tensor | None,
-    buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
-    adapter_enabled: Tensor | None, expert_map: Tensor | None,
+    topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int], adapter_enabled: Tensor | None,
+    expert_map: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already. Without
-    ``mapping`` and ``adapter_enabled`` all tokens use the one slot.
+    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already.
+    ``sizes``: the five numbers of `moe_lora_align_block_size`. Without ``mapping`` and ``adapter_enabled`` all tokens
+    use the one slot.
     """
+    _, _, max_loras, padded, blocks = sizes
     lengths = (max_loras * padded, max_loras * blocks, max_loras)
     if is_traced():  # tensors of their own, and the slots spelled out: the op is one node
         integers: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
         apart = tuple(torch.empty(length, **integers) for length in lengths)
         mapping = torch.zeros(topk_ids.shape[0], **integers) if mapping is None else mapping
         enabled = torch.ones(max_loras + 1, **integers) if adapter_enabled is None else adapter_enabled
-        moe_lora_align_block_size(
-            topk_ids, mapping, buckets, block_size, max_loras, padded, blocks, *apart, enabled, None, expert_map
-        )
+        moe_lora_align_block_size(topk_ids, mapping, *sizes, *apart, enabled, None, expert_map)
         return apart  # type: ignore[return-value]
     starts = [0, -(-lengths[0] // 4) * 4]  # each on an address that is a multiple of 16
     starts.append(starts[1] + -(-lengths[1] // 4) * 4)
     memory = torch.empty(starts[2] + lengths[2], dtype=torch.int32, device=topk_ids.device)
     outputs = tuple(memory[start : start + length] for start, length in zip(starts, lengths, strict=True))
-    _launch(
-        topk_ids, mapping, buckets, block_size, max_loras, padded, blocks, outputs, adapter_enabled, None, expert_map  # type: ignore[arg-type]
-    )  # fmt: skip
+    _launch(topk_ids, mapping, sizes, outputs, adapter_enabled, None, expert_map)  # type: ignore[arg-type]
     return outputs  # type: ignore[return-value]
 
 
@@ -201,4 +199,4 @@ def moe_lora_align_block_size(
     if lora_ids is not None:
         check_lora_ids(lora_ids)
     sizes = (num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks)
-    _launch(topk_ids, token_lora_mapping, *sizes, outputs, adapter_enabled, lora_ids, expert_map)
+    _launch(topk_ids, token_lora_mapping, sizes, outputs, adapter_enabled, lora_ids, expert_map)

@@ -89,7 +89,7 @@ class PairGroups:
         self.block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64
         self.blocks = max_tiles(pairs, experts, self.block_m)
         sizes = (experts, self.block_m, 1, self.blocks * self.block_m, self.blocks)
-        self.aligned = align_all(topk_ids, None, *sizes, None, None) if pairs else None
+        self.aligned = align_all(topk_ids, None, sizes, None, None) if pairs else None
 
     def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
         """``x [T*k / factor, K]``, ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype.

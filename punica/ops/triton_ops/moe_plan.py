@@ -11,9 +11,9 @@ from torch import Tensor
 
 from punica.checks import check_count
 from punica.ops import collectives
+from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_experts import Fp8Experts
-from punica.ops.moe_checks import ExpertForm, Experts, Switches, check_block_size, check_experts
+from punica.ops.moe_checks import check_block_size, check_experts
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops import moe_rules as rules
 from punica.ops.triton_ops.configs import Options, get_lora_op_configs, load_lora_op_config

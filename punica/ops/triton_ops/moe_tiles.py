@@ -2,8 +2,8 @@
 
 A *tile* is a block of the alignment, up to ``block_m`` pairs of one (slot, expert); naive, it is one pair. Their number
 is known on the device alone: every slot has ``counts / block_m`` of them, and a running sum over the slots finds the
-slot of tile number ``tile``. So tiles are numbered without gaps, however far apart their slots are in the alignment, and
-a grid need not cover the worst case of every slot: programs loop while there are tiles.
+slot of tile number ``tile``. So tiles are numbered without gaps, however far apart their slots are in the alignment.
+A grid need not cover the worst case of every slot: programs loop while there are tiles.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ import torch
 
 from punica.ops import collectives
 from punica.ops.collectives import Collectives
-from punica.ops.moe_checks import ExpertForm
+from punica.ops.experts import ExpertForm
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.fused_moe_lora import fused, fused_moe_lora
 from punica.ops.triton_ops.moe_plan import How

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from punica.metadata import LoRAMapping
 from punica.ops import moe_torch
-from punica.ops.moe_checks import Switches
+from punica.ops.experts import Switches
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.configs import Options
