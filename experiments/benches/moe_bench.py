@@ -158,10 +158,10 @@ class MoEBench:
         call, (y13, y2, inner, weights, ids) = self._operator(context, x, logits)
         call()
         mapping = torch.tensor(slots)
-        for name, y, given, weights, down in (("w13", y13, x, context.w13, False), ("w2", y2, inner, context.w2, True)):
-            a, b = weights.lora_a, weights.lora_b
-            if weights.fp8 is not None:
-                a, b = _real(a, weights.fp8.a_scale), _real(b, weights.fp8.b_scale)
+        for name, y, given, held, down in (("w13", y13, x, context.w13, False), ("w2", y2, inner, context.w2, True)):
+            a, b = held.lora_a, held.lora_b
+            if held.fp8 is not None:
+                a, b = _real(a, held.fp8.a_scale), _real(b, held.fp8.b_scale)
             wanted = torch.zeros_like(y, dtype=torch.float32)
             reference.fused_moe_lora(wanted, given, a, b, ids, weights, mapping, context.adapter_enabled, down)
             error = difference(y.float(), wanted)

@@ -2,9 +2,9 @@
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
 
-(`punica.ops.reference.fused_moe_lora` says it in full.) Two launches (`fused_moe_kernels`): shrink leaves fp32 partial
-sums, expand adds them up; those of all ranks may be added in between (fully sharded). `moe_rules` chooses schedules,
-`moe_plan` makes the launches. Nothing is added atomically; a pair's result depends on its own row and weights alone.
+(`punica.ops.reference.fused_moe_lora` says it in full.) Two launches (`moe_shrink`, `moe_expand`): shrink leaves fp32
+partial sums, expand adds them up; those of all ranks may be added in between (fully sharded). `moe_rules` chooses
+schedules, `moe_plan` makes launches. Nothing is added atomically; a pair's result depends on its row and weights alone.
 """
 
 from collections.abc import Sequence

@@ -19,15 +19,9 @@ from punica.ops.triton_ops import moe_rules as rules
 from punica.ops.triton_ops.configs import Options, get_lora_op_configs, load_lora_op_config
 from punica.ops.triton_ops.device import max_tiles
 from punica.ops.triton_ops.fp8_device import TYPES, WIDE, Quant, fp8_format
-from punica.ops.triton_ops.fused_moe_kernels import (
-    PairExpandShape,
-    PairExpandTile,
-    PairShrinkShape,
-    PairShrinkTile,
-    moe_expand_kernel,
-    moe_shrink_kernel,
-)
 from punica.ops.triton_ops.launch import Launch, block_at_least, stages_that_fit, supports_pdl
+from punica.ops.triton_ops.moe_expand import PairExpandShape, PairExpandTile, moe_expand_kernel
+from punica.ops.triton_ops.moe_shrink import PairShrinkShape, PairShrinkTile, moe_shrink_kernel
 from punica.ops.triton_ops.moe_tiles import Pairs
 from punica.ops.triton_ops.op import check_runnable
 
