@@ -32,7 +32,7 @@ def _described(value: Any) -> Any:
     return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
+def planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
     """The plan of a call: the same for operands of the same forms, so it is made once for each of these."""
     key = (*map(_described, given), max_lora_rank, top_k, switches, how)
     if switches.fully_sharded:
@@ -46,8 +46,8 @@ def _planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
     return _PLANS[key]
 
 
-def _where(given: Experts) -> tuple[Tensor, ...]:
-    """sorted, experts, counts, mapping, enabled, ids, ranks; what a kernel does not look at is any tensor."""
+def where(given: Experts) -> tuple[Tensor, ...]:
+    """sorted, experts, counts, mapping, enabled, ids, ranks; any tensor for what a kernel does not read."""
     mapping = given.mapping
     ids = given.sorted_ids if given.sorted_ids is not None else mapping
     counts = given.counts if given.counts is not None else mapping
@@ -65,18 +65,15 @@ def _padded(lora_ids: Tensor, size: int) -> Tensor:
 @named("fused_moe_lora")
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
     """`fused_moe_lora` on its operands as one tuple; what the wrapper calls."""
-    plan = _planned(given, max_lora_rank, top_k, switches, how)
+    plan = planned(given, max_lora_rank, top_k, switches, how)
     if plan is None:
         return
-    x, a, b = _operands(given)
-    where = _where(given)
-    aligned = all_aligned(x, given.output, given.topk_weights, *a, *b)
     with on_device(given.x.get_device()):
-        _run(plan, given, switches, (x, a, b), where, aligned)
+        _run(plan, given, switches)
 
 
-def _operands(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """x, and what shrink and expand read besides."""
+def stored(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """x, and the operands of shrink and expand."""
     if given.fp8 is None:
         return given.x, tuple(given.lora_a), tuple(given.lora_b)
     fp8 = given.fp8.contiguous()
@@ -84,14 +81,12 @@ def _operands(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor,
     return as_operand(given.x), a, operands(given.lora_b, fp8.b_scale, None)
 
 
-def _run(
-    plan: MoEPlan, given: Experts, switches: Switches,
-    operands: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], where: tuple[Tensor, ...], aligned: bool,
-) -> None:  # fmt: skip
-    (x, a, b), fp8 = operands, given.fp8
+def _run(plan: MoEPlan, given: Experts, switches: Switches) -> None:
+    (x, a, b), pairs, fp8 = stored(given), where(given), given.fp8
+    aligned = all_aligned(x, given.output, given.topk_weights, *a, *b)
     fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
     partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)
-    plan.shrink(((x, partials), a, *where), plan.counts, aligned)
+    plan.shrink(((x, partials), a, *pairs), plan.counts, aligned)
     if switches.fully_sharded:
         ranks = collectives.current()
         partials = ranks.all_reduce(partials) if plan.form.rank == plan.form.full_rank else ranks.all_gather(partials)
@@ -99,7 +94,7 @@ def _run(
     if fp8 is not None and fp8.h_scale is not None:
         partials = rounded(partials.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
     tensors = (partials, given.output, given.topk_weights)
-    plan.expand((tensors, b, *where), plan.counts, aligned and all_aligned(partials))
+    plan.expand((tensors, b, *pairs), plan.counts, aligned and all_aligned(partials))
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------

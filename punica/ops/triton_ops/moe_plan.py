@@ -33,6 +33,7 @@ class How(NamedTuple):
     """How a call is to run, besides its operands. ``configs``: the seven numbers each of shrink and expand (None: the
     rules choose, or the tuned files of ``site``, "w13" or "w2"). ``active``: adapters in use, as far as the host knows.
     ``early``: shrink may start before the kernel in front has ended, as nothing that it reads first is from there.
+    ``low``: dtype of the intermediate.
     """
 
     configs: tuple[Numbers, Numbers] | None = None
@@ -40,6 +41,7 @@ class How(NamedTuple):
     early: bool = False
     site: str | None = None
     options: Options = Options()
+    low: torch.dtype = torch.float32
 
 
 class MoEPlan(NamedTuple):
@@ -58,6 +60,7 @@ class _Common(NamedTuple):
     form: ExpertForm
     given: Experts
     switches: Switches
+    low: torch.dtype
     num_tiles: int
     block_m: int
     device: torch.device
@@ -80,7 +83,8 @@ class _Common(NamedTuple):
         """``constants``: shape and schedule."""
         given = self.given
         dtypes = (
-            given.x.dtype, given.lora_a[0].dtype, given.output.dtype, given.topk_weights.dtype, given.expert_ids.dtype,
+            given.x.dtype, given.lora_a[0].dtype, self.low, given.output.dtype, given.topk_weights.dtype,
+            given.expert_ids.dtype,
         )  # fmt: skip
         return Launch(
             kernel, (grid, 1, 1), dtypes, strides, constants, num_warps=num_warps, pdl=pdl, device=self.device
@@ -229,7 +233,7 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
     if not naive:
         check_block_size(block_m, 16)
     tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
-    common = _Common(form, given, switches, tiles, block_m, given.x.device)
+    common = _Common(form, given, switches, how.low, tiles, block_m, given.x.device)
     tuned = {part: tuned_config(how.site, part, form, how.options) for part in ("shrink", "expand")}
     if how.configs is not None and not work.invariant:
         shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
