@@ -13,7 +13,7 @@ import torch
 from experiments.benches.layer_call import begun
 from experiments.benches.operator_sets import ROTATING_BYTES
 from punica.ops import reference
-from punica.ops.moe_checks import Experts, Switches
+from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches
 from punica.parallel import route
 from punica.wrapper import PunicaWrapperGPU
 
@@ -98,9 +98,8 @@ class ExpertSets:
     def _align(self, i: int) -> None:
         """The alignment alone."""
         _, ids = self.routing[i]
-        block = self.wrapper._block_size(
-            ids.numel(), self._own_mapping(), self.layer.experts, True, self.x13[i], self.w13[0][1]
-        )
+        active = self.wrapper._active(self._own_mapping(), self.adapters)
+        block = self.wrapper._experts.block_size(*ids.shape, active, self._weights(0, "w13"))
         self.wrapper.moe_lora_align_block_size(
             ids, self.tokens, block, self.layer.experts, self.adapters, self.enabled, None, True, False
         )
@@ -111,15 +110,14 @@ class ExpertSets:
     def _w13(self, i: int, add: bool) -> None:
         """What `add_lora_w13` calls once it has aligned."""
         ids, experts, counts, mapping = self.aligned[i]
-        a, b = self.w13[i % len(self.w13)]
         if ids is not None:
             ids, experts = ids.view(self.adapters, -1), experts.view(self.adapters, -1)
-        given = Experts(
-            self.y13[i], self.x13[i], a, b, self.routing[i][0], ids, experts, counts, mapping, self.enabled, None,
-            self.ranks[0],
-        )  # fmt: skip
-        switches = Switches(False, False, 0, add)
-        self.wrapper._add_experts(given, self.rank, self.layer.top_k, switches, None, tuned="w13")
+        assignment = Assignment(self.routing[i][0], ids, experts, counts, mapping)
+        self.wrapper.add_lora_experts(self.y13[i], self.x13[i], self._weights(i, "w13", add), assignment)
+
+    def _weights(self, i: int, site: str, add: bool = True) -> ExpertLoRAWeights:
+        a, b = self.w13[i % len(self.w13)]
+        return ExpertLoRAWeights(a, b, self.enabled, self.ranks[0], None, Switches(add_inputs=add), site)
 
     def _w2(self, i: int, add: bool) -> None:
         a, b = self.w2[i % len(self.w2)]

@@ -132,17 +132,15 @@ class MoEBench:
     ) -> tuple[Callable[[], object], tuple[torch.Tensor, ...]]:
         """Both LoRA products of one layer, and (y13, y2, activated, weights, experts) that they work on."""
         weights, ids = route(logits, self.top_k, True)
-        rows, experts = x.shape[0], context.local_num_experts
+        rows = x.shape[0]
         width = context.w13_num_slices * context.w13_lora_b_stacked[0].shape[-2]
         y13, y2 = x.new_zeros(rows, self.top_k, width), x.new_zeros(rows, self.top_k, x.shape[1])
         inner = torch.randn(rows * self.top_k, context.w2_lora_a_stacked[0].shape[-1],
                             generator=torch.Generator().manual_seed(5)).to(x)  # fmt: skip
-        shape = torch.empty(experts, 1, 1)
 
         @torch.inference_mode()
         def call() -> None:
-            aligned = context.add_w13(y13, x, ids, weights, None, shape, shape)
-            context.add_w2(y2, inner, weights, aligned, shape, shape)
+            context.add_w2(y2, inner, weights, context.add_w13(y13, x, ids, weights, None))
 
         return call, (y13, y2, inner, weights, ids)
 
@@ -160,12 +158,10 @@ class MoEBench:
         call, (y13, y2, inner, weights, ids) = self._operator(context, x, logits)
         call()
         mapping = torch.tensor(slots)
-        for name, y, given, a, b, keywords, down in (
-            ("w13", y13, x, context.w13_lora_a_stacked, context.w13_lora_b_stacked, context.w13_keywords, False),
-            ("w2", y2, inner, context.w2_lora_a_stacked, context.w2_lora_b_stacked, context.w2_keywords, True),
-        ):
-            if "lora_a_scale" in keywords:
-                a, b = _real(a, keywords["lora_a_scale"]), _real(b, keywords["lora_b_scale"])
+        for name, y, given, held, down in (("w13", y13, x, context.w13, False), ("w2", y2, inner, context.w2, True)):
+            a, b = held.lora_a, held.lora_b
+            if held.fp8 is not None:
+                a, b = _real(a, held.fp8.a_scale), _real(b, held.fp8.b_scale)
             wanted = torch.zeros_like(y, dtype=torch.float32)
             reference.fused_moe_lora(wanted, given, a, b, ids, weights, mapping, context.adapter_enabled, down)
             error = difference(y.float(), wanted)

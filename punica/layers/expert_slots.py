@@ -18,6 +18,7 @@ from torch import Tensor
 from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, SlotPart
 from punica.layers.packing import LoRAFactor
+from punica.ops.experts import ExpertLoRAWeights, Fp8Experts, Switches
 from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import Fp8Matrix
 
@@ -36,6 +37,9 @@ class ExpertSlots(BaseLayerWithLoRA):
         adapter_enabled: int32 ``[L+1]``: 1 where a slot holds weights for this layer; the last entry stays 0.
         lora_ranks: int32 ``[slices of w13 + 1, L]``: of the whole adapter, also where A is cut along the rank.
     """
+
+    fully_sharded: bool
+    tp_rank: int
 
     def __init__(self, base_layer: Any) -> None:
         super().__init__(base_layer)
@@ -72,16 +76,25 @@ class ExpertSlots(BaseLayerWithLoRA):
     def _stack(self, lora_config: LoRAConfig, *shape: int) -> Tensor:
         return self._zeros(shape, cast(torch.dtype, lora_config.fp8 or lora_config.lora_dtype))
 
-    def _keywords(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the wrapper must be told of the slots of w13 and of w2 besides the stacks; references."""
-        ranks = cast(Tensor, self.lora_ranks)
-        of_w13: dict[str, Any] = {"lora_ranks": ranks[:-1]}
-        of_w2: dict[str, Any] = {"lora_ranks": ranks[-1:]}
+    def _weights(self) -> tuple[ExpertLoRAWeights, ExpertLoRAWeights]:
+        """Weights of w13 and of w2 as the wrapper takes them; references."""
+        ranks, tuned = cast(Tensor, self.lora_ranks), cast(LoRAConfig, self.lora_config).tuned_dir is not None
+        fp8: tuple[Fp8Experts | None, Fp8Experts | None] = (None, None)
         if self.w2_lora_a_scale:
-            of_w13 |= {"lora_a_scale": self.w13_lora_a_scale, "lora_b_scale": self.w13_lora_b_scale}
-            of_w2 |= {"lora_a_scale": self.w2_lora_a_scale, "lora_b_scale": self.w2_lora_b_scale}
-            of_w13["quant_args"] = of_w2["quant_args"] = PER_CHANNEL
-        return of_w13, of_w2
+            scales = ((self.w13_lora_a_scale, self.w13_lora_b_scale), (self.w2_lora_a_scale, self.w2_lora_b_scale))
+            w13_fp8, w2_fp8 = (Fp8Experts(*each, None, None, PER_CHANNEL, PER_CHANNEL) for each in scales)
+            fp8 = w13_fp8, w2_fp8
+        sharded = self.fully_sharded
+        offset = self.tp_rank * self.w2_lora_b_stacked[0].shape[-2] if sharded else 0
+        w13 = ExpertLoRAWeights(
+            self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.adapter_enabled, ranks[:-1], fp8[0],
+            Switches(False, sharded), "w13" if tuned else None,
+        )  # fmt: skip
+        w2 = ExpertLoRAWeights(
+            self.w2_lora_a_stacked, self.w2_lora_b_stacked, self.adapter_enabled, ranks[-1:], fp8[1],
+            Switches(True, sharded, offset), "w2" if tuned else None,
+        )  # fmt: skip
+        return w13, w2
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 

@@ -304,13 +304,12 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     def _build_lora_context(self) -> MoELoRAContext:
         config = cast(LoRAConfig, self.lora_config)
-        w13_keywords, w2_keywords = self._keywords()
+        w13, w2 = self._weights()
         return MoELoRAContext(
-            self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
+            w13, w2, self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
             self.adapter_enabled, self.max_loras, self.moe_config.experts_per_token, self._w13_slices,
             self.fully_sharded, self.tp_rank, self.tp_size, self.local_num_experts, self.punica_wrapper,
             use_tuned_config=config.tuned_dir is not None, lora_dtype=cast(torch.dtype, config.lora_dtype),
-            w13_keywords=w13_keywords, w2_keywords=w2_keywords,
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

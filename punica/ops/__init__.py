@@ -2,9 +2,9 @@
 
 :mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` and
 :mod:`~punica.ops.moe_torch` compute it fast on a CPU, ``punica.ops.triton_ops`` holds the GPU kernels. These are
-imported on first use of ``lora_shrink``, ``lora_expand``, ``lora_linear``, their ``_fp8`` kin, ``fused_moe_lora`` or
-``moe_lora_align_block_size``, so the CPU path needs no Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist twice with
-one meaning; this package exports the fast ones. FP8 weights: :mod:`~punica.ops.quant` makes them,
+imported on first use of ``lora_shrink``, ``lora_expand``, ``lora_linear``, their ``_fp8`` kin, the ``fused_moe_lora``
+family or ``moe_lora_align_block_size``, so the CPU path needs no Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist
+twice with one meaning; this package exports the fast ones. FP8 weights: :mod:`~punica.ops.quant` makes them,
 :mod:`~punica.ops.fp8_ops` is the CPU path.
 """
 
@@ -31,6 +31,9 @@ _TRITON_OPS = {
     "lora_shrink": "lora_shrink",
     "lora_shrink_fp8": "lora_shrink_fp8",
     "fused_moe_lora": "fused_moe_lora",
+    "fused_moe_lora_expand": "fused_moe_parts",
+    "fused_moe_lora_fp8": "fused_moe_lora_fp8",
+    "fused_moe_lora_shrink": "fused_moe_parts",
     "moe_lora_align_block_size": "moe_align",
 }
 

@@ -1,80 +1,22 @@
-"""What fused MoE LoRA demands of its operands, and how they are named: shared by the torch and the Triton ops.
+"""Checks of fused MoE LoRA's operands, shared by the torch and the Triton ops. Nothing here reads a device.
 
-Symbols: T tokens, k experts per token, pair ``i = t * k + j``, L slots, E experts on this rank, n slices of N columns,
-rank R of this rank's A and R' of B (the full rank where a collective gathers). Nothing here reads a device.
+TypeError for types and dtypes, ValueError for shapes, ranges and what is missing.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from punica.ops import collectives
 from punica.ops.checks import FLOATS, check_bool, check_dtype
-from punica.ops.fp8_experts import Fp8Experts, check_fp8
+from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Switches
+from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
 
 INTEGERS = (torch.int32, torch.int64)
-
-
-class Experts(NamedTuple):
-    """Operands of one fused MoE LoRA call, as `fused_moe_lora` takes them.
-
-    ``sorted_ids``, ``expert_ids``, ``counts``: what `moe_lora_align_block_size` wrote, viewed ``[L, P]``, ``[L, B]``
-    and ``[L]``; naive: None, the expert of every pair ``[T*k]``, None. ``lora_ids``: slots to look at, ``[L+1]`` (None:
-    all of them). ``lora_ranks``: true ranks of the slots of every slice, int32 ``[n, L]``, of all ranks of the group
-    together: what lies beyond in A and B is not looked at (None: all of it is). ``fp8``: scales of weights in FP8.
-    """
-
-    output: Tensor
-    x: Tensor
-    lora_a: Sequence[Tensor]
-    lora_b: Sequence[Tensor]
-    topk_weights: Tensor
-    sorted_ids: Tensor | None
-    expert_ids: Tensor
-    counts: Tensor | None
-    mapping: Tensor
-    enabled: Tensor
-    lora_ids: Tensor | None
-    lora_ranks: Tensor | None = None
-    fp8: Fp8Experts | None = None
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype that products are made of."""
-        return self.x.dtype if self.fp8 is None or self.x.dtype in FLOATS else self.output.dtype
-
-
-class Switches(NamedTuple):
-    """What of `fused_moe_lora` is neither tensor nor configuration."""
-
-    mul_routed_weight: bool = False
-    fully_sharded: bool = False
-    offset: int = 0
-    add_inputs: bool = True
-
-
-class ExpertForm(NamedTuple):
-    """Sizes of a checked call. ``factor``: pairs per row of x; ``block_m``: of the alignment (1: naive)."""
-
-    tokens: int
-    top_k: int
-    slices: int
-    slots: int
-    experts: int
-    rank: int
-    full_rank: int
-    hidden: int
-    width: int
-    factor: int
-    block_m: int
-
-    @property
-    def pairs(self) -> int:
-        """T * k."""
-        return self.tokens * self.top_k
 
 
 # --- alignment -------------------------------------------------------------------------------------------------------
@@ -315,3 +257,61 @@ def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None
             f"{size}: the block size of shrink and expand must be equal to the alignment's"
         )
     return block_m
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+
+def check_fp8(fp8: Fp8Experts, x: Tensor, weights: tuple[Sequence[Tensor], Sequence[Tensor]], pairs: int) -> None:
+    """Checked weights ``[L, E, N, K]`` of one FP8 dtype, their scales, and the activations: TypeError for dtypes,
+    ValueError for what is missing or of another shape.
+    """
+    for scheme in (fp8.shrink, fp8.expand):
+        scheme.check()
+    lora_a, lora_b = weights
+    _check_scales("lora_a_scale", fp8.a_scale, lora_a, fp8.shrink)
+    _check_scales("lora_b_scale", fp8.b_scale, lora_b, fp8.expand)
+    if fp8.shrink.use_fp8_w8a8 and x.dtype not in FP8_DTYPES:
+        raise TypeError(f"qcurr_hidden_states has dtype {x.dtype}; use_fp8_w8a8 needs float8 with its scales")
+    if not fp8.shrink.use_fp8_w8a8 and x.dtype in FP8_DTYPES:
+        raise TypeError(f"qcurr_hidden_states has dtype {x.dtype}; float8 activations need use_fp8_w8a8=True")
+    if x.dtype in FP8_DTYPES:
+        if fp8.x_scale is None:
+            raise ValueError(f"a scale is required for fp8 activations: qcurr_hidden_states has dtype {x.dtype}")
+        _check_row_scales("the activations' scale", fp8.x_scale, x.shape[0], x.shape[1], fp8.shrink, x)
+    elif fp8.x_scale is not None:
+        raise ValueError(f"an activation scale is given, but qcurr_hidden_states has dtype {x.dtype}; leave it out")
+    if fp8.h_scale is not None:
+        _check_row_scales("expand_act_scale", fp8.h_scale, pairs, lora_b[0].shape[-1], fp8.expand, x)
+
+
+def _check_scales(name: str, scales: Any, weights: Sequence[Tensor], scheme: Scheme) -> None:
+    if scales is not None and not isinstance(scales, (tuple, list)):
+        raise TypeError(f"{name} must be a list of tensors, one per slice, got {type(scales).__name__}")
+    if not scales:
+        missing = f"{name} is missing: weights of {weights[0].dtype} need one tensor of scales per slice"
+        raise ValueError(missing) if scheme.use_fp8_w8a8 else TypeError(missing)
+    if len(scales) != len(weights):
+        raise ValueError(f"{name} has {len(scales)} tensors, the weights have {len(weights)} slices; must be equal")
+    for i, (scale, weight) in enumerate(zip(scales, weights, strict=True)):
+        check_dtype(f"{name}[{i}]", scale, (torch.float32,))
+        slots, experts, rows, k = weight.shape
+        shape: tuple[int, ...] = (slots, experts)
+        if scheme.block_wise:
+            shape += (-(-rows // scheme.group_n), -(-k // scheme.group_k))
+        elif scheme.per_channel_quant:
+            shape += (rows,)
+        if tuple(scale.shape) not in (shape, (*shape, 1)):
+            raise ValueError(f"{name}[{i}] has shape {tuple(scale.shape)}, slice {i} needs {shape} with {scheme}")
+        if scale.device != weight.device:
+            raise ValueError(f"{name}[{i}] is on {scale.device}, the weights are on {weight.device}; move one of them")
+
+
+def _check_row_scales(name: str, scale: Any, rows: int, k: int, scheme: Scheme, x: Tensor) -> None:
+    check_dtype(name, scale, (torch.float32,))
+    groups = -(-k // scheme.group_k) if scheme.block_wise else 1
+    legal = [(rows,), (rows, 1), *([(rows, groups)] if groups > 1 else [])]
+    if math.prod(scale.shape) != 1 and tuple(scale.shape) not in legal:
+        raise ValueError(f"{name} has shape {tuple(scale.shape)}; expected one element or one of {legal}")
+    if scale.device != x.device:
+        raise ValueError(f"{name} is on {scale.device}, the activations are on {x.device}; move one of them")

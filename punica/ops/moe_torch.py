@@ -6,17 +6,16 @@ the output. Values are read back to the host, which on a CPU costs nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from punica.ops import collectives
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_experts import over_columns, real_weight, rounded
 from punica.ops.moe_checks import (
-    ExpertForm,
-    Experts,
-    Switches,
     check_aligned_outputs,
     check_block_size,
     check_experts,
@@ -24,6 +23,7 @@ from punica.ops.moe_checks import (
     check_padded,
     check_routing,
 )
+from punica.ops.quant import FP8_MAX, quantize_per_token, upcast
 
 Group = tuple[int, int, Tensor]
 """Slot, expert, pairs."""
@@ -178,3 +178,63 @@ def _naive_groups(given: Experts, form: ExpertForm, active: list[int]) -> Iterat
     found, counts = keys[order].unique_consecutive(return_counts=True)
     for key, part in zip(found.tolist(), pairs[order].split(counts.tolist()), strict=True):
         yield key // form.experts, key % form.experts, part
+
+
+def real_weight(stored: Tensor, scale: Tensor, slot: int, expert: int, scheme: Scheme) -> Tensor:
+    """``[N, K]`` float32 of an expert of an adapter."""
+    weight, own = upcast(stored[slot, expert]), scale[slot, expert]
+    if scheme.block_wise:
+        own = own.reshape(own.shape[:2]).repeat_interleave(scheme.group_n, 0)[: weight.shape[0]]
+        return weight * own.repeat_interleave(scheme.group_k, 1)[:, : weight.shape[1]]
+    return weight * own.reshape(-1, 1)
+
+
+def over_columns(scale: Tensor, k: int, scheme: Scheme) -> Tensor:
+    """Scales of rows as what may multiply ``[..., rows, k]``."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.ndim == 1 or scale.shape[1] == 1:
+        return scale.reshape(-1, 1)
+    return scale.repeat_interleave(scheme.group_k, 1)[:, :k]
+
+
+def rounded(low: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    """``low [..., T*k, R]`` as the FP8 ``dtype`` holds it by these scales, float32 again."""
+    factor, limit = over_columns(scale, low.shape[-1], scheme), FP8_MAX[dtype]
+    return (low / factor).clamp(-limit, limit).to(dtype).float() * factor
+
+
+class ExpertCalls:
+    """Alignment and fused op as `punica.wrapper.experts` calls them."""
+
+    smallest_block = 1
+    quantize = staticmethod(partial(quantize_per_token, check=False))
+
+    def align(
+        self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
+        expert_map: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """New flat outputs of `moe_lora_align_block_size` for all slots; ``sizes``: its five numbers."""
+        _, _, max_loras, padded, blocks = sizes
+        new: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
+        ids = torch.full((max_loras * padded,), topk_ids.numel(), **new)
+        experts, counts = torch.full((max_loras * blocks,), -1, **new), torch.zeros(max_loras, **new)
+        moe_lora_align_block_size(
+            topk_ids, mapping, *sizes, ids, experts, counts, enabled, mapping.unique(), expert_map
+        )
+        return ids, experts, counts
+
+    def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
+        """Tell whether pairs are not aligned."""
+        return weights.outnumber(pairs)
+
+    def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
+        """Rows of a block of the alignment."""
+        return 16
+
+    def add(
+        self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
+        configs: tuple[tuple[int, ...], tuple[int, ...]] | None, active: int, site: str | None,
+    ) -> None:  # fmt: skip
+        """`fused_moe_lora`. Of ``configs`` only the alignment's block counts."""
+        fused_moe_lora(given, max_lora_rank, top_k, switches, None if configs is None else configs[0][0])

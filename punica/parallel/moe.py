@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from punica.checks import check_count
-from punica.ops import collectives
+from punica.ops import backbone, collectives
 from punica.parallel.group import (
     divide,
     get_tensor_model_parallel_rank,
@@ -196,6 +196,8 @@ class RoutedExperts(nn.Module):
 
     def activate(self, product: Tensor) -> Tensor:
         """``[..., w13 rows]`` to ``[..., I]``."""
+        if self.gated and self._activation is swiglu and self.layout == "concatenated":
+            return backbone.swiglu(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
         return self._activation(*halves(product, self.layout)) if self.gated else self._activation(product)
 
     def forward(
@@ -208,15 +210,15 @@ class RoutedExperts(nn.Module):
         factors = torch.ones_like(topk_weights) if weights_on_input else topk_weights
         groups = group_pairs(local, self.config.num_local_experts, expert_map is None)
         up = groups.multiply(rows, self.w13_weight, top_k)
-        context, aligned = self.lora_context, None
+        context, assignment = self.lora_context, None
         if context is not None:
-            aligned = context.add_w13(up, rows, topk_ids, topk_weights, expert_map, self.w13_weight, self.w2_weight)
+            assignment = context.add_w13(up, rows, topk_ids, topk_weights, expert_map)
         inner = self.activate(up).flatten(0, 1)
         down = groups.multiply(inner, self.w2_weight, 1)
         if not weights_on_input:
             down *= factors.to(down.dtype).unsqueeze(-1)
         if context is not None:
-            context.add_w2(down, inner, factors, aligned, self.w13_weight, self.w2_weight)
+            context.add_w2(down, inner, factors, assignment)
         return down.sum(dim=1)
 
 

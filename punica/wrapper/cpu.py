@@ -8,10 +8,9 @@ from punica.config import LoRAConfig
 from punica.metadata import LoRABatch
 from punica.ops import fp8_ops, moe_torch, torch_ops
 from punica.ops.checks import FLOATS, STEP, check_low_rank, describe_weights, described_parts
-from punica.ops.moe_checks import Experts, Switches
 from punica.ops.quant import FP8_DTYPES
 from punica.wrapper.base import PunicaWrapperBase, Slices, Weights
-from punica.wrapper.experts import Aligned, ExpertMethods
+from punica.wrapper.experts import ExpertMethods
 
 
 class PunicaWrapperCPU(ExpertMethods, PunicaWrapperBase):
@@ -37,6 +36,7 @@ class PunicaWrapperCPU(ExpertMethods, PunicaWrapperBase):
         self._shrink_fp8 = fp8_ops.shrink_fp8  # type: ignore[method-assign]
         self._expand_fp8 = fp8_ops.expand_fp8  # type: ignore[method-assign]
         self._linear_fp8 = fp8_ops.linear_fp8  # type: ignore[method-assign]
+        self._experts = moe_torch.ExpertCalls()
 
     def _linear_through(  # type: ignore[override]
         self, buffer: Slices, y: torch.Tensor, x: torch.Tensor, lora_a: Weights, lora_b: Weights, batch: LoRABatch,
@@ -56,26 +56,3 @@ class PunicaWrapperCPU(ExpertMethods, PunicaWrapperBase):
         linear(y, x, lora_a, lora_b, batch, scale, buffer=low_rank, **options)
         for part, result in zip(buffer, low_rank, strict=True):
             part.copy_(result)
-
-    def _align(
-        self, topk_ids: torch.Tensor, mapping: torch.Tensor,
-        buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
-        adapter_enabled: torch.Tensor, expert_map: torch.Tensor | None,
-    ) -> Aligned:  # fmt: skip
-        new: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
-        ids = torch.full((max_loras * padded,), topk_ids.numel(), **new)
-        experts, counts = torch.full((max_loras * blocks,), -1, **new), torch.zeros(max_loras, **new)
-        moe_torch.moe_lora_align_block_size(
-            topk_ids, mapping, buckets, block_size, max_loras, padded, blocks, ids, experts, counts, adapter_enabled,
-            mapping.unique(), expert_map,
-        )  # fmt: skip
-        return ids, experts, counts
-
-    def _block_size(self, *call: Any) -> int:
-        return 16
-
-    def _add_experts(
-        self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches, configs: Any, tuned: Any = None
-    ) -> None:
-        block_m = None if configs is None else configs[0][0]
-        moe_torch.fused_moe_lora(given, max_lora_rank, top_k, switches, block_m)

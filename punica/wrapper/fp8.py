@@ -4,7 +4,7 @@
 that is FP8 itself; ``quant_args``: how they lie, a `punica.ops.fp8_checks.Scheme` or its fields, for one product or
 both, or ``{"use_fp8_w8a8": ..., "shrink": {...}, "expand": {...}}`` where they differ. Without ``use_fp8_w8a8``
 activations stay as they are (weight-only). The methods for experts take them too, with one more dimension for these:
-see `punica.ops.fp8_experts`. One set of keywords may go to `add_shrink` and to `add_expand`: each looks
+see `punica.ops.experts`. One set of keywords may go to `add_shrink` and to `add_expand`: each looks
 at its own.
 """
 

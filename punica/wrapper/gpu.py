@@ -7,7 +7,6 @@ import torch
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
-from punica.ops.moe_checks import Experts, Switches
 from punica.wrapper.base import PunicaWrapperBase
 from punica.wrapper.experts import ExpertMethods
 
@@ -25,7 +24,6 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
 
     takes_aside = True
     limits_runs = False  # no kernel reads segments: tokens are grouped by slot instead
-    _smallest_block = 16
 
     def __init__(
         self,
@@ -48,7 +46,6 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
             expand_fp8,
             linear,
             linear_fp8,
-            quantized_rows,
             shrink,
             shrink_fp8,
             verify_indices,
@@ -61,11 +58,9 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
         self._expand = partial(expand, options=options)  # type: ignore[method-assign]
         self._linear = partial(linear, options=options)  # type: ignore[method-assign]
         self._experts = ExpertCalls(options)
-        self._align = self._experts.align  # type: ignore[method-assign]
         self._shrink_fp8 = partial(shrink_fp8, options=options)  # type: ignore[method-assign]
         self._expand_fp8 = partial(expand_fp8, options=options)  # type: ignore[method-assign]
         self._linear_fp8 = partial(linear_fp8, options=options)  # type: ignore[method-assign]
-        self._quantize = quantized_rows  # type: ignore[method-assign]
         self._verify_indices = verify_indices if lora_config.debug_checks else None
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta
@@ -76,25 +71,3 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
-
-    def _stand_alone(
-        self, pairs: int, mapping: torch.Tensor, experts: int, slots: int, use_tuned_config: bool,
-        lora_a: tuple[torch.Tensor, ...], lora_b: tuple[torch.Tensor, ...],
-    ) -> bool:  # fmt: skip
-        if self._experts.options.batch_invariant or (use_tuned_config and self._experts.is_tuned()):
-            return super()._stand_alone(pairs, mapping, experts, slots, use_tuned_config, lora_a, lora_b)
-        return self._experts.use_naive_assignment(pairs, self._active(mapping, slots), experts, lora_a, lora_b)
-
-    def _block_size(
-        self, pairs: int, mapping: torch.Tensor, experts: int, use_tuned_config: bool, x: torch.Tensor,
-        lora_b: tuple[torch.Tensor, ...],
-    ) -> int:  # fmt: skip
-        slots = lora_b[0].shape[0]
-        return self._experts.block_size(pairs, self._active(mapping, slots), experts, use_tuned_config, x, lora_b)
-
-    def _add_experts(
-        self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
-        configs: tuple[tuple[int, ...], tuple[int, ...]] | None, tuned: str | None = None,
-    ) -> None:  # fmt: skip
-        active = self._active(given.mapping, given.lora_a[0].shape[0]) if given.lora_a else 0
-        self._experts.add(given, max_lora_rank, top_k, switches, configs, active, tuned)

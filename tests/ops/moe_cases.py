@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_experts import Fp8Experts
-from punica.ops.moe_checks import Experts, Switches
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from punica.ops import moe_torch, reference
-from punica.ops.moe_checks import Switches
+from punica.ops.experts import Switches
 from tests.ops.moe_cases import CASES, FP8_CASES, Case, World
 
 

@@ -8,6 +8,12 @@ of the layers that adapters share are in :mod:`punica.ops.triton_ops.backbone`.
 from punica.ops.triton_ops.configs import clear_config_cache, get_lora_op_configs, load_lora_op_config
 from punica.ops.triton_ops.fused_moe_lora import fused_moe_lora
 from punica.ops.triton_ops.fused_moe_lora_fp8 import fused_moe_lora_fp8
+from punica.ops.triton_ops.fused_moe_parts import (
+    fused_moe_lora_expand,
+    fused_moe_lora_expand_fp8,
+    fused_moe_lora_shrink,
+    fused_moe_lora_shrink_fp8,
+)
 from punica.ops.triton_ops.lora_expand import expand, lora_expand
 from punica.ops.triton_ops.lora_expand_fp8 import expand_fp8, lora_expand_fp8
 from punica.ops.triton_ops.lora_linear import linear, lora_linear

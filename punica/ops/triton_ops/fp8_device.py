@@ -209,3 +209,44 @@ def block_scaled(
     """[channels, ks] float32 weights, times their scales per block of K."""
     scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES, QUANT)
     return weights * tl.load(scale_ptrs[:, None] + (ks // QUANT.group_k)[None, :] * stride, mask=mask, other=0.0)
+
+
+# --- experts: any group size, and indices of any shape that broadcasts -----------------------------------------------
+
+
+@triton.jit
+def real_weights(
+    stored, operands, slice_id, slot, channels, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``stored`` as DTYPE, times its scales where these belong to blocks of K."""
+    if QUANT.group_k > 0:
+        scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES, QUANT)
+        scale = tl.load(scale_ptrs + ks // QUANT.group_k * stride, mask=mask, other=0.0)
+        value = (upcast(stored, QUANT.format, tl.float32) * scale).to(DTYPE)
+    else:
+        value = upcast(stored, QUANT.format, DTYPE)
+    return value
+
+
+@triton.jit
+def real_rows(stored, operands, rows, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr, DTYPE: tl.constexpr):
+    """Activations as DTYPE, times their scales if they are FP8."""
+    if QUANT.has_a:
+        GROUP: tl.constexpr = QUANT.group_k if QUANT.group_k > 0 else 1 << 30
+        scale_ptrs = activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT) + ks // GROUP * QUANT.a_group
+        scale = tl.load(scale_ptrs, mask=mask, other=0.0)
+        value = (upcast(stored, QUANT.x_format, tl.float32) * scale).to(DTYPE)
+    else:
+        value = stored.to(DTYPE)
+    return value
+
+
+@triton.jit
+def expert_scales(operands, slice_id, slot, channels, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+    """Factors [channels] of a product's columns: ones where scales belong to blocks of K, or there are none."""
+    if QUANT.format > 0 and QUANT.group_k == 0:
+        scale = channel_scales(operands, slice_id, slot, channels, mask, 1, NUM_SLICES, QUANT)
+    else:
+        scale = tl.full(channels.shape, 1.0, tl.float32)
+    return scale

@@ -2,14 +2,9 @@
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
 
-(`punica.ops.reference.fused_moe_lora` says it in full.) Three paths with one meaning:
-
-* **two stage** (`fused_moe_kernels`): shrink leaves fp32 partials, expand sums them; those of all
-  ranks may be added in between (fully sharded);
-* **one shot** and **small batch** (`fused_moe_single`): one launch, where shrinking again is cheap or not needed.
-
-`moe_rules` chooses, `moe_plan` makes the launches. Nothing is added atomically, and what a pair gets depends on nothing
-but its own row and weights.
+(`punica.ops.reference.fused_moe_lora` says it in full.) Two launches (`moe_shrink`, `moe_expand`): shrink leaves fp32
+partial sums, expand adds them up; those of all ranks may be added in between (fully sharded). `moe_rules` chooses
+schedules, `moe_plan` makes launches. Nothing is added atomically; a pair's result depends on its row and weights alone.
 """
 
 from collections.abc import Sequence
@@ -19,12 +14,11 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.fp8_experts import rounded
-from punica.ops.moe_checks import Experts, Switches
-from punica.ops.triton_ops.fp8_device import as_operand
+from punica.ops.experts import Experts, Switches
+from punica.ops.moe_torch import rounded
+from punica.ops.triton_ops.fp8_device import as_operand, operands
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts
-from punica.ops.triton_ops.moe_reading import operands_of
 from punica.ops.triton_ops.op import custom_op, named
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -38,7 +32,7 @@ def _described(value: Any) -> Any:
     return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
+def planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
     """The plan of a call: the same for operands of the same forms, so it is made once for each of these."""
     key = (*map(_described, given), max_lora_rank, top_k, switches, how)
     if switches.fully_sharded:
@@ -52,8 +46,8 @@ def _planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
     return _PLANS[key]
 
 
-def _where(given: Experts) -> tuple[Tensor, ...]:
-    """sorted, experts, counts, mapping, enabled, ids, ranks; what a kernel does not look at is any tensor."""
+def where(given: Experts) -> tuple[Tensor, ...]:
+    """sorted, experts, counts, mapping, enabled, ids, ranks; any tensor for what a kernel does not read."""
     mapping = given.mapping
     ids = given.sorted_ids if given.sorted_ids is not None else mapping
     counts = given.counts if given.counts is not None else mapping
@@ -71,48 +65,36 @@ def _padded(lora_ids: Tensor, size: int) -> Tensor:
 @named("fused_moe_lora")
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
     """`fused_moe_lora` on its operands as one tuple; what the wrapper calls."""
-    plan = _planned(given, max_lora_rank, top_k, switches, how)
+    plan = planned(given, max_lora_rank, top_k, switches, how)
     if plan is None:
         return
-    x, a, b = _operands(given)
-    where = _where(given)
-    aligned = all_aligned(x, given.output, *a, *b)
     with on_device(given.x.get_device()):
-        if plan.partials is not None:
-            _run_two_stage(plan, given, switches, (x, a, b), where, aligned)
-        elif len(plan.numbers[0]) == 6:  # a list of work items, without alignment
-            _, experts, _, mapping, enabled, _, ranks = where
-            tensors = (x, a, b, given.output, given.topk_weights, experts, mapping, enabled, ranks)
-            plan.launches[0](tensors, plan.numbers[0], aligned)
-        else:
-            plan.launches[0]((x, a, b, given.output, given.topk_weights, *where), plan.numbers[0], aligned)
+        _run(plan, given, switches)
 
 
-def _operands(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """x, and what shrink and expand read besides."""
+def stored(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """x, and the operands of shrink and expand."""
     if given.fp8 is None:
         return given.x, tuple(given.lora_a), tuple(given.lora_b)
     fp8 = given.fp8.contiguous()
-    a = operands_of(given.lora_a, fp8.a_scale, fp8.x_scale)
-    return as_operand(given.x), a, operands_of(given.lora_b, fp8.b_scale, None)
+    a = operands(given.lora_a, fp8.a_scale, fp8.x_scale)
+    return as_operand(given.x), a, operands(given.lora_b, fp8.b_scale, None)
 
 
-def _run_two_stage(
-    plan: MoEPlan, given: Experts, switches: Switches,
-    operands: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], where: tuple[Tensor, ...], aligned: bool,
-) -> None:  # fmt: skip
-    (shrink, expand), (x, a, b), fp8 = plan.launches, operands, given.fp8
+def _run(plan: MoEPlan, given: Experts, switches: Switches) -> None:
+    (x, a, b), pairs, fp8 = stored(given), where(given), given.fp8
+    aligned = all_aligned(x, given.output, given.topk_weights, *a, *b)
     fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
-    partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)  # type: ignore[arg-type]
-    shrink((x, a, partials, *where), plan.numbers[0], aligned)
+    partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)
+    plan.shrink(((x, partials), a, *pairs), plan.counts, aligned)
     if switches.fully_sharded:
         ranks = collectives.current()
         partials = ranks.all_reduce(partials) if plan.form.rank == plan.form.full_rank else ranks.all_gather(partials)
         partials = partials.contiguous()  # gathered from one rank of A each, a view of what arrived
     if fp8 is not None and fp8.h_scale is not None:
         partials = rounded(partials.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
-    tensors = (partials, b, given.output, given.topk_weights, *where)
-    expand(tensors, plan.numbers[1], aligned and all_aligned(partials))
+    tensors = (partials, given.output, given.topk_weights)
+    plan.expand((tensors, b, *pairs), plan.counts, aligned and all_aligned(partials))
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------
@@ -179,14 +161,13 @@ def _run_fused_moe_lora_one_shot(
     lora_ids: Tensor, num_active_loras: int | Tensor | None, adapter_enabled: Tensor,
     mul_routed_weight: bool, block_size_m: int, add_inputs: bool = True, offset: int = 0,
 ) -> None:  # fmt: skip
-    """`fused_moe_lora` by the one-shot path, whatever the rules say; ``block_size_m`` is the alignment's."""
-    given = Experts(
+    """`fused_moe_lora` with one K split and small blocks; ``block_size_m`` is the alignment's."""
+    numbers = (block_size_m, 64, 64, 1, 4, 3, 1)
+    fused_moe_lora(
         output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
-        num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids,
+        num_tokens_post_padded, token_lora_mapping, max_lora_rank, top_k_num, lora_ids, num_active_loras,
+        adapter_enabled, *numbers, *numbers, mul_routed_weight, False, offset, add_inputs,
     )  # fmt: skip
-    active = None if num_active_loras is None else int(num_active_loras)
-    switches, numbers = Switches(mul_routed_weight, False, offset, add_inputs), (block_size_m, 16, 16, 1, 4, 1, 1)
-    fused(given, max_lora_rank, top_k_num, switches, How((numbers, numbers), active, path="one_shot"))
 
 
 def _run_fused_moe_lora_small_batch(
@@ -196,10 +177,12 @@ def _run_fused_moe_lora_small_batch(
     adapter_enabled: Tensor,
     mul_routed_weight: bool, add_inputs: bool = True, offset: int = 0,
 ) -> None:  # fmt: skip
-    """`fused_moe_lora` on naive input by the small-batch path. ValueError for ranks above 64."""
+    """`fused_moe_lora` on naive input. ValueError for ranks above 64."""
     given = Experts(
         output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, None, expert_ids_flat, None,
         token_lora_mapping, adapter_enabled, None,
     )  # fmt: skip
-    switches = Switches(mul_routed_weight, False, offset, add_inputs)
-    fused(given, lora_a_stacked[0].shape[-2], top_k_num, switches, How(path="small_batch"))
+    rank = lora_a_stacked[0].shape[-2]
+    if rank > 64:
+        raise ValueError(f"the small-batch path takes ranks up to 64, got rank {rank}")
+    fused(given, rank, top_k_num, Switches(mul_routed_weight, False, offset, add_inputs))

@@ -2,19 +2,17 @@
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (a(x) x @ (sA_s[l, e] A_s[l, e])^T) @ (sB_s[l, e] B_s[l, e])^T
 
-The kernels, the paths and the rules that choose them are those of `punica.ops.triton_ops.fused_moe_lora`, whose kernels
-read either kind of weights (`moe_reading`); so this file is the op's own front. What the scales are is said by
-`punica.ops.fp8_experts`. With ``expand_act_scale`` what lies between the products is rounded to FP8 there, in two
-stages whatever the rules say.
+Kernels and schedules are those of `punica.ops.triton_ops.fused_moe_lora`, which read either kind of weights; this file
+is the op's own front. Scales are as in `punica.ops.fp8_experts`. With ``expand_act_scale`` the intermediate is rounded
+to FP8.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
+from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_experts import Fp8Experts
-from punica.ops.moe_checks import Experts, Switches
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.moe_plan import How
@@ -55,17 +53,9 @@ def fused_moe_lora_fp8(
     The other arguments and errors as of `fused_moe_lora`; ValueError also for scales that are missing, too many or of
     another shape, or two schemes at once; TypeError for scales that are not float32.
     """
-    group_n, group_k = _blocks(block_shape)
-    scheme = Scheme(group_k, group_n, use_fp8_w8a8, per_channel_quant)
-    scheme.check()
-    fp8 = None
-    a_scale, b_scale = (() if one is None else one for one in (lora_a_scale_stacked, lora_b_scale_stacked))
-    scaled = len(a_scale) + len(b_scale) > 0
-    in_fp8 = any([isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in (*lora_a_stacked, *lora_b_stacked)])
-    if scaled or in_fp8 or use_fp8_w8a8:
-        fp8 = Fp8Experts(a_scale, b_scale, shrink_act_scale, expand_act_scale, scheme, scheme)
-    elif shrink_act_scale is not None or expand_act_scale is not None or scheme != Scheme():
-        raise ValueError(f"activation scales and {scheme} need float8 weights with scales; leave them out for others")
+    scheme = scheme_of(block_shape, use_fp8_w8a8, per_channel_quant)
+    weights, scales = (*lora_a_stacked, *lora_b_stacked), (lora_a_scale_stacked, lora_b_scale_stacked)
+    fp8 = scales_of(weights, scales, (shrink_act_scale, expand_act_scale), scheme)
     given = Experts(
         output, qcurr_hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
         num_tokens_post_padded, token_lora_mapping, adapter_enabled, lora_ids, lora_ranks, fp8,
@@ -83,10 +73,26 @@ def fused_moe_lora_fp8(
     _fused(given, max_lora_rank, top_k_num, switches, How((shrink, expand), active))
 
 
-def _blocks(block_shape: Sequence[int] | None) -> tuple[int, int]:
-    if block_shape is None:
-        return 0, 0
-    legal = len(block_shape) == 2 and all([type(size) is int and size > 0 for size in block_shape])
-    if not legal:
+def scheme_of(block_shape: Sequence[int] | None, use_fp8_w8a8: bool, per_channel_quant: bool) -> Scheme:
+    """Scheme of these arguments of the op. ValueError where they make none."""
+    blocks = (0, 0) if block_shape is None else tuple(block_shape)
+    legal = len(blocks) == 2 and all([type(size) is int and size > 0 for size in blocks])
+    if block_shape is not None and not legal:
         raise ValueError(f"block_shape must be two ints >= 1, rows and columns of a block, got {block_shape!r}")
-    return block_shape[0], block_shape[1]
+    scheme = Scheme(blocks[1], blocks[0], use_fp8_w8a8, per_channel_quant)
+    scheme.check()
+    return scheme
+
+
+def scales_of(
+    weights: Sequence[Tensor], scales: tuple[Sequence[Tensor] | None, Sequence[Tensor] | None],
+    act_scales: tuple[Tensor | None, Tensor | None], scheme: Scheme,
+) -> Fp8Experts | None:  # fmt: skip
+    """Scales of A and B and of both activations; None where nothing is FP8."""
+    a_scale, b_scale = (() if one is None else one for one in scales)
+    in_fp8 = any([isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in weights])
+    if len(a_scale) + len(b_scale) > 0 or in_fp8 or scheme.use_fp8_w8a8:
+        return Fp8Experts(a_scale, b_scale, *act_scales, scheme, scheme)
+    if act_scales != (None, None) or scheme != Scheme():
+        raise ValueError(f"activation scales and {scheme} need float8 weights with scales; leave them out for others")
+    return None

@@ -10,7 +10,7 @@ in ascending order: the result is the stable sort's, the same every run. Pairs a
 that every program reads them all.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,22 +24,36 @@ from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced, named
 EXPERTS_PER_PROGRAM = 8
 
 
+class AlignShape(NamedTuple):
+    """Blocks of an alignment and optional operands: a constexpr of the kernel.
+
+    bins: power of two > number of experts. block: pairs read at once. ids: power of two >= length of the slots' list.
+    single_slot: one slot, which all tokens use.
+    """
+
+    bins: int
+    block: int
+    block_size: int
+    ids: int
+    has_map: bool
+    has_ids: bool
+    single_slot: bool
+    experts: int = EXPERTS_PER_PROGRAM
+
+
 @triton.jit
-def _experts_of(
-    topk_ptr, mapping_ptr, map_ptr, offs, slot, pairs, top_k, buckets,
-    BINS: tl.constexpr, HAS_MAP: tl.constexpr, SINGLE_SLOT: tl.constexpr,
-):  # fmt: skip
-    """Local expert of each pair of this slot; BINS - 1 for those of other slots, ranks, or no expert at all."""
+def _experts_of(topk_ptr, mapping_ptr, map_ptr, offs, slot, pairs, top_k, buckets, SHAPE: tl.constexpr):
+    """Local expert of each pair of this slot; bins - 1 for those of other slots, ranks, or no expert at all."""
     mask = offs < pairs
     wide = tl.load(topk_ptr + offs, mask=mask, other=-1)
     ids = wide.to(tl.int32)
     mine = (ids == wide) & (ids >= 0) & (ids < buckets)  # none beyond 32 bits; compared as 64, registers would spill
-    if not SINGLE_SLOT:
+    if not SHAPE.single_slot:
         mine = mine & (tl.load(mapping_ptr + offs // top_k, mask=mask, other=-1) == slot)
-    if HAS_MAP:
+    if SHAPE.has_map:
         ids = tl.load(map_ptr + ids, mask=mine, other=-1)
         mine = mine & (ids >= 0) & (ids < buckets)
-    return tl.where(mine, ids, BINS - 1)
+    return tl.where(mine, ids, SHAPE.bins - 1)
 
 
 @triton.jit(
@@ -47,20 +61,24 @@ def _experts_of(
     do_not_specialize_on_alignment=["mapping_ptr", "map_ptr", "enabled_ptr", "ids_ptr"],
 )
 def _moe_align_kernel(
-    topk_ptr, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, sorted_ptr, experts_ptr, counts_ptr,
-    pairs, top_k, buckets, padded, blocks, num_ids,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IDS: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_IDS: tl.constexpr, SINGLE_SLOT: tl.constexpr,
+    tensors, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, pairs, top_k, buckets, padded, blocks, num_ids,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Slot ``program_id(1)``, if it is one of ``num_ids`` that are listed. Without HAS_IDS all slots are listed, and
-    those without blocks are filled, too. SINGLE_SLOT: there is one slot, which all tokens use.
+    """Slot ``program_id(1)``, if it is one of ``num_ids`` that are listed. Without a list all slots are aligned, and
+    those without blocks are filled, too.
     """
+    topk_ptr, sorted_ptr, experts_ptr, counts_ptr = tensors
+    BINS: tl.constexpr = SHAPE.bins
+    BLOCK: tl.constexpr = SHAPE.block
+    EXPERTS: tl.constexpr = SHAPE.experts
+    BLOCK_SIZE: tl.constexpr = SHAPE.block_size
+    IDS: tl.constexpr = SHAPE.ids
     slot = tl.program_id(1)
     first = tl.program_id(0) * EXPERTS
     active = slot >= 0
-    if not SINGLE_SLOT:
+    if not SHAPE.single_slot:
         active = tl.load(enabled_ptr + slot) != 0
-    if HAS_IDS:
+    if SHAPE.has_ids:
         offs_ids = tl.arange(0, IDS)
         listed = tl.load(ids_ptr + offs_ids, mask=offs_ids < num_ids, other=-1) == slot
         active = active & (tl.sum(listed.to(tl.int32), 0) > 0)
@@ -71,9 +89,7 @@ def _moe_align_kernel(
     counts = tl.zeros([BINS], tl.int32)
     if active:
         for start in tl.range(0, pairs, BLOCK):
-            found = _experts_of(
-                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, SINGLE_SLOT
-            )
+            found = _experts_of(topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, SHAPE)
             counts += tl.histogram(found, BINS)
     counts = tl.where(bins < buckets, counts, 0)
     used = (counts + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -87,9 +103,7 @@ def _moe_align_kernel(
     if tl.sum(own, 0) > 0:
         place = begin
         for start in tl.range(0, pairs, BLOCK):
-            found = _experts_of(
-                topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, BINS, HAS_MAP, SINGLE_SLOT
-            )
+            found = _experts_of(topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, SHAPE)
             match = ((found[None, :] == mine[:, None]) & (mine < buckets)[:, None]).to(tl.int32)
             places = place[:, None] + tl.cumsum(match, 1) - 1
             values = (start + offs)[None, :] + tl.zeros([EXPERTS, 1], tl.int32)
@@ -101,7 +115,7 @@ def _moe_align_kernel(
         for block in tl.range(0, tl.max(own_used, 0) // BLOCK_SIZE):
             tl.store(experts_ptr + begin // BLOCK_SIZE + block, mine, mask=block < own_used // BLOCK_SIZE)
 
-    if active | (not HAS_IDS):
+    if active | (not SHAPE.has_ids):
         step = tl.num_programs(0) * BLOCK
         for start in tl.range(total + tl.program_id(0) * BLOCK, padded, step):
             tl.store(sorted_ptr + start + offs, tl.zeros([BLOCK], tl.int32) + pairs, mask=start + offs < padded)
@@ -113,65 +127,56 @@ def _moe_align_kernel(
 
 @named("moe_lora_align_block_size")
 def _launch(
-    topk_ids: Tensor, mapping: Tensor | None, buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
+    topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int],
     outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,
 ) -> None:  # fmt: skip
     """Checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written. No ``mapping`` and
     ``enabled``: one slot, which all tokens use.
     """
     check_runnable(topk_ids.device)
+    buckets, block_size, max_loras, padded, blocks = sizes
     if max_loras == 0:
         return
     topk_ids = topk_ids.contiguous()
     num_ids = 0 if lora_ids is None else len(lora_ids)
-    bins = block_at_least(buckets + 1)
-    constants = {
-        "BINS": bins,
-        "BLOCK": min(1024, block_at_least(topk_ids.numel(), 128)),
-        "EXPERTS": EXPERTS_PER_PROGRAM,
-        "BLOCK_SIZE": block_size,
-        "IDS": block_at_least(num_ids),
-        "HAS_MAP": expert_map is not None,
-        "HAS_IDS": lora_ids is not None,
-        "SINGLE_SLOT": mapping is None,
-    }
+    shape = AlignShape(
+        block_at_least(buckets + 1), min(1024, block_at_least(topk_ids.numel(), 128)), block_size,
+        block_at_least(num_ids), expert_map is not None, lora_ids is not None, mapping is None,
+    )  # fmt: skip
     grid = (max(1, triton.cdiv(buckets, EXPERTS_PER_PROGRAM)), max_loras, 1)
     launch = Launch(
-        _moe_align_kernel, grid, (topk_ids.dtype,), (), constants, num_warps=4, pdl=False, device=topk_ids.device
+        _moe_align_kernel, grid, (topk_ids.dtype,), (), {"SHAPE": shape}, num_warps=4, pdl=False, device=topk_ids.device
     )
     counts = outputs[2]  # stands for what the kernel does not look at
     maybe = (mapping, expert_map, enabled, lora_ids)
-    tensors = (topk_ids, *[counts if one is None else one for one in maybe], *outputs)
+    tensors = ((topk_ids, *outputs), *[counts if one is None else one for one in maybe])
     numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, num_ids)
     with on_device(topk_ids.get_device()):
         launch(tensors, numbers, not INTERPRETED and all_aligned(topk_ids, *outputs))
 
 
 def align_all(
-    topk_ids: Tensor, mapping: Tensor | None,
-    buckets: int, block_size: int, max_loras: int, padded: int, blocks: int,
-    adapter_enabled: Tensor | None, expert_map: Tensor | None,
+    topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int], adapter_enabled: Tensor | None,
+    expert_map: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already. Without
-    ``mapping`` and ``adapter_enabled`` all tokens use the one slot.
+    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already.
+    ``sizes``: the five numbers of `moe_lora_align_block_size`. Without ``mapping`` and ``adapter_enabled`` all tokens
+    use the one slot.
     """
+    _, _, max_loras, padded, blocks = sizes
     lengths = (max_loras * padded, max_loras * blocks, max_loras)
     if is_traced():  # tensors of their own, and the slots spelled out: the op is one node
         integers: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
         apart = tuple(torch.empty(length, **integers) for length in lengths)
         mapping = torch.zeros(topk_ids.shape[0], **integers) if mapping is None else mapping
         enabled = torch.ones(max_loras + 1, **integers) if adapter_enabled is None else adapter_enabled
-        moe_lora_align_block_size(
-            topk_ids, mapping, buckets, block_size, max_loras, padded, blocks, *apart, enabled, None, expert_map
-        )
+        moe_lora_align_block_size(topk_ids, mapping, *sizes, *apart, enabled, None, expert_map)
         return apart  # type: ignore[return-value]
     starts = [0, -(-lengths[0] // 4) * 4]  # each on an address that is a multiple of 16
     starts.append(starts[1] + -(-lengths[1] // 4) * 4)
     memory = torch.empty(starts[2] + lengths[2], dtype=torch.int32, device=topk_ids.device)
     outputs = tuple(memory[start : start + length] for start, length in zip(starts, lengths, strict=True))
-    _launch(
-        topk_ids, mapping, buckets, block_size, max_loras, padded, blocks, outputs, adapter_enabled, None, expert_map  # type: ignore[arg-type]
-    )  # fmt: skip
+    _launch(topk_ids, mapping, sizes, outputs, adapter_enabled, None, expert_map)  # type: ignore[arg-type]
     return outputs  # type: ignore[return-value]
 
 
@@ -194,4 +199,4 @@ def moe_lora_align_block_size(
     if lora_ids is not None:
         check_lora_ids(lora_ids)
     sizes = (num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks)
-    _launch(topk_ids, token_lora_mapping, *sizes, outputs, adapter_enabled, lora_ids, expert_map)
+    _launch(topk_ids, token_lora_mapping, sizes, outputs, adapter_enabled, lora_ids, expert_map)

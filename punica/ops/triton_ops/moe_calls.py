@@ -4,52 +4,48 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_experts import Fp8Experts
-from punica.ops.moe_checks import ExpertForm, Experts, Switches
 from punica.ops.triton_ops import moe_rules
 from punica.ops.triton_ops.configs import Options, load_lora_op_config
 from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, Numbers, tuned_config
 from punica.ops.triton_ops.op import custom_op, is_traced
+from punica.ops.triton_ops.quantize_rows import quantized_rows
 
 
 class ExpertCalls:
-    """Alignment and fused op, as `punica.wrapper.experts` wants them."""
+    """Alignment and fused op as `punica.wrapper.experts` calls them."""
+
+    smallest_block = 16
+    quantize = staticmethod(quantized_rows)
+    align = staticmethod(align_all)
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.align = align_all
 
-    def use_naive_assignment(
-        self, pairs: int, active: int, experts: int, lora_a: tuple[Tensor, ...], lora_b: tuple[Tensor, ...]
-    ) -> bool:
-        """Whether every pair goes by itself, without alignment, through w13 of these weights and w2 behind it."""
-        rank, (hidden, width) = lora_a[0].shape[-2], (lora_a[0].shape[-1], lora_b[0].shape[-2])
-        pair_bytes = (len(lora_a) + 1) * rank * (hidden + width) * lora_a[0].element_size()
+    def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
+        """Tell whether pairs are not aligned, through w13 of these weights and w2 behind it. A tuned file's numbers are
+        for aligned pairs.
+        """
+        folder = self.options.tuned_dir if weights.site is not None else None
+        tuned = folder is not None and load_lora_op_config("fused_moe_lora_w13_shrink", None, folder) is not None
+        if tuned or self.options.batch_invariant:
+            return weights.outnumber(pairs)
+        (_, experts, rank, hidden), width = weights.lora_a[0].shape, weights.lora_b[0].shape[-2]
+        pair_bytes = (len(weights.lora_a) + 1) * rank * (hidden + width) * weights.lora_a[0].element_size()
         return pairs <= moe_rules.most_alone(int(active), int(experts), int(pair_bytes))  # symbols cannot be remembered
 
-    def is_tuned(self) -> bool:
-        """Whether there is a tuned file of the first product, whose numbers are for pairs that are aligned."""
-        folder = self.options.tuned_dir
-        return folder is not None and load_lora_op_config("fused_moe_lora_w13_shrink", None, folder) is not None
-
-    def block_size(
-        self, pairs: int, active: int, experts: int, use_tuned_config: bool, x: Tensor, lora_b: tuple[Tensor, ...]
-    ) -> int:
+    def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
         """Rows of a block of the alignment: of the tuned file of the first product if there is one, else the rule's."""
-        if use_tuned_config:
-            slots, _, width, rank = lora_b[0].shape
-            tokens, hidden = x.shape
-            top_k = pairs // max(1, tokens)
-            form = ExpertForm(
-                tokens, top_k, len(lora_b), slots, experts, rank, rank, hidden, width, factor=top_k, block_m=1
-            )
-            found = tuned_config("w13", "shrink", form, self.options)
+        if weights.site is not None:
+            (slots, experts, rank, hidden), width = weights.lora_a[0].shape, weights.lora_b[0].shape[-2]
+            sizes = (tokens, top_k, len(weights.lora_a), slots, experts, rank, rank, hidden, width)
+            found = tuned_config(weights.site, "shrink", ExpertForm(*sizes, factor=top_k, block_m=1), self.options)
             if found is not None:
                 return found["block_m"]
-        return moe_rules.block_size(pairs, active, experts, self.options.batch_invariant)
+        return moe_rules.block_size(tokens * top_k, active, weights.experts, self.options.batch_invariant)
 
     def add(
         self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
@@ -57,7 +53,7 @@ class ExpertCalls:
     ) -> None:  # fmt: skip
         """The fused op. After the activation shrink may start early: alignment and weights are older than that."""
         early = switches.mul_routed_weight and configs is None
-        how = How(configs, active, early, site, None, self.options)
+        how = How(configs, active, early, site, self.options)
         if not is_traced():
             fused(given, max_lora_rank, top_k, switches, how)
             return
@@ -91,5 +87,5 @@ def fused_moe_lora_step(
     )
     switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
     numbers = (tuple(configs[:7]), tuple(configs[7:])) if configs else None
-    how = How(numbers, active, early, site, None, Options(batch_invariant, pdl, tuned_dir))
+    how = How(numbers, active, early, site, Options(batch_invariant, pdl, tuned_dir))
     fused(given, max_lora_rank, top_k, switches, how)

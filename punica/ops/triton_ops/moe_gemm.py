@@ -6,6 +6,8 @@ Pairs are grouped by expert by the alignment of the LoRA kernels, with one "adap
 takes one block of pairs and one block of columns, so an expert's weights are read once per block of its pairs.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,16 +26,34 @@ from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.op import custom_op
 
 
+class PairGemmShape(NamedTuple):
+    """Operands, W [experts, n, k], and schedule of the product: a constexpr. factor: pairs per row of x."""
+
+    k: int
+    n: int
+    factor: int
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    interpret: bool = INTERPRETED
+
+
 @triton.jit(
     do_not_specialize=["pairs", "num_tiles"], do_not_specialize_on_alignment=["sorted_ptr", "experts_ptr", "total_ptr"]
 )
 def _moe_gemm_kernel(
-    x_ptr, w_ptr, y_ptr, sorted_ptr, experts_ptr, total_ptr,
-    pairs, num_tiles, stride_xt, stride_xk,
-    K: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    tensors, sorted_ptr, experts_ptr, total_ptr, pairs, num_tiles, strides, SHAPE: tl.constexpr
+):
     """Tiles vary fastest, so that programs of one block of columns, which may share an expert, run together."""
+    x_ptr, w_ptr, y_ptr = tensors
+    stride_xt, stride_xk = strides
+    K: tl.constexpr = SHAPE.k
+    N: tl.constexpr = SHAPE.n
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    BLOCK_K: tl.constexpr = SHAPE.block_k
+    STAGES: tl.constexpr = SHAPE.stages
     tile, first_n = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles * BLOCK_N
     if tile * BLOCK_M < tl.load(total_ptr):
         expert = tl.load(experts_ptr + tile).to(tl.int64)
@@ -42,14 +62,14 @@ def _moe_gemm_kernel(
         rows = tl.where(valid, found, 0).to(tl.int64)
         offs_n, offs_k = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         mask_n = (offs_n < N)[None, :]
-        x_ptrs = x_ptr + (rows // FACTOR)[:, None] * stride_xt + offs_k[None, :] * stride_xk
+        x_ptrs = x_ptr + (rows // SHAPE.factor)[:, None] * stride_xt + offs_k[None, :] * stride_xk
         w_ptrs = w_ptr + expert * (N * K) + offs_n[None, :] * K + offs_k[:, None]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for first_k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        for first_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             mask_k = offs_k < (1 << 30 if K % BLOCK_K == 0 else K - first_k)
-            x = tl.load(x_ptrs, mask=valid[:, None] & mask_k[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n, other=0.0)
-            acc = dot(x, w, acc, False, INTERPRET)
+            x = tl.load(x_ptrs, mask=valid[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
+            w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n, other=0.0)  # [BLOCK_K, BLOCK_N]
+            acc = dot(x, w, acc, False, SHAPE.interpret)
             x_ptrs += BLOCK_K * stride_xk
             w_ptrs += BLOCK_K
         y_ptrs = y_ptr + rows[:, None] * N + offs_n[None, :]
@@ -69,7 +89,7 @@ class PairGroups:
         self.block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64
         self.blocks = max_tiles(pairs, experts, self.block_m)
         sizes = (experts, self.block_m, 1, self.blocks * self.block_m, self.blocks)
-        self.aligned = align_all(topk_ids, None, *sizes, None, None) if pairs else None
+        self.aligned = align_all(topk_ids, None, sizes, None, None) if pairs else None
 
     def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
         """``x [T*k / factor, K]``, ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype.
@@ -97,13 +117,10 @@ def moe_pair_gemm(
     block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
     if size == 4:
         block_n, block_k = min(block_n, 64), min(block_k, 32)
-    constants = {
-        "K": hidden, "N": width, "FACTOR": factor, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
-        "NUM_STAGES": stages_that_fit(4, (block_m + block_n) * block_k * size, x.device),
-        "INTERPRET": INTERPRETED,
-    }  # fmt: skip
+    stages = stages_that_fit(4, (block_m + block_n) * block_k * size, x.device)
+    constants = {"SHAPE": PairGemmShape(hidden, width, factor, block_m, block_n, block_k, stages)}
     grid = (blocks * triton.cdiv(width, block_n), 1, 1)
     launch = Launch(_moe_gemm_kernel, grid, (x.dtype,), x.stride(), constants, num_warps=4, pdl=False, device=x.device)
-    tensors = (x, weights, output, sorted_token_ids, expert_ids, num_tokens_post_pad)
+    tensors = ((x, weights, output), sorted_token_ids, expert_ids, num_tokens_post_pad)
     with on_device(x.get_device()):
         launch(tensors, (pairs, blocks), all_aligned(x, weights, output))

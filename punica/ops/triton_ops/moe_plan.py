@@ -1,4 +1,4 @@
-"""How a call of fused MoE LoRA is launched: path, kernels, grids and blocks from the checked forms of its operands.
+"""Plan of a fused MoE LoRA call: kernels, grids and blocks from the checked forms of its operands.
 
 `moe_rules` chooses, or the numbers that the caller gives, or the tuned files. Launches hold numbers only.
 """
@@ -7,25 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from punica.checks import check_count
 from punica.ops import collectives
-from punica.ops.moe_checks import ExpertForm, Experts, Switches, check_block_size, check_experts
+from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Switches
+from punica.ops.fp8_checks import Scheme
+from punica.ops.moe_checks import check_block_size, check_experts
+from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops import moe_rules as rules
 from punica.ops.triton_ops.configs import Options, get_lora_op_configs, load_lora_op_config
 from punica.ops.triton_ops.device import max_tiles
-from punica.ops.triton_ops.fp8_device import TYPES
-from punica.ops.triton_ops.fused_moe_kernels import moe_expand_kernel, moe_shrink_kernel
-from punica.ops.triton_ops.fused_moe_single import _fused_moe_lora_small_batch_kernel, moe_one_shot_kernel
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    Launch,
-    block_at_least,
-    multiprocessors,
-    stages_that_fit,
-    supports_pdl,
-)
-from punica.ops.triton_ops.moe_reading import Reading, reading_of, stage_bytes
+from punica.ops.triton_ops.fp8_device import TYPES, WIDE, Quant, fp8_format
+from punica.ops.triton_ops.launch import Launch, block_at_least, stages_that_fit, supports_pdl
+from punica.ops.triton_ops.moe_expand import PairExpandShape, PairExpandTile, moe_expand_kernel
+from punica.ops.triton_ops.moe_shrink import PairShrinkShape, PairShrinkTile, moe_shrink_kernel
+from punica.ops.triton_ops.moe_tiles import Pairs
 from punica.ops.triton_ops.op import check_runnable
 
 Numbers = tuple[int, ...]
@@ -36,194 +33,149 @@ class How(NamedTuple):
     """How a call is to run, besides its operands. ``configs``: the seven numbers each of shrink and expand (None: the
     rules choose, or the tuned files of ``site``, "w13" or "w2"). ``active``: adapters in use, as far as the host knows.
     ``early``: shrink may start before the kernel in front has ended, as nothing that it reads first is from there.
-    ``path``: one of the three (None: the rules choose).
+    ``low``: dtype of the intermediate.
     """
 
     configs: tuple[Numbers, Numbers] | None = None
     active: int | None = None
     early: bool = False
     site: str | None = None
-    path: str | None = None
     options: Options = Options()
+    low: torch.dtype = torch.float32
 
 
 class MoEPlan(NamedTuple):
-    """The launches of a checked call. ``partials``: shape of what lies between two of them; ``numbers`` of each."""
+    """The two launches of a checked call, their counts, and the shape of the partial sums between them."""
 
     form: ExpertForm
-    launches: tuple[Launch, ...]
-    numbers: tuple[Numbers, ...]
-    partials: tuple[int, int, int, int] | None
+    shrink: Launch
+    expand: Launch
+    counts: Numbers
+    partials: tuple[int, int, int, int]
 
 
 class _Common(NamedTuple):
-    """What all kernels of a call are told."""
+    """Operands of both launches, and the tiles that their grids are for."""
 
     form: ExpertForm
     given: Experts
     switches: Switches
+    low: torch.dtype
     num_tiles: int
     block_m: int
     device: torch.device
 
     @property
-    def wide_bytes(self) -> int:
-        """Of an element of the products' operands, once they are wide."""
-        return self.given.wide.itemsize
+    def pairs(self) -> Pairs:
+        """Assignment, as the kernels are compiled for it."""
+        form, naive = self.form, self.given.sorted_ids is None
+        has_ids = self.given.lora_ids is not None and not naive
+        block_slots = block_at_least(form.slots + 1, 2)
+        return Pairs(form.top_k, form.slots, form.experts, self.block_m, block_slots, naive, has_ids)
 
     @property
-    def reads(self) -> tuple[Reading, Reading]:
-        """How shrink and expand read theirs."""
-        given, fp8 = self.given, self.given.fp8
-        if fp8 is None:
-            plain = Reading(TYPES[given.wide])
-            return plain, plain
-        return (
-            reading_of(given.lora_a[0], given.wide, fp8.shrink, given.x, fp8.x_scale),
-            reading_of(given.lora_b[0], given.wide, fp8.expand),
-        )
-
-    @property
-    def ranks(self) -> Config:
-        """Of kernels that read B: ranks that one load takes, where these are looked at."""
-        has_ranks, at_once = self.given.lora_ranks is not None, 16 // self.given.lora_b[0].element_size()
-        vector = at_once if has_ranks and self.form.full_rank % at_once == 0 else 1
-        return {"HAS_RANKS": has_ranks, "VECTOR": vector}
-
-    @property
-    def naive(self) -> bool:
-        return self.given.sorted_ids is None
-
-    @property
-    def numbers(self) -> Numbers:
-        """pairs, num_tiles, top_k, padded, blocks, num_slots, num_experts."""
+    def counts(self) -> Numbers:
+        """The kernels' `moe_tiles.COUNTS`."""
         ids, experts = self.given.sorted_ids, self.given.expert_ids
-        lengths = (0, 0) if ids is None else (ids.shape[1], experts.shape[1])
-        return self.form.pairs, self.num_tiles, self.form.top_k, *lengths, self.form.slots, self.form.experts
+        return self.form.pairs, self.num_tiles, *((0, 0) if ids is None else (ids.shape[1], experts.shape[1]))
 
-    @property
-    def constants(self) -> Config:
-        return {
-            "NUM_SLICES": self.form.slices,
-            "NAIVE": self.naive,
-            "HAS_IDS": self.given.lora_ids is not None and not self.naive,
-            "BLOCK_SLOTS": block_at_least(self.form.slots + 1, 2),
-            "BLOCK_M": self.block_m,
-            "INTERPRET": INTERPRETED,
-        }
-
-    @property
-    def writes(self) -> Config:
-        """Of those that write y."""
-        return {
-            "N": self.form.width,
-            "OFFSET": self.switches.offset,
-            "WEIGHTED": self.switches.mul_routed_weight,
-            "ADD": self.switches.add_inputs,
-        }
-
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], strides: Numbers, constants: Config, config: Config,
-        early: bool = False,
-    ) -> Launch:  # fmt: skip
+    def launch(self, kernel: Any, grid: int, strides: Numbers, constants: Config, num_warps: int, pdl: bool) -> Launch:
+        """``constants``: shape and schedule."""
         given = self.given
         dtypes = (
-            given.x.dtype, given.lora_a[0].dtype, given.output.dtype, given.topk_weights.dtype, given.expert_ids.dtype,
+            given.x.dtype, given.lora_a[0].dtype, self.low, given.output.dtype, given.topk_weights.dtype,
+            given.expert_ids.dtype,
         )  # fmt: skip
         return Launch(
-            kernel, grid, dtypes, strides, constants, num_warps=config["num_warps"], pdl=early, device=self.device
+            kernel, (grid, 1, 1), dtypes, strides, constants, num_warps=num_warps, pdl=pdl, device=self.device
         )
+
+
+def _quant(weights: Tensor, scheme: Scheme, x: Tensor | None = None, x_scale: Tensor | None = None) -> Quant:
+    """Storage of one slice ``[L, E, N, K]``; with ``x_scale``, ``x`` is FP8 as well."""
+    if weights.dtype not in FP8_DTYPES:
+        return WIDE
+    rows, k = weights.shape[-2:]
+    scales, column, blocks = (rows, 1, 1) if scheme.per_channel_quant else (1, 0, 1)
+    if scheme.block_wise:
+        column = blocks = triton.cdiv(k, scheme.group_k)
+        scales = triton.cdiv(rows, scheme.group_n) * blocks
+    quant = Quant(
+        fp8_format(weights.dtype), slots=(scales,), columns=(column,), blocks=(1,), group_n=max(1, scheme.group_n),
+        group_k=scheme.group_k if blocks > 1 else 0,
+    )  # fmt: skip
+    if x is None or x_scale is None:
+        return quant
+    groups = x_scale.shape[1] if x_scale.ndim == 2 else 1
+    row = 0 if x_scale.numel() == 1 else groups
+    return quant._replace(x_format=fp8_format(x.dtype), has_a=True, a_row=row, a_group=int(groups > 1))
+
+
+def _stage_bytes(quant: Quant, itemsize: int, x: int, weights: int) -> int:
+    """Shared memory of a stage of a loop that loads so many elements of x and of weights, ``itemsize`` bytes each once
+    upcast: scales that multiply elements are beside them, 4 bytes each.
+    """
+    return x * (itemsize + 4 * quant.has_a) + weights * (itemsize + 4 * (quant.group_k > 0))
 
 
 def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Launch:
-    form, rows = common.form, config["rows"]
+    form, given, rows = common.form, common.given, config["rows"]
+    fp8 = given.fp8 or Fp8Experts((), ())
+    quant = _quant(given.lora_a[0], fp8.shrink, given.x, fp8.x_scale)
     block_r = min(config["block_n"], block_at_least(form.rank))
     block_k = min(config["block_k"], block_at_least(form.hidden))
     joined = form.slices == 2 and not rows
-    per_stage = stage_bytes(
-        common.reads[0], common.wide_bytes, common.block_m * block_k, (2 if joined else 1) * block_r * block_k
+    per_stage = _stage_bytes(
+        quant, given.wide.itemsize, common.block_m * block_k, (2 if joined else 1) * block_r * block_k
     )
-    gathered = form.rank != form.full_rank
-    constants = common.constants | {
-        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_R": block_r, "BLOCK_K": block_k,
-        "SPLIT_K": config["split_k"], "GROUP_M": config["group_m"],
-        "NUM_STAGES": stages_that_fit(config["num_stages"], per_stage, common.device),
-        "ROWS": rows, "JOINED": joined, "HAS_RANKS": common.given.lora_ranks is not None,
-        "FIRST_R": collectives.current().rank() * form.rank if gathered else 0, "READ": common.reads[0], "PDL": pdl,
-    }  # fmt: skip
+    first_rank = collectives.current().rank() * form.rank if form.rank != form.full_rank else 0
+    shape = PairShrinkShape(
+        common.pairs, form.hidden, form.rank, form.slices, form.factor, first_rank, given.lora_ranks is not None,
+        TYPES[given.wide], quant,
+    )  # fmt: skip
+    stages = stages_that_fit(config["num_stages"], per_stage, common.device)
+    tile = PairShrinkTile(rows, block_r, block_k, config["split_k"], config["group_m"], stages, joined, pdl)
     per_tile = config["split_k"] * triton.cdiv(form.rank, block_r) * (1 if joined else form.slices)
-    grid = (common.num_tiles * per_tile, 1, 1)
-    return common.launch(moe_shrink_kernel, grid, common.given.x.stride(), constants, config, early and pdl)
+    return common.launch(
+        moe_shrink_kernel, common.num_tiles * per_tile, given.x.stride(), {"SHAPE": shape, "TILE": tile},
+        config["num_warps"], early and pdl,
+    )  # fmt: skip
 
 
 def _plan_expand(common: _Common, config: Config, partials: int, pdl: bool) -> Launch:
-    form, given, rows = common.form, common.given, config["rows"]
-    rank, most = form.full_rank, 128 if common.wide_bytes == 2 else 32
+    form, given, rows, switches = common.form, common.given, config["rows"], common.switches
+    quant = _quant(given.lora_b[0], given.fp8.expand if given.fp8 is not None else Scheme())
+    itemsize, rank = given.wide.itemsize, form.full_rank
+    most = 128 if itemsize == 2 else 32
     block_r = block_at_least(rank) if rows or rank <= most else min(config["block_k"], most)
     block_n, tiles_n = config["block_n"], config["tiles_n"]
-    if common.wide_bytes == 4 and not rows:
-        block_n = min(block_n, 64)  # operands of an IEEE product lie in registers
-    per_stage = stage_bytes(common.reads[1], common.wide_bytes, 0, block_r * block_n)
+    if itemsize == 4 and not rows:
+        block_n = min(block_n, 64)  # operands of an IEEE product are in registers
+    per_stage = _stage_bytes(quant, itemsize, 0, block_r * block_n)
     per_stage += common.block_m * block_n * given.output.element_size()
-    constants = common.constants | common.writes | common.ranks | {
-        "R": rank, "BLOCK_N": block_n, "BLOCK_R": block_r, "TILES_N": tiles_n, "GROUP_M": config["group_m"],
-        "NUM_STAGES": stages_that_fit(config["num_stages"], per_stage, common.device), "PARTIALS": partials,
-        "ROWS": rows, "READ": common.reads[1], "PDL": pdl,
-    }  # fmt: skip
-    grid = (common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices, 1, 1)
-    return common.launch(moe_expand_kernel, grid, (given.output.stride(1),), constants, config, pdl)
+    has_ranks, at_once = given.lora_ranks is not None, 16 // given.lora_b[0].element_size()
+    shape = PairExpandShape(
+        common.pairs, form.width, rank, form.slices, switches.offset, switches.mul_routed_weight, switches.add_inputs,
+        has_ranks, at_once if has_ranks and rank % at_once == 0 else 1, TYPES[given.wide], quant,
+    )  # fmt: skip
+    stages = stages_that_fit(config["num_stages"], per_stage, common.device)
+    tile = PairExpandTile(rows, block_n, block_r, tiles_n, config["group_m"], stages, partials, pdl)
+    grid = common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices
+    constants = {"SHAPE": shape, "TILE": tile}
+    return common.launch(moe_expand_kernel, grid, (given.output.stride(1),), constants, config["num_warps"], pdl)
 
 
-def _plan_two_stage(common: _Common, shrink: Config, expand: Config, how: How) -> MoEPlan:
+def _plan_both(common: _Common, shrink: Config, expand: Config, how: How) -> MoEPlan:
     form, sharded = common.form, common.switches.fully_sharded
-    pdl = how.options.pdl and supports_pdl(common.device) and not sharded
-    shrink = shrink | {"split_k": 1} if sharded else shrink
     rounds = common.given.fp8 is not None and common.given.fp8.h_scale is not None
-    pdl = pdl and not rounds  # torch stands between the two
+    # between the two stands a collective, or torch
+    pdl = how.options.pdl and supports_pdl(common.device) and not sharded and not rounds
+    shrink = shrink | {"split_k": 1} if sharded else shrink
     launches = (
         _plan_shrink(common, shrink, pdl, how.early),
         _plan_expand(common, expand, 1 if rounds else shrink["split_k"], pdl),
     )
-    partials = (shrink["split_k"], form.slices, form.pairs, form.rank)
-    return MoEPlan(form, launches, (common.numbers, common.numbers), partials)
-
-
-def _plan_one_shot(common: _Common, config: Config, pdl: bool) -> MoEPlan:
-    form, given = common.form, common.given
-    block_r, block_n = block_at_least(form.rank), 128 if common.wide_bytes == 2 else 64
-    block_k = min(128 if block_r <= 64 else 64, block_at_least(form.hidden))
-    programs = common.num_tiles * form.slices
-    parts = rules.one_shot_parts(programs, form.hidden, form.width, multiprocessors(common.device))
-    read_a, read_b = common.reads
-    per_stage = stage_bytes(read_a, common.wide_bytes, common.block_m * block_k, block_r * block_k)
-    constants = common.constants | common.writes | common.ranks | {
-        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "BLOCK_N": block_n, "BLOCK_K": block_k,
-        "BLOCK_R": block_r, "PARTS": parts, "NUM_STAGES": stages_that_fit(3, per_stage, common.device),
-        "STAGES_N": config["num_stages"], "READ_A": read_a, "READ_B": read_b, "PDL": pdl,
-    }  # fmt: skip
-    grid, strides = (common.num_tiles * parts, form.slices, 1), (*given.x.stride(), given.output.stride(1))
-    launch = common.launch(moe_one_shot_kernel, grid, strides, constants, config, pdl)
-    return MoEPlan(form, (launch,), (common.numbers,), None)
-
-
-def _plan_small_batch(common: _Common) -> MoEPlan:
-    form, given = common.form, common.given
-    block_r = block_at_least(form.rank)
-    block_n, block_k = min(128, block_at_least(form.width)), min(max(64, 8192 // block_r), block_at_least(form.hidden))
-    sms, tiles = multiprocessors(common.device), triton.cdiv(form.width, block_n)
-    per_chunk = rules.pick_small_batch_chunk(form.pairs * form.slices, tiles, sms)
-    chunks = triton.cdiv(tiles, per_chunk)
-    work_total = form.pairs * form.slices * chunks
-    read_a, read_b = common.reads
-    constants = common.writes | {
-        "K": form.hidden, "R": form.rank, "FACTOR": form.factor, "NUM_SLICES": form.slices, "BLOCK_N": block_n,
-        "BLOCK_K": block_k, "BLOCK_R": block_r, "EVEN_K": form.hidden % block_k == 0,
-        "HAS_RANKS": given.lora_ranks is not None, "READ_A": read_a, "READ_B": read_b,
-    }  # fmt: skip
-    grid, strides = (min(work_total, max(1, 2 * sms)), 1, 1), (*given.x.stride(), given.output.stride(1))
-    launch = common.launch(_fused_moe_lora_small_batch_kernel, grid, strides, constants, {"num_warps": 4})
-    numbers = (work_total, chunks, per_chunk, form.top_k, form.slots, form.experts)
-    return MoEPlan(form, (launch,), (numbers,), None)
+    return MoEPlan(form, *launches, common.counts, (shrink["split_k"], form.slices, form.pairs, form.rank))
 
 
 def _of_numbers(numbers: Numbers, is_shrink: bool) -> Config:
@@ -281,21 +233,11 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
     if not naive:
         check_block_size(block_m, 16)
     tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
-    common = _Common(form, given, switches, tiles, block_m, given.x.device)
-    between = switches.fully_sharded or (given.fp8 is not None and given.fp8.h_scale is not None)
-    pdl = how.options.pdl and supports_pdl(given.x.device)
+    common = _Common(form, given, switches, how.low, tiles, block_m, given.x.device)
     tuned = {part: tuned_config(how.site, part, form, how.options) for part in ("shrink", "expand")}
-    path = how.path or rules.path(work, between, pdl, how.configs is not None or any(tuned.values()))
-    if path == "small_batch":
-        if not naive or form.rank > rules.SMALL_BATCH_RANK:
-            raise ValueError(f"the small-batch path takes naive input and ranks up to {rules.SMALL_BATCH_RANK}, got "
-                             f"rank {form.rank} and {'naive' if naive else 'sorted'} input")  # fmt: skip
-        return _plan_small_batch(common)
-    if path == "one_shot":
-        return _plan_one_shot(common, rules.one_shot_config(work), pdl)
     if how.configs is not None and not work.invariant:
         shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
     else:
         shrink = tuned["shrink"] or rules.shrink_config(work)
         expand = tuned["expand"] or rules.expand_config(work)
-    return _plan_two_stage(common, shrink, expand, how)
+    return _plan_both(common, shrink, expand, how)

@@ -1,12 +1,10 @@
-"""How fused MoE LoRA runs where no tuned file says it: path, forms and blocks from what the host knows of a call.
+"""Schedules of fused MoE LoRA where no tuned file has one: forms and blocks from what the host knows of a call.
 
 From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; what they take with this
 rule is in results/h200/operator_tables.md):
 
 * Pairs of one adapter's expert are grouped only where they are several, or each by itself would read much again: the
   alignment costs 3 to 9 us, and each kernel two loads behind one another before it knows its tile.
-* With programmatic dependent launch two launches beat one, but where A is the larger part and tiles of few pairs fill
-  the device just once: then one launch, whose programs get out of step, keeps memory busy from end to end.
 * With one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs beat
   32 and 64 even with 32 pairs per expert.
 * K is split so that a program walks about 4 blocks of 128, or where tiles are many, in two; expand walks so many column
@@ -24,18 +22,8 @@ from punica.ops.triton_ops.launch import block_at_least
 
 Config = dict[str, Any]
 
-SMALL_BATCH_RANKS = 1024
-"""Most pairs x rank of the small-batch path."""
-SMALL_BATCH_RANK, ONE_SHOT_RANK = 64, 128
-"""Widest ranks of the single-launch paths."""
-CHEAP_A = 32 << 10
-"""Bytes of one expert's A that programs of one launch may each read again."""
 ALONE_BYTES, ALONE_MEAN = 40_000_000, 2.5
 """Most bytes of weights that pairs by themselves read again, from the L2 cache then, and most pairs per group."""
-ONE_LAUNCH, ONE_LAUNCH_RANK, ONE_LAUNCH_MEAN = range(800, 1051), 16, 5
-"""Programs of one warp with which one launch is best, up to so many ranks and pairs per group: an H200 holds 1056 of
-them at once, and fewer than 800 wait for what they read more than they keep memory busy.
-"""
 MANY_PROGRAMS = 700
 """Programs of a shrink by rows beyond which K is split in fewer parts."""
 MANY_TILES = 64
@@ -105,33 +93,6 @@ def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -
         return 16
     mean = pairs / max(1, active * experts)
     return 16 if mean < 96 else 32 if mean < 256 else 64
-
-
-def path(work: Work, fully_sharded: bool, pdl: bool, two_are_given: bool = False) -> str:
-    """``small_batch``, ``one_shot`` or ``two_stage``. One launch pays where tiles fill the device once, or where the
-    second of two cannot start early (``pdl``). ``two_are_given``: numbers for two launches are, and with ``pdl`` count.
-    """
-    form = work.form
-    a_bytes = form.rank * form.hidden * work.itemsize
-    if pdl and not fully_sharded and not two_are_given and _in_one_launch(work):
-        return "one_shot"
-    if pdl or fully_sharded or work.invariant or form.rank > ONE_SHOT_RANK or a_bytes > CHEAP_A:
-        return "two_stage"
-    if work.naive and form.rank <= SMALL_BATCH_RANK and form.pairs * form.rank <= SMALL_BATCH_RANKS:
-        return "small_batch"
-    return "one_shot" if work.mean < 4 and form.pairs <= 128 else "two_stage"
-
-
-def _in_one_launch(work: Work) -> bool:
-    form = work.form
-    narrow = form.rank <= ONE_LAUNCH_RANK and work.itemsize == 2 and work.small_blocks
-    few = work.naive or work.mean <= ONE_LAUNCH_MEAN
-    return narrow and few and form.hidden >= form.width and int(work.tiles * form.slices) in ONE_LAUNCH
-
-
-def one_shot_config(work: Work) -> Config:
-    """Stages of the column blocks, and warps, of a single launch."""
-    return {"num_stages": 3, "num_warps": 1} if _in_one_launch(work) else {"num_stages": 2, "num_warps": 4}
 
 
 def shrinks_by_rows(work: Work) -> bool:
@@ -232,20 +193,6 @@ def expand_config(work: Work) -> Config:
         "rows": False, "block_n": block_n, "block_k": min(lanes, 128),
         "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "group_m": 1, "num_warps": warps, "num_stages": 3,
     }  # fmt: skip
-
-
-def pick_small_batch_chunk(pair_slices: int, n_tiles: int, sm_count: int) -> int:
-    """Column tiles of one work item: as many as leave two items for every multiprocessor."""
-    target, total = max(1, 2 * sm_count), pair_slices * n_tiles
-    return 1 if total <= target else min(cdiv(total, target), n_tiles)
-
-
-def one_shot_parts(programs: int, hidden: int, width: int, sm_count: int) -> int:
-    """Programs that share a tile's columns: enough to fill the device, but shrinking again is not free."""
-    if programs >= 1.5 * sm_count:
-        return 1
-    wanted = cdiv(2 * sm_count, max(1, programs))
-    return max(1, min(wanted, 16, int(1.5 * (hidden + width) / hidden) + 1, width // 128))
 
 
 def _power_below(number: float, most: int) -> int:

@@ -1,75 +1,94 @@
-"""Device functions of fused MoE LoRA: which slot, expert and pairs a program works on.
+"""Device functions of fused MoE LoRA: slot, expert, pairs and true rank of a tile.
 
-A *tile* is a block of the alignment, up to BLOCK_M pairs of one (slot, expert); naive, it is one pair. How many tiles
-there are is known on the device alone: every slot has ``counts / BLOCK_M`` of them, and a running sum over the slots
-tells which slot owns tile number ``tile``. So tiles are numbered without gaps, however far apart their slots lie in the
-alignment, and a grid need not cover the worst case of every slot: programs go on while there are tiles.
+A *tile* is a block of the alignment, up to ``block_m`` pairs of one (slot, expert); naive, it is one pair. Their number
+is known on the device alone: every slot has ``counts / block_m`` of them, and a running sum over the slots finds the
+slot of tile number ``tile``. So tiles are numbered without gaps, however far apart their slots are in the alignment.
+A grid need not cover the worst case of every slot: programs loop while there are tiles.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 INDEX_POINTERS = ["sorted_ptr", "experts_ptr", "counts_ptr", "mapping_ptr", "enabled_ptr", "ids_ptr", "ranks_ptr"]
 """Arguments whose address may be any multiple of 4."""
+COUNTS = ["pairs", "num_tiles", "padded", "blocks"]
+"""Arguments that differ from step to step: a kernel is not specialised on them."""
+
+
+class Pairs(NamedTuple):
+    """Assignment of pairs to slots and experts: a constexpr of the kernels.
+
+    naive: every pair is a tile of its own. has_ids: the slots in use are listed. block_slots: power of two > slots.
+    """
+
+    top_k: int
+    slots: int
+    experts: int
+    block_m: int
+    block_slots: int
+    naive: bool
+    has_ids: bool
 
 
 @triton.jit
-def slot_table(
-    counts_ptr, enabled_ptr, ids_ptr, pairs, padded, num_slots,
-    BLOCK_M: tl.constexpr, BLOCK_SLOTS: tl.constexpr, NAIVE: tl.constexpr, HAS_IDS: tl.constexpr,
-):  # fmt: skip
-    """Slots in the order of their tiles, the number of tiles up to and with each, and of all."""
+def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.constexpr):
+    """Slots in the order of their tiles, running sum of their tiles (both [block_slots]), and the number of tiles."""
+    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
     places = tl.arange(0, BLOCK_SLOTS)
-    if HAS_IDS:
-        slots = tl.load(ids_ptr + places, mask=places <= num_slots, other=-1)
+    if PAIRS.has_ids:
+        slots = tl.load(ids_ptr + places, mask=places <= PAIRS.slots, other=-1)
     else:
         slots = places
-    here = (slots >= 0) & (slots < num_slots)
+    here = (slots >= 0) & (slots < PAIRS.slots)
     slots = tl.where(here, slots, 0)
-    if NAIVE:
+    if PAIRS.naive:
         until = tl.zeros([BLOCK_SLOTS], tl.int32)
         total = pairs
     else:
         enabled = tl.load(enabled_ptr + slots, mask=here, other=0) != 0
         counts = tl.load(counts_ptr + slots, mask=here, other=0)  # beside the other load, not behind it
-        tiles = tl.where(enabled, tl.minimum(tl.maximum(counts, 0), padded) // BLOCK_M, 0)
+        tiles = tl.where(enabled, tl.minimum(tl.maximum(counts, 0), padded) // PAIRS.block_m, 0)
         until = tl.cumsum(tiles, 0)
         total = tl.sum(tiles, 0)
     return slots, until, total
 
 
 @triton.jit
-def find_tile(
-    tile, slots, until, sorted_ptr, experts_ptr, mapping_ptr, enabled_ptr,
-    top_k, padded, blocks, num_slots, num_experts,
-    BLOCK_M: tl.constexpr, BLOCK_SLOTS: tl.constexpr, NAIVE: tl.constexpr, HAS_IDS: tl.constexpr,
-):  # fmt: skip
-    """Slot (-1: nothing to do), expert, and where in the sorted pairs the tile begins (naive: the pair itself)."""
-    if NAIVE:
-        slot = tl.load(mapping_ptr + tile // top_k)
+def find_tile(tile, slots, until, where, padded, blocks, PAIRS: tl.constexpr):
+    """Slot (-1: nothing to do), number of its expert's weights, and place of the tile's first pair in the sorted pairs
+    (naive: the pair). ``where``: expert of every block (naive: pair), slot of every token, enabled slots.
+    """
+    experts_ptr, mapping_ptr, enabled_ptr = where
+    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
+    if PAIRS.naive:
+        slot = tl.load(mapping_ptr + tile // PAIRS.top_k)
         expert = tl.load(experts_ptr + tile)
-        expert = tl.where((expert >= 0) & (expert < num_experts), expert, -1).to(tl.int32)  # of 64 bits it may be
-        here = (slot >= 0) & (slot < num_slots)
+        expert = tl.where((expert >= 0) & (expert < PAIRS.experts), expert, -1).to(tl.int32)  # of 64 bits it may be
+        here = (slot >= 0) & (slot < PAIRS.slots)
         here = here & (tl.load(enabled_ptr + tl.where(here, slot, 0)) != 0)
         first = tile.to(tl.int64)
     else:
         place = tl.sum((until <= tile).to(tl.int32), 0)
         block = tile - tl.max(tl.where(until <= tile, until, 0), 0)
         slot = place
-        if HAS_IDS:
+        if PAIRS.has_ids:
             slot = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, slots, 0), 0)
         expert = tl.load(experts_ptr + slot.to(tl.int64) * blocks + block)
-        here = slot < num_slots
-        first = slot.to(tl.int64) * padded + block * BLOCK_M
-    here = here & (expert >= 0) & (expert < num_experts)
-    return tl.where(here, slot, -1), expert, first
+        here = slot < PAIRS.slots
+        first = slot.to(tl.int64) * padded + block * PAIRS.block_m
+    here = here & (expert >= 0) & (expert < PAIRS.experts)
+    slot = tl.where(here, slot, -1)
+    return slot, slot.to(tl.int64) * PAIRS.experts + expert, first
 
 
 @triton.jit
-def pairs_of(first, sorted_ptr, pairs, BLOCK_M: tl.constexpr, NAIVE: tl.constexpr):
-    """Pairs of a tile and which lanes hold one, [BLOCK_M]."""
+def pairs_of(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
+    """Pairs of a tile and the lanes that hold one, [block_m]."""
+    BLOCK_M: tl.constexpr = PAIRS.block_m
     lanes = tl.arange(0, BLOCK_M)
-    if NAIVE:
+    if PAIRS.naive:
         found = tl.where(lanes == 0, first, pairs).to(tl.int32)
     else:
         found = tl.load(sorted_ptr + first + lanes)
@@ -88,10 +107,10 @@ def pair_at(first, lane, sorted_ptr, NAIVE: tl.constexpr):
 
 
 @triton.jit
-def first_pair(first, sorted_ptr, pairs, BLOCK_M: tl.constexpr, NAIVE: tl.constexpr):
-    """A tile's first pair, and how many pairs it has. Both are loaded at once."""
-    pair = pair_at(first, 0, sorted_ptr, NAIVE)
-    _, valid = pairs_of(first, sorted_ptr, pairs, BLOCK_M, NAIVE)
+def first_pair(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
+    """A tile's first pair and its number of pairs. Both are loaded at once."""
+    pair = pair_at(first, 0, sorted_ptr, PAIRS.naive)
+    _, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
     return pair, tl.sum(valid.to(tl.int32), 0)
 
 
@@ -106,3 +125,46 @@ def program_place(pid, num_tiles, PER_TILE: tl.constexpr, GROUP_M: tl.constexpr)
         members = tl.minimum(num_tiles - group * GROUP_M, GROUP_M)
         tile, part = group * GROUP_M + inside % members, inside // members
     return tile, part
+
+
+@triton.jit
+def rank_table(ranks_ptr, slice_id, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr):
+    """True ranks of all slots, [block_slots]: loaded at once, so that no tile waits for its own."""
+    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
+    slots = tl.arange(0, BLOCK_SLOTS)
+    ranks = tl.zeros([BLOCK_SLOTS], tl.int32)
+    if HAS_RANKS:
+        ranks = tl.load(ranks_ptr + slice_id * PAIRS.slots + slots, mask=slots < PAIRS.slots, other=0)
+    return ranks
+
+
+@triton.jit
+def rank_in(ranks, slot, FIRST: tl.constexpr, RANK: tl.constexpr, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr):
+    """Number of the ranks FIRST to FIRST + RANK that the adapter in ``slot`` has; RANK without a table."""
+    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
+    if HAS_RANKS:
+        rank = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == slot, ranks, 0), 0) - FIRST
+        rank = tl.minimum(tl.maximum(rank, 0), RANK)
+    else:
+        rank = tl.full([], RANK, tl.int32)
+    return rank
+
+
+@triton.jit
+def ranks_read(rank, RANK: tl.constexpr, VECTOR: tl.constexpr):
+    """Number of ranks that are loaded. Slots of up to 16 are read whole, so that reading does not wait for the table;
+    of others ``rank`` up to the next multiple of VECTOR, which the compiler sees to be one. `live` drops the rest.
+    """
+    if RANK <= 16:
+        read = tl.full([], RANK, tl.int32)
+    else:
+        read = (rank + (VECTOR - 1)) // VECTOR * VECTOR
+    return read
+
+
+@triton.jit
+def live(values, offs_r, rank, HAS_RANKS: tl.constexpr):
+    """``values`` with zeros beyond the rank, whatever is there."""
+    if HAS_RANKS:
+        values = tl.where(offs_r < rank, values, 0.0)
+    return values

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
+from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_experts import Fp8Experts
-from punica.ops.moe_checks import Experts, Switches
 from punica.ops.triton_ops import moe_align, moe_plan
 from punica.ops.triton_ops.moe_gemm import PairGroups
 
@@ -34,7 +33,8 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     x = empty(pairs if down else tokens, k, dtype=dtype)
     aligned: tuple = (None, empty(pairs, dtype=torch.int64), None)
     if not case["naive"]:
-        flat = moe_align.align_all(ids, mapping, experts, height, SLOTS, blocks * height, blocks, enabled, None)
+        sizes = (experts, height, SLOTS, blocks * height, blocks)
+        flat = moe_align.align_all(ids, mapping, sizes, enabled, None)
         aligned = (flat[0].view(SLOTS, -1), flat[1].view(SLOTS, -1), flat[2])
     held = getattr(torch, case["fp8"]) if case["fp8"] else dtype
     a = [empty(SLOTS, experts, rank, k, dtype=held)] * slices
@@ -46,7 +46,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
         x = empty(*x.shape, dtype=torch.float8_e4m3fn)
     given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None, ranks, fp8)
     before = len(done.records)
-    module.fused(given, rank, top_k, Switches(down), moe_plan.How(early=down, path=case["path"]))
+    module.fused(given, rank, top_k, Switches(down), moe_plan.How(early=down))
     if down:
         PairGroups(ids, experts).multiply(x, empty(experts, n, k, dtype=dtype), 1)
     return [{"case": case, **record} for record in done.records[before:]]

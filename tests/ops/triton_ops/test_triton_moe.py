@@ -1,4 +1,4 @@
-"""Fused MoE LoRA kernels: all paths and forms agree with a float64 reference, and nobody reads what is not his."""
+"""Fused MoE LoRA kernels: all forms agree with a float64 reference, and nobody reads what is not his."""
 
 from importlib import import_module
 from itertools import product
@@ -9,7 +9,7 @@ import torch
 
 from punica.ops import collectives
 from punica.ops.collectives import Collectives
-from punica.ops.moe_checks import ExpertForm
+from punica.ops.experts import ExpertForm
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.fused_moe_lora import fused, fused_moe_lora
 from punica.ops.triton_ops.moe_plan import How
@@ -75,21 +75,7 @@ SPLIT = ("gate and up", "down", "ragged sizes", "wide rank", "rank 20 sorted", "
 def test_two_stages(name: str, form: str, device: str, use_form):
     use_form(form)
     world = World(CASES[name], device)
-    world.check(run(world, How(path="two_stage", active=3)))
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_one_shot(name: str, device: str):
-    if CASES[name].rank <= moe_rules.ONE_SHOT_RANK:
-        world = World(CASES[name], device)
-        world.check(run(world, How(path="one_shot")))
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_small_batch(name: str, device: str):
-    if CASES[name].rank <= moe_rules.SMALL_BATCH_RANK:
-        world = World(CASES[name].but(naive=True), device)
-        world.check(run(world, How(path="small_batch")))
+    world.check(run(world, How(active=3)))
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -101,18 +87,15 @@ def test_as_the_rules_choose(name: str, device: str):
 @pytest.mark.parametrize(
     "case", [Case(naive=True, dtype=torch.float16), Case(naive=True, fp8="channel", ranks=(3, 8, 5))]
 )
-def test_all_paths_agree(case: Case, device: str):
-    results = [run(World(case, device), How(path=path)) for path in ("two_stage", "one_shot", "small_batch")]
-    results.append(run(World(case.but(naive=False), device), How(path="two_stage")))
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other, rtol=4e-3, atol=2e-3)
+def test_naive_and_sorted_pairs_agree(case: Case, device: str):
+    results = [run(World(case.but(naive=naive), device), How()) for naive in (True, False)]
+    torch.testing.assert_close(*results, rtol=4e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("rank", [2, 64])
-@pytest.mark.parametrize(("path", "form"), [("two_stage", "rows"), ("two_stage", "tiles"), ("one_shot", "tiles"),
-                                            ("small_batch", "rows")])  # fmt: skip
+@pytest.mark.parametrize("form", ["rows", "tiles"])
 def test_ranks_that_cancel_keep_what_bfloat16_would_lose_between_the_products(
-    path: str, form: str, rank: int, device: str, use_form
+    form: str, rank: int, device: str, use_form
 ):
     """h = (1 + 2**-10, 1, 0, ...) and B = (1, -1, 0, ...): 2**-10, and 0 if h were rounded to 8 bits."""
     use_form(form)
@@ -123,7 +106,7 @@ def test_ranks_that_cancel_keep_what_bfloat16_would_lose_between_the_products(
     world.a[0][:, :, :2] = 2.0**-6
     world.a[0][:, :, 0, 0] += 2.0**-10
     world.b[0][..., 0], world.b[0][..., 1] = 1.0, -1.0
-    output = run(world, How(path=path, active=3))
+    output = run(world, How(active=3))
     computed = [output[t, j, world.case.offset :][: world.case.width] for t, j, _, _ in world.used()]
     assert computed
     assert {value for row in computed for value in row.tolist()} == {2.0**-10}
@@ -147,12 +130,12 @@ def test_without_ids_of_adapters(name: str, form: str, device: str, use_form):
     use_form(form)
     world = World(CASES[name], device)
     given = world.given(moe_align.moe_lora_align_block_size, listed=False)
-    fused(given, world.case.rank, world.case.top_k, world.switches, How(path="two_stage", active=3))
+    fused(given, world.case.rank, world.case.top_k, world.switches, How(active=3))
     world.check(given.output)
 
 
 @pytest.mark.parametrize("name", ["gate and up", "naive", "down"])
-def test_single_launches_by_name(name: str, device: str):
+def test_single_launch_names_of_the_contract(name: str, device: str):
     world = World(CASES[name], device)
     given = world.given(moe_align.moe_lora_align_block_size)
     case, (down, _, offset, add_inputs) = world.case, world.switches
@@ -185,8 +168,7 @@ def test_more_work_than_the_grid_expects(device: str, use_form):
     """A captured graph keeps its grid; its programs go on while there are tiles."""
     use_form("tiles")
     world = World(Case(tokens=30, experts=8, slots=3, hidden=16, width=16), device)
-    world.check(run(world, How(path="two_stage", active=1)))
-    world.check(run(world, How(path="one_shot", active=1)))
+    world.check(run(world, How(active=1)))
 
 
 @pytest.mark.parametrize(("form", "fp8"), [("tiles", None), ("rows", "channel")])
@@ -242,26 +224,24 @@ def test_gathered_planes_may_be_a_view(rank: int, device: str, monkeypatch):
             world.check(given.output)
 
 
-@pytest.mark.parametrize("path", ["two_stage", "one_shot", "small_batch"])
-def test_experts_of_64_bits_are_nobody(path: str, device: str):
+def test_experts_beyond_32_bits_are_ignored(device: str):
     world = World(Case(tokens=3, naive=True, mapping=(0, 1, 2), hidden=16, width=16), device)
     given = world.given(moe_align.moe_lora_align_block_size)
     given.expert_ids[0] += 2**32
     given.expert_ids[3] -= 2**32
     for pair in (0, 3):
         world.expected.view(6, -1)[pair] = world.y.view(6, -1)[pair].double()
-    fused(given, world.case.rank, world.case.top_k, world.switches, How(path=path))
+    fused(given, world.case.rank, world.case.top_k, world.switches)
     world.check(given.output)
 
 
-@pytest.mark.parametrize("path", ["two_stage", "one_shot"])
-def test_fewer_slots_may_be_listed(path: str, device: str):
+def test_fewer_slots_may_be_listed(device: str):
     world = World(Case(tokens=4, mapping=(2, -1, 2, 2), hidden=16, width=16), device)
     given = world.given(moe_align.moe_lora_align_block_size)
     for listed in ([2], [2, -1]):
         given.output.copy_(world.y)
         slots = torch.tensor(listed, dtype=torch.int32, device=device)
-        fused(given._replace(lora_ids=slots), world.case.rank, world.case.top_k, world.switches, How(path=path))
+        fused(given._replace(lora_ids=slots), world.case.rank, world.case.top_k, world.switches)
         world.check(given.output)
 
 
@@ -271,7 +251,6 @@ def test_batch_invariance_fixes_form_and_split():
     for tokens, active, naive in ((1, 1, True), (8, 4, False), (128, 1, False), (4096, 16, False)):
         form = ExpertForm(tokens, 8, 2, 16, 128, 16, 16, 2048, 768, 8, 16)
         work = moe_rules.Work(form, naive, active, 2, invariant=True)
-        assert moe_rules.path(work, False, False) == "two_stage"
         shrink, expand = moe_rules.shrink_config(work), moe_rules.expand_config(work)
         found.add((*shrink.values(), expand["rows"], expand["block_n"], expand["block_k"], expand["num_warps"]))
         assert moe_rules.block_size(tokens * 8, active, 128, invariant=True) == 16
@@ -286,31 +265,6 @@ def test_batch_invariance_fixes_form_and_split():
 def test_the_most_pairs_that_go_by_themselves(active, experts, pair_bytes, most):
     """Up to 40 MB that are read again, as of 259 pairs that meet 111 of 128 experts, and 2.5 pairs per group."""
     assert moe_rules.most_alone(active, experts, pair_bytes) == most
-
-
-def test_one_launch_where_its_programs_fill_the_device_once():
-    """w13 of Qwen3-30B-A3B for 128 tokens of 4 adapters, and what differs from it in one thing."""
-
-    def path(tokens=128, slices=2, hidden=2048, rank=16, active=4, block=16, invariant=False, itemsize=2, **how):
-        form = ExpertForm(tokens, 8, slices, 16, 128, rank, rank, hidden, 768, 8, block)
-        work = moe_rules.Work(form, False, active, itemsize, invariant)
-        return moe_rules.path(work, how.get("sharded", False), how.get("pdl", True), how.get("given", False))
-
-    assert path() == "one_shot"
-    others = ({"tokens": 64}, {"active": 1}, {"active": 16}, {"slices": 1}, {"hidden": 512}, {"rank": 32},
-              {"invariant": True}, {"itemsize": 1}, {"sharded": True}, {"given": True}, {"pdl": False},
-              {"tokens": 1024, "active": 1}, {"tokens": 2048, "active": 1, "block": 32},
-              {"tokens": 4096, "active": 1, "block": 64})  # fmt: skip
-    assert {path(**one) for one in others} == {"two_stage"}
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_one_launch_as_where_tiles_are_many(name: str, device: str, monkeypatch):
-    """Its stages and warps, on fewer tiles."""
-    if CASES[name].rank <= moe_rules.ONE_SHOT_RANK:
-        monkeypatch.setattr(moe_rules, "_in_one_launch", lambda work: True)
-        world = World(CASES[name].but(seed=1), device)
-        world.check(run(world, How(path="one_shot")))
 
 
 def test_few_warps_are_for_small_tiles_of_16_bits():
@@ -346,12 +300,6 @@ def test_x_may_have_any_strides(device: str):
     given = given._replace(x=world.x.t().contiguous().t())
     fused(given, world.case.rank, world.case.top_k, world.switches)
     world.check(given.output)
-
-
-@pytest.mark.parametrize(("numbers", "chunk"), [((8, 12, 132), 1), ((16, 24, 132), 2), ((64, 24, 132), 6),
-                                                ((512, 6, 132), 6)])  # fmt: skip
-def test_chunks_of_a_small_batch(numbers: tuple[int, int, int], chunk: int):
-    assert moe_rules.pick_small_batch_chunk(*numbers) == chunk
 
 
 def gapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -440,8 +388,8 @@ class TestRefusals:
         with pytest.raises(ValueError, match="add_inputs=False"):
             fused(given, world.case.rank, world.case.top_k, switches)
 
-    def test_small_batch_takes_naive_input_of_low_rank(self, device):
-        for case in (Case(), Case(naive=True, rank=72)):
-            world = World(case, device)
-            with pytest.raises(ValueError, match="small-batch"):
-                run(world, How(path="small_batch"))
+    def test_small_batch_takes_low_ranks(self, device):
+        world, given = self.given(device, naive=True, rank=72)
+        operands = (given.expert_ids, given.mapping, world.case.top_k, given.enabled, False)
+        with pytest.raises(ValueError, match="small-batch"):
+            module._run_fused_moe_lora_small_batch(*given[:5], *operands)

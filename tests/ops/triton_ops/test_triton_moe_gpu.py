@@ -11,14 +11,13 @@ import triton.language as tl
 
 from punica.metadata import LoRAMapping
 from punica.ops import moe_torch
-from punica.ops.moe_checks import Switches, check_experts
+from punica.ops.experts import Switches
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.moe_plan import How
-from punica.ops.triton_ops.moe_rules import ONE_SHOT_RANK, SMALL_BATCH_RANK
 from punica.wrapper import PunicaWrapperGPU
 from tests.ops.moe_cases import E4M3, E5M2, Case, World
 
@@ -49,20 +48,11 @@ IN_FP8 = [
 ]  # fmt: skip
 
 
-def legal_paths(case: Case) -> list[str | None]:
-    """With None, what the rules choose, where there are many pairs."""
-    found: list[str | None] = ["two_stage"]
-    found += ["one_shot"] if case.rank <= ONE_SHOT_RANK else []
-    found += ["small_batch"] if case.naive and case.rank <= SMALL_BATCH_RANK else []
-    return found + ([None] if case.tokens == 128 else [])
-
-
-@pytest.mark.parametrize(("case", "path"), [(case, path) for case in (*WIDE, *IN_FP8) for path in legal_paths(case)],
-                         ids=str)  # fmt: skip
-def test_every_path(case: Case, path: str | None):
+@pytest.mark.parametrize("case", [*WIDE, *IN_FP8], ids=str)
+def test_every_shape(case: Case):
     world = World(case, "cuda")
     given = world.given(moe_align.moe_lora_align_block_size)
-    fused(given, case.rank, case.top_k, world.switches, How(path=path))
+    fused(given, case.rank, case.top_k, world.switches)
     world.check(given.output)
 
 
@@ -190,38 +180,21 @@ def needs_early_starts() -> None:
         pytest.skip("only GPUs of compute capability 9.0 and newer let kernels start early")
 
 
-@pytest.mark.parametrize("naive", [False, True])
-def test_one_launch_of_full_size(naive: bool):
-    """Enough tiles for the rule to take it: 512 pairs by themselves, and 1,024 in groups of two."""
-    needs_early_starts()
-    case = Case(64 if naive else 128, 8, 128, 4, 16, 1024, 512, 2, torch.bfloat16, naive=naive)
-    world = World(case, "cuda")
-    given = world.given(moe_align.moe_lora_align_block_size, listed=False)
-    form = check_experts(given, 16, 8, world.switches)
-    assert moe_rules.path(moe_rules.Work(form, naive, 4, 2), fully_sharded=False, pdl=True) == "one_shot"
-    fused(given, 16, 8, world.switches, How(active=4))
-    world.check(given.output)
-
-
-@pytest.mark.parametrize(
-    ("path", "pairs", "written"),
-    [("two_stage", pairs, written) for pairs in (2, 16) for written in ("output", "x")]
-    + [("one_shot", 16, written) for written in ("output", "x", "sorted_ids", "expert_ids", "counts")],
-)
-def test_kernels_that_start_early_wait_for_the_one_in_front(path, pairs, written):
-    """Whatever it writes last; two launches may take an alignment for older than that, as it is after an activation."""
+@pytest.mark.parametrize("pairs", [2, 16])
+@pytest.mark.parametrize("written", ["output", "x"])
+def test_kernels_that_start_early_wait_for_the_one_in_front(pairs, written):
+    """The alignment is older than that kernel, as it is after an activation."""
     needs_early_starts()
     world = World(Case(16 * pairs, 2, 16, 2, 16, 512, 256, 1, torch.float16, down=True, seed=pairs), "cuda")
     given, results = world.given(moe_align.moe_lora_align_block_size), []
     for pdl in (False, True):
-        one = given._replace(output=given.output.clone(), x=given.x.clone(), sorted_ids=given.sorted_ids.clone(),
-                             expert_ids=given.expert_ids.clone(), counts=given.counts.clone())  # fmt: skip
-        how = How(early=True, path=path, options=Options(pdl=pdl))
+        one = given._replace(output=given.output.clone(), x=given.x.clone())
+        how = How(early=True, options=Options(pdl=pdl))
         fused(one._replace(output=one.output.clone()), 16, 2, world.switches, how)  # compiled before it is watched
         target = getattr(one, written)
         source = target.clone()
         if pdl:
-            target.fill_(float("nan") if target.is_floating_point() else 0)
+            target.fill_(float("nan"))
             torch.cuda.synchronize()
             block = 4096
             _late_writer[(triton.cdiv(target.numel(), block),)](source, target, target.numel(), 200_000, BLOCK=block)

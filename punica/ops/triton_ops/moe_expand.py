@@ -1,0 +1,237 @@
+"""Expand of fused MoE LoRA: rank to output width, for every (token, expert) pair.
+
+    y[i, o + s*N :] (+)= w_i * (sum of partials of h[s, i]) @ B_s[l, e]^T
+
+for the pairs i of every tile (l, e), in the forms of `moe_shrink`; tiles have their columns in an inner loop. With a
+table of ranks, h and B are not read beyond an adapter's rank. Weights may be FP8 (`fp8_device`).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from punica.ops.triton_ops.device import dot_of_shrunk, pick, read_shrunk
+from punica.ops.triton_ops.fp8_device import Quant, expert_scales, real_weights
+from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.moe_tiles import (
+    COUNTS,
+    INDEX_POINTERS,
+    Pairs,
+    find_tile,
+    first_pair,
+    live,
+    pair_at,
+    pairs_of,
+    program_place,
+    rank_in,
+    rank_table,
+    ranks_read,
+    slot_table,
+)
+
+
+class PairExpandShape(NamedTuple):
+    """Operands of an expand, B_s [slots, experts, n, rank]: a constexpr.
+
+    offset: first column of y. weighted: products are multiplied with routing weights. add: to y, else overwrite.
+    vector: ranks that one load takes.
+    """
+
+    pairs: Pairs
+    n: int
+    rank: int
+    slices: int
+    offset: int
+    weighted: bool
+    add: bool
+    has_ranks: bool
+    vector: int
+    dtype: Any
+    quant: Quant
+
+
+class PairExpandTile(NamedTuple):
+    """Schedule of an expand: a constexpr. tiles_n: blocks of columns of a program. partials: of the K splits."""
+
+    rows: bool
+    block_n: int
+    block_r: int
+    tiles_n: int
+    group_m: int
+    stages: int
+    partials: int
+    pdl: bool
+    interpret: bool = INTERPRETED
+
+
+@triton.jit
+def _expand_rows(
+    tensors, operands, sorted_ptr, place, first, pairs, rank, partial, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The tile's pairs x block_n columns. Their weights are read once, and requested before the pairs are known."""
+    h_ptr, y_ptr, weights_ptr = tensors
+    slice_id, index, first_n = place
+    stride_y = strides[0]
+    QUANT: tl.constexpr = SHAPE.quant
+    PAIRS: tl.constexpr = SHAPE.pairs
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_R: tl.constexpr = TILE.block_r
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < SHAPE.n
+    mask_r = offs_r < ranks_read(rank, SHAPE.rank, SHAPE.vector)
+    mask_b = mask_n[:, None] & mask_r[None, :]
+    b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
+    b = tl.load(b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :], mask=mask_b, other=0.0)  # [BLOCK_N, BLOCK_R]
+    scale = expert_scales(operands, slice_id, index, offs_n, mask_n, SHAPE.slices, QUANT)
+    pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
+    old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
+    if SHAPE.add:
+        old = tl.load(y_ptr + pair * stride_y + offs_n, mask=mask_n, other=0.0)
+    if TILE.pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for lane in tl.range(0, num_rows):
+        h = read_shrunk(h_ptr + pair * SHAPE.rank + offs_r, mask_r, partial, TILE.partials)  # [BLOCK_R]
+        h = live(h, offs_r, rank, SHAPE.has_ranks)
+        if SHAPE.weighted:
+            h *= tl.load(weights_ptr + pair).to(tl.float32)
+        real_b = real_weights(
+            b, operands, slice_id, index, offs_n[:, None], offs_r[None, :], mask_b, SHAPE.slices, QUANT, tl.float32
+        )
+        product = live(real_b, offs_r[None, :], rank, SHAPE.has_ranks) * h[None, :]
+        before, y_ptrs = old.to(tl.float32), y_ptr + pair * stride_y + offs_n
+        if not PAIRS.naive:
+            pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, PAIRS.naive)
+            if SHAPE.add:  # not of the last lane again: that one is being written
+                old = tl.load(y_ptr + pair * stride_y + offs_n, mask=mask_n & (lane + 1 < num_rows), other=0.0)
+        total = tl.sum(product, 1)  # [BLOCK_N]
+        if QUANT.format > 0:
+            total *= scale
+        total += before
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_n)
+
+
+@triton.jit
+def _expand_tile(
+    tensors, operands, sorted_ptr, place, first, pairs, rank, partial, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The tile's pairs x tiles_n blocks of block_n columns. WHOLE: all ranks fit a block, so partials are summed once.
+
+    AT_ONCE: there is one block, and it and the old y are few enough for registers: they are loaded before shrink has
+    ended. The writer of y has ended by then, since shrink launches this kernel after its own wait.
+    """
+    h_ptr, y_ptr, weights_ptr = tensors
+    slice_id, index, first_n = place
+    stride_y = strides[0]
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = SHAPE.dtype
+    PAIRS: tl.constexpr = SHAPE.pairs
+    BLOCK_M: tl.constexpr = PAIRS.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_R: tl.constexpr = TILE.block_r
+    STAGES: tl.constexpr = TILE.stages
+    EVEN_N: tl.constexpr = SHAPE.n % (BLOCK_N * TILE.tiles_n) == 0
+    WHOLE: tl.constexpr = SHAPE.rank <= BLOCK_R
+    AT_ONCE: tl.constexpr = TILE.tiles_n == 1 and WHOLE and BLOCK_M * BLOCK_N <= 4096
+    rows, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
+    b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    h_ptrs = h_ptr + rows[:, None] * SHAPE.rank + offs_r[None, :]
+    b_ptrs = b_ptr + offs_r[:, None] + offs_n[None, :] * SHAPE.rank
+    y_ptrs = y_ptr + rows[:, None] * stride_y + offs_n[None, :]
+    read = ranks_read(rank, SHAPE.rank, SHAPE.vector)
+    if AT_ONCE:
+        columns = (offs_n < (1 << 30 if EVEN_N else SHAPE.n))[None, :]
+        b = tl.load(b_ptrs, mask=(offs_r < read)[:, None] & columns, other=0.0)  # [BLOCK_R, BLOCK_N]
+        if SHAPE.add:
+            old = tl.load(y_ptrs, mask=valid[:, None] & columns, other=0.0)  # [BLOCK_M, BLOCK_N]
+    if TILE.pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    factors = tl.full([BLOCK_M], 1.0, tl.float32)
+    if SHAPE.weighted:
+        factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
+    if WHOLE:
+        h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], partial, TILE.partials)  # [BLOCK_M, BLOCK_R]
+        h = live(h, offs_r[None, :], rank, SHAPE.has_ranks)
+    for _ in tl.range(0, TILE.tiles_n, num_stages=STAGES if WHOLE else None):
+        mask_n = offs_n < (1 << 30 if EVEN_N else SHAPE.n)
+        mask_y = valid[:, None] & mask_n[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if WHOLE:
+            mask_b = (offs_r < read)[:, None] & mask_n[None, :]
+            if not AT_ONCE:
+                b = tl.load(b_ptrs, mask=mask_b, other=0.0)
+            real_b = real_weights(
+                b, operands, slice_id, index, offs_n[None, :], offs_r[:, None], mask_b, SHAPE.slices, QUANT, DTYPE
+            )
+            acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], rank, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
+        else:
+            for first_r in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+                lanes, left = offs_r < read - first_r, rank - first_r
+                h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], partial, TILE.partials)
+                h = live(h, offs_r[None, :], left, SHAPE.has_ranks)
+                mask_b = lanes[:, None] & mask_n[None, :]
+                b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)
+                real_b = real_weights(
+                    b, operands, slice_id, index, offs_n[None, :], (offs_r + first_r)[:, None], mask_b, SHAPE.slices,
+                    QUANT, DTYPE,
+                )  # fmt: skip
+                acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], left, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
+        total = acc * factors[:, None]
+        if QUANT.format > 0:
+            inside = offs_n < SHAPE.n
+            total *= expert_scales(operands, slice_id, index, offs_n, inside, SHAPE.slices, QUANT)[None, :]
+        if SHAPE.add:
+            if not AT_ONCE:
+                old = tl.load(y_ptrs, mask=mask_y, other=0.0)
+            total += old.to(tl.float32)
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y)
+        offs_n += BLOCK_N
+        b_ptrs += BLOCK_N * SHAPE.rank
+        y_ptrs += BLOCK_N
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_POINTERS)
+def moe_expand_kernel(
+    tensors, operands, sorted_ptr, experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr, ranks_ptr,
+    pairs, num_tiles, padded, blocks, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A persistent loop over tiles x (runs of tiles_n column blocks, slices), as in `moe_shrink`. With PDL it
+    starts while shrink runs: rows, and tiles of one block, request weights and the old y, then wait for h.
+    """
+    PAIRS: tl.constexpr = SHAPE.pairs
+    RUN: tl.constexpr = TILE.block_n * TILE.tiles_n
+    N_BLOCKS: tl.constexpr = (SHAPE.n + RUN - 1) // RUN
+    h_ptr, y_ptr, weights_ptr = tensors
+    tile, part = program_place(tl.program_id(0), num_tiles, N_BLOCKS * SHAPE.slices, TILE.group_m)
+    slice_id, first_n = part // N_BLOCKS, part % N_BLOCKS * RUN
+    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
+    ranks = rank_table(ranks_ptr, slice_id, SHAPE.has_ranks, PAIRS)
+    partial = pairs.to(tl.int64) * (SHAPE.rank * SHAPE.slices)
+    h_ptr += slice_id * (pairs.to(tl.int64) * SHAPE.rank)
+    y_ptr += SHAPE.offset + slice_id * SHAPE.n
+    if TILE.pdl:  # noqa: SIM102 (decided at compile time)
+        if (tl.program_id(0) == 0) & (tile >= total):
+            tl.extra.cuda.gdc_wait()
+    while tile < total:
+        where = experts_ptr, mapping_ptr, enabled_ptr
+        slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
+        rank = rank_in(ranks, slot, 0, SHAPE.rank, SHAPE.has_ranks, PAIRS)
+        if (slot >= 0) & ((rank > 0) | (not SHAPE.add)):
+            found, place = (h_ptr, y_ptr, weights_ptr), (slice_id, index, first_n)
+            if TILE.rows:
+                _expand_rows(found, operands, sorted_ptr, place, first, pairs, rank, partial, strides, SHAPE, TILE)
+            else:
+                _expand_tile(found, operands, sorted_ptr, place, first, pairs, rank, partial, strides, SHAPE, TILE)
+        else:
+            if TILE.pdl:  # noqa: SIM102 (decided at compile time)
+                if tl.program_id(0) == 0:
+                    tl.extra.cuda.gdc_wait()
+        tile += num_tiles
