@@ -1,6 +1,5 @@
 """`PunicaWrapperGPU`: the wrapper on the Triton kernels."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
 from punica.ops.moe_checks import Experts, Switches
 from punica.wrapper.base import PunicaWrapperBase
-from punica.wrapper.experts import ExpertMethods
+from punica.wrapper.experts import Aligned, ExpertMethods
 
 
 class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
@@ -42,30 +41,13 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
             lora_config = LoRAConfig(max_loras=max_loras)
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         # imported here so that the CPU path never imports triton
-        from punica.ops.triton_ops import (
-            Options,
-            expand,
-            expand_fp8,
-            linear,
-            linear_fp8,
-            quantized_rows,
-            shrink,
-            shrink_fp8,
-            verify_indices,
-        )
+        from punica.ops.triton_ops import Options, TritonOps, verify_indices
         from punica.ops.triton_ops.moe_calls import ExpertCalls
 
         tuned_dir = None if lora_config.tuned_dir is None else str(lora_config.tuned_dir)
         options = Options(lora_config.batch_invariant, lora_config.pdl, tuned_dir)
-        self._shrink = partial(shrink, options=options)  # type: ignore[method-assign]
-        self._expand = partial(expand, options=options)  # type: ignore[method-assign]
-        self._linear = partial(linear, options=options)  # type: ignore[method-assign]
+        self._ops = TritonOps(options)
         self._experts = ExpertCalls(options)
-        self._align = self._experts.align  # type: ignore[method-assign]
-        self._shrink_fp8 = partial(shrink_fp8, options=options)  # type: ignore[method-assign]
-        self._expand_fp8 = partial(expand_fp8, options=options)  # type: ignore[method-assign]
-        self._linear_fp8 = partial(linear_fp8, options=options)  # type: ignore[method-assign]
-        self._quantize = quantized_rows  # type: ignore[method-assign]
         self._verify_indices = verify_indices if lora_config.debug_checks else None
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta
@@ -76,6 +58,12 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
+
+    def _quantize(self, x: torch.Tensor, group_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ops.quantize(x, group_k)
+
+    def _align(self, *call: Any) -> Aligned:
+        return self._experts.align(*call)
 
     def _stand_alone(
         self, pairs: int, mapping: torch.Tensor, experts: int, slots: int, use_tuned_config: bool,
