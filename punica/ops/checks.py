@@ -181,6 +181,14 @@ def check_stored_output(name: str, y: Any, weights: Weights, offset_start: Any) 
         raise ValueError(f"{name} needs stride 1 along its last dimension, got strides {y.stride()}")
 
 
+def check_equal_rows(names: Names, x: Tensor, y: Tensor) -> None:
+    """ValueError unless x and y of a linear have equally many rows."""
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(
+            f"{names.input} has {x.shape[0]} rows and {names.output} has {y.shape[0]}; they must be equal"
+        )
+
+
 def check_ranks(lora_ranks: Any, weights: Weights) -> None:
     """True ranks: None (full width), or contiguous int32 ``[n, L]`` on the device of the weights."""
     if lora_ranks is None:

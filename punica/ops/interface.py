@@ -64,25 +64,22 @@ class Ops(Protocol):
         """`punica.ops.quant.quantize_per_token` without its check of values."""
 
 
-def linear_by_parts(
-    ops: Ops, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Any,
-    scale: float = 1.0, add_inputs: bool = True, x_scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    """`Ops.linear` by a backend's other operations. y is written last, after the checks of both products.
-
-    ``batch``: a step as ``ops`` take it.
-    """
-    if x.shape[0] != y.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} rows and y has {y.shape[0]}; they must be equal")
-    a, b = weights.a.form, weights.b.form
-    if not x.shape[0]:
-        return
+def low_rank_of(
+    ops: Ops, x: Tensor, weights: LoRAWeights, batch: Any, scale: float, x_scale: Tensor | None
+) -> Tensor:
+    """The intermediate of `Ops.linear`, float32 ``[n, T', r]``, by other operations. ``batch``: as ``ops`` take it."""
+    a, stored = weights.a.form, weights.b.form.stored
     if a.scheme.use_fp8_w8a8 and x.dtype not in FP8_DTYPES:
         if x_scale is not None:
             raise ValueError(f"a_scale is given, but x has dtype {x.dtype}: it is quantised here, leave a_scale out")
         x, x_scale = ops.quantize(x, a.scheme.group_k)
-    shape = (len(b.stored.widths), x.shape[0], b.stored.rank)
-    low = torch.empty(shape, dtype=torch.float32, device=x.device)
+    low = torch.empty(len(stored.widths), x.shape[0], stored.rank, dtype=torch.float32, device=x.device)
     ops.shrink(low, x, weights.a, batch, scale, False, x_scale)
-    low, low_scale = ops.quantize(low, b.scheme.group_k) if b.scheme.use_fp8_w8a8 else (low, None)
+    return low
+
+
+def add_low_rank(ops: Ops, y: Tensor, low: Tensor, weights: LoRAWeights, batch: Any, add_inputs: bool) -> None:
+    """The other half: the expand of `low_rank_of`."""
+    scheme = weights.b.form.scheme
+    low, low_scale = ops.quantize(low, scheme.group_k) if scheme.use_fp8_w8a8 else (low, None)
     ops.expand(y, low, weights.b, batch, 0, add_inputs, low_scale)

@@ -21,13 +21,14 @@ from punica.ops.checks import (
     STEP,
     WITH_DOUBLE,
     check_dtype,
+    check_equal_rows,
     check_input,
     check_low_rank,
     check_output,
     check_scale,
 )
 from punica.ops.fp8_checks import check_activation
-from punica.ops.interface import ALONE, Beside, linear_by_parts
+from punica.ops.interface import ALONE, Beside, add_low_rank, low_rank_of
 from punica.ops.paper_ops import PaperOps
 from punica.ops.quant import FP8_DTYPES, quantize_per_token
 from punica.ops.segment_calls import Cut, cut, multiply_products
@@ -81,7 +82,10 @@ class TorchOps:
             raise NotImplementedError("TorchOps computes no base product; multiply it before")
         check_dtype(STEP.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
         check_dtype(STEP.output, y, WITH_DOUBLE)
-        linear_by_parts(self, y, x, weights, batch, scale, add_inputs, x_scale)
+        check_equal_rows(STEP, x, y)
+        if x.shape[0]:
+            low = low_rank_of(self, x, weights, batch, scale, x_scale)
+            add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         """`punica.ops.quant.quantize_per_token` without its check."""

@@ -5,6 +5,7 @@ there is made after all checks, so that an error leaves nothing behind. Under a 
 flat op of the same name (`punica.ops.triton_ops.flat`).
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from punica.ops.checks import (
     WITH_DOUBLE,
     Names,
     check_dtype,
+    check_equal_rows,
     check_input,
     check_low_rank,
     check_scale,
     check_stored_output,
 )
 from punica.ops.fp8_checks import check_activation
-from punica.ops.interface import ALONE, Beside, linear_by_parts
+from punica.ops.interface import ALONE, Beside, add_low_rank, low_rank_of
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
@@ -115,9 +117,7 @@ class TritonOps:
             self._trace_linear(y, x, weights, batch, scale, add_inputs, x_scale, beside)
             return
         if x_scale is not None or a.form.scheme.use_fp8_w8a8:
-            if base:
-                raise ValueError("base goes with real activations; multiply it before")
-            linear_by_parts(self, y, x, weights, batch, scale, add_inputs, x_scale)
+            self._linear_by_parts(y, x, weights, batch, scale, add_inputs, x_scale, beside)
             return
         key = (
             "linear", *_call(x, y, batch, scale), add_inputs, beside.aside is None, *[_form_of(one) for one in base],
@@ -133,6 +133,24 @@ class TritonOps:
             plan.run(y, x, weights, batch, _aligned(x, y, None, bits), float(scale), beside)
         elif base:
             skinny_gemm(y, x, *base)
+
+    def _linear_by_parts(
+        self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float, add_inputs: bool,
+        x_scale: Tensor | None, beside: Beside,
+    ) -> None:  # fmt: skip
+        """Both, with quantised activations."""
+        names, a, base = _names(batch), weights.a.form.stored, describe_base(beside.base)
+        check_equal_rows(names, x, y)
+        if not x.shape[0]:
+            return
+        if base is not None:  # y is written in front of the checks of shrink and expand
+            check_base(base, x, y)
+            check_input(names.input, x, a._replace(dtype=x.dtype), names.a)
+            check_stored_output(names.output, y, weights.b.form.stored, 0)
+            skinny_gemm(y, x, *beside.base)
+        with nullcontext() if beside.aside is None else beside.aside():
+            low = low_rank_of(self, x, weights, batch, scale, x_scale)
+        add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         """`punica.ops.triton_ops.quantize_rows`, into new tensors."""
@@ -197,8 +215,7 @@ class TritonOps:
         check_input(names.input, x, a._replace(dtype=x.dtype) if form.is_fp8 else a, names.a)
         check_stored_output(names.output, y, b, 0)
         tokens, k = x.shape
-        if y.shape[0] != tokens:
-            raise ValueError(f"{names.input} has {tokens} rows and {names.output} has {y.shape[0]}; they must be equal")
+        check_equal_rows(names, x, y)
         base = describe_base(beside.base)
         if base is not None:
             check_base(base, x, y)

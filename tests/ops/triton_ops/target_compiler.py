@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import triton
+from punica.ops.triton_ops.lora_linear_fp8 import plan_linear_fp8
+from punica.ops.triton_ops.tensor_batch import TensorBatch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -31,11 +33,9 @@ from punica.ops.triton_ops.fp8_device import operands, quant_of
 from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_linear import plan_linear
-from punica.ops.triton_ops.lora_linear_fp8 import plan_linear_fp8
 from punica.ops.triton_ops.lora_shrink import plan_shrink
 from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
-from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 """Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
