@@ -20,6 +20,9 @@ from punica.ops.checks import FLOATS, STEP, WITH_DOUBLE, Names, Weights, check_r
 from punica.ops.fp8_checks import PLAIN, Scales, Scheme, check_no_scheme, check_scales, same_activations
 from punica.ops.quant import FP8_DTYPES, validate_scales
 
+Scaled = Sequence[Tensor] | None
+"""Scales of FP8 weights, one tensor per slice; None of others."""
+
 
 class Form(NamedTuple):
     """Everything about a stack that a plan depends on.
@@ -105,6 +108,16 @@ class LoRAWeights:
         self.a, self.b = a, b
         self.plans = plans_of(a.form, b.form)
 
+    @classmethod
+    def of(
+        cls, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], ranks: Tensor | None = None,
+        scales: tuple[Scaled, Scaled] = (None, None), schemes: tuple[Scheme, Scheme] = (PLAIN, PLAIN),
+        names: Names = STEP,
+    ) -> LoRAWeights:  # fmt: skip
+        """From the tensors of both; ``scales`` and ``schemes`` of A and of B."""
+        a = Stack.of_a(lora_a, ranks, scales[0], schemes[0], names)
+        return cls(a, Stack.of_b(lora_b, ranks, scales[1], schemes[1], names), names)
+
     def validate(self) -> None:
         """`Stack.validate` of both."""
         self.a.validate()
@@ -125,15 +138,18 @@ def _form(
     tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
 ) -> Form:
     """The form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
-    try:
-        key = (
-            rank_dim, scheme, len(tensors), ranks is None,
-            *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
-            ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
-        )  # fmt: skip
-        known = _FORMS.get(key) if isinstance(tensors, (tuple, list)) else None
-    except (AttributeError, TypeError):  # not tensors: the checks name what is wrong
-        key, known = (), None
+    key: tuple = ()
+    known, listed = None, (tuple, list)
+    if isinstance(tensors, listed) and (scales is None or isinstance(scales, listed)):
+        try:
+            key = (
+                rank_dim, scheme, len(tensors),
+                *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
+                ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
+            )  # fmt: skip
+            known = _FORMS.get(key)
+        except (AttributeError, TypeError):  # not tensors: the checks name what is wrong
+            pass
     if known is None:
         known = _checked(tensors, rank_dim, ranks, scales, scheme, names)
         if len(_FORMS) >= _MOST_FORMS:

@@ -16,7 +16,7 @@ from torch import Tensor
 from punica.ops.checks import check_keywords
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import validate_scales
-from punica.ops.weights import LoRAWeights, Stack
+from punica.ops.weights import LoRAWeights
 
 FP8_KEYWORDS = ("lora_a_scale", "lora_b_scale", "a_scale", "quant_args")
 
@@ -49,8 +49,8 @@ class Fp8Keywords(NamedTuple):
 
     def weights(self, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], lora_ranks: Tensor | None) -> LoRAWeights:
         """A and B with these scales."""
-        a = Stack.of_a(lora_a, lora_ranks, self.lora_a_scale, self.shrink)
-        return LoRAWeights(a, Stack.of_b(lora_b, lora_ranks, self.lora_b_scale, self.expand))
+        scales, schemes = (self.lora_a_scale, self.lora_b_scale), (self.shrink, self.expand)
+        return LoRAWeights.of(lora_a, lora_b, lora_ranks, scales, schemes)
 
 
 NOTHING = Fp8Keywords(None, None, None, Scheme(), Scheme())

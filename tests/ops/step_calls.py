@@ -44,10 +44,9 @@ class StepCalls:
         expand: Scheme = PLAIN, aside: Callable[[], AbstractContextManager] | None = None, base: Tensors = (),
         **options: Any,
     ) -> None:  # fmt: skip
-        first, second = Stack.of_a(a, lora_ranks, lora_a_scale, shrink), Stack.of_b(b, lora_ranks, lora_b_scale, expand)
+        weights = LoRAWeights.of(a, b, lora_ranks, (lora_a_scale, lora_b_scale), (shrink, expand))
         beside = ALONE if aside is None and isinstance(base, tuple) and not base else Beside(aside, base)
-        ops, weights = self.ops(**options), LoRAWeights(first, second)
-        ops.linear(y, x, weights, step, scale, add_inputs, a_scale, beside)
+        self.ops(**options).linear(y, x, weights, step, scale, add_inputs, a_scale, beside)
 
 
 TORCH = StepCalls(TorchOps)

@@ -149,7 +149,7 @@ def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_c
     use_config(shrink=SHRINKS["tiles"], expand=EXPANDS["tiles"])
     batch = Batch([0] * 40, 32, (16,), 16, 2, FP16, device)
     step = LoRABatch(64, 2, device)
-    owned = weights.LoRAWeights(weights.Stack.of_a(batch.a), weights.Stack.of_b(batch.b))
+    owned = weights.LoRAWeights.of(batch.a, batch.b)
     for length in (33, 34, 40, 33):
         step.fill(RowGroups.of_runs([1], [length]))
         TritonOps().linear(batch.y[:length], batch.x[:length], owned, step)

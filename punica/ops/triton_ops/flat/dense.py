@@ -105,6 +105,6 @@ def lora_linear(
         flag=no_lora_flag_cpu, count=num_active_loras,
     )  # fmt: skip
     if not batch.no_lora:
-        a, b = Stack.of_a(lora_a_weights, lora_ranks, names=FLAT), Stack.of_b(lora_b_weights, lora_ranks, names=FLAT)
+        weights = LoRAWeights.of(lora_a_weights, lora_b_weights, lora_ranks, names=FLAT)
         ops = TritonOps(Options(batch_invariant, pdl, tuned_dir))
-        ops.linear(output_tensor, inputs, LoRAWeights(a, b, FLAT), batch, scaling, add_inputs)
+        ops.linear(output_tensor, inputs, weights, batch, scaling, add_inputs)

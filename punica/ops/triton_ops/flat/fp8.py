@@ -125,7 +125,7 @@ def lora_linear_fp8(
         raise ValueError(f"schemes has {len(schemes)} entries; expected the fields of two Schemes, {2 * len(Scheme())}")
     shrink, expand = (Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (schemes[:4], schemes[4:]))
     if not batch.no_lora:
-        a = Stack.of_a(lora_a_weights, lora_ranks, lora_a_scale, shrink, FLAT)
-        b = Stack.of_b(lora_b_weights, lora_ranks, lora_b_scale, expand, FLAT)
+        scales = lora_a_scale, lora_b_scale
+        weights = LoRAWeights.of(lora_a_weights, lora_b_weights, lora_ranks, scales, (shrink, expand), FLAT)
         ops = TritonOps(Options(batch_invariant, pdl, tuned_dir))
-        ops.linear(output_tensor, inputs, LoRAWeights(a, b, FLAT), batch, scaling, add_inputs, a_scale)
+        ops.linear(output_tensor, inputs, weights, batch, scaling, add_inputs, a_scale)
