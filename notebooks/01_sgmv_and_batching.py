@@ -42,6 +42,7 @@ from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, how_
 from punica.measure.roofline import sgmv_intensity, sgmv_io_bytes
 from punica.metadata import LoRABatch, LoRAMapping, compute_meta
 from punica.ops import reference, torch_ops
+from punica.ops.weights import Stack
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 from punica.wrapper import PunicaWrapperCPU
 
@@ -153,8 +154,9 @@ order = torch.tensor([3, 0, 2, 4, 1, 5])
 shuffled = backbone.clone()
 step = LoRABatch.of_slots(slots[order])
 v = torch.zeros(1, 6, 2)
-torch_ops.shrink(x[order], (a,), v, step)
-torch_ops.expand(v, (b,), shuffled, step)
+ops = torch_ops.TorchOps()
+ops.shrink(v, x[order], Stack.of_a((a,)), step)
+ops.expand(shuffled, v, Stack.of_b((b,)), step)
 print("slots", slots[order].tolist(), "-> runs of (slot, first row, segments, rows in each):")
 plan = step.plan
 print([tuple(run)[:4] for run in plan.runs], "of", "sorted rows" if plan.rows is not None else "the rows as they lie")

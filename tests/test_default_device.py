@@ -12,7 +12,9 @@ import torch
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRABatch, LoRAKernelMeta, LoRAMapping, compute_meta, convert_mapping
-from punica.ops import reference, torch_ops
+from punica.ops import reference
+from punica.ops.torch_ops import TorchOps
+from punica.ops.weights import Stack
 from punica.wrapper import PunicaWrapperGPU, get_punica_wrapper
 
 IDS = (7, 0, 9, 7)
@@ -36,7 +38,8 @@ def step(device: str, backend: str) -> list[torch.Tensor]:
     meta = LoRAKernelMeta.make(2, 4, device)
     meta.prepare_tensors(slots)
     h = torch.zeros(1, 2, 4, device="cpu")
-    torch_ops.shrink(torch.ones(2, 16, device="cpu"), (a[0].cpu(),), h, LoRABatch.of_slots(slots))
+    x = torch.ones(2, 16, device="cpu")
+    TorchOps().shrink(h, x, Stack.of_a((a[0].cpu(),)), LoRABatch.of_slots(slots))
     out = torch.zeros(2, 4, device="cpu")
     reference.bgmv_shrink(torch.ones(2, 16, device="cpu"), a[0].cpu(), out, slots)
     read = [wrapper.token_lora_indices, wrapper.sampler_indices_padded, wrapper.embeddings_indices]

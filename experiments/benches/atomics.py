@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from punica.ops.checks import FLAT, describe_stored
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
+from punica.ops.triton_ops.flat import TensorBatch
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least
 from punica.ops.triton_ops.lora_expand import plan_expand
-from punica.ops.triton_ops.tensor_batch import TensorBatch
+from punica.ops.weights import Stack
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDEX_POINTERS)
@@ -98,8 +98,7 @@ def prepare_lora_atomics(
     `LoRAKernelMeta`, ``shrink`` and ``expand`` configurations of `punica.ops.triton_ops.configs`. ``overlap``: expand
     starts before shrink has ended. The result's last bits differ from run to run.
     """
-    a = describe_stored(FLAT.a, lora_a_weights, -2)
-    b = describe_stored(FLAT.b, lora_b_weights, -1)
+    a, b = Stack.of_a(lora_a_weights).form.stored, Stack.of_b(lora_b_weights).form.stored
     *meta, flag, count = meta_args
     step = TensorBatch.given(*meta, flag=flag, count=count)
     segments, entries, slices = int(count), meta[4].numel(), len(lora_a_weights)

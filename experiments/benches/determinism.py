@@ -23,6 +23,7 @@ import torch
 from experiments.benches.operator_shapes import Operator
 from experiments.benches.operators import OPERATORS, Prepared, Problem, adding
 from punica.measure.timing import Call
+from punica.ops.weights import LoRAWeights
 
 SMALLEST_BLOCK = 128  # of K, in elements
 Linear = Callable[[Problem], Call]
@@ -38,11 +39,10 @@ class Bits:
 
 
 def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) -> Call:
-    from punica.ops.triton_ops import Options, linear
+    from punica.ops.triton_ops import Options, TritonOps
 
-    step, options = problem.step(), Options(batch_invariant, pdl)
-    operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
-    return lambda: linear(*operands, step, options=options)
+    weights = LoRAWeights.of((problem.a,), (problem.stored_b,))
+    return partial(TritonOps(Options(batch_invariant, pdl)).linear, problem.y, problem.x, weights, problem.step())
 
 
 def _atomics(problem: Problem, finer: int = 1) -> Call:

@@ -23,7 +23,9 @@ from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.config import LoRAConfig
 from punica.measure.timing import Call
 from punica.metadata import LoRAMapping
+from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import dequantize, quantize_per_channel
+from punica.ops.weights import LoRAWeights
 from punica.wrapper import get_punica_wrapper
 
 
@@ -127,13 +129,13 @@ def _call(problem: Problem, held: System) -> Call:
     slots, rank, _ = problem.a.shape
     wrapper = begun(get_punica_wrapper, tuple(problem.slots.tolist()), slots, rank, problem.x.device)
     ranks = torch.full((1, slots), rank, dtype=torch.int32, device=problem.x.device)
-    a, b, more = problem.a, problem.stored_b, {}
-    if held.fp8 is not None:
+    if held.fp8 is None:
+        weights = LoRAWeights.of((problem.a,), (problem.stored_b,), ranks)
+    else:
         a, a_scale, b, b_scale = quantised(problem, held.fp8)
-        quant_args = {"use_fp8_w8a8": held.w8a8, "per_channel_quant": True}
-        more = {"lora_a_scale": [a_scale], "lora_b_scale": [b_scale], "quant_args": quant_args}
-    operands = problem.y, problem.x, (a,), (b,), 1.0, (problem.b.shape[1],)
-    return partial(wrapper.add_lora_linear, *operands, lora_ranks=ranks, **more)
+        scheme = PER_CHANNEL._replace(use_fp8_w8a8=held.w8a8)
+        weights = LoRAWeights.of((a,), (b,), ranks, ((a_scale,), (b_scale,)), (scheme, scheme))
+    return partial(wrapper.add_linear, problem.y, problem.x, weights)
 
 
 def model_errors(

@@ -66,7 +66,7 @@ def watched_calls(engine: Engine) -> Iterator[Stopwatch]:
     calls: list[tuple[str, object, str]] = [
         (BASE, UnquantizedLinearMethod, "apply"),
         (ATTENTION, attention, "attend"),
-        (LORA, lora_manager(engine).punica_wrapper, "add_lora_linear"),
+        (LORA, lora_manager(engine).punica_wrapper, "add_linear"),
         (SMALL, llama, "add_rms_norm"),
         (SMALL, llama, "swiglu"),
         (SMALL, PackedHeads, "rotated"),

@@ -1,6 +1,6 @@
 """What a layer calls: a wrapper with a server's slots, on which a step has begun.
 
-A layer hands its rows, its stacked weights and the table of their true ranks to ``wrapper.add_lora_linear``; how that
+A layer hands its rows and its weights, stacked with the table of their true ranks, to ``wrapper.add_linear``; how that
 is computed the wrapper chooses, from its `LoRAConfig`. A server begins a step once for all layers, so that here, too,
 it lies outside the timing.
 """
@@ -15,6 +15,8 @@ from punica.config import LoRAConfig
 from punica.layers.dual_stream import DualStream
 from punica.measure.timing import Call
 from punica.metadata import LoRAMapping
+from punica.ops.interface import Beside
+from punica.ops.weights import LoRAWeights
 from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
 
 MAX_LORAS = 64
@@ -56,8 +58,8 @@ def layer_calls(batches: Sequence[Problem]) -> list[Call]:
         if rows not in steps:
             steps[rows] = begun(get_punica_wrapper, rows, slots, rank, batch.x.device)
         ranks = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
-        operands = batch.y, batch.x, (batch.a,), (batch.stored_b,), 1.0, (batch.b.shape[1],)
-        calls.append(partial(steps[rows].add_lora_linear, *operands, lora_ranks=ranks))
+        weights = LoRAWeights.of((batch.a,), (batch.stored_b,), ranks)
+        calls.append(partial(steps[rows].add_linear, batch.y, batch.x, weights))
     return calls
 
 
@@ -75,4 +77,4 @@ def beside(
     """``product()``, then what a layer calls behind it, begun in front of it; ``x``: what both read."""
     aside = streams.begin(x) if streams is not None else None
     product()
-    call(**({} if aside is None else {"aside": aside}))
+    call(**({} if aside is None else {"beside": Beside(aside)}))

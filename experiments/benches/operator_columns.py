@@ -32,9 +32,11 @@ from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from experiments.harness.experiment import CheckFailed
 from punica.layers.dual_stream import DualStream
+from punica.ops.fp8_checks import PER_CHANNEL, Scheme
 from punica.ops.quant import quantize_per_token
+from punica.ops.triton_ops import lora_linear
 from punica.ops.triton_ops.launch import supports_pdl
-from punica.ops.triton_ops.lora_linear import lora_linear
+from punica.ops.weights import LoRAWeights
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperGPU
 
 Call = Callable[[int], object]
@@ -83,12 +85,11 @@ def _begun(sets: OperatorSets, **switches: bool) -> PunicaWrapperBase:
 
 
 def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
-    op, a, b, ranks = sets.operator, sets.stacked_a, sets.stacked_b, sets.stacked_ranks
-    wrapper = _begun(sets, **switches)
+    ranks, wrapper = sets.stacked_ranks, _begun(sets, **switches)
+    weights = [LoRAWeights.of(a, b, ranks) for a, b in zip(sets.stacked_a, sets.stacked_b, strict=True)]
 
     def call(i: int, **keywords: Any) -> None:
-        operands = sets.y[i], sets.x[i], a[i], b[i], 1.0, op.widths
-        wrapper.add_lora_linear(*operands, lora_ranks=ranks, **keywords)
+        wrapper.add_linear(sets.y[i], sets.x[i], weights[i], **keywords)
 
     return call
 
@@ -116,13 +117,15 @@ def _in_fp8(sets: OperatorSets) -> Columns:
     x8, x_scale = quantize_per_token(sets.x.view(-1, op.k))
     rows8, rows_scale = x8.view(sets.x.shape), x_scale.view(*sets.x.shape[:2], -1)
 
+    def weights_of(scheme: Scheme) -> list[LoRAWeights]:
+        held = zip(*stored, a_scale, b_scale, strict=True)
+        return [LoRAWeights.of(a, b, ranks, (of_a, of_b), (scheme, scheme)) for a, b, of_a, of_b in held]
+
+    weights = {w8a8: weights_of(PER_CHANNEL._replace(use_fp8_w8a8=w8a8)) for w8a8 in (False, True)}
+
     def call(i: int, w8a8: bool, here: bool) -> None:
-        keywords: dict[str, Any] = {"lora_a_scale": a_scale[i], "lora_b_scale": b_scale[i]}
-        keywords["quant_args"] = {"use_fp8_w8a8": w8a8, "per_channel_quant": True}
-        x = sets.x[i] if here else rows8[i]
-        if not here:
-            keywords["a_scale"] = rows_scale[i]
-        wrapper.add_lora_linear(sets.y[i], x, stored[0][i], stored[1][i], 1.0, op.widths, lora_ranks=ranks, **keywords)
+        x, scale = (sets.x[i], None) if here else (rows8[i], rows_scale[i])
+        wrapper.ops.linear(sets.y[i], x, weights[w8a8][i], wrapper.batch, x_scale=scale)
 
     return {
         "wrapper": _of_a_layer(sets),

@@ -12,10 +12,10 @@ from experiments.benches.layer_call import MAX_LORAS
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.checks import STEP, describe_stored
 from punica.ops.triton_ops.launch import Launch
-from punica.ops.triton_ops.lora_linear import plan_linear
+from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear
 from punica.ops.triton_ops.rules import rule
+from punica.ops.weights import Stack
 
 Config = dict[str, Any]
 Job = tuple[Operator, Config, Config, bool]  # operator, shrink, expand, pdl
@@ -41,8 +41,9 @@ def pair_plan(
 ) -> Callable[[int], None]:
     """``call(i)``: the operator on set i with these configurations, as a layer has it run, but not dispatched."""
     step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
-    a, b = describe_stored(STEP.a, sets.stacked_a[0], -2), describe_stored(STEP.b, sets.stacked_b[0], -1)
-    plan = plan_linear(sets.y[0], sets.x[0], a, b, step, shrink, expand, has_ranks=True, pdl=pdl, pdl_shrink=pdl_shrink)
+    forms = Stack.of_a(sets.stacked_a[0]).form.stored, Stack.of_b(sets.stacked_b[0]).form.stored
+    mode = LinearMode(has_ranks=True, pdl=pdl)
+    plan = plan_linear(sets.y[0], sets.x[0], forms, step, (shrink, expand), mode, pdl_shrink=pdl_shrink)
     partials = torch.empty(plan.partials, dtype=torch.float32, device=sets.x.device)
 
     def call(i: int) -> None:

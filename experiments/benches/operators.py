@@ -25,7 +25,10 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import Config, DType
 from punica.measure.timing import Call, Name, Protocol, time_side_by_side
 from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs, RowGroups
-from punica.ops import reference, torch_ops
+from punica.ops import reference
+from punica.ops.interface import Ops
+from punica.ops.torch_ops import TorchOps
+from punica.ops.weights import LoRAWeights, Stack
 from punica.registry import Registry
 from punica.workload.popularity import popularity
 
@@ -116,35 +119,27 @@ BACKENDS: Registry[Callable[[], Backend]] = Registry("op backend")
 """Device type -> the SGMV that runs there."""
 
 
-@BACKENDS.register("cpu")
-def _torch_backend() -> Backend:
-    def expand(problem: Problem, v: torch.Tensor) -> Call:
-        step = LoRABatch.of_slots(problem.slots)
-        return lambda: torch_ops.expand(v, (problem.stored_b,), problem.y, step, lora_ranks=problem.ranks)
-
+def _backend(ops: Ops, step_of: Callable[[Problem], LoRABatch]) -> Backend:
     def sgmv(problem: Problem, v: torch.Tensor) -> Call:
-        step = LoRABatch.of_slots(problem.slots)
-        operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
-        return lambda: torch_ops.linear(*operands, step, lora_ranks=problem.ranks, buffer=v)
+        weights = LoRAWeights.of((problem.a,), (problem.stored_b,), problem.ranks)
+        return partial(ops.linear, problem.y, problem.x, weights, step_of(problem))
+
+    def expand(problem: Problem, v: torch.Tensor) -> Call:
+        return partial(ops.expand, problem.y, v, Stack.of_b((problem.stored_b,), problem.ranks), step_of(problem))
 
     return Backend(sgmv, expand)
+
+
+@BACKENDS.register("cpu")
+def _torch_backend() -> Backend:
+    return _backend(TorchOps(), lambda problem: LoRABatch.of_slots(problem.slots))
 
 
 @BACKENDS.register("cuda")
 def _triton_backend() -> Backend:
-    from punica.ops.triton_ops import expand as expand_on_step
-    from punica.ops.triton_ops import linear
+    from punica.ops.triton_ops import TritonOps
 
-    def sgmv(problem: Problem, v: torch.Tensor) -> Call:
-        step = problem.step()
-        operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
-        return lambda: linear(*operands, step, lora_ranks=problem.ranks)
-
-    def expand(problem: Problem, v: torch.Tensor) -> Call:
-        step = problem.step()
-        return lambda: expand_on_step(v, (problem.stored_b,), problem.y, step, lora_ranks=problem.ranks)
-
-    return Backend(sgmv, expand)
+    return _backend(TritonOps(), lambda problem: problem.step())
 
 
 def kernel_meta_args(slots: torch.Tensor, max_loras: int, device: torch.device) -> MetaArgs:

@@ -21,8 +21,9 @@ from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.packing import LoRAFactor
 from punica.layers.utils import base_weight, check_lora_pair, check_slot_index
-from punica.ops.fp8_checks import PER_CHANNEL
+from punica.ops.fp8_checks import PER_CHANNEL, PLAIN
 from punica.ops.quant import Fp8Matrix
+from punica.ops.weights import LoRAWeights, Stack
 from punica.wrapper import PunicaWrapperABC
 
 LoRAInput = Tensor | Fp8Matrix | Sequence[LoRAFactor] | None
@@ -91,6 +92,7 @@ class BaseLayerWithLoRA(nn.Module):
         lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
         lora_a_scale, lora_b_scale: of FP8 slots (``lora_config.fp8``) the scales of every slice, float32 ``[L, 1, R]``
             and ``[L, 1, out]``; else empty.
+        stack_a, stack_b, lora_weights: the slots as the wrapper's methods take them, and A and B as a pair.
         skips_when_empty: whether a forward leaves the LoRA work out while ``filled_slots`` is empty: few adapters touch
             embeddings and logits, and those that do not should not pay for them.
         filled_slots: indices of the slots that hold an adapter, known to the host.
@@ -102,6 +104,9 @@ class BaseLayerWithLoRA(nn.Module):
     skips_when_empty = False
     full_input_size: int
     full_output_sizes: tuple[int, ...]
+    stack_a: Stack
+    stack_b: Stack
+    lora_weights: LoRAWeights
     _slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the stacked buffers of A and of B, one per slice
     _live_ranks: tuple[Tensor, Tensor]  # lora_ranks as this rank's shrink and as its expand must know them
 
@@ -117,7 +122,6 @@ class BaseLayerWithLoRA(nn.Module):
         self.lora_ranks: Tensor | None = None
         self.lora_a_scale: tuple[Tensor, ...] = ()
         self.lora_b_scale: tuple[Tensor, ...] = ()
-        self.fp8_keywords: dict[str, Any] = {}  # what the wrapper must be told of FP8 slots, see `punica.wrapper.fp8`
         self.filled_slots: set[int] = set()
 
     # --- allocation --------------------------------------------------------------------------------------------------
@@ -135,9 +139,12 @@ class BaseLayerWithLoRA(nn.Module):
             self.lora_a_scale, self.lora_b_scale = (
                 tuple(self._zeros((max_loras, 1, rows), torch.float32) for rows, _ in of_matrix) for of_matrix in shapes
             )
-            self.fp8_keywords = {"lora_a_scale": self.lora_a_scale, "lora_b_scale": self.lora_b_scale}
-            self.fp8_keywords["quant_args"] = PER_CHANNEL
         self._allocate(max_loras, shapes, fp8 or dtype)
+        (slots_a, slots_b), (ranks_a, ranks_b), scheme = self._slots, self._live_ranks, PER_CHANNEL if fp8 else PLAIN
+        self.stack_a = Stack.of_a(slots_a, ranks_a, self.lora_a_scale, scheme)
+        self.stack_b = Stack.of_b(slots_b, ranks_b, self.lora_b_scale, scheme)
+        if self.stack_a.form.stored.rank == self.stack_b.form.stored.rank:  # else A is cut along the rank
+            self.lora_weights = LoRAWeights(self.stack_a, self.stack_b)
         self.max_loras = max_loras
         self.lora_config = lora_config
 

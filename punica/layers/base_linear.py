@@ -5,7 +5,7 @@ For row ``t`` of a batch whose adapter sits in slot ``l``, a linear layer comput
     y_t = W x_t + b + B_l (A_l x_t)            A_l: [r, in], B_l: [out, r], the LoRA scaling is in B_l
 
 The first two terms are the base layer's, shared by all tenants in one matmul; the last is SGMV, also one batched
-operation over all tenants, computed by ``punica_wrapper.add_lora_linear``. All adapters of a layer live in two stacked
+operation over all tenants, computed by ``punica_wrapper.add_linear``. All adapters of a layer live in two stacked
 buffers per slice, ``A [L, 1, R, in]`` and ``B [L, 1, out, R]``: ``L = max_loras`` slots of width ``R = max_lora_rank``.
 An adapter of rank ``r < R`` fills the top-left corner of its slot; the rest stays zero and ``lora_ranks`` tells the
 kernels not to read it. In memory both lie rank after rank: B is a view of ``[L, 1, R, out]``.
@@ -26,8 +26,10 @@ from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, Shapes
 from punica.layers.dual_stream import DualStream, dual_stream_for
 from punica.layers.utils import as_rows, base_weight, has_no_lora
+from punica.ops.interface import ALONE, Beside
 from punica.parallel.linear import UnquantizedLinearMethod, check_last_dim
 from punica.parallel.matmul import is_skinny
+from punica.wrapper.inner import inner_form
 
 
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
@@ -37,7 +39,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         input_size, output_size: widths of this rank's matmul.
         output_slices: this rank's width of every slice, in the order in which they lie in the output.
         lora_a_stacked, lora_b_stacked: tuples with one tensor per slice, ``[L, 1, R, in]`` and ``[L, 1, out_i, R]``.
-            The ops remember what they checked of them: they are the same objects at every call.
     """
 
     _uses_base_forward = False  # the base product is the base layer's own forward: it may compute or cast in its way
@@ -81,21 +82,15 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         The base output may have another dtype than the adapters (a router kept in fp32); ``x`` is cast to theirs.
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
-        wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
-        beside = getattr(wrapper, "takes_aside", False) and not has_no_lora(wrapper)
-        streams = self._streams if beside else None
-        aside = None if streams is None else streams.begin(rows)
-        options: dict[str, Any] = {} if aside is None else {"aside": aside}
-        if aside is not None and self._has_plain_product(x, rows):
-            output = x.new_empty(x.shape[0], self.output_size)
-            options["base"] = (self.weight,) if bias is None else (self.weight, bias)
-        else:
-            output = self._base_output(x, bias)
+        wrapper, rows, beside = self._ready_wrapper(), self._adapter_rows(x), ALONE
+        if self._streams is not None and getattr(wrapper, "takes_aside", False) and not has_no_lora(wrapper):
+            aside = self._streams.begin(rows)
+            if aside is not None:
+                plain = (self.weight,) if bias is None else (self.weight, bias)
+                beside = Beside(aside, plain if self._has_plain_product(x, rows) else ())
+        output = x.new_empty(x.shape[0], self.output_size) if beside.base else self._base_output(x, bias)
         y = as_rows(output)
-        returned = wrapper.add_lora_linear(
-            y, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices,
-            lora_ranks=self.lora_ranks, **options, **self.fp8_keywords,
-        )  # fmt: skip
+        returned = inner_form(wrapper, "add_lora_linear").add_linear(y, rows, self.lora_weights, True, beside)
         y = y if returned is None else returned
         return y if y.ndim == output.ndim else y.view(output.shape)
 

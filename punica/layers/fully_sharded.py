@@ -36,6 +36,7 @@ from punica.layers.column_parallel_linear import (
 from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.utils import _fully_sharded_can_replace, as_rows, has_no_lora
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from punica.wrapper.inner import inner_form
 
 
 class _FullySharded(BaseLinearLayerWithLoRA):
@@ -55,15 +56,11 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         output = self._base_output(x, bias)
         if has_no_lora(wrapper) or rows.shape[0] == 0:
             return output
-        live_a, live_b = self._live_ranks
         shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
         h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
-        shrunk = wrapper.add_shrink(h, rows, self.lora_a_stacked, 1.0, lora_ranks=live_a, **self.fp8_keywords)
-        h = self._join(h if shrunk is None else shrunk)
-        y, start = as_rows(output), self._first_column()
-        returned = wrapper.add_expand(
-            y, h, self.lora_b_stacked, self.output_slices, start, lora_ranks=live_b, **self.fp8_keywords
-        )
+        shrunk = inner_form(wrapper, "add_shrink").add_shrunk(h, rows, self.stack_a)
+        h, y = self._join(h if shrunk is None else shrunk), as_rows(output)
+        returned = inner_form(wrapper, "add_expand").add_expanded(y, h, self.stack_b, self._first_column())
         return (y if returned is None else returned).view(output.shape)
 
     def _join(self, h: Tensor) -> Tensor:

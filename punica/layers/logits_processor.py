@@ -17,6 +17,7 @@ from punica.config import LoRAConfig
 from punica.layers.base import Shapes, UnsplitLayer
 from punica.layers.utils import has_vocabulary_work
 from punica.parallel.logits import ordered_logits
+from punica.wrapper.inner import inner_form
 
 MAX_VOCAB_SIZE = 258048
 """Widest vocabulary with LoRA on the head: the limit of vLLM's kernels, kept so that configurations carry over."""
@@ -99,10 +100,7 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
             return None
         if has_vocabulary_work(self.filled_slots, logits):
             rows = hidden_states.to(cast(LoRAConfig, self.lora_config).lora_dtype)
-            returned = wrapper.add_lora_logits(
-                logits, rows, self.lora_a_stacked, self.lora_b_stacked, 1.0, lora_ranks=self.lora_ranks,
-                **self.fp8_keywords,
-            )  # fmt: skip
+            returned = inner_form(wrapper, "add_lora_logits").add_logits(logits, rows, self.lora_weights)
             logits = logits if returned is None else returned
         return logits[..., : self.vocab_size]
 

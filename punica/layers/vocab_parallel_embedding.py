@@ -20,6 +20,7 @@ from punica.layers.base import Shapes, UnsplitLayer
 from punica.layers.utils import has_no_lora, has_vocabulary_work, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from punica.wrapper import PunicaWrapperBase
+from punica.wrapper.inner import inner_form
 
 
 class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
@@ -74,13 +75,8 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         if has_no_lora(wrapper) or not has_vocabulary_work(self.filled_slots, input_):
             return output
         flat = output.view(-1, output.shape[-1])
-        returned = wrapper.add_lora_embedding(
-            flat[:tokens],
-            self._shrunk(input_.reshape(-1)[:tokens], slots),
-            self.lora_b_stacked,
-            lora_ranks=self.lora_ranks,
-            **{name: value for name, value in self.fp8_keywords.items() if name != "lora_a_scale"},
-        )
+        shrunk = self._shrunk(input_.reshape(-1)[:tokens], slots)
+        returned = inner_form(wrapper, "add_lora_embedding").add_embedding(flat[:tokens], shrunk, self.stack_b)
         return output if returned is None else torch.cat((returned, flat[tokens:])).view(output.shape)
 
     def _shrunk(self, ids: Tensor, slots: Tensor) -> Tensor:

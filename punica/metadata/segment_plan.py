@@ -10,8 +10,8 @@ segment.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +47,6 @@ class SegmentPlan:
             and the runs address the R gathered rows.
         all_active: true when every one of the ``num_tokens`` rows has an adapter.
         max_slot: largest slot in use, -1 when none is.
-        shrinks, expands: prepared calls on this plan (`punica.ops.segment_calls`), filled by the operators. They
-            hold on to their weights as long as the plan lives: one step, or longer while the mapping stays.
     """
 
     num_tokens: int
@@ -56,8 +54,6 @@ class SegmentPlan:
     rows: Tensor | None
     all_active: bool
     max_slot: int
-    shrinks: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
-    expands: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(groups: RowGroups) -> SegmentPlan:

@@ -15,33 +15,22 @@ from punica.ops.torch_ops import (
     bgmv_expand,
     bgmv_expand_slice,
     bgmv_shrink,
-    expand,
-    linear,
     sgmv_expand,
     sgmv_expand_slice,
     sgmv_shrink,
-    shrink,
 )
 
-_TRITON_OPS = {
-    "lora_expand": "lora_expand",
-    "lora_expand_fp8": "lora_expand_fp8",
-    "lora_linear": "lora_linear",
-    "lora_linear_fp8": "lora_linear_fp8",
-    "lora_shrink": "lora_shrink",
-    "lora_shrink_fp8": "lora_shrink_fp8",
-    "fused_moe_lora": "fused_moe_lora",
-    "fused_moe_lora_expand": "fused_moe_parts",
-    "fused_moe_lora_fp8": "fused_moe_lora_fp8",
-    "fused_moe_lora_shrink": "fused_moe_parts",
-    "moe_lora_align_block_size": "moe_align",
-}
+_TRITON_OPS = (
+    "lora_expand", "lora_expand_fp8", "lora_linear", "lora_linear_fp8", "lora_shrink", "lora_shrink_fp8",
+    "fused_moe_lora", "fused_moe_lora_fp8", "fused_moe_lora_shrink", "fused_moe_lora_expand",
+    "moe_lora_align_block_size",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a Triton operator when it is first asked for (PEP 562)."""
     if name in _TRITON_OPS:
-        operator = getattr(importlib.import_module(f"punica.ops.triton_ops.{_TRITON_OPS[name]}"), name)
+        operator = getattr(importlib.import_module("punica.ops.triton_ops"), name)
         globals()[name] = operator
         return operator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

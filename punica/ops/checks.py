@@ -25,6 +25,8 @@ class Names(NamedTuple):
     a: str
     b: str
     scale: str
+    a_scale: str = "lora_a_scale"
+    b_scale: str = "lora_b_scale"
 
 
 STEP = Names("x", "y", "lora_a_stacked", "lora_b_stacked", "scale")
@@ -120,40 +122,16 @@ def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[t
     return Weights(first.shape[0], first.shape[rank_dim], widths, first.dtype, first.device)
 
 
-def describe_stored(name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS) -> Weights:
-    """`describe_weights` for kernels, which address the memory: also how all slices are stored."""
-    form, orders = describe_weights(name, weights, rank_dim, allowed), set()
-    for i, weight in enumerate(weights):
+def storage_order(weights: Sequence[Tensor]) -> bool | None:
+    """How all slices are stored: True row-major, False with the last two dimensions swapped, None neither or mixed."""
+    orders = set()
+    for weight in weights:
         row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
         if not (row_major or swapped):
-            raise ValueError(
-                f"{name}[{i}] (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither row-major "
-                "nor with its last two dimensions swapped: pass a contiguous tensor"
-            )
-        if not (row_major and swapped):  # a slice of width 1 lies either way
+            return None
+        if not (row_major and swapped):  # a slice of width 1 is stored either way
             orders.add(row_major)
-    if len(orders) > 1:
-        raise ValueError(f"slices of {name} mix row-major and transposed storage: store all the same way")
-    return form._replace(row_major=orders.pop() if orders else True)
-
-
-def check_pair(a: Weights, b: Weights, names: Names) -> None:
-    """A and B belong together: ValueError unless they have as many slices and slots, one rank and one device, TypeError
-    unless one dtype.
-    """
-    if a.dtype != b.dtype:
-        raise TypeError(f"{names.a} has dtype {a.dtype}, {names.b} has dtype {b.dtype}; must be equal")
-    if len(a.widths) != len(b.widths):
-        raise ValueError(f"{names.a} has {len(a.widths)} slices, {names.b} {len(b.widths)} slices; must be equal")
-    if a.device != b.device:
-        raise ValueError(f"{names.a} is on {a.device}, {names.b} on {b.device}; move one of them")
-    if a.rank != b.rank:
-        raise ValueError(
-            f"{names.a} has rank {a.rank}, {names.b} rank {b.rank}; must be equal. Rank-sharded weights go through "
-            "add_shrink (lora_shrink), a collective and add_expand (lora_expand)"
-        )
-    if a.slots != b.slots:
-        raise ValueError(f"{names.a} has {a.slots} slots, {names.b} {b.slots} slots; must be equal")
+    return None if len(orders) > 1 else orders.pop() if orders else True
 
 
 def check_input(name: str, x: Any, weights: Weights, hidden: str) -> None:
@@ -203,6 +181,14 @@ def check_stored_output(name: str, y: Any, weights: Weights, offset_start: Any) 
         raise ValueError(f"{name} needs stride 1 along its last dimension, got strides {y.stride()}")
 
 
+def check_equal_rows(names: Names, x: Tensor, y: Tensor) -> None:
+    """ValueError unless x and y of a linear have equally many rows."""
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(
+            f"{names.input} has {x.shape[0]} rows and {names.output} has {y.shape[0]}; they must be equal"
+        )
+
+
 def check_ranks(lora_ranks: Any, weights: Weights) -> None:
     """True ranks: None (full width), or contiguous int32 ``[n, L]`` on the device of the weights."""
     if lora_ranks is None:
@@ -232,27 +218,21 @@ def check_slices(output_slices: Any, weights: Any) -> None:
         raise ValueError(f"output_slices is {list(output_slices)}, the B weights are {widths} wide; they must be equal")
 
 
-def described_parts(
-    name: str, parts: Any, weights: Any, rank_dim: int, lora_ranks: Tensor | None,
-    allowed: Sequence[torch.dtype] = FLOATS,
-) -> Sequence[Tensor]:  # fmt: skip
-    """n low-rank operands ``[T', r]``, one per slice, checked as far as they must be alike; ``allowed``: what the
-    weights may be.
-    """
+def check_parts(name: str, parts: Any, weights: Weights) -> None:
+    """n low-rank operands ``[T', r]``, one per slice of the weights and all alike."""
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
-    form = describe_weights(STEP.a if rank_dim == -2 else STEP.b, weights, rank_dim, allowed)
-    check_ranks(lora_ranks, form)
     for i, part in enumerate(parts):
-        check_dtype(f"{name}[{i}]", part, (*FLOATS, *allowed))
-        check_device(f"{name}[{i}]", part, form.device)
+        check_dtype(f"{name}[{i}]", part, (*FLOATS, weights.dtype))
+        check_device(f"{name}[{i}]", part, weights.device)
         if part.dtype != parts[0].dtype:
             raise TypeError(f"{name}[{i}] has dtype {part.dtype}, {name}[0] has {parts[0].dtype}; use one dtype")
     shapes = [tuple(part.shape) for part in parts]
-    wanted = (parts[0].shape[0] if parts and parts[0].ndim else 0, form.rank)
-    if shapes != [wanted] * len(form.widths):
-        raise ValueError(f"{name} has shape {shapes}, expected {len(form.widths)} tensors {list(wanted)} (rows, rank)")
-    return parts
+    wanted = (parts[0].shape[0] if parts and parts[0].ndim else 0, weights.rank)
+    if shapes != [wanted] * len(weights.widths):
+        raise ValueError(
+            f"{name} has shape {shapes}, expected {len(weights.widths)} tensors {list(wanted)} (rows, rank)"
+        )
 
 
 # --- one slot or segment at a time: the operators named after the paper's --------------------------------------------

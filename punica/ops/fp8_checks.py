@@ -1,4 +1,4 @@
-"""What the FP8 operators demand of scales, and how their scales lie: the modes of `Scheme`.
+"""FP8 scales: the modes of `Scheme`, and the checks of scales and of quantised activations.
 
 Weights ``W [L, N, K]`` are FP8 always, activations are real (*weight-only*) or FP8 (*w8a8*, then with scales of their
 own). With stored values q, for row t with slot l and column c:
@@ -11,25 +11,17 @@ where ``qx`` is the activation itself and ``a = 1`` in weight-only mode. Errors 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from punica.ops.checks import (
-    FLOATS,
-    Names,
-    Weights,
-    check_dtype,
-    check_keywords,
-    describe_weights,
-)
+from punica.ops.checks import FLOATS, Weights, check_device, check_dtype, check_keywords
 from punica.ops.quant import FP8_DTYPES
 
 
 class Scheme(NamedTuple):
-    """How the scales of one product lie: ``quant_args`` of the wrapper, one by one.
+    """Layout of the scales of one product: ``quant_args`` of the wrapper, one by one.
 
     ``group_k``, ``group_n``: block sizes along K and N, both 0 when not block-wise; ``use_fp8_w8a8``: activations are
     FP8 too; ``per_channel_quant``: one scale per output column, else (and not block-wise) one per slot.
@@ -70,107 +62,90 @@ class Scheme(NamedTuple):
             raise ValueError("block-wise scales (group_k, group_n) and per_channel_quant exclude each other; give one")
 
 
+PLAIN = Scheme()
+"""Of weights without scales; with scales: weight-only, one scale per slot."""
 PER_CHANNEL = Scheme(per_channel_quant=True)
 """Weight-only with one scale per output column: what the layers hold."""
 
 
 class Scales(NamedTuple):
-    """How the weights' scales of all slices lie: strides of slot, column (or column block) and K block; 0 where a scale
-    does not depend on it."""
+    """Strides of the weights' scales, per slice: of slot, column (or column block) and K block; 0 where a scale does
+    not depend on it."""
 
     slot: tuple[int, ...]
     column: tuple[int, ...]
     block: tuple[int, ...]
 
 
-def is_plain(weights: Any, b_scale: Any) -> bool:
-    """Whether this is the unquantised operator: no scales, and weights that are not FP8."""
-    listed = isinstance(weights, (tuple, list)) and len(weights) > 0
-    scaled = not (b_scale is None or (isinstance(b_scale, (tuple, list)) and not b_scale))
-    return not scaled and not (listed and isinstance(weights[0], Tensor) and weights[0].dtype in FP8_DTYPES)
-
-
-def check_plain(name: str, x: Any, a_scale: Any, scheme: Scheme) -> None:
-    """Nothing of FP8 may be asked for without FP8 weights."""
-    scheme.check()
+def check_no_scheme(scheme: Scheme) -> None:
+    """Weights without scales: TypeError, ValueError for a scheme that needs them."""
     if scheme.use_fp8_w8a8:
         raise TypeError("use_fp8_w8a8 needs float8 weights with b_scale; these weights are not float8")
-    if isinstance(x, Tensor) and x.dtype in FP8_DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}, the weights are not float8: quantise both, or neither")
-    if a_scale is not None or scheme != Scheme():
-        raise ValueError(f"a_scale and {scheme} need float8 weights with b_scale; leave them out for other weights")
+    if scheme != PLAIN:
+        raise ValueError(f"{scheme} needs float8 weights with b_scale; leave it out for other weights")
 
 
-class Form(NamedTuple):
-    """What of a tensor of scales decides whether it is legal and how it is read."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+def same_activations(shrink: Scheme, expand: Scheme) -> None:
+    """ValueError where only one of two products quantises its activations."""
+    if shrink.use_fp8_w8a8 != expand.use_fp8_w8a8:
+        raise ValueError("use_fp8_w8a8 differs between shrink and expand; quantise the activations of both or neither")
 
 
-def form_of(name: str, scale: Any) -> Form:
-    """The form of a tensor of scales; TypeError unless it is float32."""
-    check_dtype(name, scale, (torch.float32,))
-    return Form(tuple(scale.shape), scale.stride(), scale.dtype, scale.device)
-
-
-def forms_of(name: str, scales: Any) -> tuple[Form, ...]:
-    """The forms of the scales of all slices; none for None."""
-    if scales is not None and not isinstance(scales, (tuple, list)):
-        raise TypeError(f"{name} must be a list of tensors, one per slice, got {type(scales).__name__}")
-    return tuple([form_of(f"{name}[{i}]", scale) for i, scale in enumerate(scales or ())])
-
-
-def check_scales(name: str, forms: Sequence[Form], weights: Weights, rank_is_out: bool, scheme: Scheme) -> Scales:
-    """The scales of checked weights: one tensor per slice, on their device, of the shape that the scheme says.
+def check_scales(name: str, scales: Any, weights: Weights, rank_is_out: bool, scheme: Scheme) -> Scales:
+    """The strides of the scales of checked weights: one float32 tensor per slice, on their device, of the shape that
+    the scheme says.
 
     ``rank_is_out``: the columns are ranks (shrink), and K the widths.
     """
+    if scales is not None and not isinstance(scales, (tuple, list)):
+        raise TypeError(f"{name} must be a list of tensors, one per slice, got {type(scales).__name__}")
     slices = len(weights.widths)
-    if not forms:
+    if not scales:
         missing = f"{name} is missing: weights of {weights.dtype} need one tensor of scales per slice, {slices}"
         raise ValueError(missing) if scheme.use_fp8_w8a8 else TypeError(missing)
-    if len(forms) != slices:
-        raise ValueError(f"{name} has {len(forms)} tensors, the weights have {slices} slices; must be equal")
+    if len(scales) != slices:
+        raise ValueError(f"{name} has {len(scales)} tensors, the weights have {slices} slices; must be equal")
     strides = []
-    for i, (form, width) in enumerate(zip(forms, weights.widths, strict=True)):
-        _check_on(f"{name}[{i}]", form, weights)
+    for i, (scale, width) in enumerate(zip(scales, weights.widths, strict=True)):
+        check_dtype(f"{name}[{i}]", scale, (torch.float32,))
+        check_device(f"{name}[{i}]", scale, weights.device)
         columns, k = (weights.rank, width) if rank_is_out else (width, weights.rank)
-        shape = _scale_shape(weights.slots, columns, k, scheme)
-        if form.shape not in (shape, (shape[0], 1, *shape[1:])):
+        shape, found = _scale_shape(weights.slots, columns, k, scheme), tuple(scale.shape)
+        if found not in (shape, (shape[0], 1, *shape[1:])):
             raise ValueError(
-                f"{name}[{i}] has shape {form.shape}, slice {i} needs {shape} (a 1 may follow the slots): "
-                f"{_meaning(scheme)}"
+                f"{name}[{i}] has shape {found}, slice {i} needs {shape} (a 1 may follow the slots): {_meaning(scheme)}"
             )
-        stride = form.strides if form.shape == shape else (form.strides[0], *form.strides[2:])
+        stride = scale.stride() if found == shape else (scale.stride(0), *scale.stride()[2:])
         strides.append((*stride, 0, 0)[:3])
     slot, column, block = zip(*strides, strict=True)
     return Scales(slot, column, block)
 
 
 def check_activation(
-    name: str, x: Any, a_scale: Form | None, k: int, scheme: Scheme, weights: Weights
-) -> tuple[int, int]:
-    """x is what the scheme says, real or FP8 with scales; strides of ``a_scale`` along rows and groups (0: shared).
+    name: str, x: Any, x_scale: Any, k: int, scheme: Scheme, weights: Weights
+) -> tuple[int, int] | None:
+    """x is what scheme and weights say, real or FP8 with scales; strides of ``x_scale`` along rows and groups (0:
+    shared), None without scales.
 
     ``k``: the contraction size of the product; x has its rows in the last dimension but one.
     """
-    check_dtype(name, x, (*FLOATS, *FP8_DTYPES))
+    check_dtype(name, x, (*FLOATS, torch.float64, *FP8_DTYPES))
+    if weights.dtype not in FP8_DTYPES and x.dtype in FP8_DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}, the weights are not float8: quantise both, or neither")
     if x.dtype in FP8_DTYPES:
-        if a_scale is None:
+        if x_scale is None:
             raise ValueError(f"a_scale required for fp8 activations: {name} has dtype {x.dtype}")
         if not scheme.use_fp8_w8a8:
             raise TypeError(f"{name} has dtype {x.dtype}; float8 activations need use_fp8_w8a8=True")
     elif scheme.use_fp8_w8a8:
         raise TypeError(f"{name} has dtype {x.dtype}; use_fp8_w8a8 needs float8 activations with a_scale")
-    elif a_scale is not None:
+    elif x_scale is not None:
         raise ValueError(f"a_scale is given, but {name} has dtype {x.dtype}: only float8 activations have scales")
-    if a_scale is None:
-        return 0, 0
-    _check_on("a_scale", a_scale, weights)
-    rows, (shape, strides) = x.shape[-2] if x.ndim > 1 else 0, a_scale[:2]
+    if x_scale is None:
+        return None
+    check_dtype("a_scale", x_scale, (torch.float32,))
+    check_device("a_scale", x_scale, weights.device)
+    rows, shape, strides = x.shape[-2] if x.ndim > 1 else 0, tuple(x_scale.shape), x_scale.stride()
     groups = -(-k // scheme.group_k) if scheme.block_wise else 1
     if math.prod(shape) == 1:
         return 0, 0
@@ -180,16 +155,6 @@ def check_activation(
         return strides[0], 0
     wanted = f"one element, [{rows}] or [{rows}, 1]" + (f" or [{rows}, {groups}]" if groups > 1 else "")
     raise ValueError(f"a_scale has shape {shape}, expected {wanted}")
-
-
-def describe_fp8(names: Names, weights: Any, rank_dim: int) -> Weights:
-    """`describe_weights` of FP8 weights."""
-    return describe_weights(names.a if rank_dim == -2 else names.b, weights, rank_dim, FP8_DTYPES)
-
-
-def _check_on(name: str, form: Form, weights: Weights) -> None:
-    if form.device != weights.device:
-        raise ValueError(f"{name} is on {form.device}, the weights are on {weights.device}; move one of them")
 
 
 def _scale_shape(slots: int, columns: int, k: int, scheme: Scheme) -> tuple[int, ...]:

@@ -1,19 +1,15 @@
-"""What a shrink or expand works out once per plan and set of weights, and then repeats.
+"""The torch operators' plan of a product: a stack of weights cut by the segments of a step.
 
-A model calls the operators with the same plan and the same stacked weights in step after step: only the activations are
-new. Checking the operands and cutting the weights by segment costs as much as the products of a small batch, so a
-`PreparedCall` keeps the outcome and the plan keeps the prepared calls. A call that is found again only compares shapes
-and dtypes.
+A model calls the operators with the same weights in step after step: only the activations are new. Checking the
+operands and cutting the weights by segment costs as much as the products of a small batch. So a stack keeps its `Cut`
+for the step at hand, by the shapes and dtypes of the operands.
 
-Weights may change *in place* at any time (an adapter loaded into a slot): prepared calls hold views, never values. True
-ranks are values, so each call compares them. A weight tensor that gets other memory or another shape (``w.data = ...``,
-``w.t_()``) is recognised.
+A cut holds views of the weights, never values: a slot may be filled at any time. True ranks are values, so every call
+compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -24,9 +20,7 @@ from punica.metadata.segment_plan import Run, SegmentPlan
 from punica.ops.checks import weights_3d
 from punica.ops.segment_gemm import Multiply, choose
 
-# Prepared shrinks and prepared expands per plan; the oldest is dropped first. Llama-70B has 80 layers of 4 packed
-# projections: 320 of each.
-KEPT_CALLS = 512
+Ranks = list[list[int]]
 
 
 class Product(NamedTuple):
@@ -50,95 +44,42 @@ class Slice(NamedTuple):
     products: tuple[Product, ...]
 
 
-@dataclass(slots=True)
-class PreparedCall:
-    """A validated call, found again under the id of its first weight.
+class Cut(NamedTuple):
+    """A product whose operands were checked.
 
     Attributes:
-        weights: as the caller gave them; holding them keeps their ids and addresses from being reused.
-        layouts: where the memory of each weight lies, and how.
-        x_shape, x_dtype, out_shape, out_dtype, device: of the other operands.
-        offset: first column written (0 for a shrink).
-        ranks: ``lora_ranks`` as nested lists, or None.
+        ranks: the true ranks as nested lists, or None.
         rows: of the plan, see `SegmentPlan`.
         slices: the products of each slice, and their rows.
-        covers: whether the products write all rows and all lanes of the output of a shrink.
-        partner: of a shrink, the expand that it was last checked to go with.
+        covers: the products write all rows and all lanes of the output of a shrink.
         only: set when one product takes all of ``x``'s and ``out``'s rows and columns, in a call of one slice.
     """
 
-    weights: tuple[Tensor, ...]
-    layouts: list[tuple]
-    x_shape: torch.Size
-    x_dtype: torch.dtype
-    out_shape: torch.Size
-    out_dtype: torch.dtype
-    device: torch.device
-    offset: int
-    ranks: list[list[int]] | None
+    ranks: Ranks | None
     rows: Tensor | None
     slices: list[Slice]
     covers: bool
     only: Product | None
-    partner: PreparedCall | None = None
-
-    def repeats(
-        self, x: Tensor, weights: Sequence[Tensor], out: Tensor, offset: int, lora_ranks: Tensor | None
-    ) -> bool:
-        """Whether a call with these operands needs neither checks nor cuts. Ranks are compared by value."""
-        return (
-            x.shape == self.x_shape
-            and x.dtype is self.x_dtype
-            and out.shape == self.out_shape
-            and out.dtype is self.out_dtype
-            and offset == self.offset
-            and x.device == out.device == self.device
-            and len(weights) == len(self.weights)
-            and weights[0] is self.weights[0]
-            and weights[0].data_ptr() == self.layouts[0][0]
-            and weights[0].shape == self.layouts[0][1]
-            and weights[0].stride() == self.layouts[0][2]
-            and (len(weights) == 1 or self._same_weights(weights))
-            and (self.ranks is None if lora_ranks is None else self._same_ranks(lora_ranks))
-        )
-
-    def _same_weights(self, weights: Sequence[Tensor]) -> bool:
-        known = zip(weights, self.weights, self.layouts, strict=True)
-        return all(mine is kept and _layout(mine) == layout for mine, kept, layout in known)
-
-    def _same_ranks(self, lora_ranks: Tensor) -> bool:
-        known = isinstance(lora_ranks, Tensor) and lora_ranks.dtype == torch.int32
-        return known and lora_ranks.tolist() == self.ranks
 
 
-def _layout(weight: Tensor) -> tuple:
-    """Where the memory of a weight lies, and how."""
-    return weight.data_ptr(), weight.shape, weight.stride()
-
-
-def prepare(
-    plan: SegmentPlan, x: Tensor, weights: Sequence[Tensor], out: Tensor, lora_ranks: Tensor | None,
-    *,
-    rank_dim: int,
-    offset: int = 0,
-) -> PreparedCall:  # fmt: skip
-    """Cut the products of a call whose operands were checked, and keep them in the plan.
+def cut(
+    plan: SegmentPlan, tensors: tuple[Tensor, ...], rank_dim: int, ranks: Ranks | None, x: Tensor, out: Tensor
+) -> Cut:
+    """The products of a call whose operands were checked.
 
     Args:
-        weights: one per slice, ``[L, (1,) out, in]``; ``rank_dim`` is where they have their rank: -2 in A (shrink), -1
+        tensors: one per slice, ``[L, (1,) out, in]``; ``rank_dim`` is where they have their rank: -2 in A (shrink), -1
             in B (expand).
-        lora_ranks: true rank per slice and slot, int32 ``[n, L]``; None for the full width.
+        ranks: true rank per slice and slot; None for the full width.
 
     Raises:
-        ValueError: a slot in use is beyond the weights, or a rank in use negative or above their width. Nothing is kept
-            then.
+        ValueError: a slot in use is beyond the weights, or a rank in use negative or above their width.
     """
-    if plan.max_slot >= weights[0].shape[0]:
-        raise ValueError(f"the step uses slot {plan.max_slot}; the weights have slots 0 to {weights[0].shape[0] - 1}")
+    if plan.max_slot >= tensors[0].shape[0]:
+        raise ValueError(f"the step uses slot {plan.max_slot}; the weights have slots 0 to {tensors[0].shape[0] - 1}")
     rows, columns = out.shape[-2:]
     product_rows = rows if plan.rows is None else plan.rows.shape[0]
-    stacks = [weights_3d(weight, "weights") for weight in weights]
-    ranks = None if lora_ranks is None else lora_ranks.tolist()
+    stacks = [weights_3d(weight, "weights") for weight in tensors]
     slices = [
         _cut_slice(plan, stack, None if ranks is None else ranks[i], rank_dim, product_rows, out.dtype, x.dtype)
         for i, stack in enumerate(stacks)
@@ -148,27 +89,7 @@ def prepare(
     if len(slices) == len(slices[0].blocks) == len(slices[0].products) == 1 and full_rank and plan.rows is None:
         (product,) = slices[0].products
         only = product if product.segments == 1 and stacks[0].shape[1] == columns else None
-    call = PreparedCall(
-        weights=tuple(weights),
-        layouts=[_layout(weight) for weight in weights],
-        x_shape=x.shape,
-        x_dtype=x.dtype,
-        out_shape=out.shape,
-        out_dtype=out.dtype,
-        device=out.device,
-        offset=offset,
-        ranks=ranks,
-        rows=plan.rows,
-        slices=slices,
-        covers=full_rank and plan.all_active and plan.num_tokens == rows,
-        only=only,
-    )
-    calls = plan.shrinks if rank_dim == -2 else plan.expands
-    key = id(weights[0])
-    if key not in calls and len(calls) >= KEPT_CALLS:
-        del calls[next(iter(calls))]
-    calls[key] = call
-    return call
+    return Cut(ranks, plan.rows, slices, full_rank and plan.all_active and plan.num_tokens == rows, only)
 
 
 def _cut_slice(

@@ -1,8 +1,7 @@
 """The wrapper that every LoRA layer calls: it owns the metadata of a step and chooses the ops.
 
-`get_punica_wrapper` picks the backend. A new backend is a subclass of `PunicaWrapperBase` with `_shrink`, `_expand`
-and `_linear` (and `_shrink_fp8`, `_expand_fp8`, `_linear_fp8` for slots in FP8, `ExpertMethods` for experts), and a
-factory registered in `BACKENDS`.
+`get_punica_wrapper` picks the backend. A new backend is a subclass of `PunicaWrapperBase` whose ``_ops`` is a
+`punica.ops.interface.Ops` (and `ExpertMethods` for experts), and a factory registered in `BACKENDS`.
 """
 
 import importlib.util

@@ -1,15 +1,16 @@
-"""`PunicaWrapperCPU`: the wrapper on plain torch, on any device; products as in `punica.ops.torch_ops`."""
+"""`PunicaWrapperCPU`: the wrapper on plain torch, on any device; products as in `TorchOps`."""
 
-from typing import Any
 
 import torch
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRABatch
-from punica.ops import fp8_ops, moe_torch, torch_ops
-from punica.ops.checks import FLOATS, STEP, check_low_rank, describe_weights, described_parts
-from punica.ops.quant import FP8_DTYPES
-from punica.wrapper.base import PunicaWrapperBase, Slices, Weights
+from punica.ops import moe_torch
+from punica.ops.checks import check_low_rank, check_parts
+from punica.ops.torch_ops import TorchOps
+from punica.ops.weights import LoRAWeights
+from punica.wrapper.base import PunicaWrapperBase
+from punica.wrapper.contract import Slices
 from punica.wrapper.experts import ExpertMethods
 
 
@@ -30,29 +31,27 @@ class PunicaWrapperCPU(ExpertMethods, PunicaWrapperBase):
         lora_config: LoRAConfig | None = None,
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
-        self._shrink = torch_ops.shrink  # type: ignore[method-assign]
-        self._expand = torch_ops.expand  # type: ignore[method-assign]
-        self._linear = torch_ops.linear  # type: ignore[method-assign]
-        self._shrink_fp8 = fp8_ops.shrink_fp8  # type: ignore[method-assign]
-        self._expand_fp8 = fp8_ops.expand_fp8  # type: ignore[method-assign]
-        self._linear_fp8 = fp8_ops.linear_fp8  # type: ignore[method-assign]
+        self._ops = TorchOps()
         self._experts = moe_torch.ExpertCalls()
 
-    def _linear_through(  # type: ignore[override]
-        self, buffer: Slices, y: torch.Tensor, x: torch.Tensor, lora_a: Weights, lora_b: Weights, batch: LoRABatch,
-        scale: float, **options: Any,
+    def _linear(
+        self, buffer: Slices | None, y: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch,
+        scale: float, add_inputs: bool, x_scale: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        fp8 = "shrink" in options
-        allowed = FP8_DTYPES if fp8 else FLOATS
-        form = describe_weights(STEP.b, lora_b, -1, allowed)
+        """The buffer is filled by a shrink of its own."""
+        b = weights.b.form.stored
         if isinstance(buffer, torch.Tensor):
-            check_low_rank("buffer", buffer, form, x.shape[0], (torch.float32,))
-        else:
-            described_parts("buffer", buffer, lora_b, -1, None, allowed)
+            check_low_rank("buffer", buffer, b, x.shape[0], (torch.float32,))
+        elif buffer is not None:
+            check_parts("buffer", buffer, b)
         if batch.no_lora:
             return
-        low_rank = torch.empty(len(buffer), x.shape[0], form.rank, dtype=torch.float32, device=x.device)
-        linear = self._linear_fp8 if fp8 else self._linear
-        linear(y, x, lora_a, lora_b, batch, scale, buffer=low_rank, **options)
+        self.ops.linear(y, x, weights, batch, scale, add_inputs, x_scale)
+        if buffer is None:
+            return
+        if weights.a.form.scheme.use_fp8_w8a8 and x_scale is None:
+            x, x_scale = self.ops.quantize(x, weights.a.form.scheme.group_k)
+        low_rank = torch.empty(len(buffer), x.shape[0], b.rank, dtype=torch.float32, device=x.device)
+        self.ops.shrink(low_rank, x, weights.a, batch, scale, False, x_scale)
         for part, result in zip(buffer, low_rank, strict=True):
             part.copy_(result)

@@ -16,6 +16,7 @@ from torch import Tensor
 from punica.ops.checks import check_keywords
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import validate_scales
+from punica.ops.weights import LoRAWeights
 
 FP8_KEYWORDS = ("lora_a_scale", "lora_b_scale", "a_scale", "quant_args")
 
@@ -37,7 +38,7 @@ class Fp8Keywords(NamedTuple):
         """
         shrink, expand = _schemes(kwargs.get("quant_args"))
         fp8 = cls(kwargs.get("lora_a_scale"), kwargs.get("lora_b_scale"), kwargs.get("a_scale"), shrink, expand)
-        return None if fp8 == _NOTHING else fp8
+        return None if fp8 == NOTHING else fp8
 
     def validate(self) -> None:
         """For debugging: the values of the scales. Waits for the device."""
@@ -46,18 +47,13 @@ class Fp8Keywords(NamedTuple):
         if self.a_scale is not None:
             validate_scales(self.a_scale, "a_scale")
 
-    @property
-    def of_shrink(self) -> dict[str, Any]:
-        """What a shrink takes."""
-        return {"b_scale": self.lora_a_scale, "a_scale": self.a_scale, "scheme": self.shrink}
-
-    @property
-    def of_expand(self) -> dict[str, Any]:
-        """What an expand takes."""
-        return {"b_scale": self.lora_b_scale, "a_scale": self.a_scale, "scheme": self.expand}
+    def weights(self, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], lora_ranks: Tensor | None) -> LoRAWeights:
+        """A and B with these scales."""
+        scales, schemes = (self.lora_a_scale, self.lora_b_scale), (self.shrink, self.expand)
+        return LoRAWeights.of(lora_a, lora_b, lora_ranks, scales, schemes)
 
 
-_NOTHING = Fp8Keywords(None, None, None, Scheme(), Scheme())
+NOTHING = Fp8Keywords(None, None, None, Scheme(), Scheme())
 
 
 def _schemes(quant_args: Any) -> tuple[Scheme, Scheme]:

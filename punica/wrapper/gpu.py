@@ -1,6 +1,5 @@
 """`PunicaWrapperGPU`: the wrapper on the Triton kernels."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,27 +39,13 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
             lora_config = LoRAConfig(max_loras=max_loras)
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         # imported here so that the CPU path never imports triton
-        from punica.ops.triton_ops import (
-            Options,
-            expand,
-            expand_fp8,
-            linear,
-            linear_fp8,
-            shrink,
-            shrink_fp8,
-            verify_indices,
-        )
+        from punica.ops.triton_ops import Options, TritonOps, verify_indices
         from punica.ops.triton_ops.moe_calls import ExpertCalls
 
         tuned_dir = None if lora_config.tuned_dir is None else str(lora_config.tuned_dir)
         options = Options(lora_config.batch_invariant, lora_config.pdl, tuned_dir)
-        self._shrink = partial(shrink, options=options)  # type: ignore[method-assign]
-        self._expand = partial(expand, options=options)  # type: ignore[method-assign]
-        self._linear = partial(linear, options=options)  # type: ignore[method-assign]
+        self._ops = TritonOps(options)
         self._experts = ExpertCalls(options)
-        self._shrink_fp8 = partial(shrink_fp8, options=options)  # type: ignore[method-assign]
-        self._expand_fp8 = partial(expand_fp8, options=options)  # type: ignore[method-assign]
-        self._linear_fp8 = partial(linear_fp8, options=options)  # type: ignore[method-assign]
         self._verify_indices = verify_indices if lora_config.debug_checks else None
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta

@@ -80,19 +80,19 @@ def test_it_begins_in_front_of_the_base_product(name, fp8, suited) -> None:
     wrapper, x, order = wrapper_for(config, "cpu"), torch.randn(len(MIXED), IN), []
     layer.set_mapping(wrapper)
     use(wrapper, MIXED)
-    expected, base, linear = layer(x), layer._base_output, wrapper.add_lora_linear
+    expected, base, linear = layer(x), layer._base_output, wrapper.add_linear
     layer._streams = Recorded(order, suited)
 
     def base_output(*operands):
         order.append("base product")
         return base(*operands)
 
-    def add_lora_linear(*operands, aside=nullcontext, **options):
-        with aside():
+    def add_linear(y, x, weights, add_inputs, beside):
+        with (beside.aside or nullcontext)():
             order.append("shrink")
-        return linear(*operands, **options)
+        return linear(y, x, weights, add_inputs)
 
-    layer._base_output, wrapper.add_lora_linear, wrapper.takes_aside = base_output, add_lora_linear, True
+    layer._base_output, wrapper.add_linear, wrapper.takes_aside = base_output, add_linear, True
     torch.testing.assert_close(layer(x), expected)
     beside = ["begin", "base product", "aside", "shrink", "joined"]
     assert order == (beside if suited else ["begin", "base product", "shrink"])
@@ -128,8 +128,8 @@ def test_a_plain_product_of_few_rows_is_left_to_the_op(name, bias) -> None:
     wrapper = PunicaWrapperGPU(32, 32, device, lora_config=config)
     layer.set_mapping(wrapper)
     use(wrapper, MIXED)
-    given, add = [], wrapper.add_lora_linear
-    wrapper.add_lora_linear = lambda *operands, **options: given.append(options) or add(*operands, **options)
+    given, add = [], wrapper.add_linear
+    wrapper.add_linear = lambda *call: given.append(call[-1].base) or add(*call)
     x = torch.randn(len(MIXED), IN).half().to(device)
     vector = torch.randn(layer.output_size, device=device).half() if bias else None
     layer._streams = None
@@ -137,8 +137,8 @@ def test_a_plain_product_of_few_rows_is_left_to_the_op(name, bias) -> None:
     layer._streams = Recorded([], True)
     torch.testing.assert_close(layer.apply(x, vector), expected, rtol=4e-3, atol=4e-3)
     plain = not layer._uses_base_forward
-    assert [len(options.get("base", ())) for options in given] == [0, (1 + bias) * plain]
+    assert [len(base) for base in given] == [0, (1 + bias) * plain]
     layer.base_layer.quant_method = BatchInvariantLinearMethod()
     layer._base_output = lambda x, bias: expected.clone()
     layer.apply(x, vector)
-    assert "base" not in given[-1], "no plain product"
+    assert given[-1] == (), "no plain product"

@@ -6,9 +6,8 @@ import torch
 from fp8_batches import E4M3, E5M2, MODES, Stack, fp8, product, real_rows
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops import torch_ops
 from punica.ops.fp8_checks import Scheme
-from punica.ops.fp8_ops import expand_fp8, linear_fp8, shrink_fp8
+from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 
@@ -32,7 +31,7 @@ class TestModes:
             x, a_scale = fp8((7, 200), E4M3), torch.rand(7, groups) + 0.1
         y = torch.full((2, 7, 20), float("nan"))
         scheme = Scheme(use_fp8_w8a8=w8a8, **given)
-        shrink_fp8(
+        TORCH.shrink(
             x, [s.stored for s in a], y, step(SLOTS), 0.5, b_scale=[s.scale for s in a], a_scale=a_scale, scheme=scheme
         )
         rows = real_rows(x, a_scale, given)
@@ -48,7 +47,7 @@ class TestModes:
             x, a_scale = fp8((2, 7, 20), E4M3), torch.rand(7) + 0.1
         before = torch.randn(7, 200)
         y = before.clone()
-        expand_fp8(
+        TORCH.expand(
             x, [s.stored for s in b], y, step(SLOTS), 10, True,
             b_scale=[s.scale for s in b], a_scale=a_scale, scheme=Scheme(use_fp8_w8a8=w8a8, **given),
         )  # fmt: skip
@@ -69,10 +68,10 @@ def test_the_example_of_the_specification():
     qw = torch.tensor([[1.0, 2, 0, 1], [0, 1, 1, 0]]).to(E4M3)[None]
     qx, batch, y = torch.tensor([[2.0, 1, 0, 4]]).to(E4M3), step([0]), torch.empty(1, 1, 2)
     given = {"b_scale": [torch.tensor([[0.5, 2.0]])], "a_scale": torch.tensor([0.25])}
-    shrink_fp8(qx, [qw], y, batch, 2.0, **given, scheme=Scheme(use_fp8_w8a8=True, per_channel_quant=True))
+    TORCH.shrink(qx, [qw], y, batch, 2.0, **given, scheme=Scheme(use_fp8_w8a8=True, per_channel_quant=True))
     assert y.tolist() == [[[2.0, 1.0]]]
     given = {"b_scale": [torch.tensor([[[0.5, 2.0]]])], "a_scale": torch.tensor([[1.0, 0.25]])}
-    shrink_fp8(qx, [qw], y, batch, 1.0, **given, scheme=Scheme(2, 2, use_fp8_w8a8=True))
+    TORCH.shrink(qx, [qw], y, batch, 1.0, **given, scheme=Scheme(2, 2, use_fp8_w8a8=True))
     assert y.tolist() == [[[4.0, 0.5]]]
 
 
@@ -87,7 +86,7 @@ def test_true_ranks_and_poison():
     x, y = torch.randn(4, 40), torch.zeros(4, 50)
     slots = [0, 1, 0, -1]
     a.stored[2] = b.stored[2] = float("nan")
-    linear_fp8(
+    TORCH.linear(
         y, x, [a.stored], [b.stored], step(slots), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
         shrink=Scheme(per_channel_quant=True), expand=Scheme(per_channel_quant=True),
         lora_ranks=torch.tensor([ranks], dtype=torch.int32),
@@ -106,7 +105,7 @@ def test_linear_w8a8(mode, quantised):
     if quantised:
         x, a_scale = fp8((7, 200), E4M3), torch.rand(7) + 0.1
     scheme, y = Scheme(use_fp8_w8a8=True, **given), torch.zeros(7, 150)
-    linear_fp8(
+    TORCH.linear(
         y, x, [a.stored], [b.stored], step(SLOTS), lora_a_scale=[a.scale], lora_b_scale=[b.scale], a_scale=a_scale,
         shrink=scheme, expand=scheme,
     )  # fmt: skip
@@ -114,15 +113,3 @@ def test_linear_w8a8(mode, quantised):
     expected = product(h, b.real(), SLOTS, None, False)
     size = float(expected.abs().max())
     torch.testing.assert_close(y.double() / size, expected / size, rtol=5e-2, atol=5e-2)
-
-
-def test_plain_weights_are_the_plain_operators():
-    a, b = torch.randn(3, 16, 40), torch.randn(3, 50, 16)
-    x, got, wanted = torch.randn(7, 40), torch.zeros(1, 7, 16), torch.zeros(1, 7, 16)
-    shrink_fp8(x, [a], got, step(SLOTS), 0.5, b_scale=None)
-    torch_ops.shrink(x, [a], wanted, step(SLOTS), 0.5)
-    assert torch.equal(got, wanted)
-    y, z = torch.zeros(7, 50), torch.zeros(7, 50)
-    expand_fp8(got, [b], y, step(SLOTS), b_scale=[])
-    torch_ops.expand(got, [b], z, step(SLOTS))
-    assert torch.equal(y, z)

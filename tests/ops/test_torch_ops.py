@@ -7,9 +7,11 @@ import torch
 
 from punica.metadata import LoRABatch
 from punica.metadata.segment_plan import Run
-from punica.ops import expand, segment_gemm, shrink
+from punica.ops import segment_gemm
 from tests.ops.helpers import assert_expanded, assert_shrunk, normal, products, random_slots
+from tests.ops.step_calls import TORCH
 
+shrink, expand = TORCH.shrink, TORCH.expand
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 LAYOUTS = {

@@ -26,10 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.metadata import HEIGHTS, LoRABatch
+from punica.metadata import HEIGHTS
 from punica.metadata.work import LONG, TOTALS
-from punica.ops.checks import Names, Weights, check_low_rank, check_ranks, check_stored_output, describe_stored
-from punica.ops.triton_ops.configs import choose
+from punica.ops.checks import Weights
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
     accumulator,
@@ -59,10 +58,8 @@ from punica.ops.triton_ops.fp8_device import (
     upcast,
 )
 from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
-from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
 class ExpandShape(NamedTuple):
@@ -689,84 +686,3 @@ def plan_expand(
     tile = tile._replace(segments=block_at_least(batch.tensors[4].numel()))
     grid = (max_tiles(tokens, segments, block_m) * per_tile, 1, 1)
     return SearchPlan(launch(_lora_expand_search_kernel, grid, tile), (segments, weights.slots))
-
-
-def _describe(names: Names, lora_b: Sequence[Tensor]) -> Weights:
-    return describe_stored(names.b, lora_b, -1)
-
-
-def _plan(call: Call, weights: Weights) -> KernelPlan | None:
-    """The remaining checks, then the launch; None when there is nothing to add."""
-    names, x, y, lora_ranks, batch, switches = call
-    offset_start, add_inputs, options = switches
-    check_stored_output(names.output, y, weights, offset_start)
-    tokens, rank, width = y.shape[0], weights.rank, max(weights.widths)
-    check_low_rank(names.input, x, weights, tokens, (torch.float32, weights.dtype))
-    batch.check_tensors(tokens, x.device)
-    check_ranks(lora_ranks, weights)
-    if 0 in (tokens, rank, batch.max_segments, width):
-        return None
-    config = choose(
-        "expand", batch.shape, tokens, width, rank, len(weights.widths), options, add_inputs, 1, weights.row_major
-    )
-    return plan_expand(
-        (1, *x.shape), (0, *x.stride()), x.dtype, y, weights, batch, config,
-        offset_start=offset_start, add_inputs=add_inputs, has_ranks=lora_ranks is not None,
-    )  # fmt: skip
-
-
-_PLANS = Plans(_describe, _plan)
-
-
-@named("lora_expand")
-def expand(
-    x: Tensor, lora_b_stacked: Sequence[Tensor], y: Tensor, batch: Batch,
-    offset_start: int = 0, add_inputs: bool = True, *, lora_ranks: Tensor | None = None, options: Options = Options(),
-) -> None:  # fmt: skip
-    """`lora_expand` on a step: ``y[t, o_i : o_i + N_i] (+)= x[i, t] @ B_i[slot(t)]^T``, arguments as there."""
-    if batch.no_lora:
-        return
-    if isinstance(batch, LoRABatch) and is_traced():
-        chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
-        given = {"offset_start": offset_start, "add_inputs": add_inputs, "lora_ranks": lora_ranks, **chosen}
-        call_flat(lora_expand, (x, lora_b_stacked, y), batch, y.shape[0], **given)
-        return
-    switches = (offset_start, add_inputs, options)
-    plan, aligned = _PLANS.find(x, y, (lora_b_stacked,), lora_ranks, batch, switches)
-    if plan is not None:
-        with on_device(x.get_device()):
-            plan.run(x, lora_b_stacked, y, batch, lora_ranks, aligned)
-
-
-@custom_op(mutates="output_tensor")
-def lora_expand(
-    inputs: Tensor, lora_b_weights: Sequence[Tensor], output_tensor: Tensor, token_lora_mapping: Tensor,
-    token_indices_sorted_by_lora_ids: Tensor, num_tokens_per_lora: Tensor, lora_token_start_loc: Tensor,
-    lora_ids: Tensor, no_lora_flag_cpu: Tensor,
-    *, num_active_loras: int | Tensor | None = None, offset_start: int = 0, add_inputs: bool = False,
-    lora_ranks: Tensor | None = None, batch_invariant: bool = False, tuned_dir: str | None = None,
-) -> None:  # fmt: skip
-    """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
-
-    Args:
-        inputs: [n, T, r], float32 or the dtype of B, any strides.
-        lora_b_weights: n x [L, (1,) N_i, r], contiguous (or with the last two dimensions swapped).
-        output_tensor: [T, W] with last stride 1; ``o_0 = offset_start``, ``o_{i+1} = o_i + N_i``.
-        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
-        num_active_loras: the seventh, how many entries of ``lora_ids`` may be in use (None: all).
-        offset_start: first column written.
-        add_inputs: add to the columns, else overwrite them.
-        lora_ranks: int32 [n, L], true rank per slice and slot (None: r).
-        batch_invariant, tuned_dir: as in `punica.config.LoRAConfig`.
-
-    Rows at slot -1 and all other columns are never written. TypeError for dtypes, ValueError for shapes, ranges and
-    devices, before any write.
-    """
-    batch = TensorBatch.given(
-        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
-        flag=no_lora_flag_cpu, count=num_active_loras,
-    )  # fmt: skip
-    options = Options(batch_invariant, tuned_dir=tuned_dir)
-    expand(
-        inputs, lora_b_weights, output_tensor, batch, offset_start, add_inputs, lora_ranks=lora_ranks, options=options
-    )

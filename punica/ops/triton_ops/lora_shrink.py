@@ -16,7 +16,6 @@ public op writes its result directly (one split); `lora_linear` uses partials.
 Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, and lanes beyond it are not read.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.metadata import HEIGHTS, LoRABatch
+from punica.metadata import HEIGHTS
 from punica.metadata.work import LONG, TOTALS
-from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_rank, check_ranks, describe_stored
-from punica.ops.triton_ops.configs import choose
+from punica.ops.checks import Weights
 from punica.ops.triton_ops.device import (
     INDEX_POINTERS,
     accumulator,
@@ -52,10 +50,8 @@ from punica.ops.triton_ops.fp8_device import (
     row_scaled,
     upcast,
 )
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
-from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, KernelPlan, ListedPlan, RowsPlan, SearchPlan
-from punica.ops.triton_ops.tensor_batch import TensorBatch
 
 
 class ShrinkShape(NamedTuple):
@@ -617,90 +613,3 @@ def _rank_programs(blocks: int, block_r: int, others: int, rank: int) -> int:
     while programs * block_r > cover and programs % 2 == 0 and programs // 2 * others >= 256:
         programs //= 2
     return programs
-
-
-def _describe(names: Names, lora_a: Sequence[Tensor]) -> Weights:
-    return describe_stored(names.a, lora_a, -2)
-
-
-def _plan(call: Call, weights: Weights) -> KernelPlan | None:
-    """The remaining checks, then the launch; None when there is nothing to multiply."""
-    names, x, y, lora_ranks, batch, switches = call
-    accumulate, options = switches
-    check_input(names.input, x, weights, names.a)
-    (tokens, k), segments = x.shape, batch.max_segments
-    check_low_rank(names.output, y, weights, tokens, FLOATS)
-    if not y.is_contiguous():
-        raise ValueError(f"{names.output} must be contiguous, got shape {tuple(y.shape)} with strides {y.stride()}")
-    batch.check_tensors(tokens, x.device)
-    check_ranks(lora_ranks, weights)
-    if 0 in (tokens, k, weights.rank, segments):
-        return None
-    sizes = tokens, k, weights.rank, len(weights.widths)
-    config = choose("shrink", batch.shape, *sizes, options, listed=batch.listed and accumulate)
-    return plan_shrink(
-        x, weights, y.dtype, batch, config, has_ranks=lora_ranks is not None, direct=True, accumulate=accumulate
-    )
-
-
-_PLANS = Plans(_describe, _plan)
-
-
-@named("lora_shrink")
-def shrink(
-    x: Tensor, lora_a_stacked: Sequence[Tensor], y: Tensor, batch: Batch,
-    scale: float = 1.0, *, accumulate: bool = False, lora_ranks: Tensor | None = None, options: Options = Options(),
-) -> None:  # fmt: skip
-    """`lora_shrink` on a step: ``y[i, t] (+)= scale * x[t] @ A_i[slot(t)]^T``, arguments as there."""
-    if batch.no_lora:
-        if isinstance(batch, LoRABatch) and not accumulate:
-            y.zero_()  # with the flag of the flat form set, nothing is written
-        return
-    if isinstance(batch, LoRABatch) and is_traced():
-        chosen = {"batch_invariant": options.batch_invariant, "tuned_dir": options.tuned_dir}
-        given = {"scaling": scale, "accumulate": accumulate, "lora_ranks": lora_ranks, **chosen}
-        call_flat(lora_shrink, (x, lora_a_stacked, y), batch, x.shape[0], **given)
-        return
-    switches = (accumulate, options)
-    plan, aligned = _PLANS.find(x, y, (lora_a_stacked,), lora_ranks, batch, switches, scale)
-    if plan is not None:
-        with on_device(x.get_device()):
-            plan.run(x, lora_a_stacked, y, batch, lora_ranks, aligned, float(scale))
-    elif not accumulate:
-        y.zero_()
-
-
-@custom_op(mutates="output_tensor")
-def lora_shrink(
-    inputs: Tensor, lora_a_weights: Sequence[Tensor], output_tensor: Tensor, token_lora_mapping: Tensor,
-    token_indices_sorted_by_lora_ids: Tensor, num_tokens_per_lora: Tensor, lora_token_start_loc: Tensor,
-    lora_ids: Tensor, no_lora_flag_cpu: Tensor,
-    scaling: float,
-    *, num_active_loras: int | Tensor | None = None, accumulate: bool = False, lora_ranks: Tensor | None = None,
-    batch_invariant: bool = False, tuned_dir: str | None = None,
-) -> None:  # fmt: skip
-    """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
-
-    Args:
-        inputs: [T, K], float16, bfloat16 or float32, any strides.
-        lora_a_weights: n x [L, (1,) r, K], dtype of the inputs, contiguous (or with the last two dimensions swapped).
-        output_tensor: [n, T, r] contiguous; float32 keeps the precision of the sums.
-        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
-        scaling: finite factor.
-        num_active_loras: the seventh, how many entries of ``lora_ids`` may be in use (None: all).
-        accumulate: add to the output instead of overwriting it.
-        lora_ranks: int32 [n, L], true rank per slice and slot (None: r).
-        batch_invariant, tuned_dir: as in `punica.config.LoRAConfig`.
-
-    Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. TypeError for
-    dtypes, ValueError for shapes, ranges and devices, before any write.
-    """
-    batch = TensorBatch.given(
-        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
-        flag=no_lora_flag_cpu, count=num_active_loras,
-    )  # fmt: skip
-    options = Options(batch_invariant, tuned_dir=tuned_dir)
-    shrink(
-        inputs, lora_a_weights, output_tensor, batch, scaling,
-        accumulate=accumulate, lora_ranks=lora_ranks, options=options,
-    )  # fmt: skip

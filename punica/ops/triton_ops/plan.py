@@ -1,15 +1,73 @@
-"""How a planned kernel meets a step: which of the step's tensors it reads, and how many programs that makes."""
+"""Plans of single kernels: the tensors of a step that a kernel reads, and its grid."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from punica.metadata import LoRABatch
+from punica.metadata import StepShape
+from punica.ops.triton_ops.fp8_device import WIDE, Quant, check_group_k, operands, quant_of
 from punica.ops.triton_ops.launch import Launch
-from punica.ops.triton_ops.tensor_batch import TensorBatch
+from punica.ops.weights import Form, Stack
 
-Batch = LoRABatch | TensorBatch
+
+class Batch(Protocol):
+    """A step as kernels read it: a `punica.metadata.LoRABatch`, or its tensors (`flat.tensor_batch.TensorBatch`).
+
+    ``tensors``: mapping, sorted rows, counts, starts and ids; ``max_segments``: most entries of the ids in use;
+    ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``listed``: `work` has
+    lists of tiles.
+    """
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+    @property
+    def max_segments(self) -> int: ...
+    @property
+    def no_lora(self) -> bool: ...
+    @property
+    def form(self) -> tuple: ...
+    @property
+    def shape(self) -> StepShape: ...
+    @property
+    def listed(self) -> bool: ...
+    def work(self, height: int) -> tuple[Any, ...]:
+        """Sorted rows, records of tiles of `HEIGHTS[height]` rows and of short segments' rows, counts on device and
+        host."""
+
+    def check_rows(self, rows: int) -> None:
+        """ValueError unless ``rows`` rows hold those of the step."""
+
+    def check_tensors(self, rows: int, device: torch.device) -> None:
+        """TypeError, ValueError: tensors that kernels on ``device`` cannot read for so many rows."""
+
+
+def operands_of(stack: Stack, x_scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Weights as one argument of a kernel: of FP8 followed by their scales and the activations'."""
+    if not stack.operands:
+        stack.operands = operands(stack.tensors, stack.scales, None) if stack.form.is_fp8 else stack.tensors
+    return stack.operands if x_scale is None else (*stack.operands[:-1], x_scale)
+
+
+def shrink_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
+    """Storage of A and x in a shrink; ``x_strides``: of the activations' scales along rows and groups."""
+    stored, k = form.stored, form.stored.widths[0]
+    return _quant(form, x_dtype, [stored.rank] * len(stored.widths), k, x_strides)
+
+
+def expand_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
+    """The same of B and x in an expand."""
+    return _quant(form, x_dtype, form.stored.widths, form.stored.rank, x_strides)
+
+
+def _quant(
+    form: Form, x_dtype: torch.dtype, channels: Sequence[int], k: int, x_strides: tuple[int, int] | None
+) -> Quant:
+    if form.scales is None:
+        return WIDE
+    check_group_k(form.scheme, k)
+    return quant_of(form.stored, x_dtype, form.scales, form.scheme, channels, k, x_strides)
 
 
 class KernelPlan(Protocol):

@@ -4,7 +4,7 @@ Triton decides when it is first imported whether kernels are interpreted, so `te
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,9 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from punica.ops.triton_ops import configs  # noqa: E402
+from punica.ops.weights import plans_of  # noqa: E402
 
-KERNEL_MODULES = (
-    "lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8", "lora_linear_fp8",
-)  # fmt: skip
+CHOOSING = ("step_ops", "lora_linear")
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def device() -> str:
 
 
 @pytest.fixture
-def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def use_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``use_config(shrink={...}, expand={...})``: run the kernels with these configurations until the test ends."""
 
     def use(**chosen: dict[str, Any]) -> None:
@@ -36,10 +35,10 @@ def use_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def choose(op_type: str, *arguments: Any, **options: Any) -> dict[str, Any]:
             return chosen.get(op_type) or configs.choose(op_type, *arguments, **options)
 
-        for name in KERNEL_MODULES:
+        for name in CHOOSING:
             module = import_module(f"punica.ops.triton_ops.{name}")
             monkeypatch.setattr(module, "choose", choose)
-            monkeypatch.setattr(module._PLANS, "sets", {})
-            monkeypatch.setattr(module._PLANS, "plans", {})
+        plans_of.cache_clear()
 
-    return use
+    yield use
+    plans_of.cache_clear()

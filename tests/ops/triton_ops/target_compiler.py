@@ -22,20 +22,19 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.checks import STEP, Weights, describe_stored
-from punica.ops.fp8_checks import Scales, Scheme, check_scales, forms_of
+from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
-from punica.ops.triton_ops.fp8_device import operands, quant_of
+from punica.ops.triton_ops.flat import TensorBatch
+from punica.ops.triton_ops.fp8_device import operands
 from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
-from punica.ops.triton_ops.lora_linear import plan_linear
-from punica.ops.triton_ops.lora_linear_fp8 import plan_linear_fp8
+from punica.ops.triton_ops.lora_linear import LinearMode, choose_linear, plan_linear
 from punica.ops.triton_ops.lora_shrink import plan_shrink
-from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan
+from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan, expand_quant, shrink_quant
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
-from punica.ops.triton_ops.tensor_batch import TensorBatch
+from punica.ops.weights import Form, Stack
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 """Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
@@ -144,10 +143,14 @@ class Operands:
             return self._empty(SLOTS, self.rank, width).transpose(1, 2)
         return self._empty(SLOTS, width, self.rank)
 
-    def forms(self) -> tuple[Weights, Weights]:
+    def stacks(self) -> tuple[Stack, Stack]:
+        return Stack.of_a(self.a, self.ranks), Stack.of_b(self.b, self.ranks)
+
+    def forms(self) -> tuple[Form, Form]:
         """Of A and B, as if they were on the GPU."""
-        a, b = describe_stored(STEP.a, self.a, -2), describe_stored(STEP.b, self.b, -1)
-        return a._replace(device=GPU), b._replace(device=GPU)
+        a, b = (stack.form for stack in self.stacks())
+        a, b = (form._replace(stored=form.stored._replace(device=GPU)) for form in (a, b))
+        return a, b
 
     def shrink_config(self) -> Record:
         sizes = self.tokens, self.k, self.rank, self.slices
@@ -161,10 +164,8 @@ class Operands:
 def linear_plans(given: Operands) -> tuple[tuple, tuple]:
     """Shrink and expand of a layer, each with the low-rank tensor between them."""
     (a, b), shrink, has_ranks = given.forms(), given.shrink_config(), given.ranks is not None
-    expand = given.expand_config(shrink["split_k"])
-    plan = plan_linear(
-        given.y, given.x, a, b, given.batch, shrink, expand, has_ranks=has_ranks, pdl=supports_pdl(GPU)
-    )  # fmt: skip
+    configs, mode = (shrink, given.expand_config(shrink["split_k"])), LinearMode(True, has_ranks, supports_pdl(GPU))
+    plan = plan_linear(given.y, given.x, (a.stored, b.stored), given.batch, configs, mode)
     partials = empty(*plan.partials, dtype=torch.float32)
     return (plan.shrink, partials), (plan.expand, partials)
 
@@ -174,11 +175,11 @@ def single_plans(given: Operands) -> tuple[tuple, tuple]:
     (a, b), has_ranks = given.forms(), given.ranks is not None
     h = given._empty(given.slices, given.tokens, given.rank)
     shrink = plan_shrink(
-        given.x, a, h.dtype, given.batch, given.shrink_config(),
+        given.x, a.stored, h.dtype, given.batch, given.shrink_config(),
         has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
     )  # fmt: skip
     expand = plan_expand(
-        (1, *h.shape), (0, *h.stride()), h.dtype, given.y, b, given.batch, given.expand_config(1),
+        (1, *h.shape), (0, *h.stride()), h.dtype, given.y, b.stored, given.batch, given.expand_config(1),
         offset_start=0, add_inputs=True, has_ranks=has_ranks,
     )  # fmt: skip
     return (shrink, h), (expand, h)
@@ -217,13 +218,9 @@ class Fp8Operands(Operands):
         shape = (SLOTS, columns) if scheme.per_channel_quant else (SLOTS,)
         return empty(*shape, dtype=torch.float32)
 
-    def forms(self) -> tuple[Weights, Weights]:
-        a, b = describe_stored(STEP.a, self.a, -2, FP8_DTYPES), describe_stored(STEP.b, self.b, -1, FP8_DTYPES)
-        return a._replace(device=GPU), b._replace(device=GPU)
-
-    def lie(self, weights: Weights, scales: tuple[Tensor, ...], scheme: Scheme, is_shrink: bool) -> Scales:
-        forms = [form._replace(device=GPU) for form in forms_of("scales", scales)]
-        return check_scales("scales", forms, weights, is_shrink, scheme)
+    def stacks(self) -> tuple[Stack, Stack]:
+        a = Stack.of_a(self.a, self.ranks, self.a_scales, self.shrink)
+        return a, Stack.of_b(self.b, self.ranks, self.b_scales, self.expand)
 
     def given(self, weights: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return operands([self._bytes(weight) for weight in weights], scales, self.a_scale)
@@ -236,29 +233,25 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
     """Both FP8 kernels of one case: as a layer has them run (weight-only, linear), or each op by itself."""
     given, found = Fp8Operands(case, capability), []
     (a, b), has_ranks, linear = given.forms(), given.ranks is not None, case["linear"] and not case["w8a8"]
-    pdl, low = linear and supports_pdl(GPU), torch.float32
-    a_lie, b_lie = (given.lie(a, given.a_scales, given.shrink, True), given.lie(b, given.b_scales, given.expand, False))
+    low = torch.float32
     if linear:
-        stored = (a, a_lie, given.shrink), (b, b_lie, given.expand)
-        plan = plan_linear_fp8(
-            given.y, given.x, *stored, given.batch, given.options, add_inputs=True, has_ranks=has_ranks, pdl=pdl
-        )
+        mode = LinearMode(True, has_ranks, supports_pdl(GPU))
+        plan = choose_linear(given.y, given.x, (a, b), given.batch, given.options, mode)
         shrink, expand, partials = plan.shrink, plan.expand, plan.partials
         h = empty(*partials, dtype=low)
     else:
         a_strides = (1, 0) if case["w8a8"] else None
         partials = (1, given.slices, given.tokens, given.rank)
         h = empty(*partials, dtype=given.fp8 if case["w8a8"] else low)
-        ranks = [given.rank] * given.slices
         shrink = plan_shrink(
-            given.x, a, low, given.batch, given.shrink_config(),
+            given.x, a.stored, low, given.batch, given.shrink_config(),
             has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
-            quant=quant_of(a, given.x.dtype, a_lie, given.shrink, ranks, given.k, a_strides),
+            quant=shrink_quant(a, given.x.dtype, a_strides),
         )  # fmt: skip
         expand = plan_expand(
-            partials, h.stride(), h.dtype, given.y, b, given.batch, given.expand_config(1),
+            partials, h.stride(), h.dtype, given.y, b.stored, given.batch, given.expand_config(1),
             offset_start=0, add_inputs=True, has_ranks=has_ranks,
-            quant=quant_of(b, h.dtype, b_lie, given.expand, given.widths, given.rank, a_strides),
+            quant=expand_quant(b, h.dtype, a_strides),
         )  # fmt: skip
     x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*partials, dtype=low)
     left, right = given.given(given.a, given.a_scales), given.given(given.b, given.b_scales)

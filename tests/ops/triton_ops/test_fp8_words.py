@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from step_calls import linear
 from target_compiler import constants_of
 from triton_batches import EXPANDS, SHRINKS, assert_close
 
@@ -20,13 +21,14 @@ from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, product, step
 
 from punica.metadata import StepShape
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
-from punica.ops.triton_ops import Options, linear_fp8
+from punica.ops.triton_ops import Options
 from punica.ops.triton_ops.configs import choose
+from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8
 from punica.ops.triton_ops.fp8_words import _unpacked, _wide_words
 from punica.ops.triton_ops.launch import INTERPRETED
-from punica.ops.triton_ops.tensor_batch import TensorBatch
+from punica.ops.weights import plans_of
 
 FP16 = torch.float16
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
@@ -86,7 +88,7 @@ def test_every_code_of_two_words_at_a_time(fp8, device):
 @pytest.fixture
 def as_configured(monkeypatch, use_config):
     """`use_config`, past the rule for FP8, which has blocks of its own."""
-    module = import_module("punica.ops.triton_ops.lora_linear_fp8")
+    module = import_module("punica.ops.triton_ops.lora_linear")
     for name in ("shrink_in_fp8", "expand_in_fp8"):
         monkeypatch.setattr(module, name, lambda config, *_: config)
     return use_config
@@ -119,7 +121,7 @@ class Case:
         y = self.before.clone() if y is None else y
         batch = batch or step(self.slots, self.device, rows=len(self.slots))
         true = torch.tensor([self.ranks] * len(self.widths), dtype=torch.int32, device=self.device)
-        linear_fp8(
+        linear(
             y, self.x, [s.stored for s in self.a], [by_ranks(s.stored) for s in self.b], batch, 0.5,
             lora_a_scale=[s.scale for s in self.a], lora_b_scale=[s.scale for s in self.b], shrink=self.scheme,
             expand=self.scheme, lora_ranks=true, **options,
@@ -171,7 +173,7 @@ TILES = EXPANDS["tiles"] | {"in_words": True, "block_n": 128}
 @pytest.fixture
 def reads_words(monkeypatch):
     """Called after a step: whether its expand read tiles in words."""
-    module, seen = import_module("punica.ops.triton_ops.lora_linear_fp8"), []
+    module, seen = import_module("punica.ops.triton_ops.lora_linear"), []
     plain = module.plan_linear
 
     def note(*arguments, **given):
@@ -182,8 +184,7 @@ def reads_words(monkeypatch):
         return constants_of(seen[-1].expand)["words"]
 
     monkeypatch.setattr(module, "plan_linear", note)
-    monkeypatch.setattr(module._PLANS, "sets", {})
-    monkeypatch.setattr(module._PLANS, "plans", {})
+    plans_of.cache_clear()
     return reads
 
 
@@ -357,7 +358,7 @@ def test_a_scale_per_slot_and_overwriting(device, as_configured):
     mode = MODES["tensor"]
     a, b = Stack.random(3, 16, 64, mode, E4M3, device), Stack.random(3, 72, 16, mode, E4M3, device)
     x, y = torch.randn(len(SLOTS), 64).half().to(device), torch.full((len(SLOTS), 72), 7.0, dtype=FP16, device=device)
-    linear_fp8(
+    linear(
         y, x, [a.stored], [by_ranks(b.stored)], step(SLOTS, device), 1.0, lora_a_scale=[a.scale],
         lora_b_scale=[b.scale], shrink=Scheme(), expand=Scheme(), add_inputs=False,
     )  # fmt: skip
@@ -372,12 +373,12 @@ def test_what_goes_by_words(width, offset, words, device, monkeypatch):
     """A B that does not fill its words, or does not begin with one, is read byte by byte: no word reaches into the next
     rank or across two.
     """
-    module, seen = import_module("punica.ops.triton_ops.lora_linear_fp8"), []
+    module, seen = import_module("punica.ops.triton_ops.lora_linear"), []
     plan = module.plan_linear
 
-    def noted(*args, quant, **given):
-        seen.append(quant[1].words)
-        return plan(*args, quant=quant, **given)
+    def noted(*args):
+        seen.append(args[-1][1].words)
+        return plan(*args)
 
     monkeypatch.setattr(module, "plan_linear", noted)
     a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
@@ -385,7 +386,7 @@ def test_what_goes_by_words(width, offset, words, device, monkeypatch):
     view = room[offset:].view(E4M3).view(3, 1, 16, width)
     view.copy_(b.stored.mT)
     x, y = torch.randn(len(SLOTS), 48).half().to(device), torch.zeros(len(SLOTS), width, dtype=FP16, device=device)
-    linear_fp8(
+    linear(
         y, x, [a.stored], [view.mT], step(SLOTS, device), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
         shrink=PER_CHANNEL, expand=PER_CHANNEL,
     )  # fmt: skip

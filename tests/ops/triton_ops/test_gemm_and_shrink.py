@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from step_calls import linear
 from triton_batches import SHRINK_ROWS, SHRINK_TILES, TOLERANCE, Batch, assert_close
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import quantize_per_channel
-from punica.ops.triton_ops import Options, linear, linear_fp8, lora_linear
+from punica.ops.triton_ops import Options, lora_linear
 from punica.ops.triton_ops.gemm_and_shrink import MOST_RANKS, GemmAndShrinkPlan, describe_base, fused_config
 from punica.ops.triton_ops.lora_linear import LinearPlan
 
@@ -164,9 +165,9 @@ def test_adapters_in_fp8(w8a8, rank, device, fused) -> None:
     scheme = Scheme(use_fp8_w8a8=w8a8, per_channel_quant=True)
     given: dict[str, Any] = {"lora_a_scale": [scale for _, scale in a], "lora_b_scale": [scale for _, scale in b]}
     given |= {"shrink": scheme, "expand": scheme}
-    linear_fp8(case.y, case.x, *stored, case.step, 0.5, base=(case.weight, case.bias), **given)
+    linear(case.y, case.x, *stored, case.step, 0.5, base=(case.weight, case.bias), **given)
     expected = case.product().to(device, FP16)
-    linear_fp8(expected, case.x, *stored, case.step, 0.5, **given)
+    linear(expected, case.x, *stored, case.step, 0.5, **given)
     assert_close(case.y, expected.cpu().double(), FP16)
     assert fused[:1] == ([] if w8a8 else [rank <= MOST_RANKS])
 

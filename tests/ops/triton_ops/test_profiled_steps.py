@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from step_calls import expand, linear, shrink
 from test_gemm_and_shrink import DISTINCT, FP16, Case
 from torch.profiler import ProfilerActivity, profile
 
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import quantize_per_channel
-from punica.ops.triton_ops import expand, linear, linear_fp8, moe_align, shrink
+from punica.ops.triton_ops import moe_align
 from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.launch import Launch
 from tests.ops import moe_cases
@@ -27,7 +28,7 @@ def in_fp8(case: Case) -> None:
     (a, a_scale), (b, b_scale) = (quantize_per_channel(one) for one in (case.a[0], case.b[0]))
     scheme = Scheme(per_channel_quant=True)
     given = {"lora_a_scale": [a_scale], "lora_b_scale": [b_scale], "shrink": scheme, "expand": scheme}
-    linear_fp8(case.y.zero_(), case.x, [a], [b], case.step, 0.5, **given)
+    linear(case.y.zero_(), case.x, [a], [b], case.step, 0.5, **given)
 
 
 def apart(case: Case) -> None:
@@ -39,7 +40,7 @@ def apart(case: Case) -> None:
 CALLS = {
     with_base: ["punica::lora_linear"],
     without_base: ["punica::lora_linear"],
-    in_fp8: ["punica::lora_linear_fp8"],
+    in_fp8: ["punica::lora_linear"],
     apart: ["punica::lora_shrink", "punica::lora_expand"],
 }
 

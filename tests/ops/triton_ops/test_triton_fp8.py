@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_calls import expand, linear, shrink
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -15,20 +16,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
 
 from punica.metadata import LoRAKernelMeta
-from punica.ops import fp8_ops
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import (
     Options,
-    expand_fp8,
-    linear_fp8,
     lora_expand,
     lora_expand_fp8,
     lora_linear_fp8,
     lora_shrink,
     lora_shrink_fp8,
-    shrink_fp8,
 )
 from punica.ops.triton_ops.launch import Launch
+from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 FP16, FP32 = torch.float16, torch.float32
@@ -144,7 +142,7 @@ def test_linear_on_a_step(form, mode, slots, device, use_config):
     a, b = stacks([(20, 300)] * 2, given, device), stacks([(96, 20), (40, 20)], given, device)
     x = torch.randn(len(slots), 300).half().to(device)
     y = torch.zeros(len(slots), 136, dtype=FP16, device=device)
-    linear_fp8(
+    linear(
         y, x, [s.stored for s in a], [by_ranks(s.stored) for s in b], step(slots, device), 0.5,
         lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b],
         shrink=Scheme(**given), expand=Scheme(**given),
@@ -175,7 +173,7 @@ def test_true_ranks_and_poison(row_major, width, form, rank, device, use_config)
     x = torch.randn(len(slots), 100).half().to(device)
     before = torch.randn(len(slots), width).half().to(device)
     y = before.clone()
-    linear_fp8(
+    linear(
         y, x, [a.stored], [b.stored if row_major else by_ranks(b.stored)], step(slots, device), 0.5,
         lora_a_scale=[a.scale], lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL,
         lora_ranks=torch.tensor([ranks], dtype=torch.int32, device=device),
@@ -191,7 +189,7 @@ def test_accumulates_and_leaves_bare_rows_alone(device, use_config):
         a = stacks([(20, 100)], MODES["channel"], device)[0]
         x, before = torch.randn(7, 100).half().to(device), torch.randn(1, 7, 20).to(device)
         y = before.clone()
-        shrink_fp8(x, [a.stored], y, step(SLOTS, device), 0.5, b_scale=[a.scale], scheme=PER_CHANNEL, accumulate=True)
+        shrink(x, [a.stored], y, step(SLOTS, device), 0.5, b_scale=[a.scale], scheme=PER_CHANNEL, accumulate=True)
         expected = before.cpu().double() + 0.5 * product(x.cpu().double(), a.real(), SLOTS, None, True)
         torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
         assert torch.equal(y[:, [1, 6]], before[:, [1, 6]])
@@ -202,7 +200,7 @@ def test_overwrites_columns_of_adapted_rows_only(device, use_config):
         use_config(expand=EXPANDS[form])
         b = stacks([(50, 20)], MODES["tensor"], device)[0]
         h, y = torch.randn(1, 7, 20).to(device), torch.full((7, 60), 7.0, device=device)
-        expand_fp8(h, [b.stored], y, step(SLOTS, device), 5, False, b_scale=[b.scale])
+        expand(h, [b.stored], y, step(SLOTS, device), 5, False, b_scale=[b.scale])
         expected = torch.full((7, 60), 7.0, dtype=torch.float64)
         on = torch.tensor(SLOTS) >= 0
         expected[on, 5:55] = product(h[0].cpu().double(), b.real(), SLOTS, None, False)[on]
@@ -247,9 +245,9 @@ def test_cpu_and_kernels_agree(w8a8, device):
     a, b = stacks([(16, 100)] * 2, given, device), stacks([(50, 16), (30, 16)], given, device)
     x, scheme = torch.randn(7, 100).half().to(device), Scheme(use_fp8_w8a8=w8a8, **given)
     results = []
-    for linear in (fp8_ops.linear_fp8, linear_fp8):
+    for operation in (TORCH.linear, linear):
         y = torch.zeros(7, 80, device=device)
-        linear(
+        operation(
             y, x, [s.stored for s in a], [s.stored for s in b], step(SLOTS, device),
             lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b], shrink=scheme, expand=scheme,
         )  # fmt: skip
@@ -263,8 +261,8 @@ def test_nothing_to_do(device):
     x, y = torch.randn(2, 100).half().to(device), torch.full((1, 2, 20), 7.0, device=device)
     lora_shrink_fp8(x, [a.stored], y, *flat([-1, -1], device), 1.0, [a.scale], per_channel_quant=True)
     assert (y == 7).all()
-    shrink_fp8(x[:0], [a.stored], y[:, :0], step([], device), b_scale=[a.scale], scheme=PER_CHANNEL)
-    shrink_fp8(x, [a.stored], y, step([-1, -1], device), b_scale=[a.scale], scheme=PER_CHANNEL)
+    shrink(x[:0], [a.stored], y[:, :0], step([], device), b_scale=[a.scale], scheme=PER_CHANNEL)
+    shrink(x, [a.stored], y, step([-1, -1], device), b_scale=[a.scale], scheme=PER_CHANNEL)
     assert (y == 0).all()
 
 
@@ -275,7 +273,7 @@ def test_batch_invariance(device):
     found = []
     for slots in ([1], [1] + [0] * 6, [1] * 40):
         y = torch.zeros(len(slots), 96, dtype=FP16, device=device)
-        linear_fp8(
+        linear(
             y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device), lora_a_scale=[a.scale],
             lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL, options=Options(batch_invariant=True),
         )  # fmt: skip
@@ -302,7 +300,7 @@ def test_what_each_split_sums_does_not_follow_the_step(rank, device, monkeypatch
     for slots in ([1], [0, 1, 2], [1] * 72):  # few rows, few of each adapter, many
         x, y = torch.randn(len(slots), 2048).half().to(device), torch.zeros(len(slots), 32, dtype=FP16, device=device)
         batch, options = step(slots, device, rows=72), Options(batch_invariant=True)
-        linear_fp8(y, x, [a.stored], [b.stored], batch, options=options, **given)
+        linear(y, x, [a.stored], [b.stored], batch, options=options, **given)
     assert len(found) == 3
     assert len(set(found)) == 1
     assert found[0][0] == 2
@@ -334,10 +332,10 @@ class TestTracing:
         given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": scheme, "expand": scheme}
         weights = [a.stored], [by_ranks(b.stored)]
         ranks = torch.tensor([[16, 16, 5]], dtype=torch.int32, device=device)
-        linear_fp8(eager := y.clone(), x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
+        linear(eager := y.clone(), x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
         with torch.autograd.profiler.profile() as profile:
-            linear_fp8(y, x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
-        assert [event.name for event in profile.function_events].count("punica::lora_linear_fp8") == 1
+            linear(y, x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
+        assert [event.name for event in profile.function_events].count("punica::lora_linear") == 1
         assert torch.equal(y, eager)
         assert bool(y[1].any())
 
@@ -385,8 +383,8 @@ def test_the_first_product_may_be_launched_elsewhere(w8a8, mode, device):
     scheme = Scheme(use_fp8_w8a8=w8a8, **given)
     given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": scheme, "expand": scheme}
     weights, rows = ([a.stored], [by_ranks(b.stored)]), step([0, 2, -1], device)
-    linear_fp8(expected := y.clone(), x, *weights, rows, **given)
-    linear_fp8(y, x, *weights, rows, aside=aside, **given)
+    linear(expected := y.clone(), x, *weights, rows, **given)
+    linear(y, x, *weights, rows, aside=aside, **given)
     assert events[0] == "begin"
     assert not bool(events[1].any())
     assert torch.equal(y, expected)

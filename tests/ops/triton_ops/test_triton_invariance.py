@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from step_calls import linear
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import quantize_per_channel
-from punica.ops.triton_ops import Options, linear, linear_fp8, lora_linear
+from punica.ops.triton_ops import Options, lora_linear
 
 INVARIANT = Options(batch_invariant=True)
 SHAPES = {
@@ -68,7 +69,7 @@ class Fp8Layer(Layer):
 
     def added(self, rows: slice) -> torch.Tensor:
         y, given = self.y[rows].clone(), {"lora_ranks": self.ranks, "options": INVARIANT, **self.fp8}
-        linear_fp8(y, self.x[rows], self.a, self.b, self.step(rows), 0.5, **given)
+        linear(y, self.x[rows], self.a, self.b, self.step(rows), 0.5, **given)
         return y
 
 
@@ -128,15 +129,15 @@ def test_fp8_forms_are_the_same_with_a_folder_of_tuned_tables(tmp_path, monkeypa
     """No table has a say in them, and so none keeps the FP8 rule from having its own."""
     found = []
 
-    def noted(y, x, a, b, batch, shrink, expand, **_):
-        found.append((shrink, expand))
+    def noted(y, x, weights, batch, configs, *_):
+        found.append(configs)
         raise StopIteration
 
-    monkeypatch.setattr(sys.modules["punica.ops.triton_ops.lora_linear_fp8"], "plan_linear", noted)
+    monkeypatch.setattr(sys.modules["punica.ops.triton_ops.lora_linear"], "plan_linear", noted)
     layer = Fp8Layer((16, (16,), 64), 1100, torch.float16, device, w8a8=False, by_ranks=True)
     for options in (INVARIANT, INVARIANT._replace(tuned_dir=str(tmp_path))):
         with pytest.raises(StopIteration):
-            linear_fp8(layer.y, layer.x, layer.a, layer.b, layer.step(slice(0, 1100)), options=options, **layer.fp8)
+            linear(layer.y, layer.x, layer.a, layer.b, layer.step(slice(0, 1100)), options=options, **layer.fp8)
     assert found[0] == found[1]
 
 

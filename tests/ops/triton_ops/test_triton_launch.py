@@ -3,23 +3,25 @@
 import gc
 import inspect
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from step_calls import expand, linear, shrink
 from triton_batches import EXPANDS, SHRINKS, Batch, random_slots
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.triton_ops import Options, expand, linear, lora_expand, lora_linear, lora_shrink, shrink
+from punica.ops import weights
+from punica.ops.triton_ops import Options, TritonOps, lora_expand, lora_linear, lora_shrink
 from punica.ops.triton_ops import launch as launching
-from punica.ops.triton_ops.tensor_batch import NAMES as META
+from punica.ops.triton_ops.flat.tensor_batch import NAMES as META
 
 FP16 = torch.float16
 NAMES = (*META, "no_lora_flag_cpu")
-OPS = ("lora_shrink", "lora_expand", "lora_linear")
-MODULES = {name: import_module(f"punica.ops.triton_ops.{name}") for name in OPS}
+CHOOSING = {"lora_shrink": "step_ops", "lora_expand": "step_ops", "lora_linear": "lora_linear"}
 
 
 # ---- the direct launch
@@ -126,34 +128,33 @@ def test_launches_share_a_kernel_that_triton_would_not_compile_anew():
 
 
 @pytest.fixture
-def looked_at(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often weights were described and calls planned, over all three ops."""
-    counts = {"describe": 0, "plan": 0}
-    for module in MODULES.values():
-        monkeypatch.setattr(module._PLANS, "sets", {})
-        monkeypatch.setattr(module._PLANS, "plans", {})
-        for what in counts:
-            original = getattr(module._PLANS, what)
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How often weights were checked (A and B apart) and calls planned."""
+    counts = {"weights": 0, "plan": 0}
+    monkeypatch.setattr(weights, "_FORMS", {})
+    weights.plans_of.cache_clear()
+    for owner, name, what in ((weights, "_checked", "weights"), (TritonOps, "_plan_linear", "plan")):
+        original = getattr(owner, name)
 
-            def counted(*arguments: Any, what: str = what, original: Any = original) -> Any:
-                counts[what] += 1
-                return original(*arguments)
+        def counted(*arguments: Any, what: str = what, original: Any = original) -> Any:
+            counts[what] += 1
+            return original(*arguments)
 
-            monkeypatch.setattr(module._PLANS, what, counted)
-    return counts
+        monkeypatch.setattr(owner, name, counted)
+    yield counts
+    weights.plans_of.cache_clear()
 
 
 def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_config):
     use_config(shrink=SHRINKS["tiles"], expand=EXPANDS["tiles"])
     batch = Batch([0] * 40, 32, (16,), 16, 2, FP16, device)
     step = LoRABatch(64, 2, device)
-    binaries = set()
+    owned = weights.LoRAWeights.of(batch.a, batch.b)
     for length in (33, 34, 40, 33):
         step.fill(RowGroups.of_runs([1], [length]))
-        linear(batch.y[:length], batch.x[:length], batch.a, batch.b, step)
-        (known,) = MODULES["lora_linear"]._PLANS.sets.values()
-        binaries |= {id(part.launch.binary) for plan in known.plans.values() for part in (plan.shrink, plan.expand)}
-    assert looked_at == {"describe": 1, "plan": 3}
+        TritonOps().linear(batch.y[:length], batch.x[:length], owned, step)
+    binaries = {id(part.launch.binary) for plan in owned.plans.values() for part in (plan.shrink, plan.expand)}
+    assert looked_at == {"weights": 2, "plan": 3}
     assert len(binaries) == 2  # one shrink, one expand, whatever the length
 
 
@@ -164,16 +165,6 @@ def test_plans_keep_no_weights_alive(looked_at, device):
     batch.a = batch.b = ()
     gc.collect()
     assert all(reference() is None for reference in freed)
-
-
-def test_other_memory_behind_the_same_weight_is_noticed(looked_at, device):
-    batch = Batch([0, 1], 32, (16,), 4, 2, FP16, device)
-    step = filled(batch)
-    for _ in range(2):
-        linear(batch.y, batch.x, batch.a, batch.b, step)
-    batch.a[0].data = batch.a[0].clone()
-    linear(batch.y, batch.x, batch.a, batch.b, step)
-    assert looked_at["describe"] == 2
 
 
 @pytest.mark.parametrize(
@@ -203,7 +194,7 @@ def test_layers_of_one_shape_share_their_plans(looked_at, device):
     for _ in range(5):
         batch.a, batch.b = (tuple(weight.clone() for weight in group) for group in (batch.a, batch.b))
         linear(batch.y, batch.x, batch.a, batch.b, step)
-    assert looked_at == {"describe": 5, "plan": 1}
+    assert looked_at == {"weights": 2, "plan": 1}
 
 
 def test_slices_may_not_move_from_one_factor_to_the_other(device):
@@ -261,7 +252,7 @@ def filled(batch: Batch) -> LoRABatch:
     return step
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", CHOOSING)
 def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device, monkeypatch):
     """Flat and on a step."""
     batch, asked = Batch([0, 1, -1], 32, (16,), 4, 2, FP16, device), []
@@ -272,9 +263,8 @@ def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device
         plain = [one._replace(tuned_dir=None) if one is asked[-1] else one for one in arguments]
         return configs.choose(*plain, **rest)
 
-    monkeypatch.setattr(MODULES[name], "choose", choose)
-    monkeypatch.setattr(MODULES[name]._PLANS, "sets", {})
-    monkeypatch.setattr(MODULES[name]._PLANS, "plans", {})
+    monkeypatch.setattr(import_module(f"punica.ops.triton_ops.{CHOOSING[name]}"), "choose", choose)
+    weights.plans_of.cache_clear()
     h, options = torch.zeros(1, 3, 4, device=device), Options(batch_invariant=True, tuned_dir="folder")
     flat, step = {"batch_invariant": True, "tuned_dir": "folder"}, filled(batch)
     if name == "lora_shrink":

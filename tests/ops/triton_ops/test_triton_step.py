@@ -6,10 +6,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from step_calls import linear
 from triton_batches import EXPAND_ROWS, EXPAND_TILES, EXPAND_WALK, SHRINK_ROWS, SHRINK_TILES, Batch, assert_close
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.triton_ops import Options, linear
+from punica.ops.triton_ops import Options
 
 SHRINKS = {
     "rows": SHRINK_ROWS,

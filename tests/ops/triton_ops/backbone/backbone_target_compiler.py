@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.checks import STEP, describe_stored
+from punica.ops.checks import STEP, describe_weights
 from punica.ops.heads import HeadNorms
 from punica.ops.quant import E4M3
 from punica.ops.triton_ops.backbone import (
@@ -65,7 +65,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
 def gemm_and_shrink(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8: bool, capability: int) -> None:
     """The base product with the shrink of ``RANK`` ranks in its launch, A in FP8 or in the dtype of x."""
     a = empty(SLOTS, RANK, x.shape[1], dtype=E4M3 if fp8 else x.dtype)
-    base, stored = describe_base((weight,)), describe_stored(STEP.a, (a,), -2, (a.dtype,))
+    base, stored = describe_base((weight,)), describe_weights(STEP.a, (a,), -2, (a.dtype,))
     config = fused_config({"row_wise": True}, x, base, RANK)
     quant = Quant(1, True, True) if fp8 else WIDE
     plan = plan_gemm_and_shrink(x, base, y, stored, config, has_ranks=True, pdl=capability >= 90, quant=quant)

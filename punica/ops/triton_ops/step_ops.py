@@ -1,0 +1,303 @@
+"""`TritonOps`: shrink, expand and linear on a step.
+
+A call looks up its plan in the weights, by the form of the operands and the step, and launches it. A plan that is not
+there is made after all checks, so that an error leaves nothing behind. Under a graph tracer a call is one node: the
+flat op of the same name (`punica.ops.triton_ops.flat`).
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from punica.metadata import LoRABatch
+from punica.ops.checks import (
+    FLAT,
+    FLOATS,
+    STEP,
+    WITH_DOUBLE,
+    Names,
+    check_dtype,
+    check_equal_rows,
+    check_input,
+    check_low_rank,
+    check_scale,
+    check_stored_output,
+)
+from punica.ops.fp8_checks import check_activation
+from punica.ops.interface import ALONE, Beside, add_low_rank, low_rank_of
+from punica.ops.quant import FP8_DTYPES
+from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
+from punica.ops.triton_ops.configs import Options, choose
+from punica.ops.triton_ops.fp8_device import as_operand
+from punica.ops.triton_ops.fp8_rules import shrink_in_fp8
+from punica.ops.triton_ops.gemm_and_shrink import check_base, check_base_switches, describe_base
+from punica.ops.triton_ops.launch import on_device, supports_pdl
+from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.lora_linear import LinearMode, LinearPlan, choose_linear
+from punica.ops.triton_ops.lora_shrink import plan_shrink
+from punica.ops.triton_ops.op import check_runnable, is_traced, named
+from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant, operands_of, shrink_quant
+from punica.ops.triton_ops.quantize_rows import quantized_rows
+from punica.ops.weights import LoRAWeights, Stack, check_stored
+
+_MOST_PLANS = 4096  # of one form of weights; a full table starts anew
+
+
+class TritonOps:
+    """The operations of `punica.ops.interface.Ops`, arguments and errors as there; ``options`` choose the kernels."""
+
+    def __init__(self, options: Options = Options()) -> None:
+        self.options = options
+
+    @named("lora_shrink")
+    def shrink(
+        self, y: Tensor, x: Tensor, a: Stack, batch: Batch, scale: float = 1.0,
+        accumulate: bool = False, x_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Hidden size to rank; y is contiguous."""
+        if batch.no_lora:
+            if isinstance(batch, LoRABatch) and not accumulate:
+                y.zero_()  # with the flag of the flat form set, nothing is written
+            return
+        if isinstance(batch, LoRABatch) and is_traced():
+            given = {"scaling": scale, "accumulate": accumulate}
+            self._trace("lora_shrink", (x, a.tensors, y), batch, a, x_scale, given)
+            return
+        key = ("shrink", *_call(x, y, batch, scale), accumulate, _form_of(x_scale), self.options)
+        plan = a.plans.get(key, _UNKNOWN)
+        if plan is _UNKNOWN:
+            plan = _kept(a.plans, key, self._plan_shrink(y, x, a, batch, accumulate, x_scale))
+        if plan is not None:
+            aligned = _aligned(x, y, x_scale, a.low_bits)
+            with on_device(x.get_device()):
+                plan.run(as_operand(x), operands_of(a, x_scale), y, batch, a.ranks, aligned, float(scale))
+        elif not accumulate:
+            y.zero_()
+
+    @named("lora_expand")
+    def expand(
+        self, y: Tensor, x: Tensor, b: Stack, batch: Batch, offset_start: int = 0,
+        add_inputs: bool = True, x_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Rank to hidden size; y has a last stride of 1."""
+        if batch.no_lora:
+            return
+        if isinstance(batch, LoRABatch) and is_traced():
+            given = {"offset_start": offset_start, "add_inputs": add_inputs}
+            self._trace("lora_expand", (x, b.tensors, y), batch, b, x_scale, given)
+            return
+        key = ("expand", *_call(x, y, batch), offset_start, add_inputs, _form_of(x_scale), self.options)
+        plan = b.plans.get(key, _UNKNOWN)
+        if plan is _UNKNOWN:
+            plan = _kept(b.plans, key, self._plan_expand(y, x, b, batch, (offset_start, add_inputs), x_scale))
+        if plan is not None:
+            aligned = _aligned(x, y, x_scale, b.low_bits)
+            with on_device(x.get_device()):
+                plan.run(as_operand(x), operands_of(b, x_scale), y, batch, b.ranks, aligned)
+
+    @named("lora_linear")
+    def linear(
+        self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float = 1.0,
+        add_inputs: bool = True, x_scale: Tensor | None = None, beside: Beside = ALONE,
+    ) -> None:  # fmt: skip
+        """Both, in two launches.
+
+        ``beside.base`` is the product of up to 64 rows (`skinny_gemm`) with ``add_inputs``, and y is not x; the shrink
+        is made beside it, or in the same launch. Under a graph tracer the product is one launch and the op another.
+        """
+        a, b, base = weights.a, weights.b, beside.base
+        check_base_switches(base, add_inputs)
+        if batch.no_lora:
+            if base:
+                skinny_gemm(y, x, *base)
+            return
+        if isinstance(batch, LoRABatch) and is_traced():
+            self._trace_linear(y, x, weights, batch, scale, add_inputs, x_scale, beside)
+            return
+        if x_scale is not None or a.form.scheme.use_fp8_w8a8:
+            self._linear_by_parts(y, x, weights, batch, scale, add_inputs, x_scale, beside)
+            return
+        key = (
+            "linear", *_call(x, y, batch, scale), add_inputs, beside.aside is None, *[_form_of(one) for one in base],
+            b.low_bits & 3, self.options,
+        )  # fmt: skip
+        plan = weights.plans.get(key, _UNKNOWN)
+        if plan is _UNKNOWN:
+            plan = _kept(weights.plans, key, self._plan_linear(y, x, weights, batch, add_inputs, beside))
+        if plan is not None:
+            bits = a.low_bits | b.low_bits
+            for one in base:
+                bits |= one.data_ptr()
+            plan.run(y, x, weights, batch, _aligned(x, y, None, bits), float(scale), beside)
+        elif base:
+            skinny_gemm(y, x, *base)
+
+    def _linear_by_parts(
+        self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float, add_inputs: bool,
+        x_scale: Tensor | None, beside: Beside,
+    ) -> None:  # fmt: skip
+        """Both, with quantised activations."""
+        names, a, base = _names(batch), weights.a.form.stored, describe_base(beside.base)
+        check_equal_rows(names, x, y)
+        if not x.shape[0]:
+            return
+        if base is not None:  # y is written in front of the checks of shrink and expand
+            check_base(base, x, y)
+            check_input(names.input, x, a._replace(dtype=x.dtype), names.a)
+            check_stored_output(names.output, y, weights.b.form.stored, 0)
+            skinny_gemm(y, x, *beside.base)
+        with nullcontext() if beside.aside is None else beside.aside():
+            low = low_rank_of(self, x, weights, batch, scale, x_scale)
+        add_low_rank(self, y, low, weights, batch, add_inputs)
+
+    def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
+        """`punica.ops.triton_ops.quantize_rows`, into new tensors."""
+        return quantized_rows(x, group_k)
+
+    # --- plans: the remaining checks, then the launches; None where there is nothing to multiply ---------------------
+
+    def _plan_shrink(
+        self, y: Tensor, x: Tensor, a: Stack, batch: Batch, accumulate: bool, x_scale: Tensor | None
+    ) -> KernelPlan | None:
+        names, form, stored = _names(batch), a.form, a.form.stored
+        check_stored(a, names.a)
+        x_strides = check_activation(names.input, x, x_scale, stored.widths[0], form.scheme, stored)
+        quant = shrink_quant(form, x.dtype, x_strides)
+        check_input(names.input, x, stored._replace(dtype=x.dtype) if form.is_fp8 else stored, names.a)
+        tokens, k = x.shape
+        check_low_rank(names.output, y, stored, tokens, FLOATS)
+        if not y.is_contiguous():
+            raise ValueError(f"{names.output} must be contiguous, got shape {tuple(y.shape)} with strides {y.stride()}")
+        batch.check_tensors(tokens, x.device)
+        if 0 in (tokens, k, stored.rank, batch.max_segments):
+            return None
+        check_runnable(x.device)
+        sizes, options = (tokens, k, stored.rank, len(stored.widths)), self.options
+        config = choose("shrink", batch.shape, *sizes, options, listed=batch.listed and accumulate)
+        if form.is_fp8 and (options.tuned_dir is None or options.batch_invariant):  # a tuned table is obeyed
+            config = shrink_in_fp8(config, batch.shape, tokens, stored.rank)
+        return plan_shrink(
+            x, stored, y.dtype, batch, config,
+            has_ranks=form.has_ranks, direct=True, accumulate=accumulate, quant=quant,
+        )  # fmt: skip
+
+    def _plan_expand(
+        self, y: Tensor, x: Tensor, b: Stack, batch: Batch, where: tuple[int, bool], x_scale: Tensor | None
+    ) -> KernelPlan | None:
+        names, form, stored, (offset_start, add_inputs) = _names(batch), b.form, b.form.stored, where
+        check_stored(b, names.b)
+        x_strides = check_activation(names.input, x, x_scale, stored.rank, form.scheme, stored)
+        quant = expand_quant(form, x.dtype, x_strides)
+        check_stored_output(names.output, y, stored, offset_start)
+        tokens, rank, width = y.shape[0], stored.rank, max(stored.widths)
+        check_low_rank(names.input, x, stored, tokens, (x.dtype,) if form.is_fp8 else (torch.float32, stored.dtype))
+        batch.check_tensors(tokens, x.device)
+        if 0 in (tokens, rank, batch.max_segments, width):
+            return None
+        check_runnable(x.device)
+        sizes = tokens, width, rank, len(stored.widths)
+        config = choose("expand", batch.shape, *sizes, self.options, add_inputs, 1, stored.row_major)
+        return plan_expand(
+            (1, *x.shape), (0, *x.stride()), x.dtype, y, stored, batch, config,
+            offset_start=offset_start, add_inputs=add_inputs, has_ranks=form.has_ranks, quant=quant,
+        )  # fmt: skip
+
+    def _plan_linear(
+        self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, add_inputs: bool, beside: Beside
+    ) -> LinearPlan | None:
+        names, form, b = _names(batch), weights.a.form, weights.b.form.stored
+        check_stored(weights.a, names.a)
+        check_stored(weights.b, names.b)
+        a = form.stored
+        check_activation(names.input, x, None, a.widths[0], form.scheme, a)
+        check_input(names.input, x, a._replace(dtype=x.dtype) if form.is_fp8 else a, names.a)
+        check_stored_output(names.output, y, b, 0)
+        tokens, k = x.shape
+        check_equal_rows(names, x, y)
+        base = describe_base(beside.base)
+        if base is not None:
+            check_base(base, x, y)
+        batch.check_tensors(tokens, x.device)
+        shrink_quant(form, x.dtype), expand_quant(weights.b.form, torch.float32)  # their checks
+        if 0 in (tokens, k, a.rank, batch.max_segments, max(b.widths)):
+            return None
+        check_runnable(x.device)
+        pdl, apart = self.options.pdl and supports_pdl(x.device), beside.aside is not None
+        mode = LinearMode(add_inputs, form.has_ranks, pdl, apart, base)
+        words = not weights.b.low_bits & 3
+        return choose_linear(y, x, (form, weights.b.form), batch, self.options, mode, words)
+
+    # --- one node of a traced graph ----------------------------------------------------------------------------------
+
+    def _trace(
+        self, name: str, operands: tuple, batch: LoRABatch, stack: Stack, x_scale: Tensor | None, given: dict[str, Any]
+    ) -> None:
+        """Call the flat shrink or expand."""
+        if stack.form.is_fp8 or x_scale is not None:
+            name, given = f"{name}_fp8", given | stack.form.scheme._asdict()
+            given |= {"b_scale": stack.scales, "a_scale": x_scale}
+        given |= {"batch_invariant": self.options.batch_invariant, "tuned_dir": self.options.tuned_dir}
+        _call_flat(name, operands, batch, operands[0].shape[-2], given | {"lora_ranks": stack.ranks})
+
+    def _trace_linear(
+        self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float, add_inputs: bool,
+        x_scale: Tensor | None, beside: Beside,
+    ) -> None:  # fmt: skip
+        """Call the flat linear, behind the base product."""
+        a, b, name = weights.a, weights.b, "lora_linear"
+        given: dict[str, Any] = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": a.ranks}
+        if a.form.is_fp8 or x_scale is not None:
+            schemes = [int(field) for field in (*a.form.scheme, *b.form.scheme)]
+            given |= {"lora_a_scale": a.scales, "lora_b_scale": b.scales, "a_scale": x_scale, "schemes": schemes}
+            name = "lora_linear_fp8"
+        if beside.base:
+            skinny_gemm(y, x, *beside.base)
+        _call_flat(name, (y, x, a.tensors, b.tensors), batch, x.shape[0], given | self.options._asdict())
+
+
+_UNKNOWN: Any = object()
+
+
+def _kept(plans: dict[tuple, Any], key: tuple, plan: Any) -> Any:
+    """``plan``, put into the table."""
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+def _call(x: Tensor, y: Tensor, batch: Batch, scale: float = 1.0) -> tuple:
+    """The forms of the operands and the step, which decide the plan; rows and scale are checked."""
+    names = _names(batch)
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        check_dtype(names.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
+        check_dtype(names.output, y, WITH_DOUBLE)
+    batch.check_rows(x.shape[-2] if x.ndim > 1 else 0)
+    check_scale(names.scale, scale)
+    return (
+        x.shape, x.stride(), x.dtype, x.get_device(), y.shape, y.stride(), y.dtype, y.get_device(),
+        batch.shape, batch.max_segments, batch.form,
+    )  # fmt: skip
+
+
+def _form_of(tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def _aligned(x: Tensor, y: Tensor, x_scale: Tensor | None, bits: int) -> bool:
+    """All addresses are multiples of 16."""
+    bits |= x.data_ptr() | y.data_ptr() | (0 if x_scale is None else x_scale.data_ptr())
+    return not bits & 15
+
+
+def _names(batch: Batch) -> Names:
+    """The caller's names of the operands."""
+    return STEP if isinstance(batch, LoRABatch) else FLAT
+
+
+def _call_flat(name: str, operands: tuple, batch: LoRABatch, rows: int, given: dict[str, Any]) -> None:
+    batch.check_rows(rows)
+    *tensors, count = batch.meta_args(rows)
+    getattr(torch.ops.punica, name)(*operands, *tensors, num_active_loras=count, **given)

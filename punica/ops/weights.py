@@ -1,0 +1,211 @@
+"""LoRA weights as objects: the stacked tensors of a layer, checked once, and the plans made for them.
+
+A `Stack` is one factor, A or B, of all n slices: its tensors, their scales where they are FP8, and the table of true
+ranks. `LoRAWeights` is the A and B of one product. The layer that owns the tensors builds them once. Weights may change
+*in place* at any time (an adapter loaded into a slot); tensors that move or change their shape need a new object.
+
+Kernel plans depend on the form of the weights and not on their addresses, so objects of one form share them. The torch
+operators' plans are views of the weights (`punica.ops.segment_calls`) and belong to one stack.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from punica.ops.checks import FLOATS, STEP, WITH_DOUBLE, Names, Weights, check_ranks, describe_weights, storage_order
+from punica.ops.fp8_checks import PLAIN, Scales, Scheme, check_no_scheme, check_scales, same_activations
+from punica.ops.quant import FP8_DTYPES, validate_scales
+
+Scaled = Sequence[Tensor] | None
+"""Scales of FP8 weights, one tensor per slice; None of others."""
+
+
+class Form(NamedTuple):
+    """Everything about a stack that a plan depends on.
+
+    ``addressable``: contiguous, or with the last two dimensions swapped, all slices alike; kernels need it.
+    ``scales``: strides of the scales of FP8 weights; None for 16- and 32-bit weights.
+    """
+
+    stored: Weights
+    addressable: bool
+    has_ranks: bool
+    scheme: Scheme = PLAIN
+    scales: Scales | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """FP8 weights with scales."""
+        return self.scales is not None
+
+
+class Stack:
+    """One factor of the n slices of a layer: A ``[L, (1,) r, K]`` or B ``[L, (1,) N_i, r]``, one tensor per slice.
+
+    Args:
+        rank_dim: -2 for A, -1 for B.
+        ranks: int32 ``[n, L]``, true rank per slice and slot (None: r).
+        scales: of FP8 weights one float32 tensor per slice, shaped as ``scheme`` says (`punica.ops.fp8_checks`).
+        names: the caller's names of the operands, for messages.
+
+    Attributes: ``tensors``, ``ranks``, ``scales``, ``form``; ``plans`` of the Triton operators, shared by all stacks of
+    this form; ``operands``, as kernels take them; ``cuts`` of the torch operators for the step ``cuts_of``.
+
+    TypeError: dtypes. ValueError: shapes, devices, sizes.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], rank_dim: int, ranks: Tensor | None = None,
+        scales: Sequence[Tensor] | None = None, scheme: Scheme = PLAIN, names: Names = STEP,
+    ) -> None:  # fmt: skip
+        self.form = _form(tensors, rank_dim, ranks, scales, scheme, names)
+        self.tensors, self.ranks, self.rank_dim = tuple(tensors), ranks, rank_dim
+        self.scales = tuple(scales or ())
+        self.plans = plans_of(self.form)
+        self.operands: tuple[Tensor, ...] = ()
+        self.cuts: dict[tuple, Any] = {}
+        self.cuts_of: Any = None
+
+    @classmethod
+    def of_a(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
+        """A, ``[L, (1,) r, K]`` per slice."""
+        return cls(tensors, -2, *args, **kwargs)
+
+    @classmethod
+    def of_b(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
+        """B, ``[L, (1,) N_i, r]`` per slice."""
+        return cls(tensors, -1, *args, **kwargs)
+
+    def slice(self, i: int) -> Stack:
+        """Slice ``i`` alone."""
+        ranks = None if self.ranks is None else self.ranks[i : i + 1]
+        return Stack(self.tensors[i : i + 1], self.rank_dim, ranks, self.scales[i : i + 1], self.form.scheme)
+
+    def validate(self) -> None:
+        """For debugging: ValueError unless all scales are finite and >= 0. Waits for the device."""
+        validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")
+
+    @functools.cached_property
+    def low_bits(self) -> int:
+        """Lowest four bits of the addresses: 0 where all are multiples of 16."""
+        bits = 0
+        for tensor in (*self.tensors, *self.scales):
+            bits |= tensor.data_ptr()
+        return bits & 15
+
+
+class LoRAWeights:
+    """A and B of one product, ``y += scale * (x A^T) B^T``; they share slots, rank, dtype and device, else ValueError
+    or TypeError.
+    """
+
+    def __init__(self, a: Stack, b: Stack, names: Names = STEP) -> None:
+        _check_pair(a.form, b.form, names)
+        self.a, self.b = a, b
+        self.plans = plans_of(a.form, b.form)
+
+    @classmethod
+    def of(
+        cls, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], ranks: Tensor | None = None,
+        scales: tuple[Scaled, Scaled] = (None, None), schemes: tuple[Scheme, Scheme] = (PLAIN, PLAIN),
+        names: Names = STEP,
+    ) -> LoRAWeights:  # fmt: skip
+        """From the tensors of both; ``scales`` and ``schemes`` of A and of B."""
+        a = Stack.of_a(lora_a, ranks, scales[0], schemes[0], names)
+        return cls(a, Stack.of_b(lora_b, ranks, scales[1], schemes[1], names), names)
+
+    def validate(self) -> None:
+        """`Stack.validate` of both."""
+        self.a.validate()
+        self.b.validate()
+
+
+@functools.lru_cache(maxsize=4096)
+def plans_of(*forms: Form) -> dict[tuple, Any]:
+    """The table of plans for weights of these forms."""
+    return {}
+
+
+_FORMS: dict[tuple, Form] = {}
+_MOST_FORMS = 4096  # a full table starts anew
+
+
+def _form(
+    tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
+) -> Form:
+    """The form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
+    key: tuple = ()
+    known, listed = None, (tuple, list)
+    if isinstance(tensors, listed) and (scales is None or isinstance(scales, listed)):
+        try:
+            key = (
+                rank_dim, scheme, len(tensors),
+                *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
+                ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
+            )  # fmt: skip
+            known = _FORMS.get(key)
+        except (AttributeError, TypeError):  # not tensors: the checks name what is wrong
+            pass
+    if known is None:
+        known = _checked(tensors, rank_dim, ranks, scales, scheme, names)
+        if len(_FORMS) >= _MOST_FORMS:
+            _FORMS.clear()
+        _FORMS[key] = known
+    return known
+
+
+def _checked(
+    tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
+) -> Form:
+    is_a = rank_dim == -2
+    label, scale_label = (names.a, names.a_scale) if is_a else (names.b, names.b_scale)
+    scheme.check()
+    first = tensors[0] if isinstance(tensors, (tuple, list)) and tensors else None
+    scaled = len(scales) > 0 if isinstance(scales, (tuple, list)) else scales is not None
+    plain = not scaled and getattr(first, "dtype", None) not in FP8_DTYPES
+    stored = describe_weights(label, tensors, rank_dim, WITH_DOUBLE if plain else FP8_DTYPES)
+    order = storage_order(tensors)
+    stored = stored._replace(row_major=order is not False)
+    check_ranks(ranks, stored)
+    form = Form(stored, order is not None, ranks is not None)
+    if plain:
+        check_no_scheme(scheme)
+        return form
+    return form._replace(scheme=scheme, scales=check_scales(scale_label, scales, stored, is_a, scheme))
+
+
+def check_stored(stack: Stack, name: str) -> None:
+    """What kernels ask beyond the checks of every stack: 16 or 32 bits or FP8, and memory in one order."""
+    from_dtype = stack.form.stored.dtype
+    if from_dtype not in (*FLOATS, *FP8_DTYPES):
+        raise TypeError(f"{name} has dtype {from_dtype}, expected {' or '.join(map(str, FLOATS))}")
+    if stack.form.addressable:
+        return
+    for i, weight in enumerate(stack.tensors):
+        if not (weight.is_contiguous() or weight.transpose(-1, -2).is_contiguous()):
+            raise ValueError(
+                f"{name}[{i}] (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither row-major "
+                "nor with its last two dimensions swapped: pass a contiguous tensor"
+            )
+    raise ValueError(f"slices of {name} mix row-major and transposed storage: store all the same way")
+
+
+def _check_pair(a_form: Form, b_form: Form, names: Names) -> None:
+    a, b = a_form.stored, b_form.stored
+    if a.dtype != b.dtype:
+        raise TypeError(f"{names.a} has dtype {a.dtype}, {names.b} has dtype {b.dtype}; must be equal")
+    for what, of_a, of_b in (("slices", len(a.widths), len(b.widths)), ("slots", a.slots, b.slots)):
+        if of_a != of_b:
+            raise ValueError(f"{names.a} has {of_a} {what}, {names.b} {of_b} {what}; must be equal")
+    if a.device != b.device:
+        raise ValueError(f"{names.a} is on {a.device}, {names.b} on {b.device}; move one of them")
+    if a.rank != b.rank:
+        raise ValueError(
+            f"{names.a} has rank {a.rank}, {names.b} rank {b.rank}; must be equal. Rank-sharded weights go through "
+            "add_shrink (lora_shrink), a collective and add_expand (lora_expand)"
+        )
+    same_activations(a_form.scheme, b_form.scheme)
