@@ -175,8 +175,8 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
     """One row x a block of columns of one slice.
 
     With a row-major B the true rank chooses among the ascending ``lanes`` the width in ranks of a block, and with it in
-    how many ``steps`` the columns are taken: the elements in flight stay about as many. ``ahead``: a speculative load of
-    B, before the true rank is known; of all ranks of the slot if B is row-major.
+    how many ``steps`` the columns are taken: the elements in flight stay about as many. ``ahead``: B is loaded
+    speculatively, before the true rank is known; all ranks of the slot if B is row-major.
 
     place: row and slot; call: table of ranks, slots, and whether this program waits even without work (`pdl_wait`).
     """

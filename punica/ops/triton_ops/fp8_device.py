@@ -160,8 +160,8 @@ def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constex
 
 @triton.jit
 def read_shrunk_rows(h_ptrs, mask, live, stride_hp, WHOLE: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
-    """Read the result [BLOCK_M, BLOCK_R] of shrink in DTYPE, FP8 values without their scales. Unless WHOLE, ``mask`` reaches
-    beyond the rank, to the end of a vector; values there are dropped.
+    """Read the result [BLOCK_M, BLOCK_R] of shrink in DTYPE, FP8 values without their scales. Unless WHOLE, ``mask``
+    reaches beyond the rank, to the end of a vector; values there are dropped.
     """
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.x_format > 0:

@@ -144,9 +144,11 @@ class Launch:
         ):
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             addresses = [
-                one and tuple([part.data_ptr() for part in one]) if one is None or type(one) is tuple else one.data_ptr()
+                None if one is None
+                else tuple([part.data_ptr() for part in one]) if type(one) is tuple
+                else one.data_ptr()
                 for one in tensors
-            ]
+            ]  # fmt: skip
             compiled.run(
                 *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *addresses, *counts, *self.tail,

@@ -204,7 +204,7 @@ def plan_shrink(
     its dependent starts early; ``early``: it itself starts early. ``quant``: storage of A and x; scales then follow
     the weights that the launch is given.
     """
-    tokens, rank, k, slices = x.shape[0], weights.rank, weights.widths[0], len(weights.widths)
+    tokens, rank, slices = x.shape[0], weights.rank, len(weights.widths)
     split_k = 1 if direct else config["split_k"]
     shape = stored_shape(weights, rank if direct else partial_rank(rank), quant, has_ranks)
     shape = shape._replace(direct=direct, accumulate=accumulate)

@@ -168,14 +168,14 @@ def _sum_over_k(
 
 
 @triton.jit
-def _lanes_of_tile(ranks_ptr, offs_r, slice_id, slot, num_slots, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def _lanes_of_tile(ranks_ptr, first_r, slice_id, slot, num_slots, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Slice, rank inside it and true rank of a tile's lanes: those of one slice (slice and true rank are then numbers),
     or ``together`` of all slices side by side.
     """
-    lane = offs_r
+    lane = first_r + tl.arange(0, TILE.block_r)
     if TILE.together:
-        slice_id = tl.minimum(offs_r // SHAPE.rank, SHAPE.slices - 1)
-        lane = offs_r - slice_id * SHAPE.rank
+        slice_id = tl.minimum(lane // SHAPE.rank, SHAPE.slices - 1)
+        lane -= slice_id * SHAPE.rank
     rank = rank_of(ranks_ptr, slice_id, slot + slice_id * 0, num_slots, SHAPE)
     return slice_id, lane, rank
 
@@ -189,7 +189,7 @@ def shrink_tile(
     ``together``: the ranks of all slices are side by side, so that x is read once for all of them. Slots of up to 16
     ranks are read whole, as in `shrink_row`.
 
-    tile: slot, first sorted position and number of rows; place: K split, first rank and slice; call: as in `shrink_row`.
+    tile: slot, first sorted position and number of rows; place: K split, first rank and slice; call: of `shrink_row`.
     """
     x_ptr, out_ptr = tensors
     slot, _, _ = tile
@@ -199,8 +199,7 @@ def shrink_tile(
     QUANT: tl.constexpr = SHAPE.quant
     WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
     LOOSE: tl.constexpr = _pads_ranks(SHAPE, TILE)
-    offs_r = first_r + tl.arange(0, TILE.block_r)
-    slice_id, lane, rank = _lanes_of_tile(ranks_ptr, offs_r, slice_id, slot, num_slots, SHAPE, TILE)
+    slice_id, lane, rank = _lanes_of_tile(ranks_ptr, first_r, slice_id, slot, num_slots, SHAPE, TILE)
     needed = slot >= 0
     if not (TILE.together or SHAPE.direct or WHOLE):
         needed &= first_r < rank

@@ -40,7 +40,9 @@ def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _sum_steps(a, x, pointers, operands, place, offs_r, offs_k, masks, stride_xk, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def _sum_steps(
+    a, x, pointers, operands, place, offs_r, offs_k, masks, stride_xk, SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Products [BLOCK_R, BLOCK_K] of one block of ranks, summed over the steps of a K split; the first is loaded."""
     a_ptrs, x_ptrs = pointers
     mask_r, mask_k = masks
@@ -66,8 +68,8 @@ def shrink_row(
     FP8 has a program per block: loop-carried FP8 values occupy a register each. ``direct``: padding ranks and rows
     without adapter are zero-filled. Slots of up to 16 ranks are read whole, without waiting for the table of ranks.
 
-    place: row, slot and slice; block: K split and block of ranks; call: table of ranks, rows, slots and scaling.
-    Idle programs do not wait: the caller sees to its ``pdl_anchor``.
+    place: row, slot and slice; block: K split and block of ranks; call: table of ranks, numbers of rows and slots,
+    scaling, and whether this program waits even without work (`pdl_wait`).
     """
     x_ptr, out_ptr = tensors
     row, slot, slice_id = place
