@@ -1,15 +1,21 @@
-"""Device functions that shrink and expand share: choosing a slice, and finding the rows a program works on.
+"""Device functions that shrink and expand share: slices, ranks, tiles, matrix products, and PDL.
 
-A *tile* is up to ``BLOCK_M`` rows of one segment (rows of one slot, neighbours in the sorted order). How many tiles a
-batch has depends on the segment lengths, which a captured graph must not depend on, so the grid holds the worst case
-(``max_tiles`` rows it from T and the number of segments alone) and every program finds its own tile on the device:
-``tiles of segment i = ceil(count_i / BLOCK_M)``, and a running sum over the segments says who owns tile ``pid``.
+A *tile* is up to ``BLOCK_M`` rows of one segment (rows of one slot, neighbours in the sorted order). A step lists its
+tiles (`punica.metadata.work`). Tensors from elsewhere come without a list: the grid then holds the worst case
+(`max_tiles`, from T and the number of segments alone), and every program searches the segments for its tile.
+
+PDL (programmatic dependent launch, compute capability 9.0 and newer): a kernel may start before its predecessor on the
+stream has ended. ``launch_dependents`` lets the dependent kernel start; ``wait`` blocks until the predecessor has ended
+and its writes are visible. A wait stands outside of pipelined loops: on sm_100 the compiler fails on one inside.
 """
 
 import triton
 import triton.language as tl
 
-INDEX_POINTERS = ["mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "ranks_ptr"]
+INDEX_POINTERS = [
+    "mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "tiles_ptr", "rows_ptr", "totals_ptr",
+    "ranks_ptr",
+]  # fmt: skip
 """Arguments whose address may be any multiple of 4: views into the one buffer of a step's metadata."""
 
 
@@ -30,10 +36,10 @@ def pick(values, index, COUNT: tl.constexpr):
 
 @triton.jit
 def pdl_launch_dependents(PDL: tl.constexpr):
-    """With early launch: the kernel behind may start, once all programs of this one have come here or ended.
+    """Allow the dependent kernel to start, once all programs of this one have arrived here or ended.
 
-    Ahead of its own wait it must read nothing that this kernel writes; or any further in front, where this one has not
-    waited itself before it comes here.
+    Before its own wait the dependent must read nothing that this kernel writes. The same holds for kernels further
+    upstream, where this one has not waited itself before.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -41,29 +47,37 @@ def pdl_launch_dependents(PDL: tl.constexpr):
 
 @triton.jit
 def pdl_launch_then_wait(PDL: tl.constexpr):
-    """With early launch: let the kernel behind start, then wait for the one in front. In this order the one behind is
-    there, and has asked for its weights, when a short kernel ends.
-    """
+    """Launch dependents, then wait: the dependent is resident, its weights requested, when a short kernel ends."""
     pdl_launch_dependents(PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def pdl_wait(PDL: tl.constexpr, always):
-    """With early launch: wait for the kernel in front, with everything above done. ``always``: a condition that holds,
-    of arguments of the kernel, so that the compiler does not know that it does. Without a branch it moves what needs
-    numbers that are still being loaded, the addresses of a whole tile, behind the wait, where nothing hides it.
+def pdl_wait_then_launch(PDL: tl.constexpr):
+    """Wait, then launch dependents: these may read early what the predecessor of this kernel writes."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    pdl_launch_dependents(PDL)
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr, condition):
+    """Wait for the predecessor, if ``condition`` holds.
+
+    One that always holds, of kernel arguments, is opaque to the compiler. The branch keeps it from sinking address
+    arithmetic of a whole tile below the wait, where nothing hides it. Idle programs pass whether they are the one
+    that must wait all the same (``pdl_anchor``): it keeps the chain of kernels transitive.
     """
     if PDL:  # noqa: SIM102 (PDL is decided at compile time)
-        if always:
+        if condition:
             tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def pdl_wait_or_barrier(PDL: tl.constexpr):
-    """Everything loaded above is under way before anything below: with PDL that waits for the kernel in front. Without
-    a barrier, the compiler spares registers by loading one vector after the other.
+    """Wait for the predecessor, or without PDL at a barrier: all loads above are issued before anything below. Without
+    one, the compiler saves registers by loading one vector after the other.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -78,21 +92,20 @@ _PREFETCH = tl.constexpr(
 
 @triton.jit
 def prefetch_l2(ptrs, mask):
-    """Let the lines of 128 bytes at ``ptrs`` move to the L2 cache; nothing waits for them, and what another kernel
-    writes there afterwards is read as it then is. Fewer lines than threads are asked for several times. Not in the
-    interpreter.
+    """Prefetch the lines of 128 bytes at ``ptrs`` into L2, asynchronously; later writes by other kernels are seen.
+    Fewer lines than threads are requested several times. NVIDIA only, and not in the interpreter.
     """
     addresses, wanted = ptrs.to(tl.int64), mask.to(tl.int32)
     tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [addresses, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def rank_of(ranks_ptr, slice_id, slot, num_slots, R: tl.constexpr, HAS_RANKS: tl.constexpr):
-    """True rank of the adapter in `slot` (R without a table), between 0 and R; 0 for slot -1."""
-    if HAS_RANKS:
-        rank = tl.minimum(tl.load(ranks_ptr + slice_id * num_slots + slot, mask=slot >= 0, other=0), R)
+def rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE: tl.constexpr):
+    """True rank of the adapter in `slot`, at most that of the slot (which it is without a table); 0 for slot -1."""
+    if SHAPE.has_ranks:
+        rank = tl.minimum(tl.load(ranks_ptr + slice_id * num_slots + slot, mask=slot >= 0, other=0), SHAPE.rank)
     else:
-        rank = tl.where(slot >= 0, R, 0)
+        rank = tl.where(slot >= 0, SHAPE.rank, 0)
     return rank
 
 
@@ -103,7 +116,7 @@ def find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M: tl.c
     mask = offs < num_segments
     ids = tl.load(ids_ptr + offs, mask=mask, other=-1)
     counts = tl.load(counts_ptr + offs, mask=mask, other=0)
-    tiles = tl.where(ids >= 0, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles = tl.where(ids >= 0, (counts + BLOCK_M - 1) // BLOCK_M, 0)  # [BLOCK_SEGMENTS]
     tiles_until = tl.cumsum(tiles, 0)
     segment = tl.sum((tiles_until <= tile).to(tl.int32), 0)
     tiles_before = tl.max(tl.where(tiles_until <= tile, tiles_until, 0), 0)
@@ -122,8 +135,17 @@ def read_record(record):
 
 
 @triton.jit
+def rows_of_tile(sorted_ptr, tile, BLOCK_M: tl.constexpr):
+    """Rows [BLOCK_M] of a tile and which of them exist; the others repeat its first."""
+    _, start, num_rows = tile
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < num_rows
+    return tl.load(sorted_ptr + start + tl.where(mask_m, offs_m, 0)).to(tl.int64), mask_m
+
+
+@triton.jit
 def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr):
-    """Zeros for `dot`, [ROWS, COLUMNS], or the other way round with SWAP_AB."""
+    """Zeros for `dot`: [ROWS, COLUMNS], transposed with SWAP_AB."""
     if SWAP_AB:
         zeros = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
@@ -133,7 +155,7 @@ def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr
 
 @triton.jit
 def result(acc, SWAP_AB: tl.constexpr):
-    """What `dot` accumulated, [ROWS, COLUMNS]."""
+    """Accumulator of `dot` in [ROWS, COLUMNS] order."""
     if SWAP_AB:
         acc = tl.trans(acc)
     return acc
@@ -141,12 +163,11 @@ def result(acc, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, SWAP_AB: tl.constexpr, INTERPRETED: tl.constexpr):
-    """acc + a @ b in float32, a [ROWS, K], b [K, COLUMNS]; float32 operands take IEEE products. Every row's result
-    depends on that row of `a` alone, also in the interpreter, whose own product depends on the row's position (and
-    multiplies bfloat16 as integers).
+    """acc + a @ b in float32, a [ROWS, K], b [K, COLUMNS]; float32 operands take IEEE products.
 
-    SWAP_AB: the tensor cores get the product transposed, so that rows are their right operand, which may be as
-    narrow as 8, and the instruction is chosen by the block of weights alone.
+    Every row's result depends on that row of `a` alone, also in the interpreter, whose own product depends on the
+    row's position (and multiplies bfloat16 as integers). SWAP_AB: the tensor cores compute the transposed product.
+    Rows are then the right operand, as narrow as 8, and the block of weights alone selects the instruction.
     """
     if INTERPRETED:
         products = tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
@@ -161,8 +182,15 @@ def dot(a, b, acc, SWAP_AB: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def product(a, b, TILE: tl.constexpr):
+    """a [ROWS, K] @ b [K, COLUMNS] in float32, as `dot` computes it."""
+    acc = accumulator(a.shape[0], b.shape[1], TILE.swap_ab)
+    return result(dot(a, b, acc, TILE.swap_ab, TILE.interpret), TILE.swap_ab)
+
+
+@triton.jit
 def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """acc + h @ b for the float32 `h` that shrink left, [ROWS, R], and a block of B in `DTYPE`, in which they multiply.
+    """acc + h @ b for the float32 result `h` of shrink and a block of B in `DTYPE`, the type of the product.
 
     bfloat16's 8 bits would lose more of `h` than the sum of the ranks allows, so it goes in two parts, of 8 bits each.
     """
@@ -177,21 +205,8 @@ def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def read_shrunk(h_ptrs, mask, stride_hp, PARTIALS: tl.constexpr):
-    """Sum of the partials that a split shrink left at `h_ptrs`, always in ascending order: the same bits every run."""
+    """Sum of the split-K partials at `h_ptrs`, always in ascending order: the same bits every run."""
     total = tl.load(h_ptrs, mask=mask, other=0.0).to(tl.float32)
     for partial in tl.static_range(1, PARTIALS):
         total += tl.load(h_ptrs + partial * stride_hp, mask=mask, other=0.0).to(tl.float32)
     return total
-
-
-@triton.jit
-def read_shrunk_rows(
-    h_ptrs, mask, lanes, rank, stride_hp, PARTIALS: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """[rows, lanes] of what shrink left, in DTYPE. Unless WHOLE `mask` reaches beyond the rank, to the end of a vector,
-    and what lies there is dropped.
-    """
-    h = read_shrunk(h_ptrs, mask, stride_hp, PARTIALS)
-    if not WHOLE:
-        h = tl.where((lanes < rank)[None, :], h, 0.0)
-    return h.to(DTYPE)

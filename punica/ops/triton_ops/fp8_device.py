@@ -1,9 +1,9 @@
-"""What the FP8 kernels share: FP8 values made wide in registers, where their scales lie, and how they are launched.
+"""Operand readers of the kernels: FP8 values upcast in registers, and the layout of their scales (`Quant`).
 
-Weights are read as FP8, so memory moves half the bytes, and every value is made wide exactly: in hardware from compute
-capability 8.9 on, by its bits before that (and in the interpreter, which converts FP8 wrongly). All products are those
-of the wide type, 16-bit on the tensor cores or float32: these operators wait for memory, so FP8 instructions
-could gain no time, and would lose bits of the sums and pad a rank of 16 to 32.
+Weights are read as FP8, so memory moves half the bytes, and every value is upcast exactly: in hardware from compute
+capability 8.9 on, by its bits before that (and in the interpreter, which converts FP8 wrongly, and on ROCm). Products
+are in 16 bits on the tensor cores, or float32. These operators are bandwidth-bound, so FP8 instructions could gain no
+time; they would lose bits of the sums and pad a rank of 16 to 32.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,28 @@ from torch import Tensor
 from punica.ops.checks import Weights
 from punica.ops.fp8_checks import Scales, Scheme
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.device import read_shrunk
+from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""The wide type of products, as kernels name it."""
+"""Compute dtype of products, as kernels name it."""
 
 
 def fp8_format(dtype: torch.dtype) -> int:
-    """What kernels call the dtype of an operand: 0 not FP8, 1 e4m3, 2 e5m2."""
+    """Format number of an operand in kernels: 0 not FP8, 1 e4m3, 2 e5m2."""
     return FP8_DTYPES.index(dtype) + 1 if dtype in FP8_DTYPES else 0
 
 
 def as_operand(tensor: Tensor) -> Tensor:
-    """``tensor`` as a kernel takes it: FP8 as bytes in the interpreter and on GPUs whose compiler knows no e4m3."""
+    """View ``tensor`` as a kernel takes it: FP8 as bytes in the interpreter and where no hardware converts e4m3fn."""
     if tensor.dtype not in FP8_DTYPES or not (INTERPRETED or tensor.is_cuda):
         return tensor
-    known = not INTERPRETED and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
-    return tensor if known else tensor.view(torch.uint8)
+    converts = not (INTERPRETED or IS_ROCM) and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
+    return tensor if converts else tensor.view(torch.uint8)
 
 
 def operands(weights: Sequence[Tensor], scales: Sequence[Tensor], a_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """Weights of all slices, their scales, and the activations' (or any scale), as one argument of a kernel."""
+    """Join weights of all slices, their scales, and the activations' (or any scale) to one kernel argument."""
     return (*[as_operand(weight) for weight in weights], *scales, scales[0] if a_scale is None else a_scale)
 
 
@@ -114,8 +115,8 @@ def pick_from(values, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def upcast(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """`stored` as DTYPE, exactly, NaN as NaN; FORMAT 0: it is wide already. To bfloat16 through float32, two
-    instructions for a value: from FP8 itself the compiler takes one that runs at a quarter of their rate.
+    """Convert `stored` to DTYPE, exactly, NaN to NaN; FORMAT 0: not FP8. bfloat16 goes through float32, two
+    instructions per value: from FP8 itself the compiler takes one that runs at a quarter of their rate.
     """
     if FORMAT == 0:
         value = stored
@@ -132,7 +133,7 @@ def upcast(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _codes(real, MANTISSA: tl.constexpr):
-    """The bytes of e4m3 (MANTISSA 3) or e5m2 (2) that are nearest to float32 values in range, ties to even."""
+    """Round float32 values in range to bytes of e4m3 (MANTISSA 3) or e5m2 (2), ties to even."""
     CUT: tl.constexpr = 23 - MANTISSA
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     bits = real.to(tl.int32, bitcast=True)
@@ -148,7 +149,7 @@ def _codes(real, MANTISSA: tl.constexpr):
 
 @triton.jit
 def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr):
-    """float32 values in FP8, as `as_operand` gives its tensors (TYPE); beyond LIMIT the largest value stands."""
+    """Convert float32 values to FP8 as `as_operand` gives it (TYPE), saturated at LIMIT."""
     real = tl.where(real > LIMIT, LIMIT, tl.where(real < -LIMIT, -LIMIT, real))  # a NaN stays
     if TYPE == tl.uint8:  # noqa: SIM300 (as Triton compares)
         values = _codes(real, MANTISSA)
@@ -158,11 +159,27 @@ def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constex
 
 
 @triton.jit
-def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+def read_shrunk_rows(h_ptrs, mask, live, stride_hp, WHOLE: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
+    """Read the result [BLOCK_M, BLOCK_R] of shrink in DTYPE, FP8 values without their scales. Unless WHOLE, ``mask``
+    reaches beyond the rank, to the end of a vector; values there are dropped.
+    """
+    QUANT: tl.constexpr = SHAPE.quant
+    if QUANT.x_format > 0:
+        h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, DTYPE)
+    else:
+        h = read_shrunk(h_ptrs, mask, stride_hp, SHAPE.partials)
+    if not WHOLE or QUANT.x_format > 0:
+        h = tl.where(live[None, :], h, 0.0)
+    return h.to(DTYPE)
+
+
+@triton.jit
+def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.constexpr):
     """Scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their scales."""
+    QUANT: tl.constexpr = SHAPE.quant
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
-    scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
+    scale_ptr = pick_from(operands, slice_id, SHAPE.slices, SHAPE.slices)
     if not QUANT.dense:
         scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
         offsets = channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
@@ -174,27 +191,29 @@ def channel_scales(operands, slice_id, slot, channels, mask, COUNT, NUM_SLICES: 
 
 
 @triton.jit
-def block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
     """Addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
+    QUANT: tl.constexpr = SHAPE.quant
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
     BLOCKS: tl.constexpr = QUANT.blocks
-    scale_ptr = pick_from(operands, slice_id, NUM_SLICES, NUM_SLICES)
+    scale_ptr = pick_from(operands, slice_id, SHAPE.slices, SHAPE.slices)
     scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
     scale_ptrs = scale_ptr + channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
     return scale_ptrs, pick_from(BLOCKS, slice_id, 0, len(BLOCKS))
 
 
 @triton.jit
-def activation_scale_ptrs(operands, rows, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+def activation_scale_ptrs(operands, rows, SHAPE: tl.constexpr):
     """Addresses [rows] of the scales of the activations' first group."""
-    return pick_from(operands, 0, 2 * NUM_SLICES, 1) + rows * QUANT.a_row
+    return pick_from(operands, 0, 2 * SHAPE.slices, 1) + rows * SHAPE.quant.a_row
 
 
 @triton.jit
-def row_scaled(x, operands, row, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
-    """[ks] float32 values of one row of activations, times their scales."""
-    scale_ptr = activation_scale_ptrs(operands, row, NUM_SLICES, QUANT)
+def row_scaled(x, operands, row, ks, mask, SHAPE: tl.constexpr):
+    """Multiply [ks] float32 values of one row of activations by their scales."""
+    QUANT: tl.constexpr = SHAPE.quant
+    scale_ptr = activation_scale_ptrs(operands, row, SHAPE)
     if QUANT.group_k > 0:
         scale = tl.load(scale_ptr + ks // QUANT.group_k * QUANT.a_group, mask=mask, other=0.0)
     else:
@@ -203,11 +222,11 @@ def row_scaled(x, operands, row, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.c
 
 
 @triton.jit
-def block_scaled(
-    weights, operands, slice_id, slot, channels, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
-):  # fmt: skip
-    """[channels, ks] float32 weights, times their scales per block of K."""
-    scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES, QUANT)
+def block_scaled(weights, operands, place, channels, ks, mask, SHAPE: tl.constexpr):
+    """Multiply [channels, ks] float32 weights by their scales per block of K; place: slice and slot."""
+    QUANT: tl.constexpr = SHAPE.quant
+    slice_id, slot = place
+    scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, SHAPE)
     return weights * tl.load(scale_ptrs[:, None] + (ks // QUANT.group_k)[None, :] * stride, mask=mask, other=0.0)
 
 

@@ -18,9 +18,8 @@ from punica.ops.triton_ops.device import (
     pdl_launch_then_wait,
     pdl_wait_or_barrier,
     read_shrunk,
-    read_shrunk_rows,
 )
-from punica.ops.triton_ops.fp8_device import channel_scales, upcast
+from punica.ops.triton_ops.fp8_device import channel_scales, read_shrunk_rows, upcast
 
 
 def fill_words(widths: Sequence[int]) -> bool:
@@ -146,7 +145,7 @@ def expand_row_in_words(
     mask_w = (offs_w < width_w)[:, None]
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]
     words = tl.load(word_ptrs, mask=mask_w & (offs_r < (SHAPE.rank if TILE.row.ahead else rank))[None, :], other=0)
-    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE.slices, QUANT)
+    scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
     before = tl.zeros([COLUMNS], tl.float32)
     if SHAPE.add and not TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -180,7 +179,7 @@ def expand_row_in_words(
 
 @triton.jit
 def expand_tile_in_words(
-    tensors, operands, place, rows, mask_m, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, place, rows, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the wait for the kernel in front
     is in the first turn of the loop, so that the first blocks of B and y are under way before it.
@@ -193,6 +192,7 @@ def expand_tile_in_words(
     BLOCK_R: tl.constexpr = TILE.block_r
     h_ptr, b_ptr, y_ptr = tensors
     slice_id, slot = place
+    rows, mask_m = rows
     first_n, width, column = block
     stride_hp, _, stride_ht, stride_hr, stride_yt = strides
     NATIVE: tl.constexpr = b_ptr.dtype.element_ty != tl.uint8
@@ -208,7 +208,7 @@ def expand_tile_in_words(
     h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)  # until the first turn, for the loop to carry
     if TILE.late:
         pdl_launch_then_wait(TILE.pdl)
-        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.partials, False, DTYPE)
+        h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, stride_hp, False, DTYPE, SHAPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         mask_n = offs_n < (1 << 30 if TILE.even_n else width)
         mask_w = (offs_w < (1 << 30 if TILE.even_n else width_w))[None, :]
@@ -218,9 +218,9 @@ def expand_tile_in_words(
         if not TILE.late:  # noqa: SIM102 (TILE.late is decided at compile time)
             if step == 0:
                 pdl_launch_then_wait(TILE.pdl)
-                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, SHAPE.partials, False, DTYPE)
+                h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, stride_hp, False, DTYPE, SHAPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
-        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE.slices, QUANT)
+        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
         a, b, c, d = _operands_of(words, QUANT.format, NATIVE, DTYPE)
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         a, b = dot(h, a, zeros, False, TILE.interpret), dot(h, b, zeros, False, TILE.interpret)

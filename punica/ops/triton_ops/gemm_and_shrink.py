@@ -39,8 +39,9 @@ from punica.ops.triton_ops.backbone.skinny_gemm import (
 from punica.ops.triton_ops.device import INDEX_POINTERS
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import Launch, block_at_least, multiprocessors
-from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkTile, partial_rank, shrink_row, stored_shape
+from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkTile, partial_rank, stored_shape
 from punica.ops.triton_ops.plan import Batch
+from punica.ops.triton_ops.shrink_gemv import shrink_row
 
 MOST_RANKS = 16
 _MOST_ELEMENTS = 16384
@@ -57,7 +58,7 @@ class BaseForm(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens", "num_slots", "gemm_programs"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _gemm_and_shrink_kernel(
-    x_ptr, base, sums, operands, planes_ptr, mapping_ptr, ranks_ptr,
+    x_ptr, base, sums, operands, partials_ptr, mapping_ptr, ranks_ptr,
     tokens, num_slots, gemm_programs, scaling, strides,
     GEMM: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -72,14 +73,12 @@ def _gemm_and_shrink_kernel(
         gemm_tile(x_ptr, base, sums, pid % TILES, pid // TILES, tokens, strides, GEMM)
     else:
         pid -= gemm_programs
-        pid_k, pid_r = pid % TILE.split_k, pid // TILE.split_k % TILE.row.programs
+        block = (pid % TILE.split_k, pid // TILE.split_k % TILE.row.programs)
         pid //= TILE.split_k * TILE.row.programs
         row = (pid // SHAPE.slices).to(tl.int64)
-        place = (row, tl.load(mapping_ptr + row), pid_k, pid_r, pid % SHAPE.slices)
-        shrink_row(
-            (x_ptr, planes_ptr), operands, ranks_ptr, place, False, tokens, num_slots, scaling, (x_stride, 1),
-            SHAPE, TILE,
-        )  # fmt: skip
+        place = (row, tl.load(mapping_ptr + row), pid % SHAPE.slices)
+        call = (ranks_ptr, tokens, num_slots, scaling, False)
+        shrink_row((x_ptr, partials_ptr), operands, place, block, call, (x_stride, 1), SHAPE, TILE)
 
 
 class GemmAndShrinkPlan(NamedTuple):
@@ -163,7 +162,7 @@ def plan_gemm_and_shrink(
     constants = {
         "GEMM": gemm_tiles(form, x, base.weight, pdl),
         "SHAPE": stored_shape(a, partial_rank(a.rank), quant, has_ranks),
-        "TILE": ShrinkTile(splits, pdl, row),
+        "TILE": ShrinkTile("rows", splits, pdl, row),
     }
     gemm_programs = triton.cdiv(base.weight.n, form.block_n) * form.split_k
     shrink_programs = tokens * len(a.widths) * row.programs * splits

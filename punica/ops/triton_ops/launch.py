@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 # statement.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
+IS_ROCM: bool = torch.version.hip is not None
+
 _RUNTIME = triton.knobs.runtime
 _HERE = nullcontext()
 
@@ -142,8 +144,11 @@ class Launch:
         ):
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             addresses = [
-                tuple([part.data_ptr() for part in one]) if type(one) is tuple else one.data_ptr() for one in tensors
-            ]
+                None if one is None
+                else tuple([part.data_ptr() for part in one]) if type(one) is tuple
+                else one.data_ptr()
+                for one in tensors
+            ]  # fmt: skip
             compiled.run(
                 *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *addresses, *counts, *self.tail,

@@ -80,38 +80,24 @@ class KernelPlan(Protocol):
         """Launch. ``numbers`` follow the counts."""
 
 
-class RowsPlan(NamedTuple):
-    """All rows, one by one."""
+class FixedPlan(NamedTuple):
+    """Rows one by one, or tiles that search the segments of tensors without lists: a grid that follows from shapes."""
 
     launch: Launch
-    counts: tuple[int, ...]
+    counts: tuple[int, int, int, int]
 
     def run(
         self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
         aligned: bool, *numbers: float,
     ) -> None:  # fmt: skip
-        mapping = batch.tensors[0]
-        ranks = mapping if lora_ranks is None else lora_ranks
-        self.launch(((source, target), tuple(weights), mapping, ranks), (*self.counts, *numbers), aligned)
-
-
-class SearchPlan(NamedTuple):
-    """All tiles that the rows could make, each looking for its segment: for tensors that come without lists."""
-
-    launch: Launch
-    counts: tuple[int, ...]
-
-    def run(
-        self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
-        aligned: bool, *numbers: float,
-    ) -> None:  # fmt: skip
-        ranks = batch.tensors[0] if lora_ranks is None else lora_ranks
-        self.launch(((source, target), tuple(weights), *batch.tensors, ranks), (*self.counts, *numbers), aligned)
+        mapping, order, counts, starts, ids = batch.tensors
+        step = (mapping, order, ids, counts, starts) if self.counts[3] else (mapping, None, None, None, None)
+        self.launch(((source, target), tuple(weights), *step, lora_ranks), (*self.counts, *numbers), aligned)
 
 
 class ListedPlan(NamedTuple):
     """The tiles of the step's list ``height``; with ``per_row`` those of long segments only, and the other rows one by
-    one. ``per_tile`` and ``per_row`` are programs; ``head`` and ``tail`` surround the counts of tiles and rows.
+    one. ``per_tile`` and ``per_row`` are programs; ``sizes``: rows and slots.
     """
 
     launch: Launch
@@ -119,23 +105,21 @@ class ListedPlan(NamedTuple):
     per_tile: int
     per_row: int
     slices: int
-    head: tuple[int, ...]
-    tail: tuple[int, ...]
+    sizes: tuple[int, int]
 
     def run(
         self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
         aligned: bool, *numbers: float,
     ) -> None:  # fmt: skip
-        """The grid is that of the step at hand. In a captured graph it stays so; a later step with more to do than
-        that is served too, since programs go on until their list ends.
+        """Launch with the grid of the step at hand. In a captured graph it stays so; a later step with more to do is
+        served too, since the kernel's loop is persistent.
         """
         order, tiles, rows, totals, counts = batch.work(self.height)
         num_tiles = max(1, counts[2 * self.height + (self.per_row > 0)])
         num_rows = max(1, counts[-1]) if self.per_row else 0
-        ranks = order if lora_ranks is None else lora_ranks
         self.launch(
-            ((source, target), tuple(weights), order, tiles, rows, totals, ranks),
-            (*self.head, num_tiles, num_rows, *self.tail, *numbers),
+            ((source, target), tuple(weights), None, order, tiles, rows, totals, lora_ranks),
+            (*self.sizes, num_tiles, num_rows, *numbers),
             aligned,
             (num_tiles * self.per_tile + num_rows * self.per_row, self.slices, 1),
         )

@@ -1,4 +1,4 @@
-"""Activations to FP8 in one launch: what `punica.ops.quant.quantize_per_token` computes, bit for bit.
+"""Quantisation of activations to FP8 in one launch, bit for bit that of `punica.ops.quant.quantize_per_token`.
 
     scale[t, g] = max(max |x[i, t, j]|, 1e-12) / fp8_max      over the slices i and the columns j of group g
     values[i, t, j] = cast(clamp(x[i, t, j] / scale[t, g]))
@@ -9,6 +9,7 @@ call it and a CUDA graph capture it.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,56 +26,74 @@ MOST_COLUMNS = 8192
 """Columns of a program; longer groups are taken in steps."""
 
 
+class _Shape(NamedTuple):
+    """Shape and schedule of the kernel, and the FP8 format: its constexpr.
+
+    rows: of a program, with ``block`` of the ``group`` columns at a time. limit: largest FP8 value; least: of scales.
+    """
+
+    columns: int
+    group: int
+    slices: int
+    rows: int
+    block: int
+    mantissa: int
+    limit: float
+    least: float = LEAST
+
+
 @triton.jit
-def _look_at(x, largest, nan):
-    """Magnitudes of x [rows, columns] into ``largest`` [rows], and a NaN, which `tl.max` may drop, into ``nan``."""
+def _add_magnitudes(x, largest, nan):
+    """Add magnitudes of x [ROWS, BLOCK] to ``largest`` [ROWS], and a NaN, which `tl.max` may drop, to ``nan``."""
     is_number = x == x
     largest = tl.maximum(largest, tl.max(tl.where(is_number, tl.abs(x), 0.0), 1))
     return largest, nan + tl.sum(tl.where(is_number, 0.0, x), 1)
 
 
 @triton.jit
-def _store_rounded(x, scale, values_ptrs, mask, MANTISSA: tl.constexpr, LIMIT: tl.constexpr):
+def _store_rounded(x, scale, values_ptrs, mask, SHAPE: tl.constexpr):
     real = tl.div_rn(x, scale[:, None].broadcast_to(x.shape[0], x.shape[1]))
-    tl.store(values_ptrs, narrowed(real, values_ptrs.dtype.element_ty, MANTISSA, LIMIT), mask=mask)
+    tl.store(values_ptrs, narrowed(real, values_ptrs.dtype.element_ty, SHAPE.mantissa, SHAPE.limit), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
-    x_ptr, values_ptr, scale_ptr, num_rows, stride_xs, stride_xt, stride_xk,
-    K: tl.constexpr, GROUP: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr, LIMIT: tl.constexpr, LEAST: tl.constexpr,
+    x_ptr, values_ptr, scale_ptr, num_rows, stride_xs, stride_xt, stride_xk, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows x one group of GROUP columns, BLOCK at a time, of all slices."""
+    """ROWS rows x one group of columns, BLOCK at a time, of all slices."""
+    K: tl.constexpr = SHAPE.columns
+    GROUP: tl.constexpr = SHAPE.group
+    ROWS: tl.constexpr = SHAPE.rows
+    BLOCK: tl.constexpr = SHAPE.block
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     STEPS: tl.constexpr = (GROUP + BLOCK - 1) // BLOCK
     group = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask_rows = rows < num_rows
     offs, first = tl.arange(0, BLOCK), tl.zeros([], tl.int64)  # slices may lie far apart
-    x_ptrs = x_ptr + rows[:, None] * stride_xt + (group * GROUP + offs)[None, :] * stride_xk
+    x_ptrs = x_ptr + rows[:, None] * stride_xt + (group * GROUP + offs)[None, :] * stride_xk  # [ROWS, BLOCK]
     values_ptrs = values_ptr + rows[:, None] * K + (group * GROUP + offs)[None, :]
-    largest, nan = tl.full([ROWS], LEAST, tl.float32), tl.zeros([ROWS], tl.float32)
-    if SLICES * STEPS == 1:
+    largest, nan = tl.full([ROWS], SHAPE.least, tl.float32), tl.zeros([ROWS], tl.float32)
+    if SHAPE.slices * STEPS == 1:
         mask = mask_rows[:, None] & ((offs < GROUP) & (group * GROUP + offs < K))[None, :]
         x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-        largest, nan = _look_at(x, largest, nan)
+        largest, nan = _add_magnitudes(x, largest, nan)
     else:
-        for piece in tl.range(0, SLICES * STEPS):
+        for piece in tl.range(0, SHAPE.slices * STEPS):
             step, at = piece % STEPS * BLOCK, first + piece // STEPS
             mask = mask_rows[:, None] & ((offs < GROUP - step) & (group * GROUP + step + offs < K))[None, :]
             x = tl.load(x_ptrs + at * stride_xs + step * stride_xk, mask=mask, other=0.0).to(tl.float32)
-            largest, nan = _look_at(x, largest, nan)
-    scale = tl.div_rn(largest + nan, tl.full([ROWS], LIMIT, tl.float32))
+            largest, nan = _add_magnitudes(x, largest, nan)
+    scale = tl.div_rn(largest + nan, tl.full([ROWS], SHAPE.limit, tl.float32))
     tl.store(scale_ptr + rows * GROUPS + group, scale, mask=mask_rows)
-    if SLICES * STEPS == 1:
-        _store_rounded(x, scale, values_ptrs, mask, MANTISSA, LIMIT)
+    if SHAPE.slices * STEPS == 1:
+        _store_rounded(x, scale, values_ptrs, mask, SHAPE)
     else:
-        for piece in tl.range(0, SLICES * STEPS):
+        for piece in tl.range(0, SHAPE.slices * STEPS):
             step, at = piece % STEPS * BLOCK, first + piece // STEPS
             mask = mask_rows[:, None] & ((offs < GROUP - step) & (group * GROUP + step + offs < K))[None, :]
             x = tl.load(x_ptrs + at * stride_xs + step * stride_xk, mask=mask, other=0.0).to(tl.float32)
-            _store_rounded(x, scale, values_ptrs + at * num_rows * K + step, mask, MANTISSA, LIMIT)
+            _store_rounded(x, scale, values_ptrs + at * num_rows * K + step, mask, SHAPE)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,12 +101,12 @@ def _launch(
     shape: torch.Size, strides: tuple[int, ...], kinds: tuple[torch.dtype, torch.dtype], group: int,
     device: torch.device,
 ) -> Launch:  # fmt: skip
-    """For x ``[n, T, K]`` of these strides."""
+    """Launch for x ``[n, T, K]`` of these strides."""
     slices, rows, columns = shape
     block = min(block_at_least(group), MOST_COLUMNS)
     per_program = max(1, 1024 // block)
-    constants: dict[str, float] = {"K": columns, "GROUP": group, "SLICES": slices, "ROWS": per_program, "BLOCK": block}
-    constants |= {"MANTISSA": 3 if kinds[1] == E4M3 else 2, "LIMIT": FP8_MAX[kinds[1]], "LEAST": LEAST}
+    mantissa = 3 if kinds[1] == E4M3 else 2
+    constants = {"SHAPE": _Shape(columns, group, slices, per_program, block, mantissa, FP8_MAX[kinds[1]])}
     grid = (triton.cdiv(rows, per_program), triton.cdiv(columns, group), 1)
     warps = max(1, min(8, per_program * block // 1024))
     return Launch(_quantize_rows_kernel, grid, kinds, strides, constants, num_warps=warps, pdl=False, device=device)

@@ -22,6 +22,7 @@ what it writes.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,8 +38,18 @@ NUM_WARPS = 8
 _COLUMNS = 4  # of the table: address, elements of a slot, columns, address of the ranks
 
 
+class _Schedule(NamedTuple):
+    """Constexpr of the kernel: elements of a tile and of a unit, columns of header and table, and alignment."""
+
+    block: int
+    unit: int
+    aligned: bool
+    header: int = HEADER
+    columns: int = _COLUMNS
+
+
 class SlotTable:
-    """Where the matrices of a slot lie. ``slots[m]``: ``[L, ..., rows, cols]``; ``ranks[m]``: int32 ``[L]``.
+    """Addresses and sizes of a slot's matrices. ``slots[m]``: ``[L, ..., rows, cols]``; ``ranks[m]``: int32 ``[L]``.
 
     The tensors must stay where they are: their addresses are kept (and the tensors with them). ValueError: no matrix,
     or not all of one dtype, device and number of slots, or not contiguous; TypeError: ranks that are not int32.
@@ -59,7 +70,7 @@ class SlotTable:
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device="cpu").to(self.device)
         grid = (min(PROGRAMS, len(tiles)), 1, 1)
-        constants = {"BLOCK": block, "UNIT": per_unit, "HEADER": HEADER, "COLUMNS": _COLUMNS, "ALIGNED": aligned}
+        constants = {"SCHEDULE": _Schedule(block, per_unit, aligned)}
         self.launch = Launch(
             _slot_write_kernel, grid, (self.dtype,), (), constants, num_warps=NUM_WARPS, pdl=False, device=self.device
         )
@@ -110,23 +121,25 @@ def _write_tile(
 @triton.jit(do_not_specialize=["index", "num_tiles"])
 def _slot_write_kernel(
     table_ptr, tiles_ptr, image_ptr, data_ptr,
-    index, num_tiles,
-    BLOCK: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    index, num_tiles, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
+    """A grid-stride loop over the tiles of all matrices."""
+    BLOCK: tl.constexpr = SCHEDULE.block
+    UNIT: tl.constexpr = SCHEDULE.unit
     for pid in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         matrix = tl.load(tiles_ptr + 2 * pid).to(tl.int64)
         tile = tl.load(tiles_ptr + 2 * pid + 1)
-        row = table_ptr + matrix * COLUMNS
+        row = table_ptr + matrix * SCHEDULE.columns
         slot_size = tl.load(row + 1)
-        if ALIGNED:
+        if SCHEDULE.aligned:
             slot_size = tl.multiple_of(slot_size, UNIT)
         cols = tl.load(row + 2).to(tl.int32)
-        head = image_ptr + matrix * HEADER
+        head = image_ptr + matrix * SCHEDULE.header
         part_ptr = data_ptr + tl.load(head) * UNIT
         part_rows = tl.load(head + 1).to(tl.int32)
         part_cols = tl.load(head + 2).to(tl.int32)
         target_ptr = tl.load(row).to(tl.pointer_type(data_ptr.dtype.element_ty)) + index * slot_size
-        if ALIGNED:
+        if SCHEDULE.aligned:
             target_ptr = tl.multiple_of(target_ptr, 16)
 
         if part_cols == cols:  # both sides are one run of elements; the image fills it up to whole units, with zeros
@@ -134,7 +147,7 @@ def _slot_write_kernel(
             run = tl.cdiv(part_rows * part_cols, UNIT) * UNIT
             values = tl.load(part_ptr + offs, mask=(offs < slot_size) & (offs < run), other=0.0)
             tl.store(target_ptr + offs, values, mask=offs < slot_size)
-        elif ALIGNED and (cols % UNIT == 0) and (part_cols % UNIT == 0):
+        elif SCHEDULE.aligned and (cols % UNIT == 0) and (part_cols % UNIT == 0):
             # products, as the compiler then knows what divides them; tl.multiple_of would promise it on every path
             cols_in_units = cols // UNIT * UNIT
             part_in_units = part_cols // UNIT * UNIT

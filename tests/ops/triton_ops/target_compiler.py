@@ -32,7 +32,7 @@ from punica.ops.triton_ops.launch import Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_linear import LinearMode, choose_linear, plan_linear
 from punica.ops.triton_ops.lora_shrink import plan_shrink
-from punica.ops.triton_ops.plan import Batch, ListedPlan, RowsPlan, SearchPlan, expand_quant, shrink_quant
+from punica.ops.triton_ops.plan import Batch, FixedPlan, ListedPlan, expand_quant, shrink_quant
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import Form, Stack
 
@@ -268,17 +268,17 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
     return found
 
 
-def constants_of(plan: RowsPlan | SearchPlan | ListedPlan) -> Record:
+def constants_of(plan: FixedPlan | ListedPlan) -> Record:
     """Shape and schedule that the kernel is compiled for, by field name."""
     launch = plan.launch
     named = dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
     return named["SHAPE"]._asdict() | named["TILE"]._asdict()
 
 
-def form_of(plan: RowsPlan | SearchPlan | ListedPlan) -> str:
+def form_of(plan: FixedPlan | ListedPlan) -> str:
     """Which kernel it is, and which of its parts are in use."""
     constants, kernel = constants_of(plan), plan.launch.kernel.__name__
-    form = kernel.removeprefix("_lora_").removesuffix("_kernel").replace("_", " ")
+    form = kernel.removeprefix("_lora_").removesuffix("_kernel") + " " + constants["mode"]
     short = isinstance(plan, ListedPlan) and plan.per_row > 0
     form += (" and rows" if short else "") + (", swapped operands" if constants["swap_ab"] else "")
     return form + (", in words" if constants.get("words") else "")

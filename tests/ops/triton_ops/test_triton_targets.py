@@ -56,8 +56,8 @@ DEMANDING: list[Case] = [
 """Much shared memory, many registers, or both."""
 FORMS = {
     "shrink rows", "shrink search", "shrink search, swapped operands", "shrink listed", "shrink listed and rows",
-    "shrink listed, swapped operands", "expand rows", "expand search", "expand search, swapped operands", "expand listed",
-    "expand listed and rows", "expand listed, swapped operands", "slot write",
+    "shrink listed, swapped operands", "expand rows", "expand search", "expand search, swapped operands",
+    "expand listed", "expand listed and rows", "expand listed, swapped operands", "slot write",
 }  # fmt: skip
 SPILLED = 1024
 """Bytes that a thread may keep in memory for lack of registers."""

@@ -5,6 +5,8 @@
 in float32, rounded once. A program takes a row.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,20 +20,24 @@ from punica.ops.triton_ops.op import check_runnable
 _NUM_WARPS = 1
 
 
+class _Shape(NamedTuple):
+    half: int
+    block: int
+    factor: float
+    pdl: bool
+
+
 @triton.jit
-def _rotary_angles_kernel(
-    positions_ptr, frequencies_ptr, cos_ptr, sin_ptr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _rotary_angles_kernel(positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, SHAPE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK)
-    mask = offs < HALF
+    offs = tl.arange(0, SHAPE.block)
+    mask = offs < SHAPE.half
     frequency = tl.load(frequencies_ptr + offs, mask=mask, other=0.0)
-    pdl_launch_then_wait(PDL)
+    pdl_launch_then_wait(SHAPE.pdl)
     angle = tl.load(positions_ptr + row).to(tl.float32) * frequency
-    places = row * HALF + offs
-    tl.store(cos_ptr + places, (tl.cos(angle) * FACTOR).to(cos_ptr.dtype.element_ty), mask=mask)
-    tl.store(sin_ptr + places, (tl.sin(angle) * FACTOR).to(sin_ptr.dtype.element_ty), mask=mask)
+    places = row * SHAPE.half + offs
+    tl.store(cos_ptr + places, (tl.cos(angle) * SHAPE.factor).to(cos_ptr.dtype.element_ty), mask=mask)
+    tl.store(sin_ptr + places, (tl.sin(angle) * SHAPE.factor).to(sin_ptr.dtype.element_ty), mask=mask)
 
 
 def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> None:
@@ -61,9 +67,9 @@ def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tens
     if tokens == 0:
         return
     pdl = supports_pdl(cos.device)
-    constants = {"HALF": half, "BLOCK": block_at_least(half), "FACTOR": factor, "PDL": pdl}
+    shape = _Shape(half, block_at_least(half), factor, pdl)
     launch = Launch(
-        _rotary_angles_kernel, (tokens, 1, 1), (cos.dtype,), (), constants,
+        _rotary_angles_kernel, (tokens, 1, 1), (cos.dtype,), (), {"SHAPE": shape},
         num_warps=_NUM_WARPS, pdl=pdl, device=cos.device,
     )  # fmt: skip
     tensors = (positions, frequencies, cos, sin)

@@ -5,6 +5,8 @@
 A program takes a row, block after block: every lane keeps the highest that it has seen, and where.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,25 +21,29 @@ _MOST_LANES = 8192
 _NO_PLACE = tl.constexpr(0x7FFFFFFF)
 
 
+class _Shape(NamedTuple):
+    vocab: int
+    block: int
+    no_index: int
+    pdl: bool
+
+
 @triton.jit
-def _argmax_kernel(
-    logits_ptr, out_ptr, stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NO_INDEX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _argmax_kernel(logits_ptr, out_ptr, stride, SHAPE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
-    offs = tl.arange(0, BLOCK)
-    pdl_launch_then_wait(PDL)
-    best = tl.load(row_ptr + offs, mask=offs < VOCAB, other=float("-inf")).to(tl.float32)
+    offs = tl.arange(0, SHAPE.block)
+    pdl_launch_then_wait(SHAPE.pdl)
+    best = tl.load(row_ptr + offs, mask=offs < SHAPE.vocab, other=float("-inf")).to(tl.float32)
     place, none = offs, (best != best).to(tl.int32)
-    for start in tl.range(BLOCK, VOCAB, BLOCK, loop_unroll_factor=4):  # loads of several blocks are under way
+    for start in tl.range(SHAPE.block, SHAPE.vocab, SHAPE.block, loop_unroll_factor=4):  # several loads in flight
         here = start + offs
-        value = tl.load(row_ptr + here, mask=here < VOCAB, other=float("-inf")).to(tl.float32)
+        value = tl.load(row_ptr + here, mask=here < SHAPE.vocab, other=float("-inf")).to(tl.float32)
         none |= (value != value).to(tl.int32)
         higher = value > best
         best, place = tl.where(higher, value, best), tl.where(higher, here, place)
     first = tl.min(tl.where(best == tl.max(best, 0), place, _NO_PLACE), 0)
-    tl.store(out_ptr + row, tl.where(tl.max(none, 0) > 0, NO_INDEX, first).to(tl.int64))
+    tl.store(out_ptr + row, tl.where(tl.max(none, 0) > 0, SHAPE.no_index, first).to(tl.int64))
 
 
 def argmax(out: Tensor, logits: Tensor, no_index: int) -> None:
@@ -62,9 +68,9 @@ def argmax(out: Tensor, logits: Tensor, no_index: int) -> None:
     if rows == 0:
         return
     pdl, block = supports_pdl(logits.device), min(_MOST_LANES, block_at_least(vocab))
-    constants = {"VOCAB": vocab, "BLOCK": block, "NO_INDEX": no_index, "PDL": pdl}
     launch = Launch(
-        _argmax_kernel, (rows, 1, 1), (logits.dtype,), (logits.stride(0),), constants,
+        _argmax_kernel, (rows, 1, 1), (logits.dtype,), (logits.stride(0),),
+        {"SHAPE": _Shape(vocab, block, no_index, pdl)},
         num_warps=max(1, min(16, block // 256)), pdl=pdl, device=logits.device,
     )  # fmt: skip
     with on_device(logits.get_device()):

@@ -18,6 +18,7 @@ and on ``SPLITS``: with ``splits`` given, a request's bits do not depend on what
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,40 +48,62 @@ _STAGES = 3
 _NUM_WARPS = 4
 
 
+class _Shape(NamedTuple):
+    """Shape and schedule: a constexpr of the kernels.
+
+    group: queries per kv head. size: of a head. page: tokens of a block of the cache. scale: of scores, base 2. format:
+    of keys and values, as of `fp8_format`.
+    """
+
+    kv_heads: int
+    group: int
+    size: int
+    page: int
+    splits: int
+    block_g: int
+    block_n: int
+    block_d: int
+    scale: float
+    format: int
+    pdl: bool
+    stages: int = _STAGES
+    interpret: bool = INTERPRETED
+
+
 @triton.jit
-def _attend(
-    q, keys_ptr, values_ptr, table_ptr, begin, end, row_stride,
-    SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SCALE: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr):
     """Tokens [begin, end) of one request: sums of values [BLOCK_G, BLOCK_D], largest scores (base 2) and sums of
     weights, each [BLOCK_G]. No token: 0, -inf, 0.
     """
+    BLOCK_G: tl.constexpr = SHAPE.block_g
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    row_stride = SHAPE.kv_heads * SHAPE.size
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < SIZE
+    mask_d = offs_d < SHAPE.size
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=SHAPE.stages):
         tokens = start + offs_n
         mask_n = tokens < end
-        pages = tl.load(table_ptr + tokens // PAGE, mask=mask_n, other=0)
-        rows = (pages.to(tl.int64) * PAGE + tokens % PAGE) * row_stride
+        pages = tl.load(table_ptr + tokens // SHAPE.page, mask=mask_n, other=0)
+        rows = (pages.to(tl.int64) * SHAPE.page + tokens % SHAPE.page) * row_stride
         keys = tl.load(
             keys_ptr + rows[None, :] + offs_d[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0
         )  # fmt: skip
         values = tl.load(
             values_ptr + rows[:, None] + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0
         )  # fmt: skip
-        keys, values = upcast(keys, FORMAT, q.dtype), upcast(values, FORMAT, q.dtype)
-        scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, INTERPRETED) * SCALE
+        keys, values = upcast(keys, SHAPE.format, q.dtype), upcast(values, SHAPE.format, q.dtype)
+        scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
         shrunk = tl.exp2(largest - raised)
         weights = tl.exp2(scores - raised[:, None])
         total = total * shrunk + tl.sum(weights, 1)
-        acc = dot(weights.to(values.dtype), values, acc * shrunk[:, None], False, INTERPRETED)
+        acc = dot(weights.to(values.dtype), values, acc * shrunk[:, None], False, SHAPE.interpret)
         largest = raised
     return acc, largest, total
 
@@ -88,30 +111,29 @@ def _attend(
 @triton.jit(do_not_specialize=["table_width"])
 def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, order_ptr, out_ptr, sums_ptr, table_width,
-    q_stride, out_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    q_stride, out_stride, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """``out``: the result [T, H, D], or with more than one split the parts [T, H, SPLITS, D] in float32, and ``sums``
-    their log-sum-exp (base 2) [T, H, SPLITS]. FORMAT: of keys and values, as of `fp8_format`.
+    their log-sum-exp (base 2) [T, H, SPLITS].
     """
+    GROUP: tl.constexpr = SHAPE.group
+    SIZE: tl.constexpr = SHAPE.size
+    SPLITS: tl.constexpr = SHAPE.splits
+    HEADS: tl.constexpr = SHAPE.kv_heads * GROUP
     kv_head, split = tl.program_id(0), tl.program_id(2)
     row = tl.load(order_ptr + tl.program_id(1)).to(tl.int64)
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    offs_g = tl.arange(0, BLOCK_G)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_g = tl.arange(0, SHAPE.block_g)
+    offs_d = tl.arange(0, SHAPE.block_d)
     heads = kv_head * GROUP + offs_g
     mask = (offs_g < GROUP)[:, None] & (offs_d < SIZE)[None, :]
     length = tl.load(lengths_ptr + row)  # no kernel writes it, nor the order or the table
-    part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+    part = tl.cdiv(tl.cdiv(length, SHAPE.block_n), SPLITS) * SHAPE.block_n
     begin = tl.minimum(split * part, length)
     end = tl.minimum(begin + part, length)
-    pdl_launch_then_wait(PDL)
+    pdl_launch_then_wait(SHAPE.pdl)
     q = tl.load(q_ptr + row * q_stride + heads[:, None] * SIZE + offs_d[None, :], mask=mask, other=0.0)
     acc, largest, total = _attend(
-        q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end,
-        KV_HEADS * SIZE, SIZE, PAGE, BLOCK_G, BLOCK_N, BLOCK_D, SCALE, STAGES, FORMAT, INTERPRETED,
+        q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end, SHAPE
     )  # fmt: skip
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
@@ -125,15 +147,15 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def _combine_kernel(
-    parts_ptr, sums_ptr, out_ptr, out_stride,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexpr):
     """One head of one request: its parts, weighted by their share of the whole sum, first to last."""
+    SIZE: tl.constexpr = SHAPE.size
+    SPLITS: tl.constexpr = SHAPE.splits
+    BLOCK_D: tl.constexpr = SHAPE.block_d
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_d = tl.arange(0, BLOCK_D)
-    first = (row * HEADS + head) * SPLITS
-    pdl_launch_then_wait(PDL)
+    first = (row * (SHAPE.kv_heads * SHAPE.group) + head) * SPLITS
+    pdl_launch_then_wait(SHAPE.pdl)
     largest = tl.max(tl.load(sums_ptr + first + tl.arange(0, SPLITS)), 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)  # a request without tokens
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -194,14 +216,12 @@ def decode_attention(
     if requests == 0:
         return
     splits = splits or choose_splits(requests, kv_heads, q.device)
-    block_d, block_n = block_at_least(size), _tokens_at_once(heads // kv_heads, size, q.element_size())
-    pdl = supports_pdl(q.device)
-    constants = {
-        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "SIZE": size, "PAGE": block_size, "SPLITS": splits,
-        "BLOCK_G": block_at_least(heads // kv_heads), "BLOCK_N": block_n, "BLOCK_D": block_d,
-        "SCALE": math.log2(math.e) / math.sqrt(size),
-        "STAGES": _STAGES, "FORMAT": fp8_format(keys.dtype), "PDL": pdl, "INTERPRETED": INTERPRETED,
-    }  # fmt: skip
+    group, pdl = heads // kv_heads, supports_pdl(q.device)
+    shape = _Shape(
+        kv_heads, group, size, block_size, splits, block_at_least(group),
+        _tokens_at_once(group, size, q.element_size()), block_at_least(size), math.log2(math.e) / math.sqrt(size),
+        fp8_format(keys.dtype), pdl,
+    )  # fmt: skip
     parts, sums = out, out  # stand for what one split does not need
     if splits > 1:
         parts = torch.empty(requests, heads, splits, size, dtype=torch.float32, device=q.device)
@@ -209,20 +229,18 @@ def decode_attention(
     tensors = (q, as_operand(keys), as_operand(values), block_table, lengths, order, parts, sums)
     attend = Launch(
         _decode_attention_kernel, (kv_heads, requests, splits), (q.dtype, keys.dtype), (q.stride(0), out.stride(0)),
-        constants, num_warps=_NUM_WARPS, pdl=pdl, device=q.device,
+        {"SHAPE": shape}, num_warps=_NUM_WARPS, pdl=pdl, device=q.device,
     )  # fmt: skip
     with on_device(q.get_device()):
         attend(tensors, (block_table.shape[1],), not INTERPRETED and all_aligned(*tensors))
         if splits > 1:
-            _combine(parts, sums, out, splits, pdl)
+            _combine(parts, sums, out, shape)
 
 
-def _combine(parts: Tensor, sums: Tensor, out: Tensor, splits: int, pdl: bool) -> None:
-    requests, heads, size = out.shape
-    constants = {"HEADS": heads, "SIZE": size, "SPLITS": splits, "BLOCK_D": block_at_least(size), "PDL": pdl}
+def _combine(parts: Tensor, sums: Tensor, out: Tensor, shape: _Shape) -> None:
     launch = Launch(
-        _combine_kernel, (requests, heads, 1), (out.dtype,), (out.stride(0),), constants,
-        num_warps=1, pdl=pdl, device=out.device,
+        _combine_kernel, (out.shape[0], out.shape[1], 1), (out.dtype,), (out.stride(0),), {"SHAPE": shape},
+        num_warps=1, pdl=shape.pdl, device=out.device,
     )  # fmt: skip
     launch((parts, sums, out), (), not INTERPRETED and all_aligned(parts, sums, out))
 

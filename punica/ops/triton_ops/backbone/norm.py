@@ -1,10 +1,12 @@
-"""RMSNorm behind a residual connection, one launch: what stands between two blocks of a decoder layer.
+"""RMSNorm after a residual connection, in one launch: the seam between two blocks of a decoder layer.
 
     x[t] += delta[t];      out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight
 
 The sum is rounded to its dtype before it is normalised, as it is where the two are apart. A program takes a row, all of
-it at once, so its sum of squares has one order. The weight is read before the kernel in front has ended.
+it at once, so its sum of squares has one order. The weight is read before the PDL wait.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,23 +18,30 @@ from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block
 from punica.ops.triton_ops.op import check_runnable
 
 
+class _Shape(NamedTuple):
+    size: int
+    block: int
+    eps: float
+    has_delta: bool
+    pdl: bool
+
+
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, x_stride, delta_stride, out_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, out_ptr, x_stride, delta_stride, out_stride, SHAPE: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK)
-    mask = offs < SIZE
+    offs = tl.arange(0, SHAPE.block)
+    mask = offs < SHAPE.size
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    pdl_launch_then_wait(PDL)
+    pdl_launch_then_wait(SHAPE.pdl)
     x = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
-    if HAS_DELTA:
+    if SHAPE.has_delta:
         x += tl.load(delta_ptr + row * delta_stride + offs, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * x_stride + offs, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SHAPE.size + SHAPE.eps)
     tl.store(out_ptr + row * out_stride + offs, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -59,11 +68,10 @@ def add_rms_norm(out: Tensor, x: Tensor, delta: Tensor | None, weight: Tensor, e
     if tokens == 0:
         return
     delta_or_x, pdl = x if delta is None else delta, supports_pdl(x.device)
-    constants = {
-        "SIZE": size, "BLOCK": block_at_least(size), "EPS": eps, "HAS_DELTA": delta is not None, "PDL": pdl,
-    }  # fmt: skip
+    shape = _Shape(size, block_at_least(size), eps, delta is not None, pdl)
+    strides = (x.stride(0), delta_or_x.stride(0), out.stride(0))
     launch = Launch(
-        _add_rms_norm_kernel, (tokens, 1, 1), (x.dtype,), (x.stride(0), delta_or_x.stride(0), out.stride(0)), constants,
+        _add_rms_norm_kernel, (tokens, 1, 1), (x.dtype,), strides, {"SHAPE": shape},
         num_warps=_warps(size), pdl=pdl, device=x.device,
     )  # fmt: skip
     tensors = (x, delta_or_x, weight, out)

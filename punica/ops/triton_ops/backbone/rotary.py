@@ -9,6 +9,8 @@ values stay where the projection put them, so the attention of a prompt finds al
 takes a few heads of one token.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,13 +28,27 @@ _HEADS_PER_PROGRAM = 8
 _NUM_WARPS = 4
 
 
+class _Shape(NamedTuple):
+    """Heads of q and of the cache, half the head size, and blocks of both.
+
+    eps: of the norms (None: there are none). fp8_limit: largest value of the cache's e4m3; 0: it has the dtype of qkv.
+    """
+
+    heads: int
+    kv_heads: int
+    half: int
+    eps: float | None
+    block_h: int
+    block_d: int
+    fp8_limit: float
+    pdl: bool
+
+
 @triton.jit
-def _normalised(
-    x, y, q_weight_ptr, k_weight_ptr, is_query, offs_d, mask_d,
-    HALF: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """Both halves [heads, HALF] of heads, each divided by its root mean square and weighted by its kind."""
-    scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + EPS))[:, None]
+def _normalised(x, y, q_weight_ptr, k_weight_ptr, is_query, offs_d, mask_d, SHAPE: tl.constexpr):
+    """Both halves [BLOCK_H, HALF] of heads, each divided by its root mean square and weighted by its kind."""
+    HALF: tl.constexpr = SHAPE.half
+    scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + SHAPE.eps))[:, None]
     q_first = tl.load(q_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     q_second = tl.load(q_weight_ptr + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     k_first = tl.load(k_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
@@ -43,17 +59,18 @@ def _normalised(
 @triton.jit
 def _rotate_and_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, kv_rows_ptr, keys_ptr, values_ptr, q_weight_ptr, k_weight_ptr, qkv_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORMS: tl.constexpr, EPS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FP8_LIMIT: tl.constexpr, PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """FP8_LIMIT: the largest value of the cache's format, e4m3; 0: it has the dtype of ``qkv``."""
+    HEADS: tl.constexpr = SHAPE.heads
+    KV_HEADS: tl.constexpr = SHAPE.kv_heads
+    HALF: tl.constexpr = SHAPE.half
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_d = tl.arange(0, BLOCK_D)
+    heads = tl.program_id(1) * SHAPE.block_h + tl.arange(0, SHAPE.block_h)
+    offs_d = tl.arange(0, SHAPE.block_d)
     mask_d = offs_d < HALF
-    places = heads[:, None] * (2 * HALF) + offs_d[None, :]
+    places = heads[:, None] * (2 * HALF) + offs_d[None, :]  # [BLOCK_H, BLOCK_D]
     mask = (heads < HEADS + 2 * KV_HEADS)[:, None] & mask_d[None, :]
-    pdl_launch_then_wait(PDL)
+    pdl_launch_then_wait(SHAPE.pdl)
     kv_row = tl.load(kv_rows_ptr + token)
     cos = tl.load(cos_ptr + token * HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
@@ -61,10 +78,8 @@ def _rotate_and_store_kernel(
     first = tl.load(row_ptr + places, mask=mask, other=0.0)
     second = tl.load(row_ptr + HALF + places, mask=mask, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
-    if HAS_NORMS:
-        x, y = _normalised(
-            x, y, q_weight_ptr, k_weight_ptr, (heads < HEADS)[:, None], offs_d, mask_d, HALF, EPS
-        )  # fmt: skip
+    if SHAPE.eps is not None:
+        x, y = _normalised(x, y, q_weight_ptr, k_weight_ptr, (heads < HEADS)[:, None], offs_d, mask_d, SHAPE)
     turns = (heads < HEADS + KV_HEADS)[:, None]
     first = tl.where(turns, (x * cos - y * sin).to(first.dtype), first)
     second = tl.where(turns, (y * cos + x * sin).to(second.dtype), second)
@@ -74,9 +89,9 @@ def _rotate_and_store_kernel(
     stored = kv_row >= 0
     is_key = (heads >= HEADS) & (heads < HEADS + KV_HEADS) & stored
     is_value = (heads >= HEADS + KV_HEADS) & stored
-    if FP8_LIMIT > 0:
-        first = narrowed(first.to(tl.float32), keys_ptr.dtype.element_ty, 3, FP8_LIMIT)
-        second = narrowed(second.to(tl.float32), keys_ptr.dtype.element_ty, 3, FP8_LIMIT)
+    if SHAPE.fp8_limit > 0:
+        first = narrowed(first.to(tl.float32), keys_ptr.dtype.element_ty, 3, SHAPE.fp8_limit)
+        second = narrowed(second.to(tl.float32), keys_ptr.dtype.element_ty, 3, SHAPE.fp8_limit)
     key_ptr = keys_ptr + (kv_row * KV_HEADS - HEADS) * (2 * HALF)
     value_ptr = values_ptr + (kv_row * KV_HEADS - HEADS - KV_HEADS) * (2 * HALF)
     tl.store(key_ptr + places, first, mask=mask & is_key[:, None])
@@ -116,17 +131,16 @@ def rotate_and_store(
     if tokens == 0:
         return
     pdl, block_h = supports_pdl(qkv.device), min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
-    constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "HALF": size // 2, "HAS_NORMS": norms is not None,
-        "EPS": norms.eps if norms else 0.0, "BLOCK_H": block_h, "BLOCK_D": block_at_least(size // 2),
-        "FP8_LIMIT": FP8_MAX.get(keys.dtype, 0.0), "PDL": pdl,
-    }  # fmt: skip
+    shape = _Shape(
+        heads, kv_heads, size // 2, norms.eps if norms else None, block_h, block_at_least(size // 2),
+        FP8_MAX.get(keys.dtype, 0.0), pdl,
+    )  # fmt: skip
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h), 1)
     launch = Launch(
-        _rotate_and_store_kernel, grid, (qkv.dtype, keys.dtype), (qkv.stride(0),), constants,
+        _rotate_and_store_kernel, grid, (qkv.dtype, keys.dtype), (qkv.stride(0),), {"SHAPE": shape},
         num_warps=_NUM_WARPS, pdl=pdl, device=qkv.device,
     )  # fmt: skip
-    weights = (norms.q_weight, norms.k_weight) if norms else (cos, cos)  # stand for what the kernel does not look at
+    weights = (norms.q_weight, norms.k_weight) if norms else (cos, cos)  # unused operands are filled with cos
     tensors = (qkv, cos, sin, kv_rows, as_operand(keys), as_operand(values), *weights)
     with on_device(qkv.get_device()):
         launch(tensors, (), not INTERPRETED and all_aligned(*tensors))

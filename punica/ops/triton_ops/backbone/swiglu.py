@@ -5,6 +5,8 @@
 in float32, rounded once.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,17 +20,20 @@ _BLOCK = 1024
 _NUM_WARPS = 4
 
 
+class _Shape(NamedTuple):
+    size: int
+    block: int
+    pdl: bool
+
+
 @triton.jit
-def _swiglu_kernel(
-    gate_up_ptr, out_ptr, gate_up_stride, out_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _swiglu_kernel(gate_up_ptr, out_ptr, gate_up_stride, out_stride, SHAPE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < SIZE
-    pdl_launch_then_wait(PDL)
+    offs = tl.program_id(1) * SHAPE.block + tl.arange(0, SHAPE.block)
+    mask = offs < SHAPE.size
+    pdl_launch_then_wait(SHAPE.pdl)
     gate = tl.load(gate_up_ptr + row * gate_up_stride + offs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * gate_up_stride + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * gate_up_stride + SHAPE.size + offs, mask=mask, other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + row * out_stride + offs, product.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -50,7 +55,7 @@ def swiglu(out: Tensor, gate_up: Tensor) -> None:
     pdl = supports_pdl(out.device)
     launch = Launch(
         _swiglu_kernel, (tokens, triton.cdiv(size, _BLOCK), 1), (out.dtype,), (gate_up.stride(0), out.stride(0)),
-        {"SIZE": size, "BLOCK": _BLOCK, "PDL": pdl}, num_warps=_NUM_WARPS, pdl=pdl, device=out.device,
+        {"SHAPE": _Shape(size, _BLOCK, pdl)}, num_warps=_NUM_WARPS, pdl=pdl, device=out.device,
     )  # fmt: skip
     with on_device(out.get_device()):
         launch((gate_up, out), (), not INTERPRETED and all_aligned(gate_up, out))

@@ -1,0 +1,270 @@
+"""Expand as a GEMM: the rows of one tile times blocks of columns of B on the tensor cores.
+
+``tiles_n`` > 1 walks several column blocks with one load of h, so the split-K partials are summed once for all of them.
+All ranks go in one pass where a block holds them (`_one_pass`), else in a loop over blocks of ranks (`_rank_loop`).
+"""
+
+import triton
+import triton.language as tl
+
+from punica.ops.triton_ops.device import (
+    accumulator,
+    dot,
+    pdl_launch_dependents,
+    pdl_launch_then_wait,
+    pdl_wait,
+    pick,
+    prefetch_l2,
+    product,
+    rank_of,
+    result,
+    rows_of_tile,
+)
+from punica.ops.triton_ops.expand_gemv import column_block
+from punica.ops.triton_ops.fp8_device import (
+    activation_scale_ptrs,
+    block_scale_ptrs,
+    channel_scales,
+    read_shrunk_rows,
+    upcast,
+)
+from punica.ops.triton_ops.fp8_words import expand_tile_in_words
+
+
+@triton.constexpr_function
+def _dtype_of_product(y_ptr, b_ptr, quant):
+    """Type in which h and B are multiplied: B's own, for FP8 that of y, with FP8 activations float16."""
+    if quant.x_format > 0:
+        return tl.float16
+    return y_ptr.dtype.element_ty if quant.format > 0 else b_ptr.dtype.element_ty
+
+
+@triton.jit
+def _prefetch_y(y_ptr, rows, block, stride_yt, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Prefetch into L2 the elements of y that a tile adds to, while shrink still runs."""
+    rows, mask_m = rows
+    first_n, width, column = block
+    LINE: tl.constexpr = 1024 // y_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((TILE.block_n * TILE.tiles_n + LINE - 1) // LINE)
+    lines = first_n + tl.arange(0, LINES) * LINE
+    mask_lines = lines < tl.minimum(width, first_n + TILE.block_n * TILE.tiles_n)
+    line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]  # [BLOCK_M, LINES]
+    prefetch_l2(line_ptrs, mask_m[:, None] & mask_lines[None, :])
+
+
+@triton.jit
+def _channel_scales(operands, place, offs_n, width, SHAPE: tl.constexpr):
+    """Scales [BLOCK_N] that follow the sum over the ranks; 1, and not read, where there are none."""
+    QUANT: tl.constexpr = SHAPE.quant
+    slice_id, slot = place
+    if QUANT.format > 0 and QUANT.group_k == 0:
+        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
+    else:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
+def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
+    """Sums [BLOCK_M, BLOCK_N] times the scales of activations and columns, plus y: an FMA in every form alike."""
+    QUANT: tl.constexpr = SHAPE.quant
+    CHANNELS: tl.constexpr = QUANT.format > 0 and QUANT.group_k == 0
+    if QUANT.has_a and QUANT.group_k == 0:
+        total *= tl.load(activation_scale_ptrs(operands, rows, SHAPE))[:, None]
+    if CHANNELS and SHAPE.add:
+        total = tl.fma(total, scale[None, :].broadcast_to(total.shape[0], total.shape[1]), before)
+    elif CHANNELS:
+        total *= scale[None, :]
+    elif SHAPE.add:
+        total += before
+    return total
+
+
+@triton.jit
+def _one_pass(
+    pointers, operands, place, rows, columns, ranks, strides,
+    WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """All ranks at once. ``at_once``: blocks go through registers, the first is loaded ahead of the PDL wait, and every
+    other one while the one before it is multiplied; else the compiler pipelines the loop over columns.
+    """
+    h_ptrs, b_ptrs, y_ptrs = pointers
+    rows, mask_m = rows
+    offs_n, width = columns
+    rank, rank_read = ranks
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
+    STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
+    offs_r = tl.arange(0, TILE.block_r)
+    mask_b = (offs_r < (SHAPE.rank if ALL_OF_B else rank_read if SHAPE.row_major else rank))[:, None]
+    if TILE.at_once:
+        mask_n = (offs_n < width)[None, :]
+        b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
+        if SHAPE.add and not TILE.late:
+            old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+    pdl_launch_dependents(TILE.pdl)
+    pdl_wait(TILE.pdl, TILE.at_once or strides[0] > 0)  # blocks in registers would be waited for first
+    if TILE.at_once and SHAPE.add and TILE.late:
+        old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+    mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
+    h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, strides[0], WHOLE, DTYPE, SHAPE)
+    for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
+        if not TILE.at_once:
+            mask_n = (offs_n < (1 << 30 if TILE.even_n else width))[None, :]
+            b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)  # [BLOCK_R, BLOCK_N]
+            if SHAPE.add:
+                old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)  # [BLOCK_M, BLOCK_N]
+        weights, mask_y, out_ptrs = b, mask_m[:, None] & mask_n, y_ptrs
+        scale = _channel_scales(operands, place, offs_n, width, SHAPE)
+        before = old.to(tl.float32) if SHAPE.add else 0.0  # before the next block is loaded: it frees registers
+        offs_n += TILE.block_n
+        y_ptrs += TILE.block_n
+        b_ptrs += TILE.block_n * STRIDE_B
+        if TILE.at_once and TILE.tiles_n > 1:
+            mask_n = ((offs_n < width) & (step + 1 < TILE.tiles_n))[None, :]
+            b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
+            if SHAPE.add:
+                old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+        weights = upcast(weights, QUANT.format, DTYPE)
+        if ALL_OF_B or (SHAPE.row_major and not WHOLE):
+            weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
+        total = _finish(product(h, weights, TILE), before, scale, operands, rows, SHAPE)
+        tl.store(out_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask_y & ((rank > 0) | (not SHAPE.add)))
+
+
+@triton.jit
+def _sum_ranks(
+    h_ptrs, b_ptrs, operands, place, rows, columns, ranks, strides,
+    WHOLE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Sums [BLOCK_M, BLOCK_N] over blocks of ranks; with a scale per block of ranks each is a product of its own."""
+    rows, mask_m = rows
+    offs_n, width = columns
+    rank, rank_read = ranks
+    stride_hp, stride_hr = strides
+    slice_id, slot = place
+    QUANT: tl.constexpr = SHAPE.quant
+    offs_r = tl.arange(0, TILE.block_r)
+    acc = accumulator(TILE.block_m, TILE.block_n, TILE.swap_ab and QUANT.group_k == 0)
+    for first_r in tl.range(0, rank, TILE.block_r, num_stages=TILE.stages):
+        lanes = first_r + offs_r
+        mask_h = mask_m[:, None] & (lanes < rank_read)[None, :]
+        h = read_shrunk_rows(h_ptrs + first_r * stride_hr, mask_h, lanes < rank, stride_hp, WHOLE, DTYPE, SHAPE)
+        mask_b = (lanes < (rank_read if SHAPE.row_major else rank))[:, None] & (offs_n < width)[None, :]
+        b = tl.load(b_ptrs + first_r * (1 if SHAPE.row_major else width), mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
+        b = upcast(b, QUANT.format, DTYPE)
+        if SHAPE.row_major and not WHOLE:
+            b = tl.where((lanes < rank)[:, None], b, 0.0)
+        if QUANT.group_k > 0:  # BLOCK_R divides a block of scales
+            block = first_r // QUANT.group_k
+            scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, offs_n, SHAPE)
+            part = product(h, b, TILE)
+            part *= tl.load(scale_ptrs + block * scale_stride, mask=offs_n < width, other=0.0)[None, :]
+            if QUANT.has_a:
+                a_scale_ptrs = activation_scale_ptrs(operands, rows, SHAPE)
+                part *= tl.load(a_scale_ptrs + block * QUANT.a_group)[:, None]
+            acc += part
+        else:
+            acc = dot(h, b, acc, TILE.swap_ab, TILE.interpret)
+    return acc if QUANT.group_k > 0 else result(acc, TILE.swap_ab)
+
+
+@triton.jit
+def _rank_loop(
+    pointers, operands, place, rows, columns, ranks, strides, WHOLE: tl.constexpr, SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
+    h_ptrs, b_ptrs, y_ptrs = pointers
+    offs_n, width = columns
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, SHAPE.quant)
+    pdl_launch_then_wait(TILE.pdl)
+    for _ in tl.range(0, TILE.tiles_n):
+        mask_y = rows[1][:, None] & (offs_n < width)[None, :]
+        total = _sum_ranks(
+            h_ptrs, b_ptrs, operands, place, rows, (offs_n, width), ranks, strides, WHOLE, SHAPE, TILE, DTYPE
+        )
+        before = 0.0
+        if SHAPE.add:
+            before = tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
+        scale = _channel_scales(operands, place, offs_n, width, SHAPE)
+        total = _finish(total, before, scale, operands, rows[0], SHAPE)
+        tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask_y)
+        offs_n += TILE.block_n
+        y_ptrs += TILE.block_n
+        b_ptrs += TILE.block_n * (SHAPE.rank if SHAPE.row_major else 1)
+
+
+@triton.jit
+def _expand_rows_of(
+    tensors, operands, place, rows, block, rank, strides,
+    WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``rows`` x tiles_n blocks of block_n columns.
+
+    WHOLE: the rank is a multiple of ``vector``, the ranks of one load of h or B; else loads reach beyond it, and the
+    values from there are dropped. B by ranks is read as far as the rank; with ALL_OF_B, a speculative load, to the end
+    of the slot. fetch: L2 prefetch of y.
+
+    place: slice and slot; block: first column, width of the slice and its first column in y.
+    """
+    h_ptr, b_ptr, y_ptr = tensors
+    first_n, width, column = block
+    stride_hp, _, stride_ht, stride_hr, stride_yt = strides
+    offs_n = first_n + tl.arange(0, TILE.block_n)
+    offs_r = tl.arange(0, TILE.block_r)
+    if SHAPE.row_major:
+        b_ptrs = b_ptr + offs_r[:, None] + offs_n[None, :] * SHAPE.rank  # [BLOCK_R, BLOCK_N]
+    else:
+        b_ptrs = b_ptr + offs_r[:, None] * width + offs_n[None, :]
+    h_ptrs = h_ptr + rows[0][:, None] * stride_ht + offs_r[None, :] * stride_hr  # [BLOCK_M, BLOCK_R]
+    y_ptrs = y_ptr + rows[0][:, None] * stride_yt + (column + offs_n)[None, :]  # [BLOCK_M, BLOCK_N]
+    # WHOLE: it is the rank, and the compiler sees that it is a multiple
+    rank_read = (rank if WHOLE else rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
+    pointers, columns, ranks = (h_ptrs, b_ptrs, y_ptrs), (offs_n, width), (rank, rank_read)
+    if TILE.block_r >= SHAPE.rank:
+        if TILE.fetch:
+            _prefetch_y(y_ptr, rows, block, stride_yt, SHAPE, TILE)
+        _one_pass(
+            pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), WHOLE, ALL_OF_B, SHAPE, TILE
+        )
+    else:
+        _rank_loop(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), WHOLE, SHAPE, TILE)
+
+
+@triton.jit
+def expand_tile(
+    tensors, operands, sorted_ptr, tile, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The rows of one tile x tiles_n blocks of block_n columns of one slice; words: by `expand_tile_in_words`.
+
+    ahead, with one block: a speculative load of all ranks of the slot. In a loop, true ranks that are whole vectors
+    have code of their own, as B streams best where nothing of it is dropped; float32 does without, since the shared
+    memory of both counts.
+
+    tile: slot, first sorted position and number of rows; call: as in `expand_row`.
+    """
+    h_ptr, y_ptr = tensors
+    slot, _, _ = tile
+    ranks_ptr, num_slots, pdl_anchor = call
+    _, stride_hs, _, _, _ = strides
+    EITHER: tl.constexpr = SHAPE.has_ranks and SHAPE.vector > 1
+    ALL_OF_B: tl.constexpr = TILE.ahead and TILE.tiles_n == 1 and TILE.block_r >= SHAPE.rank and not TILE.words
+    slice_id, first_n, width, column = column_block(block, SHAPE, TILE.block_n * TILE.tiles_n)
+    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
+    if (slot >= 0) if ALL_OF_B or not SHAPE.add else (rank > 0):
+        rows = rows_of_tile(sorted_ptr, tile, TILE.block_m)
+        b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
+        h_ptr += slice_id.to(tl.int64) * stride_hs
+        given, place, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot), (first_n, width, column)
+        if EITHER and SHAPE.row_major and TILE.tiles_n > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            if rank % SHAPE.vector == 0:
+                _expand_rows_of(given, operands, place, rows, columns, rank, strides, True, False, SHAPE, TILE)
+            else:
+                _expand_rows_of(given, operands, place, rows, columns, rank, strides, False, False, SHAPE, TILE)
+        elif TILE.words:
+            expand_tile_in_words(given, operands, place, rows, columns, rank, strides, SHAPE, TILE)
+        else:
+            _expand_rows_of(given, operands, place, rows, columns, rank, strides, not EITHER, ALL_OF_B, SHAPE, TILE)
+    else:
+        pdl_wait(TILE.pdl, pdl_anchor)

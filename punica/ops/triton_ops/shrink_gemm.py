@@ -1,0 +1,243 @@
+"""Shrink as a GEMM: ``block_m`` rows of one segment times ``block_r`` ranks on the tensor cores.
+
+Three loops over K: `_sum_over_k` for any schedule; `_single_step` where one block covers a split of K, so that all of A
+is loaded before the PDL wait; `_sum_by_warps` for swap-AB with up to 32 ranks, whose instruction and order of sums
+depend on no schedule (batch invariance).
+"""
+
+import triton
+import triton.language as tl
+
+from punica.ops.triton_ops.device import (
+    accumulator,
+    dot,
+    pdl_launch_dependents,
+    pdl_wait,
+    pdl_wait_then_launch,
+    pick,
+    product,
+    rank_of,
+    result,
+    rows_of_tile,
+)
+from punica.ops.triton_ops.fp8_device import activation_scale_ptrs, block_scale_ptrs, channel_scales, upcast
+from punica.ops.triton_ops.shrink_gemv import store_shrunk
+
+
+@triton.constexpr_function
+def dtype_of_product(x_type, quant):
+    """Type in which x and A are multiplied: that of x, float16 for FP8 activations."""
+    return tl.float16 if quant.x_format > 0 else x_type
+
+
+@triton.constexpr_function
+def _even_k(shape, tile):
+    """Tell whether the blocks of K need no mask."""
+    return shape.k % (tile.block_k * tile.split_k) == 0
+
+
+@triton.constexpr_function
+def _pads_ranks(shape, tile):
+    """Tell whether A is read without masks: lanes beyond the rank repeat its last one, and partials are written up to
+    the end of the vector in which it ends. Expand drops them. Masks of so many lanes would cost instructions.
+    """
+    padded = shape.quant.dense and tile.swap_ab and _even_k(shape, tile) and tile.block_r > 32
+    return padded and not (shape.direct or shape.accumulate)
+
+
+@triton.jit
+def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
+    """acc + a @ b for a batch of matrices, in float32."""
+    if INTERPRET:
+        acc += tl.sum(a.to(tl.float32)[:, :, :, None] * b.to(tl.float32)[:, None, :, :], 2)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Sums [BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one per warp and of its own quarter of the
+    split, added up at the end. Neither instruction nor order of the sums depends on block_m or block_k.
+    """
+    stride_xt, stride_xk = strides
+    mask_m, mask_lanes = masks
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = dtype_of_product(x_ptr.dtype.element_ty, QUANT)
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_R: tl.constexpr = TILE.block_r
+    WARPS: tl.constexpr = 4
+    PART: tl.constexpr = TILE.block_k // WARPS
+    QUARTER: tl.constexpr = (SHAPE.k + 64 * TILE.split_k * WARPS - 1) // (64 * TILE.split_k * WARPS) * 64
+    STEPS: tl.constexpr = (QUARTER + PART - 1) // PART
+    first_k = (pid_k * WARPS + tl.arange(0, WARPS)[:, None, None]) * QUARTER
+    offs_ak = tl.arange(0, PART)[None, None, :]
+    offs_xk = tl.arange(0, PART)[None, :, None]
+    a_ptrs = a_lanes[None, :, None] + (first_k + offs_ak) * SHAPE.stride_k  # [WARPS, BLOCK_R, PART]
+    x_ptrs = x_ptr + rows[None, None, :] * stride_xt + (first_k + offs_xk) * stride_xk  # [WARPS, PART, BLOCK_M]
+    mask_r = mask_lanes[None, :, None]
+    mask_rows = mask_m[None, None, :]
+    acc = tl.zeros([WARPS, BLOCK_R, BLOCK_M], tl.float32)
+    if STEPS == 1:
+        a = tl.load(a_ptrs, mask=mask_r & (offs_ak < QUARTER) & (first_k + offs_ak < SHAPE.k), other=0.0)
+        pdl_wait_then_launch(TILE.pdl)
+        x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < SHAPE.k), other=0.0)
+        x = upcast(x, QUANT.x_format, DTYPE)
+        acc = _batched_dot(upcast(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
+    else:
+        pdl_wait_then_launch(TILE.pdl)
+        for step in tl.range(0, STEPS, num_stages=TILE.stages):
+            left = QUARTER - step * PART
+            end = SHAPE.k - step * PART
+            a = tl.load(a_ptrs, mask=mask_r & (offs_ak < left) & (first_k + offs_ak < end), other=0.0)
+            x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < left) & (first_k + offs_xk < end), other=0.0)
+            x = upcast(x, QUANT.x_format, DTYPE)
+            acc = _batched_dot(upcast(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
+            a_ptrs += PART * SHAPE.stride_k
+            x_ptrs += PART * stride_xk
+    return tl.trans(tl.sum(acc, 0))
+
+
+@triton.jit
+def _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Sums [BLOCK_M, BLOCK_R] of one K split that one block covers; A is loaded before the PDL wait."""
+    mask_m, mask_lanes = masks
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
+    acc = accumulator(TILE.block_m, TILE.block_r, False)
+    mask_k = offs_k < (1 << 30 if _even_k(SHAPE, TILE) else SHAPE.k)
+    a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)
+    pdl_wait_then_launch(TILE.pdl)
+    x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+    return dot(upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE), acc, False, TILE.interpret)
+
+
+@triton.jit
+def _read_block(x_ptrs, a_ptrs, offs_k, end, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """x [BLOCK_M, BLOCK_K] and A [BLOCK_K, BLOCK_R] of one step, masked only where needed."""
+    mask_m, mask_lanes = masks
+    if _even_k(SHAPE, TILE):
+        # swap_ab: rows beyond the tile's repeat its first, without masks; they are no rows of the result
+        x = tl.load(x_ptrs) if TILE.swap_ab else tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+        a = tl.load(a_ptrs) if _pads_ranks(SHAPE, TILE) else tl.load(a_ptrs, mask=mask_lanes[None, :], other=0.0)
+    else:
+        mask_k = offs_k < end
+        x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)
+    return x, a
+
+
+@triton.jit
+def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr):
+    """A product [BLOCK_M, BLOCK_R] within one block of K, times the scales of that block."""
+    QUANT: tl.constexpr = SHAPE.quant
+    slice_id, slot, lane = place
+    mask_m, mask_lanes = masks
+    inside = block * QUANT.group_k < SHAPE.k
+    scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, lane, SHAPE)
+    part *= tl.load(scale_ptrs + block * stride, mask=mask_lanes & inside, other=0.0)[None, :]
+    if QUANT.has_a:
+        a_scale_ptrs = activation_scale_ptrs(operands, rows, SHAPE)
+        part *= tl.load(a_scale_ptrs + block * QUANT.a_group, mask=mask_m & inside, other=0.0)[:, None]
+    return part
+
+
+@triton.jit
+def _sum_over_k(
+    x_ptrs, a_ptrs, operands, place, pid_k, rows, masks, stride_xk, opaque, SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sums [BLOCK_M, BLOCK_R] of one K split; with a scale per block of K each step is a product of its own."""
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
+    STRIDE: tl.constexpr = TILE.block_k * TILE.split_k
+    offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
+    acc = accumulator(TILE.block_m, TILE.block_r, TILE.swap_ab and QUANT.group_k == 0)
+    pdl_wait(TILE.pdl, opaque)
+    pdl_launch_dependents(TILE.pdl)
+    for step in tl.range(0, (SHAPE.k + STRIDE - 1) // STRIDE, num_stages=TILE.stages):
+        x, a = _read_block(x_ptrs, a_ptrs, offs_k, SHAPE.k - step * STRIDE, masks, SHAPE, TILE)
+        x, a = upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE)
+        if QUANT.group_k > 0:
+            block = (pid_k + step * TILE.split_k) * TILE.block_k // QUANT.group_k
+            acc += _block_scaled(product(x, a, TILE), block, operands, place, rows, masks, SHAPE)
+        else:
+            acc = dot(x, a, acc, TILE.swap_ab, TILE.interpret)
+        x_ptrs += STRIDE * stride_xk
+        a_ptrs += STRIDE * SHAPE.stride_k
+    return acc if QUANT.group_k > 0 else result(acc, TILE.swap_ab)
+
+
+@triton.jit
+def _lanes_of_tile(ranks_ptr, first_r, slice_id, slot, num_slots, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Slice, rank inside it and true rank of a tile's lanes: those of one slice (slice and true rank are then numbers),
+    or ``together`` of all slices side by side.
+    """
+    lane = first_r + tl.arange(0, TILE.block_r)
+    if TILE.together:
+        slice_id = tl.minimum(lane // SHAPE.rank, SHAPE.slices - 1)
+        lane -= slice_id * SHAPE.rank
+    rank = rank_of(ranks_ptr, slice_id, slot + slice_id * 0, num_slots, SHAPE)
+    return slice_id, lane, rank
+
+
+@triton.jit
+def shrink_tile(
+    tensors, operands, sorted_ptr, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The rows of one tile x block_r ranks x one K split.
+
+    ``together``: the ranks of all slices are side by side, so that x is read once for all of them. Slots of up to 16
+    ranks are read whole, as in `shrink_row`.
+
+    tile: slot, first sorted position and number of rows; place: K split, first rank and slice; call: of `shrink_row`.
+    """
+    x_ptr, out_ptr = tensors
+    slot, _, _ = tile
+    pid_k, first_r, slice_id = place
+    ranks_ptr, num_tokens, num_slots, scaling, pdl_anchor = call
+    stride_xt, stride_xk = strides
+    QUANT: tl.constexpr = SHAPE.quant
+    WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
+    LOOSE: tl.constexpr = _pads_ranks(SHAPE, TILE)
+    slice_id, lane, rank = _lanes_of_tile(ranks_ptr, first_r, slice_id, slot, num_slots, SHAPE, TILE)
+    needed = slot >= 0
+    if not (TILE.together or SHAPE.direct or WHOLE):
+        needed &= first_r < rank
+    if needed:
+        rows, mask_m = rows_of_tile(sorted_ptr, tile, TILE.block_m)
+        offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
+        lane_read = lane
+        if LOOSE:
+            lane_read = tl.minimum(lane, rank - 1)
+            if TILE.together:  # of some slice the rank may be 0
+                lane_read = tl.maximum(lane_read, 0)
+        a_lanes = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
+        a_lanes += lane_read * SHAPE.stride_r  # [BLOCK_R]
+        a_ptrs = a_lanes[None, :] + offs_k[:, None] * SHAPE.stride_k  # [BLOCK_K, BLOCK_R]
+        x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk  # [BLOCK_M, BLOCK_K]
+        masks = (mask_m, lane < (SHAPE.rank if WHOLE else rank))
+        factor = scaling
+        if QUANT.format > 0 and QUANT.group_k == 0:
+            scale = channel_scales(operands, slice_id, slot, lane, masks[1], SHAPE.rank, SHAPE)
+            factor = (scale * scaling)[None, :]
+        if TILE.swap_ab and TILE.block_r <= 32 and QUANT.group_k == 0:
+            acc = _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE, TILE)
+        elif SHAPE.k <= TILE.block_k * TILE.split_k and not TILE.swap_ab and QUANT.group_k == 0:
+            acc = _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE, TILE)
+        else:
+            # An opaque wait where it was measured to gain: of high tiles, and not of slices side by side, as it takes
+            # registers. torch knows no negative strides.
+            opaque = TILE.together or TILE.block_m < 64 or stride_xt >= 0
+            acc = _sum_over_k(
+                x_ptrs, a_ptrs, operands, (slice_id, slot, lane), pid_k, rows, masks, stride_xk, opaque, SHAPE, TILE
+            )
+        if QUANT.has_a and QUANT.group_k == 0:
+            acc *= tl.load(activation_scale_ptrs(operands, rows, SHAPE))[:, None]
+        if WHOLE and SHAPE.direct:
+            acc = tl.where((lane < rank)[None, :], acc, 0.0)
+        out_lanes = out_ptr + (pid_k * SHAPE.slices + slice_id) * num_tokens.to(tl.int64) * SHAPE.out_rank + lane
+        out_ptrs = rows[:, None] * SHAPE.out_rank + out_lanes[None, :]  # [BLOCK_M, BLOCK_R]
+        lanes_out = SHAPE.rank if SHAPE.direct else (rank + 3) // 4 * 4 if LOOSE else rank
+        store_shrunk(out_ptrs, acc * factor, mask_m[:, None] & (lane < lanes_out)[None, :], SHAPE.accumulate)
+    else:
+        pdl_wait(TILE.pdl, pdl_anchor)
