@@ -234,13 +234,11 @@ def block_scaled(weights, operands, place, channels, ks, mask, SHAPE: tl.constex
 
 
 @triton.jit
-def real_weights(
-    stored, operands, slice_id, slot, channels, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """``stored`` as DTYPE, times its scales where these belong to blocks of K."""
+def real_weights(stored, operands, slice_id, slot, channels, ks, mask, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert ``stored`` to DTYPE, times its scales where these belong to blocks of K."""
+    QUANT: tl.constexpr = SHAPE.quant
     if QUANT.group_k > 0:
-        scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, NUM_SLICES, QUANT)
+        scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, SHAPE)
         scale = tl.load(scale_ptrs + ks // QUANT.group_k * stride, mask=mask, other=0.0)
         value = (upcast(stored, QUANT.format, tl.float32) * scale).to(DTYPE)
     else:
@@ -249,11 +247,12 @@ def real_weights(
 
 
 @triton.jit
-def real_rows(stored, operands, rows, ks, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr, DTYPE: tl.constexpr):
-    """Activations as DTYPE, times their scales if they are FP8."""
+def real_rows(stored, operands, rows, ks, mask, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert activations to DTYPE, times their scales if they are FP8."""
+    QUANT: tl.constexpr = SHAPE.quant
     if QUANT.has_a:
         GROUP: tl.constexpr = QUANT.group_k if QUANT.group_k > 0 else 1 << 30
-        scale_ptrs = activation_scale_ptrs(operands, rows, NUM_SLICES, QUANT) + ks // GROUP * QUANT.a_group
+        scale_ptrs = activation_scale_ptrs(operands, rows, SHAPE) + ks // GROUP * QUANT.a_group
         scale = tl.load(scale_ptrs, mask=mask, other=0.0)
         value = (upcast(stored, QUANT.x_format, tl.float32) * scale).to(DTYPE)
     else:
@@ -262,10 +261,11 @@ def real_rows(stored, operands, rows, ks, mask, NUM_SLICES: tl.constexpr, QUANT:
 
 
 @triton.jit
-def expert_scales(operands, slice_id, slot, channels, mask, NUM_SLICES: tl.constexpr, QUANT: tl.constexpr):
+def expert_scales(operands, slice_id, slot, channels, mask, SHAPE: tl.constexpr):
     """Factors [channels] of a product's columns: ones where scales belong to blocks of K, or there are none."""
+    QUANT: tl.constexpr = SHAPE.quant
     if QUANT.format > 0 and QUANT.group_k == 0:
-        scale = channel_scales(operands, slice_id, slot, channels, mask, 1, NUM_SLICES, QUANT)
+        scale = channel_scales(operands, slice_id, slot, channels, mask, 1, SHAPE)
     else:
         scale = tl.full(channels.shape, 1.0, tl.float32)
     return scale

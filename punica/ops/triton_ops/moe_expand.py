@@ -85,7 +85,7 @@ def _expand_rows(
     mask_b = mask_n[:, None] & mask_r[None, :]
     b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
     b = tl.load(b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :], mask=mask_b, other=0.0)  # [BLOCK_N, BLOCK_R]
-    scale = expert_scales(operands, slice_id, index, offs_n, mask_n, SHAPE.slices, QUANT)
+    scale = expert_scales(operands, slice_id, index, offs_n, mask_n, SHAPE)
     pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if SHAPE.add:
@@ -99,7 +99,7 @@ def _expand_rows(
         if SHAPE.weighted:
             h *= tl.load(weights_ptr + pair).to(tl.float32)
         real_b = real_weights(
-            b, operands, slice_id, index, offs_n[:, None], offs_r[None, :], mask_b, SHAPE.slices, QUANT, tl.float32
+            b, operands, slice_id, index, offs_n[:, None], offs_r[None, :], mask_b, SHAPE, tl.float32
         )
         product = live(real_b, offs_r[None, :], rank, SHAPE.has_ranks) * h[None, :]
         before, y_ptrs = old.to(tl.float32), y_ptr + pair * stride_y + offs_n
@@ -168,7 +168,7 @@ def _expand_tile(
             if not AT_ONCE:
                 b = tl.load(b_ptrs, mask=mask_b, other=0.0)
             real_b = real_weights(
-                b, operands, slice_id, index, offs_n[None, :], offs_r[:, None], mask_b, SHAPE.slices, QUANT, DTYPE
+                b, operands, slice_id, index, offs_n[None, :], offs_r[:, None], mask_b, SHAPE, DTYPE
             )
             acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], rank, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
         else:
@@ -178,15 +178,12 @@ def _expand_tile(
                 h = live(h, offs_r[None, :], left, SHAPE.has_ranks)
                 mask_b = lanes[:, None] & mask_n[None, :]
                 b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)
-                real_b = real_weights(
-                    b, operands, slice_id, index, offs_n[None, :], (offs_r + first_r)[:, None], mask_b, SHAPE.slices,
-                    QUANT, DTYPE,
-                )  # fmt: skip
+                real_b = real_weights(b, operands, slice_id, index, offs_n[None, :], (offs_r + first_r)[:, None], mask_b, SHAPE, DTYPE)
                 acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], left, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
         total = acc * factors[:, None]
         if QUANT.format > 0:
             inside = offs_n < SHAPE.n
-            total *= expert_scales(operands, slice_id, index, offs_n, inside, SHAPE.slices, QUANT)[None, :]
+            total *= expert_scales(operands, slice_id, index, offs_n, inside, SHAPE)[None, :]
         if SHAPE.add:
             if not AT_ONCE:
                 old = tl.load(y_ptrs, mask=mask_y, other=0.0)

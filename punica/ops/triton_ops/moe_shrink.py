@@ -99,9 +99,9 @@ def _shrink_rows(
     x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)  # [BLOCK_K]
     for lane in tl.range(0, num_rows):
         row = pair // SHAPE.factor
-        real_x = real_rows(x, operands, row, offs_k, mask_k, SHAPE.slices, QUANT, tl.float32)
+        real_x = real_rows(x, operands, row, offs_k, mask_k, SHAPE, tl.float32)
         real_a = real_weights(
-            a, operands, slice_id, index, offs_r[:, None], offs_k[None, :], mask_a, SHAPE.slices, QUANT, tl.float32
+            a, operands, slice_id, index, offs_r[:, None], offs_k[None, :], mask_a, SHAPE, tl.float32
         )
         product = real_a * real_x[None, :]
         for step in tl.range(1, STEPS):
@@ -111,10 +111,9 @@ def _shrink_rows(
             mask_a_step = mask_r & mask_step[None, :]
             a_step = tl.load(a_ptrs + jump, mask=mask_a_step, other=0.0)
             x_step = tl.load(x_ptr + row * stride_xt + offs_step * stride_xk, mask=mask_step, other=0.0)
-            real_x = real_rows(x_step, operands, row, offs_step, mask_step, SHAPE.slices, QUANT, tl.float32)
+            real_x = real_rows(x_step, operands, row, offs_step, mask_step, SHAPE, tl.float32)
             real_a = real_weights(
-                a_step, operands, slice_id, index, offs_r[:, None], offs_step[None, :], mask_a_step, SHAPE.slices,
-                QUANT, tl.float32,
+                a_step, operands, slice_id, index, offs_r[:, None], offs_step[None, :], mask_a_step, SHAPE, tl.float32,
             )  # fmt: skip
             product += real_a * real_x[None, :]
         out_ptrs = out_ptr + pair * SHAPE.rank + offs_r
@@ -123,7 +122,7 @@ def _shrink_rows(
             x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)
         total = tl.sum(product, 1)  # [BLOCK_R]
         if QUANT.format > 0:
-            total *= expert_scales(operands, slice_id, index, offs_r, offs_r < rank, SHAPE.slices, QUANT)
+            total *= expert_scales(operands, slice_id, index, offs_r, offs_r < rank, SHAPE)
         tl.store(out_ptrs, total, mask=offs_r < rank)
 
 
@@ -169,20 +168,20 @@ def _shrink_tile(
         offs_n, offs_step = offs_r[None, :], (offs_k + jump)[:, None]
         x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # [BLOCK_M, BLOCK_K]
         x = real_rows(
-            x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE.slices, QUANT, DTYPE
+            x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE, DTYPE
         )
         a = tl.load(a_ptr + offs_a, mask=mask_a, other=0.0)  # [BLOCK_K, BLOCK_R]
-        a = real_weights(a, operands, slice_id, index, offs_n, offs_step, mask_a, SHAPE.slices, QUANT, DTYPE)
+        a = real_weights(a, operands, slice_id, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
         acc = dot(x, a, acc, False, TILE.interpret)
         if TILE.joined:
             b = tl.load(next_ptr + offs_a, mask=mask_a, other=0.0)
-            b = real_weights(b, operands, LAST, index, offs_n, offs_step, mask_a, SHAPE.slices, QUANT, DTYPE)
+            b = real_weights(b, operands, LAST, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
             acc_next = dot(x, b, acc_next, False, TILE.interpret)
         x_ptrs += BLOCK_K * TILE.split_k * stride_xk
         offs_a += BLOCK_K * TILE.split_k
     if QUANT.format > 0:
-        acc *= expert_scales(operands, slice_id, index, offs_r, offs_r < rank, SHAPE.slices, QUANT)[None, :]
-        acc_next *= expert_scales(operands, LAST, index, offs_r, offs_r < rank_next, SHAPE.slices, QUANT)[None, :]
+        acc *= expert_scales(operands, slice_id, index, offs_r, offs_r < rank, SHAPE)[None, :]
+        acc_next *= expert_scales(operands, LAST, index, offs_r, offs_r < rank_next, SHAPE)[None, :]
     offs_out = rows[:, None] * SHAPE.rank + offs_r[None, :]
     tl.store(out_ptr + offs_out, acc, mask=valid[:, None] & (offs_r < rank)[None, :])
     if TILE.joined:
