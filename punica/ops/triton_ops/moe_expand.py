@@ -178,7 +178,8 @@ def _expand_tile(
                 h = live(h, offs_r[None, :], left, SHAPE.has_ranks)
                 mask_b = lanes[:, None] & mask_n[None, :]
                 b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)
-                real_b = real_weights(b, operands, slice_id, index, offs_n[None, :], (offs_r + first_r)[:, None], mask_b, SHAPE, DTYPE)
+                lanes = (offs_r + first_r)[:, None]
+                real_b = real_weights(b, operands, slice_id, index, offs_n[None, :], lanes, mask_b, SHAPE, DTYPE)
                 acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], left, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
         total = acc * factors[:, None]
         if QUANT.format > 0:

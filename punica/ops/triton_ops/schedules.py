@@ -20,7 +20,7 @@ import torch
 from triton import cdiv
 
 from punica.metadata import StepShape
-from punica.ops.triton_ops.launch import block_at_least
+from punica.ops.triton_ops.launch import block_at_least, shared_memory
 
 # --- what is scheduled -----------------------------------------------------------------------------------------------
 
@@ -47,8 +47,8 @@ class Schedule(NamedTuple):
 class Problem(NamedTuple):
     """What decides the schedules of a LoRA product: the step's shape, and shape and storage of the weights.
 
-    k: elements of x (0: an expand alone); widths: columns of every slice; rank: of the slots; element, out_element:
-    bytes of a weight and of an output; by_rows: B is stored row by row (else rank after rank).
+    k: elements of x (0: an expand alone); widths: columns of every slice; rank: of the slots; element: bytes of
+    a weight; by_rows: B is stored row by row (else rank after rank); invariant: a row has the same bits in every batch.
     """
 
     shape: StepShape
@@ -58,6 +58,7 @@ class Problem(NamedTuple):
     rank: int
     element: int = 2
     by_rows: bool = False
+    invariant: bool = False
 
     @property
     def has_segments(self) -> bool:
@@ -81,7 +82,7 @@ class Gpu(NamedTuple):
         properties = torch.cuda.get_device_properties(device)
         clock, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
         memory = REACHED * 2 * clock * 1e3 * bits / 8 / 1e6 if clock and bits else cls._field_defaults["memory"]
-        return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin, memory)
+        return cls(properties.multi_processor_count, shared_memory(device), memory)
 
 
 REACHED = 0.87
@@ -124,6 +125,10 @@ WORD_LANES = 128
 COLUMN_STEPS = (1, 4, 8, 16)
 STAGES, STAGES_HIGH, STAGES_FP8, STAGES_COLUMNS = 5, 4, 8, 3
 """Depth of a pipeline: tiles up to 32 rows, of 64 rows, in FP8 (whose stages are half as large), over columns."""
+FLAT_ROWS, WARP_LANES = (8, 16), 32
+"""Heights of batch-invariant tiles, and ranks up to which their heights are free."""
+INVARIANT_K = 722
+"""Elements of K for each split of batch-invariant shrinks."""
 WARP_ELEMENTS = 2048
 """Weights of a GEMV warp of shrink."""
 WIDE_RANKS = 256
@@ -132,6 +137,9 @@ WIDE_RANKS = 256
 
 def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
     """Candidates for the shrink of ``problem``."""
+    if problem.invariant:
+        yield from _invariant_shrinks(problem)
+        return
     k, lanes = min(GEMV_K, block_at_least(problem.k)), block_at_least(problem.rank)
     for ranks in GEMV_RANKS:
         if ranks <= block_at_least(problem.rank, 2):
@@ -145,6 +153,9 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
 
 def expand_schedules(problem: Problem) -> Iterator[Schedule]:
     """Candidates for the expand of ``problem``."""
+    if problem.invariant:
+        yield from _invariant_expands(problem)
+        return
     lanes, widest = block_at_least(problem.rank), max(problem.widths)
     if problem.by_rows:
         yield Schedule(0, max(32, GEMV_BLOCK // lanes), lanes)
@@ -167,6 +178,33 @@ def _tile_rows(problem: Problem) -> Iterator[int]:
         for rows in TILE_ROWS:
             if rows == TILE_ROWS[0] or rows < 2 * problem.shape.longest:
                 yield rows
+
+
+def _invariant_shrinks(problem: Problem) -> Iterator[Schedule]:
+    """Candidates of batch invariance: one split and one instruction, whatever the step is.
+
+    Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. Up to
+    32 lanes every warp multiplies a quarter of the split by itself, with the one instruction that a warp has, so that
+    the height of a tile is free; above, four warps multiply together, and the height is fixed because Hopper and
+    Blackwell have instructions for several. All else that matters for the bits depends on the layer only.
+    """
+    lanes = min(block_at_least(problem.rank), MOST_LANES)
+    splits = max(split for split in SPLITS[:-1] if split == 1 or problem.k > INVARIANT_K * split)
+    if lanes > WARP_LANES:
+        yield Schedule(WARPGROUP_ROWS, lanes, K_STEP, 4, STAGES_HIGH, splits, swap_ab=True)
+        return
+    for rows in FLAT_ROWS:
+        yield Schedule(rows, lanes, 4096 // rows, 4, STAGES_COLUMNS, splits, swap_ab=True)
+
+
+def _invariant_expands(problem: Problem) -> Iterator[Schedule]:
+    """The same; with fewer than four warps the instruction is the same for every block of columns."""
+    lanes = block_at_least(problem.rank)
+    ranks = lanes if lanes <= WORD_LANES else 32
+    for rows, steps in product((*FLAT_ROWS, 32), COLUMN_STEPS):
+        for columns in (64, 128):
+            if steps == 1 or columns * steps <= 2 * max(problem.widths):
+                yield Schedule(rows, columns, ranks, 2, STAGES_COLUMNS, tiles_n=steps, swap_ab=True)
 
 
 # --- the estimate ----------------------------------------------------------------------------------------------------
@@ -200,13 +238,13 @@ def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> 
     unique = (problem.element * problem.shape.adapters * rank + 4 * rows) * columns / gpu.memory
     blocks = sum(cdiv(width, schedule.block_n * schedule.tiles_n) for width in problem.widths)
     if not schedule.block_m:
-        loaded = schedule.block_n * (rank * problem.element + 4) + partials * rank * 4
+        each = schedule.block_n * (rank * problem.element + 4) + partials * rank * 4
         resident = min(MOST_PROGRAMS, _resident(schedule, schedule.block_n * schedule.block_k))
         passes = cdiv(rank, schedule.block_k)
-        return _us(rows * blocks, resident, loaded, 0.0, unique, gpu, passes)
+        return _us(rows * blocks, resident, each, 0.0, unique, gpu, passes)
     tiles = tiles_of(problem.shape, rows, schedule.block_m)
     real_rows, lanes = min(schedule.block_m, rows / tiles), block_at_least(rank)
-    loaded = schedule.tiles_n * schedule.block_n * (rank * problem.element + real_rows * 4)
+    loaded: float = schedule.tiles_n * schedule.block_n * (rank * problem.element + real_rows * 4)
     loaded += partials * real_rows * rank * 4
     stage = schedule.block_n * (lanes * problem.element + schedule.block_m * 2)
     stages = 1 if schedule.tiles_n == 1 else schedule.num_stages
