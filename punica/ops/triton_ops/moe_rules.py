@@ -45,8 +45,8 @@ MOST_SUMMED = 4
 
 
 class Work(NamedTuple):
-    """What of a call decides its schedule. ``active``: adapters in use, as far as the host knows. ``invariant``: one
-    form and one split whatever the batch is, so that a pair has the same bits in all of them.
+    """Numbers of a call that decide its schedule. ``active``: adapters in use, as far as the host knows. ``invariant``:
+    one form and one split whatever the batch is, so that a pair has the same bits in all of them.
     """
 
     form: ExpertForm
@@ -115,7 +115,7 @@ def expands_by_rows(work: Work) -> bool:
 
 
 def shrink_config(work: Work) -> Config:
-    """Keys as in `configs`, and ``group_m``."""
+    """Keys as in `configs`."""
     return _shrink_of_rows(work) if shrinks_by_rows(work) else _shrink_of_tiles(work)
 
 
@@ -129,7 +129,7 @@ def _shrink_of_rows(work: Work) -> Config:
         span, block_k = 2 * span, min(2 * block_k, span)
     return {
         "rows": True, "block_n": min(block_at_least(form.rank), HEIGHT), "block_k": block_k,
-        "split_k": min(HEIGHT, cdiv(form.hidden, span)), "group_m": 1,
+        "split_k": min(HEIGHT, cdiv(form.hidden, span)),
         "num_warps": 2 if many and form.slices > 1 else WARPS, "num_stages": 1,
     }  # fmt: skip
 
@@ -151,20 +151,20 @@ def _shrink_of_tiles(work: Work) -> Config:
     warps = WARPS if not two else 1 if many and tiles * split_k > 2 * PROGRAMS else 2
     return {
         "rows": False, "block_n": min(block_at_least(form.rank), BLOCK // 2),
-        "block_k": BLOCK // 2 if many else BLOCK, "split_k": split_k, "group_m": 1, "num_warps": warps,
+        "block_k": BLOCK // 2 if many else BLOCK, "split_k": split_k, "num_warps": warps,
         "num_stages": NARROW_STAGES if narrow else STAGES,
     }  # fmt: skip
 
 
 def expand_config(work: Work) -> Config:
-    """Keys as in `configs`, and ``group_m``."""
+    """Keys as in `configs`."""
     form, lanes = work.form, block_at_least(work.form.full_rank)
     if expands_by_rows(work):
         wide = form.width >= MOST_SPAN
         block_n = max(2 * HEIGHT, min(block_at_least(form.width), (2 if wide else 1) * ROW_WEIGHTS // lanes))
         spread = (wide and form.width < ROW_WEIGHTS) or work.itemsize == 1  # FP8 is upcast in registers
         return {
-            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1, "group_m": 1,
+            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1,
             "num_warps": WARPS if spread else 2, "num_stages": 1,
         }  # fmt: skip
     block_n = min(block_at_least(form.width), BLOCK)
@@ -176,7 +176,7 @@ def expand_config(work: Work) -> Config:
         tiles_n, two_warps = HEIGHT // 2, True
     return {
         "rows": False, "block_n": block_n, "block_k": min(lanes, BLOCK),
-        "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "group_m": 1, "num_warps": 2 if two_warps else WARPS,
+        "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "num_warps": 2 if two_warps else WARPS,
         "num_stages": STAGES - 1,
     }  # fmt: skip
 
