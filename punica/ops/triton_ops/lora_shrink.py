@@ -29,7 +29,7 @@ from punica.ops.checks import FLOATS, Names, Weights, check_input, check_low_ran
 from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, on_device, stages_that_fit
+from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM, Launch, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import Call, Options, Plans, call_flat, custom_op, is_traced, named
 from punica.ops.triton_ops.plan import Batch, FixedPlan, KernelPlan, ListedPlan
 from punica.ops.triton_ops.shrink_gemm import shrink_tile
@@ -252,7 +252,8 @@ def _gemm_tile(
     config: dict[str, Any], shape: ShrinkShape, itemsize: int, device: torch.device, listed: bool
 ) -> ShrinkTile:
     """Tile of the tensor cores, with as many stages as fit into shared memory."""
-    together = config["together"] and shape.slices > 1 and listed
+    # AMD's compiler (Triton 3.7) fails on a select of pointer tensors, by which lanes of several slices find their A
+    together = config["together"] and shape.slices > 1 and listed and not IS_ROCM
     lanes = shape.rank * shape.slices if together else shape.rank
     block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(lanes))
     block_k, bytes_of = min(config["block_k"], block_at_least(shape.k)), (block_m + block_r) * max(2, itemsize)
