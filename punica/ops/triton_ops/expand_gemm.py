@@ -163,7 +163,8 @@ def _rank_loop(
     """Column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
     h_ptrs, b_ptrs, y_ptrs = pointers
     offs_n, width = columns
-    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, SHAPE.quant)
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     pdl_launch_then_wait(TILE.pdl)
     for _ in tl.range(0, TILE.tiles_n):
         mask_y = rows[1][:, None] & (offs_n < width)[None, :]

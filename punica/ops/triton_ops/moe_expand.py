@@ -119,7 +119,6 @@ def _sum_of_rank_blocks(
     """acc + h @ B^T of a tile and one block of columns, [BLOCK_M, BLOCK_N], over blocks of the true rank."""
     h_ptrs, b_ptrs, offs_n, valid, mask_n = found
     slice_id, index, _ = place
-    QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = SHAPE.dtype
     BLOCK_R: tl.constexpr = TILE.block_r
     STAGES: tl.constexpr = TILE.stages

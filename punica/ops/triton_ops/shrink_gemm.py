@@ -41,8 +41,9 @@ def _pads_ranks(shape, tile):
     """Tell whether A is read without masks: lanes beyond the rank repeat its last one, and partials are written up to
     the end of the vector in which it ends. Expand drops them. Masks of so many lanes would cost instructions.
     """
-    padded = shape.quant.dense and tile.swap_ab and _even_k(shape, tile) and tile.block_r > 32
-    return padded and not (shape.direct or shape.accumulate)
+    even_k = shape.k % (tile.block_k * tile.split_k) == 0  # no call: Triton 3.6 makes plain tuples of its arguments
+    partials = not (shape.direct or shape.accumulate)
+    return shape.quant.dense and tile.swap_ab and even_k and tile.block_r > 32 and partials
 
 
 @triton.jit
