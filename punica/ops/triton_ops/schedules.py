@@ -99,6 +99,8 @@ SHRINK_MMA = 14.2e3
 """Rows x ranks per microsecond of one such step on the tensor cores, in tiles too low for instructions of 64 rows."""
 EXPAND_MMA, EPILOGUE = 863e3, 49
 """Rows x columns x ranks per microsecond, and ranks that reading, adding and storing an output element is worth."""
+TRUE_RANK = 16
+"""Rank up to which slots are expected to be filled."""
 WARPGROUP_ROWS = 64
 READER_COLUMNS = 512
 """Columns of one expand program, about, which reads the partial sums of its rows once."""
@@ -111,8 +113,8 @@ TILE_ROWS = (16, 32, 64)
 K_STEP, GEMV_K = 128, 4096
 """Elements of K at once: of a GEMM step, and of a GEMV program (of which K is split into several)."""
 GEMV_RANKS, SPLITS = (2, 4, 8, 16), (1, 2, 4, 8, 16)
-MOST_LANES, GEMV_LANES = 64, 64
-"""Ranks of a tile of shrink, and of a GEMV step of expand."""
+MOST_LANES, GEMV_LANES = 64, (16, 64)
+"""Ranks of a tile of shrink, and of a GEMV step of expand: few for what adapters of low rank need, many at once."""
 LEAST_K = 448
 """Elements of K for each split, at least."""
 GEMV_COLUMNS, GEMV_BLOCK = (64, 128, 256, 512), 8192
@@ -142,7 +144,7 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
         return
     k, lanes = min(GEMV_K, block_at_least(problem.k)), block_at_least(problem.rank)
     for ranks in GEMV_RANKS:
-        if ranks <= block_at_least(problem.rank, 2):
+        if ranks <= block_at_least(problem.rank, 2) and (ranks < GEMV_RANKS[-1] or problem.rank <= ranks):
             warps = 4 if ranks * k <= 4 * WARP_ELEMENTS else 8
             yield Schedule(0, ranks, k, warps, split_k=cdiv(problem.k, k))
     for rows, splits in product(_tile_rows(problem), SPLITS):
@@ -160,8 +162,8 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
     if problem.by_rows:
         yield Schedule(0, max(32, GEMV_BLOCK // lanes), lanes)
     else:
-        step = min(GEMV_LANES, lanes)
-        for columns in GEMV_COLUMNS:
+        steps = sorted({min(step, lanes) for step in GEMV_LANES})
+        for step, columns in product(steps, GEMV_COLUMNS):
             if columns * step <= GEMV_BLOCK:
                 yield Schedule(0, columns, step, max(1, columns * step * 2 // GEMV_BLOCK))
     in_words = problem.element == 1 and not problem.by_rows and lanes <= WORD_LANES
@@ -238,7 +240,8 @@ def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> 
     unique = (problem.element * problem.shape.adapters * rank + 4 * rows) * columns / gpu.memory
     blocks = sum(cdiv(width, schedule.block_n * schedule.tiles_n) for width in problem.widths)
     if not schedule.block_m:
-        each = schedule.block_n * (rank * problem.element + 4) + partials * rank * 4
+        lanes = cdiv(_true_rank(rank), schedule.block_k) * schedule.block_k
+        each = schedule.block_n * (lanes * problem.element + 4) + partials * lanes * 4
         resident = min(MOST_PROGRAMS, _resident(schedule, schedule.block_n * schedule.block_k))
         passes = cdiv(rank, schedule.block_k)
         return _us(rows * blocks, resident, each, 0.0, unique, gpu, passes)
@@ -262,6 +265,11 @@ def _us(
     rounds = max(1, cdiv(programs, gpu.multiprocessors * resident))
     each = cdiv(programs, gpu.multiprocessors)
     return ROUND * rounds * passes + PROGRAM * each + max(each * loaded / SM_RATE, rounds * chain, unique)
+
+
+def _true_rank(rank: int) -> int:
+    """Rank that adapters in slots of ``rank`` are expected to have: of wide slots they fill a part."""
+    return max(min(rank, TRUE_RANK), rank // 4)
 
 
 def _resident(schedule: Schedule, elements: int) -> int:
