@@ -162,8 +162,8 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
     if problem.by_rows:
         yield Schedule(0, max(32, GEMV_BLOCK // lanes), lanes)
     else:
-        steps = sorted({min(step, lanes) for step in GEMV_LANES})
-        for step, columns in product(steps, GEMV_COLUMNS):
+        at_once = sorted({min(step, lanes) for step in GEMV_LANES})
+        for step, columns in product(at_once, GEMV_COLUMNS):
             if columns * step <= GEMV_BLOCK:
                 yield Schedule(0, columns, step, max(1, columns * step * 2 // GEMV_BLOCK))
     in_words = problem.element == 1 and not problem.by_rows and lanes <= WORD_LANES
