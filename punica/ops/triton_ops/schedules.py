@@ -6,9 +6,9 @@ estimated time is taken, unless a measurement for this GPU says otherwise (`puni
 The estimate adds what the programs of one multiprocessor need: a start for each program and each round of them, and
 the longer of three times: its bytes at the rate at which a multiprocessor reads from the L2 cache, its loop steps one
 after the other, and the unique bytes of the whole launch at the rate of the memory. `Gpu` holds what depends on the
-device. The constants below were fitted together on an H200, over 3,774 timed pairs of schedules of 127 operators in 16
-bits and 3,367 of 53 operators in FP8 (2026-11-26); the choice is within 5 % of the best candidate on the geometric
-mean, for each product and weight format. No constant depends on an operator.
+device. The nine constants below were fitted together on an H200 (2026-11-26), to the times of about 20 candidates per
+product of 188 operators in 16 bits and 53 in FP8. The choice is within 5 % of the best candidate on the geometric mean,
+for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No constant depends on an operator.
 """
 
 import functools
@@ -87,17 +87,17 @@ class Gpu(NamedTuple):
 
 REACHED = 0.87
 """Part of the memory's peak rate that a copy reaches (H200: 4.25 of 4.9 TB/s)."""
-SM_RATE = 70.4e3
+SM_RATE = 75.1e3
 """Bytes per microsecond that one multiprocessor reads from the L2 cache."""
-ROUND, PROGRAM = 0.12, 0.0195
+ROUND, PROGRAM = 0.74, 0.0531
 """Microseconds to start a round of programs, and each program of a multiprocessor."""
-REGISTERS = 26.6e3
+REGISTERS = 79.1e3
 """Bytes of weights under way at once in the registers of a multiprocessor, in GEMV."""
-SHRINK_STEP, EXPAND_STEP = 0.371, 0.507
+SHRINK_STEP, EXPAND_STEP = 0.332, 0.459
 """Microseconds of a loop step whose loads are under way: 128 elements of K; one block of columns."""
-SHRINK_MMA = 14.2e3
+SHRINK_MMA = 10.7e3
 """Rows x ranks per microsecond of one such step on the tensor cores, in tiles too low for instructions of 64 rows."""
-EXPAND_MMA, EPILOGUE = 863e3, 49
+EXPAND_MMA, EPILOGUE = 1.89e6, 250
 """Rows x columns x ranks per microsecond, and ranks that reading, adding and storing an output element is worth."""
 TRUE_RANK = 16
 """Rank up to which slots are expected to be filled."""
