@@ -107,6 +107,12 @@ def test_moe_methods_are_declared_and_raise_on_the_base_class(method: str) -> No
         getattr(PunicaWrapperBase(8, 4, "cpu"), method)(*needed)
 
 
+@pytest.mark.parametrize("method", ["assign_pairs", "add_lora_experts"])
+def test_what_layers_of_experts_call_raises_on_the_base_class(method: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"PunicaWrapperBase does not implement {method}"):
+        getattr(PunicaWrapperBase(8, 4, "cpu"), method)(*[None] * 4)
+
+
 def test_abstract_class_and_partial_subclasses_cannot_be_instantiated() -> None:
     with pytest.raises(TypeError, match="abstract"):
         PunicaWrapperABC()  # type: ignore[abstract]
