@@ -24,7 +24,6 @@ from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
-from punica.ops.triton_ops.fp8_words import fill_words
 from punica.ops.triton_ops.gemm_and_shrink import BaseForm, GemmAndShrinkPlan, fused_config, plan_gemm_and_shrink
 from punica.ops.triton_ops.launch import on_device
 from punica.ops.triton_ops.lora_expand import plan_expand
@@ -110,7 +109,8 @@ def choose_linear(
     (a, b), base, is_fp8 = (forms[0].stored, forms[1].stored), mode.fused, forms[0].is_fp8
     tokens, k, slices, shape = x.shape[0], a.widths[0], len(a.widths), batch.shape
     a_quant, b_quant = shrink_quant(forms[0], x.dtype), expand_quant(forms[1], torch.float32)
-    b_quant = b_quant._replace(words=words and b_quant.dense and not b.row_major and fill_words(b.widths))
+    whole = not any([width % 4 for width in b.widths])  # every rank of a slice ends with a word
+    b_quant = b_quant._replace(words=words and whole and b_quant.dense and not b.row_major)
     shrink = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=batch.listed)
     may_fuse = options.tuned_dir is None and (a_quant.dense or not is_fp8)
     fused = fused_config(shrink, x, base, a.rank) if base is not None and may_fuse else None
