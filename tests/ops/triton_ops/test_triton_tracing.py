@@ -7,7 +7,7 @@ from triton_batches import Batch
 
 from punica.ops.triton_ops import lora_linear, lora_shrink
 
-OPS = ("lora_shrink", "lora_expand", "lora_linear", "lora_linear_fp8")
+OPS = ("lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8")
 
 
 @pytest.fixture
