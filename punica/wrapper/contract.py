@@ -187,7 +187,7 @@ class ContractMethods(PunicaWrapperABC):
             self._linear(parts, y, x, weights, batch, scale, True, fp8.a_scale)
 
     def _fp8_keywords(self, kwargs: dict[str, Any]) -> Fp8Keywords:
-        """The keywords of FP8, validated where debugging is asked for."""
+        """The keywords of FP8, validated with ``debug_checks``."""
         fp8 = Fp8Keywords.of(kwargs)
         if fp8 is None:
             return NOTHING
@@ -216,7 +216,7 @@ class ContractMethods(PunicaWrapperABC):
 
     @abstractmethod
     def _look_at(self, given: Any) -> None:
-        """Verify the values of scales, where debugging is asked for."""
+        """Verify the values of scales, with ``debug_checks``."""
 
 
 def flattened(name: str, x: torch.Tensor) -> torch.Tensor:

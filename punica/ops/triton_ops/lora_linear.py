@@ -8,7 +8,7 @@ shrink leaves fp32 partials ``[splits, n, T, r]`` in a workspace and expand sums
 the partials are ready; shrink fetches A while its predecessor ends. That is safe because every kernel
 here lets its successor start only after it has itself waited for its predecessor: what a kernel reads early was
 complete two kernels ago. The exception is an expand whose shrink ran beside the base product, on another stream
-(``aside``) or in its launch (``base``): the kernel in front of it wrote y, so that it fetches only weights early.
+(``aside``) or in its launch (``base``): the previous kernel wrote y, so that only weights are fetched early.
 """
 
 from contextlib import nullcontext
