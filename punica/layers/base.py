@@ -179,8 +179,8 @@ class BaseLayerWithLoRA(nn.Module):
         """Zeroed slots ``[L, 1, rows, cols]``; unless ``row_major`` they are a view of memory ``[L, 1, cols, rows]``.
 
         So B ``[out, R]`` is stored, rank after rank like A ``[R, in]``: an adapter of rank ``r < R`` is then the first
-        piece of its slot. Row-major, its ranks would be a piece of every row, and as a GPU moves memory by 64 bytes, rank 8
-        in a slot of 64 would cost what rank 32 costs. A CPU multiplies a few rows faster by it too.
+        piece of its slot. Row-major, its ranks would be a piece of every row, and as a GPU moves memory by 64 bytes,
+        rank 8 in a slot of 64 would cost what rank 32 costs. A CPU multiplies a few rows faster by it too.
         """
         rows, cols = shape
         if row_major:
