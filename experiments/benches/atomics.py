@@ -18,6 +18,7 @@ from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_til
 from punica.ops.triton_ops.flat import TensorBatch
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least
 from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import Stack
 
 
@@ -88,14 +89,14 @@ def _atomic_shrink_tiles_kernel(
 
 def prepare_lora_atomics(
     y: torch.Tensor, x: torch.Tensor, lora_a_weights: Sequence[torch.Tensor], lora_b_weights: Sequence[torch.Tensor],
-    meta_args: Sequence[Any], shrink: dict[str, Any], expand: dict[str, Any],
+    meta_args: Sequence[Any], shrink: Schedule, expand: Schedule,
     *,
     overlap: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """``call(y, x, a, b)``: y += (x A^T) B^T by zeroing, an atomic shrink and the deterministic expand.
 
     The arguments given here fix shapes (x [T, K] and the weights contiguous, y [T, W]); ``meta_args`` are those of
-    `LoRAKernelMeta`, ``shrink`` and ``expand`` configurations of `punica.ops.triton_ops.configs`. ``overlap``: expand
+    `LoRAKernelMeta`, ``shrink`` and ``expand`` are schedules. ``overlap``: expand
     starts before shrink has ended. The result's last bits differ from run to run.
     """
     a, b = Stack.of_a(lora_a_weights).form.stored, Stack.of_b(lora_b_weights).form.stored
@@ -103,22 +104,22 @@ def prepare_lora_atomics(
     step = TensorBatch.given(*meta, flag=flag, count=count)
     segments, entries, slices = int(count), meta[4].numel(), len(lora_a_weights)
     tokens, k = x.shape
-    split_k, block_k = shrink["split_k"], min(shrink["block_k"], block_at_least(k))
+    split_k, block_k = shrink.split_k, min(shrink.block_k, block_at_least(k))
     h = torch.empty(1, slices, tokens, a.rank, dtype=torch.float32, device=x.device)
     indices: tuple[torch.Tensor, ...]
-    shared: dict[str, Any] = {"num_warps": shrink["num_warps"], "pdl": False, "device": a.device}
+    shared: dict[str, Any] = {"num_warps": shrink.num_warps, "pdl": False, "device": a.device}
     constants = {"K": k, "R": a.rank, "NUM_SLICES": slices, "BLOCK_K": block_k, "SPLIT_K": split_k, "OVERLAP": overlap}
-    if shrink["row_wise"]:
-        block_r = min(shrink["block_r"], block_at_least(a.rank, 1))
+    if not shrink.block_m:
+        block_r = min(shrink.block_n, block_at_least(a.rank, 1))
         grid = (tokens * triton.cdiv(a.rank, block_r) * split_k, slices, 1)
         constants |= {"BLOCK_R": block_r}
         first = Launch(_atomic_shrink_rows_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = (meta[0],), (tokens,)
     else:
-        block_m, block_r = shrink["block_m"], min(shrink["block_n"], block_at_least(a.rank))
+        block_m, block_r = shrink.block_m, min(shrink.block_n, block_at_least(a.rank))
         grid = (max_tiles(tokens, segments, block_m) * triton.cdiv(a.rank, block_r) * split_k, slices, 1)
         constants |= {"BLOCK_SEGMENTS": block_at_least(entries), "BLOCK_M": block_m, "BLOCK_R": block_r}
-        constants |= {"NUM_STAGES": shrink["num_stages"], "INTERPRET": INTERPRETED}
+        constants |= {"NUM_STAGES": shrink.num_stages, "INTERPRET": INTERPRETED}
         first = Launch(_atomic_shrink_tiles_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = tuple(meta), (tokens, segments)  # type: ignore[assignment]
     second = plan_expand(

@@ -47,11 +47,11 @@ def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) 
 
 def _atomics(problem: Problem, finer: int = 1) -> Call:
     from experiments.benches.atomics import prepare_lora_atomics
-    from experiments.benches.operator_pairs import tuned
+    from experiments.benches.operator_pairs import estimated
     from punica.ops.triton_ops.launch import supports_pdl
 
     _, h2, rank = problem.b.shape
-    shrink, expand = tuned(Operator(problem.x.shape[1], (h2,), rank, problem.sizes))
+    shrink, expand = estimated(Operator(problem.x.shape[1], (h2,), rank, problem.sizes))
     if finer > 1:
         shrink |= {"split_k": finer * shrink["split_k"], "block_k": max(SMALLEST_BLOCK, shrink["block_k"] // finer)}
     operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)

@@ -27,7 +27,7 @@ import torch
 
 from experiments.benches.atomics import prepare_lora_atomics
 from experiments.benches.layer_call import begun, beside
-from experiments.benches.operator_pairs import pair_plan, tuned
+from experiments.benches.operator_pairs import estimated, pair_plan
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from experiments.harness.experiment import CheckFailed
@@ -136,7 +136,7 @@ def _in_fp8(sets: OperatorSets) -> Columns:
 
 
 def _normal_shrink(sets: OperatorSets) -> Call:
-    return pair_plan(sets, *tuned(sets.operator), pdl=supports_pdl(sets.x.device), pdl_shrink=False)
+    return pair_plan(sets, *estimated(sets.operator), pdl=supports_pdl(sets.x.device), pdl_shrink=False)
 
 
 def _of_the_operator(sets: OperatorSets) -> Columns:
@@ -173,8 +173,8 @@ def _invariant(sets: OperatorSets) -> Columns:
 
 def _atomics(sets: OperatorSets) -> Columns:
     # what atomics are for: K split further without partials to sum; the better of ours and a finer split counts
-    shrink, expand = tuned(sets.operator)
-    finer = {**shrink, "split_k": min(16, 4 * shrink["split_k"]), "block_k": max(128, shrink["block_k"] // 4)}
+    shrink, expand = estimated(sets.operator)
+    finer = shrink._replace(split_k=min(16, 4 * shrink.split_k), block_k=max(128, shrink.block_k // 4))
     found: Columns = {"punica": _flat(sets), "no early shrink": _normal_shrink(sets)}
     first, overlap = (sets.y[0], sets.x[0], sets.stacked_a[0], sets.stacked_b[0]), supports_pdl(sets.x.device)
     for name, config in (("atomics", shrink), ("atomics, finer split", finer)):

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import torch
 
@@ -14,19 +13,23 @@ from experiments.benches.operator_shapes import Operator
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear
-from punica.ops.triton_ops.rules import rule
+from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule, choose_expand, choose_shrink
 from punica.ops.weights import Stack
 
-Config = dict[str, Any]
-Job = tuple[Operator, Config, Config, bool]  # operator, shrink, expand, pdl
+Job = tuple[Operator, Schedule, Schedule, bool]  # operator, shrink, expand, pdl
 
 
-def tuned(op: Operator) -> tuple[Config, Config]:
-    """What the library chooses for the shrink and the expand of `op` in a layer."""
-    shape, rest = RowGroups.of_runs(range(len(op.sizes)), op.sizes).work.shape, (op.rank, len(op.widths), False)
-    shrink = rule("shrink", shape, op.tokens, op.k, *rest)
-    expand = rule("expand", shape, op.tokens, max(op.widths), *rest, shrink["split_k"], row_major=False)
-    return shrink, expand
+def problem_of(op: Operator) -> Problem:
+    """`op` in a layer, as its schedules are chosen for it."""
+    shape = RowGroups.of_runs(range(len(op.sizes)), op.sizes).work.shape
+    return Problem(shape, op.tokens, op.k, op.widths, op.rank)
+
+
+def estimated(op: Operator) -> tuple[Schedule, Schedule]:
+    """The schedules with the least estimated time for the shrink and the expand of `op` in a layer."""
+    problem, gpu = problem_of(op), Gpu.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    shrink = choose_shrink(problem, gpu)
+    return shrink, choose_expand(problem, shrink.split_k, gpu)
 
 
 def step_of(op: Operator, device: torch.device) -> LoRABatch:
@@ -37,9 +40,9 @@ def step_of(op: Operator, device: torch.device) -> LoRABatch:
 
 
 def pair_plan(
-    sets: OperatorSets, shrink: Config, expand: Config, *, pdl: bool, pdl_shrink: bool | None = None
+    sets: OperatorSets, shrink: Schedule, expand: Schedule, *, pdl: bool, pdl_shrink: bool | None = None
 ) -> Callable[[int], None]:
-    """``call(i)``: the operator on set i with these configurations, as a layer has it run, but not dispatched."""
+    """``call(i)``: the operator on set i with these schedules, as a layer has it run, but not dispatched."""
     step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
     forms = Stack.of_a(sets.stacked_a[0]).form.stored, Stack.of_b(sets.stacked_b[0]).form.stored
     mode = LinearMode(has_ranks=True, pdl=pdl)

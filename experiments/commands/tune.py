@@ -1,51 +1,56 @@
-"""Choose the kernels' block sizes on the GPU at hand, and write them as the tuned tables of `punica.ops.triton_ops`.
+"""Measure schedules on the GPU at hand, and write its table for `punica.ops.triton_ops.tuned`.
 
     make tune                                   every operator below, resumable
-    make tune ARGS="minutes=5 groups=AB"        groups of `tune_space.operators`; run again to go on
+    make tune ARGS="minutes=5 tables=[A,C]"     lines of some operator tables; run again to continue
 
-Every operator (decode batches of one Llama-2-7B projection by popularity, packed projections, prefill) is searched in
-rounds: all shrink candidates with one expand, all expand candidates with the best shrink, then the best of each against
-one another. Kernels of a round are compiled by worker processes first. Each timing is also checked against a
-float32 reference, after a single call and after a replay of the whole graph, and counts only when it passes. A
-measurement is one line of ``measurements.jsonl``; what is there is not measured again.
+An operator is searched in rounds: its shrink candidates (`schedules.shrink_schedules`) with the estimate's expand, then
+its expand candidates with the best shrink. Worker processes compile the kernels first. Each timing is also checked
+against a float32 reference, after a single call and after a replay of the whole graph, and counts only when it passes.
+A measurement is one line of ``measurements.jsonl`` and is not repeated. The table holds the operators whose best
+schedules are at least ``gain`` faster than the estimate's own; the regret of the estimate is printed.
 """
 
-import itertools
 import json
 import math
 import multiprocessing
 import statistics
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton.runtime.errors import OutOfResources
 
-from experiments.benches.operator_pairs import Config, compile_all, pair_plan, tuned
+from experiments.benches.operator_lines import lines
+from experiments.benches.operator_pairs import compile_all, estimated, pair_plan, problem_of
 from experiments.benches.operator_sets import OperatorSets
-from experiments.benches.operator_shapes import HIDDEN, INTERMEDIATE, Operator
-from experiments.commands.tune_space import expand_candidates, operators, shrink_candidates
+from experiments.benches.operator_shapes import Operator
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
-from punica.ops.triton_ops import configs
+from punica.measure import environment
+from punica.ops.triton_ops import tuned
 from punica.ops.triton_ops.launch import supports_pdl
+from punica.ops.triton_ops.schedules import Schedule, expand_schedules, shrink_schedules
 
-Pair = tuple[Config, Config]  # shrink, expand
+Pair = tuple[Schedule, Schedule]  # shrink, expand
+Times = dict[tuple[Operator, Pair], float]
 TOLERANCE = 1e-3
-# Keys of the tables that are written; (slices, hidden size, output size of a slice) are those of a 7B layer.
-SEGMENT_KEYS = (1, 2, 4, 8, 16, 32, 64)
-ROW_KEYS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512, 2048, 8192)
-RANK_KEYS = (8, 16, 32, 64, 128)
-PROJECTION_KEYS = (
-    (1, HIDDEN, HIDDEN),
-    (1, HIDDEN, INTERMEDIATE),
-    (1, INTERMEDIATE, HIDDEN),
-    (2, HIDDEN, INTERMEDIATE),
-    (3, HIDDEN, HIDDEN),
-)
+MOST_GEMV_ROWS = 256
+"""Rows up to which GEMV candidates are timed; beyond, one takes longer than all others together."""
+
+
+def operators(tables: Iterable[str]) -> list[Operator]:
+    """The operators of some operator tables, with one rank for all adapters."""
+    found = [line.operator for table in tables for line in lines(table)]
+    return list(dict.fromkeys(op for op in found if not op.ranks))
+
+
+def candidates(op: Operator, schedules: Callable[..., Iterator[Schedule]]) -> list[Schedule]:
+    """Schedules worth timing for `op`."""
+    found = list(schedules(problem_of(op)))
+    return [one for one in found if one.block_m or op.tokens <= MOST_GEMV_ROWS]
 
 
 class Tuner:
@@ -53,200 +58,123 @@ class Tuner:
 
     def __init__(self, path: Path, deadline: float, workers: int) -> None:
         self.path, self.deadline, self.workers = path, deadline, workers
-        self.times: dict[str, float] = {}
-        if path.is_file():
-            rows = map(json.loads, path.read_text().splitlines())
-            self.times |= {row["key"]: row["us"] for row in rows}
+        self.times = read_times(path)
         self.sets: OperatorSets | None = None
 
-    def measure(self, op: Operator, shrink: Config, expand: Config) -> float:
-        """Microseconds of `op` with this pair (infinite when it fails its check or does not fit)."""
-        key = _key(op, shrink, expand)
-        if key not in self.times:
+    def measure(self, op: Operator, pair: Pair) -> float:
+        """Microseconds of `op` with these schedules (infinite when a check fails or a kernel does not fit)."""
+        if (op, pair) not in self.times:
             if time.monotonic() > self.deadline:
                 raise TimeoutError
             if self.sets is None or self.sets.operator != op:
                 self.sets = None
                 self.sets = OperatorSets(op)
-            self.times[key] = self._time(self.sets, shrink, expand)
+                self._time(self.sets, pair)  # brings the clock up
+            self.times[op, pair] = self._time(self.sets, pair)
             with self.path.open("a") as file:
-                file.write(json.dumps({"key": key, "us": self.times[key]}) + "\n")
-        return self.times[key]
+                file.write(json.dumps([[op.k, op.widths, op.rank, op.sizes], *pair, self.times[op, pair]]) + "\n")
+        return self.times[op, pair]
 
     @staticmethod
-    def _time(sets: OperatorSets, shrink: Config, expand: Config) -> float:
-        call = pair_plan(sets, shrink, expand, pdl=supports_pdl(sets.x.device))
+    def _time(sets: OperatorSets, pair: Pair) -> float:
+        call = pair_plan(sets, *pair, pdl=supports_pdl(sets.x.device))
         try:
             if sets.relative_error(call) > TOLERANCE:
-                return float("inf")
+                return math.inf
             us, error = sets.time_graph(call, calls=100, replays=5)
-            return us if error <= TOLERANCE * 4 else float("inf")
+            return us if error <= TOLERANCE * 4 else math.inf
         except (OutOfResources, RuntimeError, ValueError) as error:  # does not fit: too much shared memory
             print("skipped:", str(error)[:150])
             torch.cuda.synchronize()
-            return float("inf")
+            return math.inf
 
     def search(self, found: list[Operator]) -> None:
         """Measure until the best pair of every operator is known."""
-        default = {op: tuned(op) for op in found}
-        shrinks = {op: [(s, e) for s in (first, *shrink_candidates(op))] for op, (first, e) in default.items()}
-        ranked_s = self._ranked(shrinks, "shrink")
-        best = {op: ranked_s[op][0][0] for op in found}
-        expands = {op: [(best[op], e) for e in (first, *expand_candidates(op))] for op, (_, first) in default.items()}
-        ranked_e = self._ranked(expands, "expand")
-        pairs = {op: itertools.product(ranked_s[op][:4], ranked_e[op][:3]) for op in found}
-        self._ranked({op: [(s, e) for (s, _), (_, e) in finals] for op, finals in pairs.items()}, "both")
+        pairs = {op: estimated(op) for op in found}
+        self._best({op: [(one, e) for one in (s, *candidates(op, shrink_schedules))] for op, (s, e) in pairs.items()})
+        pairs = {op: min((us, pair) for (of, pair), us in self.times.items() if of == op)[1] for op in found}
+        self._best({op: [(s, one) for one in (e, *candidates(op, expand_schedules))] for op, (s, e) in pairs.items()})
 
-    def _ranked(self, pairs: dict[Operator, list[Pair]], what: str) -> dict[Operator, list[Pair]]:
-        """The pairs of each operator, fastest first: compiled in parallel, then measured."""
+    def _best(self, pairs: dict[Operator, list[Pair]]) -> None:
+        """Time the pairs of each operator, compiled in parallel before."""
         pdl = supports_pdl(torch.device("cuda", torch.cuda.current_device()))
-        compile_all([(op, *pair, pdl) for op, several in pairs.items() for pair in several], self.workers)
-        ranked = {}
-        for op, several in pairs.items():
-            ranked[op] = sorted(several, key=lambda pair, op=op: self.measure(op, *pair))  # type: ignore[misc]
-            print(_label(op), what, f"{self.measure(op, *ranked[op][0]):.2f} us", *ranked[op][0], flush=True)
-        return ranked
+        new = [(op, *pair, pdl) for op, several in pairs.items() for pair in several if (op, pair) not in self.times]
+        compile_all(new, self.workers)
+        for number, (op, several) in enumerate(pairs.items(), 1):
+            best = min(self.measure(op, pair) for pair in several)
+            print(f"[{number} of {len(pairs)}] {tuned.key_of(problem_of(op))}: {best:.2f} us", flush=True)
 
 
-def _key(op: Operator, shrink: Config, expand: Config) -> str:
-    forms = [dict(sorted(config.items())) for config in (shrink, expand)]
-    return json.dumps([[op.k, op.widths, op.rank, op.sizes], *forms])
+def read_times(path: Path) -> Times:
+    """The measurements of a file, if there is one."""
+    found: Times = {}
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        (k, widths, rank, sizes), shrink, expand, us = json.loads(line)
+        found[Operator(k, tuple(widths), rank, tuple(sizes)), (Schedule(*shrink), Schedule(*expand))] = us
+    return found
 
 
-def _label(op: Operator) -> str:
-    return f"T={op.tokens} G={len(op.sizes)} K={op.k} N={'+'.join(map(str, op.widths))} r={op.rank}"
+def regrets(times: Times) -> dict[Operator, tuple[float, Pair]]:
+    """Time of the estimate's pair over the best, and the best pair, of every operator of which both are known."""
+    best: dict[Operator, tuple[float, Pair]] = {}
+    for (op, pair), us in times.items():
+        if us < best.get(op, (math.inf,))[0]:
+            best[op] = us, pair
+    chosen = {op: times.get((op, estimated(op)), math.inf) for op in best}
+    return {op: (chosen[op] / us, pair) for op, (us, pair) in best.items() if chosen[op] < math.inf}
 
 
-def best_pairs(times: dict[str, float]) -> dict[Operator, tuple[float, Config, Config]]:
-    """The fastest measured pair of every operator."""
-    best: dict[Operator, tuple[float, Config, Config]] = {}
-    for key, us in times.items():
-        (k, widths, rank, sizes), shrink, expand = json.loads(key)
-        op = Operator(k, tuple(widths), rank, tuple(sizes))
-        if us < best.get(op, (float("inf"),))[0]:
-            best[op] = (us, shrink, expand)
-    return best
-
-
-def regrets(best: dict[Operator, tuple[float, Config, Config]], times: dict[str, float]) -> str:
-    """How much slower the rule's own choice is than the best that was found: per operator, and over all."""
-    text, ratios = [], []
-    for op, (us, *_) in best.items():
-        chosen = times.get(_key(op, *tuned(op)))
-        if chosen is not None:
-            ratios.append(chosen / us)
-            text.append(f"{_label(op)}: rule {chosen:.2f} us, best found {us:.2f} us, {ratios[-1]:.3f}")
-    if ratios:
-        mean, worst = statistics.geometric_mean(ratios), max(ratios)
-        text.append(f"rule / best found: geometric mean {mean:.3f}, worst {worst:.3f}, operators {len(ratios)}")
-    return "\n".join(text)
-
-
-def tables(best: dict[Operator, tuple[float, Config, Config]]) -> dict[str, dict[str, Any]]:
-    """The shrink and the expand table. A look-up takes the nearest key level by level, so that every level holds the
-    same keys below it: a cell that was not tuned gets the configuration of the operator most like it.
+def table(times: Times, gain: float) -> dict[str, dict[str, list[Any]]]:
+    """Entries of the GPU's table: the best schedules where they are at least ``gain`` faster; of several operators
+    with one key, those of the one that gains most.
     """
-    cells = itertools.product(SEGMENT_KEYS, ROW_KEYS, RANK_KEYS, PROJECTION_KEYS)
-    out: dict[str, dict[str, Any]] = {"shrink": {}, "expand": {}}
-    for segments, rows, rank, (slices, k, width) in cells:
-        if segments > rows:
-            continue
-        _, shrink, expand = best[min(best, key=partial(_distance, (segments, rows, rank, slices, k, width)))]
-        keys = (str(segments), str(slices), str(rows))
-        for table, leaf, (first, second) in (("shrink", shrink, (k, rank)), ("expand", expand, (rank, width))):
-            node = out[table]
-            for key in (*keys, str(first)):
-                node = node.setdefault(key, {})
-            optional = configs.OPTIONAL_KEYS[table]
-            node[str(second)] = {name: value for name, value in leaf.items() if optional.get(name) != value}
-    return out
+    found: dict[str, tuple[float, dict[str, list[Any]]]] = {}
+    for op, (regret, (shrink, expand)) in regrets(times).items():
+        key = tuned.key_of(problem_of(op))
+        if regret >= 1 + gain and regret > found.get(key, (0.0,))[0]:
+            found[key] = regret, {"shrink": list(shrink), "expand": list(expand)}
+    return {key: entry for key, (_, entry) in sorted(found.items())}
 
 
-def _distance(cell: tuple[int, int, int, int, int, int], op: Operator) -> float:
-    """How unlike `op` is to a cell, in powers of two; rank and slices weigh most, as they decide a block's bytes."""
-    segments, rows, rank, slices, k, width = cell
-
-    def powers(a: float, b: float) -> float:
-        return abs(math.log2(a / b))
-
-    shape = 0.25 * powers(op.k, k) + 0.25 * powers(max(op.widths), width) + 1.5 * abs(len(op.widths) - slices)
-    batch = powers(op.tokens, rows) + powers(op.tokens / len(op.sizes), rows / segments)
-    return shape + batch + 1.5 * powers(op.rank, rank)
-
-
-def sparse(node: dict[str, Any], level: int = 0) -> dict[str, Any]:
-    """The part of a table that every look-up of the whole is answered from: of neighbouring keys with the same below
-    them stay the first and the last, at an end of the axis only the one that faces the others. So all half-way points,
-    where a look-up changes from one key to the next, stay where they are.
-    """
-    if level == 5:
-        return node
-    below = {key: sparse(node[key], level + 1) for key in sorted(node, key=int)}
-    if level == 1:  # the number of slices must match
-        return below
-    alike = [list(keys) for _, keys in itertools.groupby(below, key=below.__getitem__)]
-    edges = [key for left, right in itertools.pairwise(alike) for key in (left[-1], right[0])]
-    return {key: below[key] for key in edges or alike[0][:1]}
-
-
-def write_tables(best: dict[Operator, tuple[float, Config, Config]], folder: Path, gpu_name: str) -> None:
-    """Write the tables that `configs` reads, as sparse as they can be; adding and overwriting share the expand table,
-    so that earlier tables of one of both, which would hide it, go.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for op_type, table in tables(best).items():
-        (folder / configs.tuned_file_name(op_type, None, gpu_name)).write_text(table_text(sparse(table)))
-    for add_inputs in (True, False):
-        (folder / configs.tuned_file_name("expand", add_inputs, gpu_name)).unlink(missing_ok=True)
-
-
-def table_text(table: dict[str, Any]) -> str:
-    """A table as a file: its configurations, one a line, then a line per number of rows with the names of these."""
-    names: dict[str, str] = {}
-
-    def named(node: dict[str, Any], level: int = 0) -> Any:
-        if level < 5:
-            return {key: named(below, level + 1) for key, below in node.items()}
-        form = "rows" if node.get("row_wise") else "tiles"
-        return names.setdefault(json.dumps(node), f"{form}_{len(names)}")
-
-    def text(node: dict[str, Any], level: int = 0) -> str:
-        if level == 3 or not isinstance(next(iter(node.values())), dict):
-            return json.dumps(node)
-        inner = [" " * (level + 1) + json.dumps(key) + ": " + text(below, level + 1) for key, below in node.items()]
-        return "{\n" + ",\n".join(inner) + "\n" + " " * level + "}"
-
-    cells = named(table)
-    return text({"configurations": {name: json.loads(leaf) for leaf, name in names.items()}} | cells) + "\n"
+def write_table(entries: dict[str, dict[str, list[Any]]], path: Path, about: dict[str, Any]) -> None:
+    """Write a table as JSON, an operator a line."""
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"about": {json.dumps(about)},\n "operators": {{\n{rows}\n}}}}\n')
 
 
 @dataclass
 class Options:
     """The command line."""
 
-    groups: str = "ARBCPD"  # of `tune_space.operators`
+    tables: Any = ("A", "ranks", "B", "C", "shapes", "step")  # of `ext_operator_tables`
     minutes: float = 9
+    gain: float = 0.03  # least gain over the estimate's schedules that an entry is worth
     work: str = "outputs/tune"  # folder of the measurements
-    tables: str = "outputs/tune/tables"  # folder that receives them, for `LoRAConfig(tuned_dir=...)`
+    out: str = "outputs/tune"  # folder that receives the table; punica/ops/triton_ops/tuned is the shipped one
     workers: int = multiprocessing.cpu_count()  # processes that compile; 0: none
 
 
 def tune(options: Options) -> None:
-    """Search until every operator is done or the time is up, and write the tables of what was found."""
+    """Search until every operator is done or the time is up, and write the table of what was found."""
     if not torch.cuda.is_available():
         raise ConfigError("tuning times kernels and needs a CUDA device; none is visible")
-    work, folder = Path(options.work), Path(options.tables)
+    work = Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
     tuner = Tuner(work / "measurements.jsonl", time.monotonic() + 60 * options.minutes, options.workers)
+    names = [options.tables] if isinstance(options.tables, str) else list(options.tables)
     try:
-        for group in options.groups:
-            tuner.search(operators(group))
+        tuner.search(operators(names))
     except TimeoutError:
-        print("time is up: run again to go on")
-    best = best_pairs(tuner.times)
-    print(regrets(best, tuner.times))
-    write_tables(best, folder, torch.cuda.get_device_name())
-    print(f"{len(best)} operators measured; tables are in {folder}")
+        print("time is up: run again to continue")
+    found = [regret for regret, _ in regrets(tuner.times).values()]
+    if found:
+        print(f"estimate / best found: geometric mean {statistics.geometric_mean(found):.3f}, worst {max(found):.3f}, "
+              f"operators {len(found)}")  # fmt: skip
+    path = Path(options.out) / tuned.table_name(torch.cuda.get_device_name())
+    entries = table(tuner.times, options.gain)
+    write_table(entries, path, environment.stamp() | {"operators": len(found), "gain": options.gain})
+    print(f"{len(entries)} operators in {path}")
 
 
 if __name__ == "__main__":

@@ -148,16 +148,15 @@ class LoRABatch:
 
     @property
     def shape(self) -> StepShape:
-        """What of the step decides how kernels go about it."""
+        """Properties of the step that select kernel schedules."""
         return self.rows.work.shape
 
-    def work(self, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-        """For kernels that take tiles of `HEIGHTS[height]` rows: the sorted rows, the records of the tiles and of the
-        rows in short segments, and how many there are, on the device and on the host.
+    def work(self, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """For kernels that take tiles of `HEIGHTS[height]` rows: the sorted rows, the records of the tiles, and their
+        numbers: of all heights on the device, of this one on the host.
         """
-        meta = self.kernel_meta
-        lists = (meta.work_tiles[height], meta.work_rows, meta.work_totals)
-        return (meta.token_indices_sorted_by_lora_ids, *lists, self.rows.work.totals)
+        meta, totals = self.kernel_meta, self.rows.work.totals
+        return meta.token_indices_sorted_by_lora_ids, meta.work_tiles[height], meta.work_totals, totals[height]
 
     @cached_property
     def form(self) -> tuple:

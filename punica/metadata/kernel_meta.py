@@ -17,7 +17,7 @@ import torch
 from punica.checks import check_count
 from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
 from punica.metadata.staging import StagedBuffer, aligned_offsets
-from punica.metadata.work import TOTALS, capacities
+from punica.metadata.work import HEIGHTS, capacities
 
 MetaArgs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -48,8 +48,7 @@ class LoRAKernelMeta:
     - ``num_tokens_per_lora`` ``[L+1]``: tokens of the slot at the same position; rest 0.
     - ``lora_token_start_loc`` ``[L+2]``: prefix sums of the counts, first 0; unused positions 0.
 
-    For kernels that are told their part (`punica.metadata.work`): ``work_tiles``, int64 records per height of a tile,
-    ``work_rows``, int64 records of the rows in short segments, ``work_totals``, how many there are of each.
+    Of `punica.metadata.work`: ``work_tiles``, int64 records of tiles, per height; ``work_totals``, their numbers.
 
     Host tensors of one element: ``no_lora_flag_cpu`` (bool, no token has an adapter), ``num_active_loras_cpu`` (int32,
     distinct slots present, rounded up to a captured count; 0 with the flag), ``default_num_active_loras_cpu`` (int32,
@@ -67,7 +66,7 @@ class LoRAKernelMeta:
         self.active_lora_ids, self.num_tokens_per_lora, self.lora_token_start_loc = views[:3]
         self.token_lora_mapping, self.token_indices_sorted_by_lora_ids = views[3:5]
         self.work_totals, *lists = views[5:]
-        *self.work_tiles, self.work_rows = [records.view(torch.int64) for records in lists]
+        self.work_tiles = [records.view(torch.int64) for records in lists]
         self.captured_lora_counts = buffer.captured_lora_counts
         self.no_lora_flag_cpu = torch.ones(1, dtype=torch.bool, device="cpu")
         self.num_active_loras_cpu = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -139,8 +138,8 @@ class LoRAKernelMeta:
         host[mapping_at + total : mapping_at + self.token_lora_mapping.shape[0]] = -1
         host[sorted_at : sorted_at + total] = rows.order
         work = rows.work
-        host[totals_at : totals_at + TOTALS] = work.totals
-        for at, records in zip(lists_at, (*work.tiles, work.short_rows), strict=True):
+        host[totals_at : totals_at + len(HEIGHTS)] = work.totals
+        for at, records in zip(lists_at, work.tiles, strict=True):
             host[at : at + 2 * records.size].view(np.int64)[:] = records
         self._flag[0] = rows.no_lora
         self.num_active_loras = self._active[0] = 0 if rows.no_lora else self._rounded(used)
@@ -172,7 +171,7 @@ class KernelMetaBuffer:
                 "(every slot and -1)"
             )
         records = [2 * most for most in capacities(slots, tokens)]
-        lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens, TOTALS, *records]
+        lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens, len(HEIGHTS), *records]
         offsets, total = aligned_offsets(lengths * number)
         self.staging = StagedBuffer((total,), torch.int32, torch.device(device))
         starts = range(0, len(offsets), len(lengths))

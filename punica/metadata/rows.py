@@ -88,7 +88,7 @@ class RowGroups:
     @cached_property
     def work(self) -> WorkLists:
         """The rows cut into pieces for the programs of a kernel."""
-        return WorkLists(*self.present, self.order)
+        return WorkLists(*self.present)
 
     def equals(self, other: RowGroups) -> bool:
         """Whether both say the same of the same rows."""

@@ -1,10 +1,8 @@
 """`WorkLists`: a step cut into pieces that one program of a kernel takes, made once per step on the host.
 
 A *tile* is up to `height` rows of one segment (all rows of one slot, in the sorted order); a kernel that multiplies
-tiles reads which one is its own instead of searching the segments for it. Every height is listed at every step, and
-longest segments come first, so that the tiles of the long segments (`LONG` rows and more) are the front of each list
-and the rows of the short ones have a list of their own: a kernel may take all tiles, or the long segments as tiles and
-the others row by row, and whatever a captured graph was made to take, it finds at every later step.
+tiles reads which one is its own instead of searching the segments for it. Every height is listed at every step, so that
+whatever height a captured graph was made with, it finds its list at every later step. Longest segments come first.
 """
 
 from __future__ import annotations
@@ -16,30 +14,25 @@ import numpy as np
 
 HEIGHTS = (8, 16, 32, 64)
 """Rows of a tile, for which there is a list each."""
-LONG = 8
-"""Rows from which a segment is long: worth a tile where short ones are taken row by row."""
-_ROWS_AT, _SLOT_AT = 56, 32  # bits of a record: rows | slot | first sorted position (or row)
-TOTALS = 2 * len(HEIGHTS) + 1
-"""Counts of a step: per height its tiles and those of long segments, and last the rows of short segments."""
+_ROWS_AT, _SLOT_AT = 56, 32  # bits of a record: rows | slot | first sorted position
 
 
 class StepShape(NamedTuple):
-    """What of a step decides how kernels go about it: all of it rounded up to powers of two, so that steps that are
-    much alike share their choices (and their captured graphs).
+    """Properties of a step that select kernel schedules, rounded up to powers of two, so that similar steps share their
+    schedules and captured graphs.
 
-    ``adapters``: in use; ``longest``: rows of the longest segment; ``short``: segments of fewer than `LONG` rows.
+    ``adapters``: in use; ``longest``: rows of the longest segment.
     """
 
     adapters: int
     longest: int
-    short: int
 
     @classmethod
     def even(cls, adapters: int, rows: int) -> StepShape:
         """Of `rows` rows spread evenly over `adapters` adapters (at most one a row)."""
         adapters = min(adapters, rows)
         each = -(-rows // adapters) if adapters else 0
-        return cls(_power(adapters), _power(each), _power(adapters) if each < LONG else 0)
+        return cls(_power(adapters), _power(each))
 
 
 def captured_adapters(rows: int, max_loras: int) -> list[int]:
@@ -55,27 +48,24 @@ def captured_adapters(rows: int, max_loras: int) -> list[int]:
 
 
 class WorkLists:
-    """The pieces of one step. ``tiles[i]``: int64 records for `HEIGHTS[i]`; ``short_rows``: int64 records of the rows
-    in short segments; ``totals``: ints `[TOTALS]`.
-    """
+    """The tiles of one step. ``tiles[i]``: int64 records for `HEIGHTS[i]`; ``totals``: their numbers, a list."""
 
-    def __init__(self, slots: np.ndarray, counts: np.ndarray, order: np.ndarray) -> None:
-        """The distinct slots, ascending, their numbers of rows, and the rows sorted by slot."""
+    def __init__(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """The distinct slots, ascending, and their numbers of rows."""
         starts = counts.cumsum() - counts
         if slots.size and slots[0] < 0:
             slots, counts, starts = slots[1:], counts[1:], starts[1:]
         if slots.size > 1:
             by_length = (-counts).argsort(kind="stable")
             slots, counts, starts = slots[by_length], counts[by_length], starts[by_length]
-        self._slots, self._counts, self._starts, self._order = slots << _SLOT_AT, counts, starts, order
-        self._long = int((counts >= LONG).sum())
+        self._slots, self._counts, self._starts = slots << _SLOT_AT, counts, starts
 
     @cached_property
     def shape(self) -> StepShape:
         """The form of the step."""
         adapters = self._counts.size
         longest = int(self._counts[0]) if adapters else 0
-        return StepShape(_power(adapters), _power(longest), _power(adapters - self._long))
+        return StepShape(_power(adapters), _power(longest))
 
     @cached_property
     def tiles(self) -> list[np.ndarray]:
@@ -93,28 +83,14 @@ class WorkLists:
         return heads.repeat(per_segment) + done | rows << _ROWS_AT
 
     @cached_property
-    def short_rows(self) -> np.ndarray:
-        """Records of the rows in short segments."""
-        counts = self._counts[self._long :]
-        if not counts.size:
-            return counts
-        heads = self._starts[self._long :].repeat(counts)
-        within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        return self._order[heads + within] | self._slots[self._long :].repeat(counts)
-
-    @cached_property
     def totals(self) -> list[int]:
-        """The counts."""
-        long = self._counts[: self._long]
-        found = []
-        for height, tiles in zip(HEIGHTS, self.tiles, strict=True):
-            found += [tiles.size, int((-(-long // height)).sum())]
-        return [*found, self.short_rows.size]
+        """Numbers of tiles of every height."""
+        return [tiles.size for tiles in self.tiles]
 
 
 def capacities(slots: int, tokens: int) -> list[int]:
-    """Most records of the list of each height, and of the rows, in a step of up to `tokens` rows on `slots` slots."""
-    return [min(slots, tokens) + tokens // height for height in HEIGHTS] + [tokens]
+    """Most records of the list of each height in a step of up to `tokens` rows on `slots` slots."""
+    return [min(slots, tokens) + tokens // height for height in HEIGHTS]
 
 
 def _power(number: int) -> int:

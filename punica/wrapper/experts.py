@@ -43,7 +43,7 @@ class ExpertMethods(MoEMethods):
         self, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, weights: ExpertLoRAWeights,
         mapping: Tensor | None = None,
     ) -> Assignment:  # fmt: skip
-        """Group the pairs of ``topk_ids [T, k]`` for both products of a layer, ``weights`` being the first one's."""
+        """As in the base class."""
         tokens, top_k = topk_ids.shape
         mapping = self._slots_of_tokens(mapping, tokens)
         if self._is_idle(mapping):
@@ -57,7 +57,7 @@ class ExpertMethods(MoEMethods):
         return Assignment(topk_weights, *_by_slot(weights.slots, ids, experts, counts), mapping)
 
     def add_lora_experts(self, y: Tensor, x: Tensor, weights: ExpertLoRAWeights, assignment: Assignment) -> None:
-        """Add one product's LoRA to ``y [T, k, W]``; ``x [T, K]``, or ``[T*k, K]`` behind the activation."""
+        """As in the base class."""
         if weights.fp8 is not None:
             a_scale, b_scale, x_scale, _, shrink, expand = weights.fp8
             self._look_at(Fp8Keywords(a_scale, b_scale, x_scale, shrink, expand))  # type: ignore[attr-defined]

@@ -1,9 +1,11 @@
-"""The mixture-of-experts methods of a wrapper: signatures here, behaviour in the backends that have it."""
+"""The mixture-of-experts methods of a wrapper: signatures here, behaviour in `punica.wrapper.experts`."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
+
+from punica.ops.experts import Assignment, ExpertLoRAWeights
 
 
 class MoEMethods:
@@ -14,6 +16,19 @@ class MoEMethods:
     of every slice and slot (None: the slots' width), and for weights in FP8 those of `punica.wrapper.fp8`; their x then
     is not FP8, or FP8 with ``a_scale``. TypeError for any other keyword.
     """
+
+    def assign_pairs(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None,
+        weights: ExpertLoRAWeights, mapping: torch.Tensor | None = None,
+    ) -> Assignment:  # fmt: skip
+        """Group the pairs of ``topk_ids [T, k]`` for both products of a layer, ``weights`` being the first one's."""
+        self._no_moe("assign_pairs")
+
+    def add_lora_experts(
+        self, y: torch.Tensor, x: torch.Tensor, weights: ExpertLoRAWeights, assignment: Assignment
+    ) -> None:
+        """Add one product's LoRA to ``y [T, k, W]``; ``x [T, K]``, or ``[T*k, K]`` behind the activation."""
+        self._no_moe("add_lora_experts")
 
     def moe_lora_align_block_size(
         self, topk_ids: torch.Tensor,

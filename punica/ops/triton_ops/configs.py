@@ -1,28 +1,21 @@
-"""Which block sizes a kernel runs with: what the step is decides, by a rule (`rules`) or by a file tuned for this GPU.
+"""Choice of a launch's schedule: batch-invariant, from a tuned file, from the table of this GPU, or by estimate.
 
-A configuration is a dict with lower-case keys. ``block_m, block_n, block_k, num_warps, num_stages`` always, ``split_k``
-for shrinks, and for shrink and expand these extras of the kernels in this package (all optional in a tuned file):
+A configuration is the dict form of a `schedules.Schedule`, with lower-case keys: ``block_m, block_n, block_k,
+num_warps, num_stages`` always, ``split_k`` for shrinks, and these extras, all optional in a tuned file:
 
 | key | op | meaning |
 |---|---|---|
-| ``row_wise`` | both | one row per program, multiply and sum, no tensor core (`block_m` is then unused) |
+| ``row_wise`` | both | GEMV: one row per program, no tensor core (`block_m` is then unused) |
 | ``block_r`` | shrink, row-wise | ranks per program (a power of two, 1 and up) |
-| ``tiles_n`` | expand, tiles | column blocks that one program walks |
-| ``short_k`` | shrink, tiles | above 0: only for long segments; rows of short ones singly, so much of K at once |
-| ``short_n`` | expand, tiles | the same, in blocks of so many columns |
-| ``ahead`` | expand | weights are read before the true rank is known |
-| ``prefetch_y`` | expand, tiles | while shrink runs, y is brought to the L2 cache (of loops; not ``in_words``) |
-| ``together`` | shrink, tiles | the ranks of all slices side by side, x read once for all of them |
+| ``tiles_n`` | expand, tiles | column blocks of one program |
 | ``swap_ab`` | both, tiles | weights are the left operand of the tensor cores |
-| ``in_words`` | expand, tiles | B in FP8 is read four columns to a word (not with ``swap_ab``) |
 
 A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
 nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k
 = hidden size and n = rank, all others: k = rank and n = hidden size. At each level the nearest key is taken (ties: the
-smaller); ``num_slices`` must match. So a table may be sparse: what neighbours answer alike need not be in it.
-``<gpu>_EXPAND.json`` serves both values of `add_inputs` that have no file of their own. Configurations that a table
-needs often may stand once in its ``"configurations"`` (name to configuration), and their names where they are meant.
-`experiments/commands/tune.py` writes these files, from times with B as layers store it, rank after rank.
+smaller); ``num_slices`` must match. ``<gpu>_EXPAND.json`` serves both values of `add_inputs` that have no file of their
+own. Configurations that a table needs often may be given once in its ``"configurations"`` (name to configuration).
+The shipped table of a GPU (`tuned`) is another format, of single operators; `experiments/commands/tune.py` writes it.
 """
 
 import functools
@@ -37,7 +30,9 @@ from typing import Any, NamedTuple
 import torch
 
 from punica.metadata import StepShape
-from punica.ops.triton_ops.rules import rule
+from punica.ops.triton_ops.launch import block_at_least
+from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule, choose_expand, choose_shrink
+from punica.ops.triton_ops.tuned import measured_schedule
 
 Config = dict[str, Any]
 
@@ -58,23 +53,15 @@ OP_TYPES = (
     "fused_moe_lora_w2_shrink",
     "fused_moe_lora_w2_expand",
 )
-# What the keys that a tuned file may leave out are then.
 OPTIONAL_KEYS: dict[str, Config] = {
-    "shrink": {"row_wise": False, "block_r": 1, "short_k": 0, "swap_ab": False, "together": False},
-    "expand": {
-        "row_wise": False,
-        "tiles_n": 1,
-        "short_n": 0,
-        "swap_ab": False,
-        "ahead": False,
-        "prefetch_y": False,
-        "in_words": False,
-    },
+    "shrink": {"row_wise": False, "block_r": 1, "swap_ab": False},
+    "expand": {"row_wise": False, "tiles_n": 1, "swap_ab": False},
 }
+"""Keys that a tuned file may leave out, and their values then."""
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
 _COUNTS = ("num_warps", "num_stages")
-_SWITCHES = ("row_wise", "swap_ab", "together", "ahead", "prefetch_y", "in_words")
+_SWITCHES = ("row_wise", "swap_ab")
 
 
 def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str:
@@ -176,10 +163,10 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
         if key not in leaf:
             raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
     for key, value in leaf.items():
-        if key in _SWITCHES or (key in ("short_k", "short_n") and value == 0):
+        if key in _SWITCHES:
             continue
         smallest = 16 if key in _BLOCKS else 1
-        power = key in _BLOCKS or key in ("block_r", "num_warps", "short_k", "short_n")
+        power = key in _BLOCKS or key in ("block_r", "num_warps")
         if not isinstance(value, int) or value < smallest or (power and value & (value - 1)):
             wanted = f"a power of two >= {smallest}" if power else "an integer >= 1"
             raise ValueError(f"{where}: {key} must be {wanted}, got {value!r}")
@@ -201,45 +188,83 @@ def get_lora_op_configs(
     """Configuration of one launch. ``max_loras``: segments the grid holds; ``batch``: rows; ``batch_invariant``: the
     one form and split that depends on neither, whatever a tuned file says.
     """
-    shape = StepShape.even(max_loras, batch)
-    sizes = (hidden_size, rank, num_slices)
-    moe = moe_intermediate_size
-    return dict(_chosen(op_type, shape, max_loras, batch, *sizes, add_inputs, moe, tuned_dir, batch_invariant))
+    _check_op_type(op_type)
+    sizes: tuple[int, ...] = (batch, hidden_size, rank) if op_type == "shrink" else (batch, rank, hidden_size)
+    if moe_intermediate_size is not None:
+        sizes += (moe_intermediate_size,)
+    found = None if batch_invariant else _tuned(op_type, add_inputs, tuned_dir, (max_loras, num_slices, *sizes))
+    if found is not None:
+        return dict(found)
+    if op_type not in OPTIONAL_KEYS:
+        return _of_experts(op_type, rank)
+    k, width = (hidden_size, 0) if op_type == "shrink" else (0, hidden_size)
+    problem = Problem(StepShape.even(max_loras, batch), batch, k, (width,) * num_slices, rank, by_rows=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _config_of(op_type, choose(op_type, problem, Options(batch_invariant), device))
 
 
 @functools.lru_cache(maxsize=65536)
 def choose(
-    op_type: str, shape: StepShape, rows: int, hidden_size: int, rank: int, num_slices: int, options: Options,
-    add_inputs: bool | None = None, partials: int = 1, row_major: bool = True, listed: bool = True,
-) -> Config:  # fmt: skip
-    """What the ops ask: the configuration for ``rows`` rows of a step; for expand, how many ``partials`` it adds up and
-    how B is stored; for shrink, whether tiles are ``listed``. Shared by all who ask alike: not to be changed.
-    """
-    sizes = (hidden_size, rank, num_slices)
-    tuned_dir, segments = options.tuned_dir, shape.adapters
-    return _chosen(
-        op_type, shape, segments, rows, *sizes, add_inputs, None, tuned_dir, options.batch_invariant,
-        partials, row_major, listed,
+    op_type: str, problem: Problem, options: Options, device: torch.device, partials: int = 1,
+    add_inputs: bool | None = None,
+) -> Schedule:  # fmt: skip
+    """The schedule of a shrink or an expand (which adds up ``partials`` sums)."""
+    shape, rank, slices = problem.shape, problem.rank, len(problem.widths)
+    if options.batch_invariant:
+        problem = problem._replace(invariant=True)
+    elif options.tuned_dir is not None:
+        sizes = (problem.k, rank) if op_type == "shrink" else (rank, max(problem.widths))
+        found = _tuned(op_type, add_inputs, options.tuned_dir, (shape.adapters, slices, problem.rows, *sizes))
+        if found is not None:
+            return _schedule_of(op_type, found)
+    elif (measured := measured_schedule(op_type, problem, _gpu_name())) is not None:
+        return measured
+    gpu = Gpu.of(device)
+    return choose_shrink(problem, gpu) if op_type == "shrink" else choose_expand(problem, partials, gpu)
+
+
+def _schedule_of(op_type: str, config: Config) -> Schedule:
+    """The schedule that a configuration of a tuned file stands for."""
+    block_m, block_n = config["block_m"], config["block_n"]
+    if config["row_wise"]:
+        block_m, block_n = 0, config["block_r"] if op_type == "shrink" else block_n
+    return Schedule(
+        block_m, block_n, config["block_k"], config["num_warps"], config["num_stages"],
+        config.get("split_k", 1), config.get("tiles_n", 1), config["swap_ab"],
     )  # fmt: skip
 
 
-def _chosen(
-    op_type: str, shape: StepShape, segments: int, rows: int, hidden_size: int, rank: int, num_slices: int,
-    add_inputs: bool | None, moe_size: int | None, tuned_dir: str | None, batch_invariant: bool,
-    partials: int = 1, row_major: bool = True, listed: bool = True,
-) -> Config:  # fmt: skip
-    sizes: tuple[int, ...] = (rows, hidden_size, rank) if op_type == "shrink" else (rows, rank, hidden_size)
-    if moe_size is not None:
-        sizes += (moe_size,)
-    _check_op_type(op_type)
-    table = None if batch_invariant else _checked_table(op_type, add_inputs, tuned_dir, 2 + len(sizes))
-    if table is not None and tuned_dir is not None:
-        by_slices = _nearest(table, segments)
-        if num_slices in by_slices:
-            found = by_slices[num_slices]
-            for size in sizes:
-                found = _nearest(found, size)
-            return found
+def _config_of(op_type: str, schedule: Schedule) -> Config:
+    """The configuration of a schedule, as a tuned file has it."""
+    config = schedule._asdict() | {"row_wise": not schedule.block_m, "block_m": schedule.block_m or 16}
+    if op_type == "expand":
+        del config["split_k"]
+        return config
+    del config["tiles_n"]
+    block_r = 1 if schedule.block_m else schedule.block_n
+    return config | {"block_r": block_r, "block_n": max(16, schedule.block_n)}
+
+
+def _of_experts(op_type: str, rank: int) -> Config:
+    """Defaults of fused MoE LoRA, for callers who ask by name; the ops have schedules of their own (`moe_rules`)."""
+    lanes = block_at_least(rank)
+    block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
+    config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
+    return config | {"group_size_m": 8}
+
+
+def _tuned(op_type: str, add_inputs: bool | None, tuned_dir: str | None, keys: tuple[int, ...]) -> Config | None:
+    """What the tuned file has for ``keys``: segments, slices, rows and sizes; None without file or slices."""
+    table = _checked_table(op_type, add_inputs, tuned_dir, len(keys))
+    if table is None or tuned_dir is None:
+        return None
+    segments, slices, *sizes = keys
+    by_slices = _nearest(table, segments)
+    if slices not in by_slices:
         path = _table_path(op_type, add_inputs, tuned_dir)
-        _warn_once(f"tuned LoRA kernel table {path} has nothing for {num_slices} slices: defaults are used")
-    return rule(op_type, shape, rows, hidden_size, rank, num_slices, batch_invariant, partials, row_major, listed)
+        _warn_once(f"tuned LoRA kernel table {path} has nothing for {slices} slices: defaults are used")
+        return None
+    found = by_slices[slices]
+    for size in sizes:
+        found = _nearest(found, size)
+    return found

@@ -85,20 +85,6 @@ def pdl_wait_or_barrier(PDL: tl.constexpr):
         tl.debug_barrier()
 
 
-_PREFETCH = tl.constexpr(
-    "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
-)
-
-
-@triton.jit
-def prefetch_l2(ptrs, mask):
-    """Prefetch the lines of 128 bytes at ``ptrs`` into L2, asynchronously; later writes by other kernels are seen.
-    Fewer lines than threads are requested several times. NVIDIA only, and not in the interpreter.
-    """
-    addresses, wanted = ptrs.to(tl.int64), mask.to(tl.int32)
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [addresses, wanted], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit
 def rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE: tl.constexpr):
     """True rank of the adapter in `slot`, at most that of the slot (which it is without a table); 0 for slot -1."""

@@ -14,7 +14,6 @@ from punica.ops.triton_ops.device import (
     pdl_launch_then_wait,
     pdl_wait,
     pick,
-    prefetch_l2,
     product,
     rank_of,
     result,
@@ -37,19 +36,6 @@ def _dtype_of_product(y_ptr, b_ptr, quant):
     if quant.x_format > 0:
         return tl.float16
     return y_ptr.dtype.element_ty if quant.format > 0 else b_ptr.dtype.element_ty
-
-
-@triton.jit
-def _prefetch_y(y_ptr, rows, block, stride_yt, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Prefetch into L2 the elements of y that a tile adds to, while shrink still runs."""
-    rows, mask_m = rows
-    first_n, width, column = block
-    LINE: tl.constexpr = 1024 // y_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2((TILE.block_n * TILE.tiles_n + LINE - 1) // LINE)
-    lines = first_n + tl.arange(0, LINES) * LINE
-    mask_lines = lines < tl.minimum(width, first_n + TILE.block_n * TILE.tiles_n)
-    line_ptrs = y_ptr + rows[:, None] * stride_yt + (column + lines)[None, :]  # [BLOCK_M, LINES]
-    prefetch_l2(line_ptrs, mask_m[:, None] & mask_lines[None, :])
 
 
 @triton.jit
@@ -83,7 +69,7 @@ def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
 @triton.jit
 def _one_pass(
     pointers, operands, place, rows, columns, ranks, strides,
-    WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """All ranks at once. ``at_once``: blocks go through registers, the first is loaded ahead of the PDL wait, and every
     other one while the one before it is multiplied; else the compiler pipelines the loop over columns.
@@ -96,7 +82,7 @@ def _one_pass(
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
-    mask_b = (offs_r < (SHAPE.rank if ALL_OF_B else rank_read if SHAPE.row_major else rank))[:, None]
+    mask_b = (offs_r < (rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
         b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
@@ -126,7 +112,7 @@ def _one_pass(
             if SHAPE.add:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         weights = upcast(weights, QUANT.format, DTYPE)
-        if ALL_OF_B or (SHAPE.row_major and not WHOLE):
+        if SHAPE.row_major and not WHOLE:
             weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
         total = _finish(product(h, weights, TILE), before, scale, operands, rows, SHAPE)
         tl.store(out_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask_y & ((rank > 0) | (not SHAPE.add)))
@@ -177,7 +163,8 @@ def _rank_loop(
     """Column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
     h_ptrs, b_ptrs, y_ptrs = pointers
     offs_n, width = columns
-    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, SHAPE.quant)
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     pdl_launch_then_wait(TILE.pdl)
     for _ in tl.range(0, TILE.tiles_n):
         mask_y = rows[1][:, None] & (offs_n < width)[None, :]
@@ -198,13 +185,12 @@ def _rank_loop(
 @triton.jit
 def _expand_rows_of(
     tensors, operands, place, rows, block, rank, strides,
-    WHOLE: tl.constexpr, ALL_OF_B: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x tiles_n blocks of block_n columns.
 
     WHOLE: the rank is a multiple of ``vector``, the ranks of one load of h or B; else loads reach beyond it, and the
-    values from there are dropped. B by ranks is read as far as the rank; with ALL_OF_B, a speculative load, to the end
-    of the slot. fetch: L2 prefetch of y.
+    values from there are dropped. B by ranks is read as far as the rank.
 
     place: slice and slot; block: first column, width of the slice and its first column in y.
     """
@@ -223,11 +209,7 @@ def _expand_rows_of(
     rank_read = (rank if WHOLE else rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
     pointers, columns, ranks = (h_ptrs, b_ptrs, y_ptrs), (offs_n, width), (rank, rank_read)
     if TILE.block_r >= SHAPE.rank:
-        if TILE.fetch:
-            _prefetch_y(y_ptr, rows, block, stride_yt, SHAPE, TILE)
-        _one_pass(
-            pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), WHOLE, ALL_OF_B, SHAPE, TILE
-        )
+        _one_pass(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), WHOLE, SHAPE, TILE)
     else:
         _rank_loop(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), WHOLE, SHAPE, TILE)
 
@@ -238,9 +220,8 @@ def expand_tile(
 ):  # fmt: skip
     """The rows of one tile x tiles_n blocks of block_n columns of one slice; words: by `expand_tile_in_words`.
 
-    ahead, with one block: a speculative load of all ranks of the slot. In a loop, true ranks that are whole vectors
-    have code of their own, as B streams best where nothing of it is dropped; float32 does without, since the shared
-    memory of both counts.
+    In a loop, true ranks that are whole vectors have code of their own, as B streams best where nothing of it is
+    dropped; float32 does without, since the shared memory of both counts.
 
     tile: slot, first sorted position and number of rows; call: as in `expand_row`.
     """
@@ -249,22 +230,21 @@ def expand_tile(
     ranks_ptr, num_slots, pdl_anchor = call
     _, stride_hs, _, _, _ = strides
     EITHER: tl.constexpr = SHAPE.has_ranks and SHAPE.vector > 1
-    ALL_OF_B: tl.constexpr = TILE.ahead and TILE.tiles_n == 1 and TILE.block_r >= SHAPE.rank and not TILE.words
     slice_id, first_n, width, column = column_block(block, SHAPE, TILE.block_n * TILE.tiles_n)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
-    if (slot >= 0) if ALL_OF_B or not SHAPE.add else (rank > 0):
+    if (rank > 0) if SHAPE.add else (slot >= 0):
         rows = rows_of_tile(sorted_ptr, tile, TILE.block_m)
         b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
         h_ptr += slice_id.to(tl.int64) * stride_hs
         given, place, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot), (first_n, width, column)
         if EITHER and SHAPE.row_major and TILE.tiles_n > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
             if rank % SHAPE.vector == 0:
-                _expand_rows_of(given, operands, place, rows, columns, rank, strides, True, False, SHAPE, TILE)
+                _expand_rows_of(given, operands, place, rows, columns, rank, strides, True, SHAPE, TILE)
             else:
-                _expand_rows_of(given, operands, place, rows, columns, rank, strides, False, False, SHAPE, TILE)
+                _expand_rows_of(given, operands, place, rows, columns, rank, strides, False, SHAPE, TILE)
         elif TILE.words:
             expand_tile_in_words(given, operands, place, rows, columns, rank, strides, SHAPE, TILE)
         else:
-            _expand_rows_of(given, operands, place, rows, columns, rank, strides, not EITHER, ALL_OF_B, SHAPE, TILE)
+            _expand_rows_of(given, operands, place, rows, columns, rank, strides, not EITHER, SHAPE, TILE)
     else:
         pdl_wait(TILE.pdl, pdl_anchor)

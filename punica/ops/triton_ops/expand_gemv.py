@@ -49,10 +49,10 @@ def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.conste
 
 @triton.jit
 def _by_columns(
-    tensors, operands, place, block, lanes, rank, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, place, block, rank, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``steps`` blocks of columns of a row-major B, each WIDTH ranks wide, of which ``lanes`` are read; the next block
-    is loaded before one is summed. Arguments as of `_by_ranks`.
+    """``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded before
+    one is summed. Arguments as of `_by_ranks`.
     """
     QUANT: tl.constexpr = SHAPE.quant
     CHANNELS: tl.constexpr = QUANT.format > 0 and QUANT.group_k == 0
@@ -67,7 +67,7 @@ def _by_columns(
     offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     # Whole vectors are read (a mask that cuts one would narrow every load); values beyond the rank are dropped.
-    mask_read = offs_r < (lanes + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
+    mask_read = offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
     b_ptrs = b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :]  # [COLUMNS, LANES]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
     old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
@@ -117,8 +117,7 @@ def _multiply(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.con
             weights = block_scaled(weights, operands, (slice_id, slot), offs_n, offs_r, mask, SHAPE)
         product = weights * h[None, :]
     else:
-        weights = tl.where(live[None, :], b, 0.0) if TILE.row.ahead else b
-        product = weights.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
+        product = b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
     return product
 
 
@@ -142,7 +141,7 @@ def _by_ranks(
     offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]  # [COLUMNS, LANES]
-    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < (SHAPE.rank if TILE.row.ahead else rank))[None, :], other=0.0)
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
     before = tl.zeros([COLUMNS], tl.float32)
     if SHAPE.add and not TILE.late:
         before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -175,8 +174,7 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
     """One row x a block of columns of one slice.
 
     With a row-major B the true rank chooses among the ascending ``lanes`` the width in ranks of a block, and with it in
-    how many ``steps`` the columns are taken: the elements in flight stay about as many. ``ahead``: B is loaded
-    speculatively, before the true rank is known; all ranks of the slot if B is row-major.
+    how many ``steps`` the columns are taken: the elements in flight stay about as many.
 
     place: row and slot; call: table of ranks, slots, and whether this program waits even without work (`pdl_wait`).
     """
@@ -187,8 +185,7 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
     stride_hp, stride_hs, stride_ht, stride_hr, stride_yt = strides
     slice_id, first_n, width, column = column_block(block, SHAPE, TILE.row.block_n)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
-    lanes = tl.where(slot >= 0, SHAPE.rank, 0) if TILE.row.ahead else rank
-    if (lanes > 0) | ((slot >= 0) & (not SHAPE.add)):
+    if (rank > 0) | ((slot >= 0) & (not SHAPE.add)):
         b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
         y_ptr += row * stride_yt + column
@@ -196,8 +193,8 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
         if SHAPE.row_major:
             for i in tl.static_range(len(TILE.row.lanes)):
                 above = TILE.row.lanes[i - 1] if i > 0 else -1
-                if (lanes > above) & (lanes <= TILE.row.lanes[i]):
-                    _by_columns(given, operands, where, columns, lanes, rank, (stride_hp, stride_hr), i, SHAPE, TILE)
+                if (rank > above) & (rank <= TILE.row.lanes[i]):
+                    _by_columns(given, operands, where, columns, rank, (stride_hp, stride_hr), i, SHAPE, TILE)
         elif QUANT.words:
             expand_row_in_words(given, operands, where, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
         else:

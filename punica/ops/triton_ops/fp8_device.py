@@ -206,7 +206,8 @@ def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
 @triton.jit
 def activation_scale_ptrs(operands, rows, SHAPE: tl.constexpr):
     """Addresses [rows] of the scales of the activations' first group."""
-    return pick_from(operands, 0, 2 * SHAPE.slices, 1) + rows * SHAPE.quant.a_row
+    QUANT: tl.constexpr = SHAPE.quant
+    return pick_from(operands, 0, 2 * SHAPE.slices, 1) + rows * QUANT.a_row
 
 
 @triton.jit

@@ -109,8 +109,8 @@ def _operands_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.co
 def expand_row_in_words(
     tensors, operands, place, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row x COLUMNS columns, LANES ranks at a time as far as the true rank goes: the next ones are fetched before
-    these are summed, and ``ahead`` the first ones before the true rank is known.
+    """One row x COLUMNS columns, LANES ranks at a time as far as the true rank goes: the next ones are loaded before
+    these are summed.
 
     place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
     """
@@ -129,7 +129,7 @@ def expand_row_in_words(
     offs_w = first_n // 4 + tl.arange(0, COLUMNS // 4)
     mask_w = (offs_w < width_w)[:, None]
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]
-    words = tl.load(word_ptrs, mask=mask_w & (offs_r < (SHAPE.rank if TILE.row.ahead else rank))[None, :], other=0)
+    words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
     scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
     before = tl.zeros([COLUMNS], tl.float32)
     if SHAPE.add and not TILE.late:
@@ -144,8 +144,6 @@ def expand_row_in_words(
     second, third, fourth = first, first, first
     for _ in tl.range(0, rank if SHAPE.rank > LANES else 1, LANES):
         these, factors = words, h[None, :]
-        if TILE.row.ahead:
-            these = tl.where((offs_r < rank)[None, :], words, 0)
         if SHAPE.rank > LANES:
             offs_r += LANES
             word_ptrs += LANES * width_w

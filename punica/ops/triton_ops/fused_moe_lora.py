@@ -127,8 +127,8 @@ def fused_moe_lora(
         lora_ids, num_active_loras: slots to look at, int32, at most L+1 (-1: none), and how many are in use (None:
             all).
         adapter_enabled: int32 [L+1], 0: the slot has no weights here.
-        shrink_*, expand_*: blocks (powers of two >= 16, m equal to the alignment's), m tiles that share weights, warps,
-            pipeline stages and K splits of the two-stage path.
+        shrink_*, expand_*: blocks (powers of two >= 16, m equal to the alignment's), a group of m tiles (unused),
+            warps, pipeline stages and K splits.
         fully_sharded: A holds this rank's part; a collective stands between shrink and expand.
         offset: first column written. add_inputs: add, else overwrite.
         lora_ranks: int32 [n, L], how many ranks each slot really has; what lies beyond is not read (None: all).

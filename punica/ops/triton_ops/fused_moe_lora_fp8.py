@@ -3,7 +3,7 @@
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (a(x) x @ (sA_s[l, e] A_s[l, e])^T) @ (sB_s[l, e] B_s[l, e])^T
 
 Kernels and schedules are those of `punica.ops.triton_ops.fused_moe_lora`, which read either kind of weights; this file
-is the op's own front. Scales are as in `punica.ops.fp8_experts`. With ``expand_act_scale`` the intermediate is rounded
+is the op's own front. Scales are as in `punica.ops.experts`. With ``expand_act_scale`` the intermediate is rounded
 to FP8.
 """
 

@@ -16,7 +16,7 @@ cores (`choose_form`), and have a launch of their own.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -41,6 +41,7 @@ from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import Launch, block_at_least, multiprocessors
 from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkTile, partial_rank, stored_shape
 from punica.ops.triton_ops.plan import Batch
+from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.triton_ops.shrink_gemv import shrink_row
 
 MOST_RANKS = 16
@@ -140,25 +141,23 @@ def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
         )
 
 
-def fused_config(shrink: dict[str, Any], x: Tensor, base: BaseForm, rank: int) -> dict[str, Any] | None:
-    """The shrink's configuration in one launch with this base product, from the one that suits it alone; None where
-    each is better off in a launch of its own.
-    """
-    if not (shrink["row_wise"] and rank <= MOST_RANKS and isinstance(_form_of(x, base), TilesForm)):
+def fused_schedule(x: Tensor, base: BaseForm, rank: int) -> Schedule | None:
+    """The shrink's schedule in one launch with this base product; None where each has a launch of its own."""
+    if rank > MOST_RANKS or not isinstance(_form_of(x, base), TilesForm):
         return None
     block_k = min(4096, block_at_least(base.weight.k))
     block_r = min(_MOST_ELEMENTS // block_k, block_at_least(rank, 1))
-    return shrink | {"block_k": block_k, "block_r": block_r, "split_k": triton.cdiv(base.weight.k, block_k)}
+    return Schedule(0, block_r, block_k, split_k=triton.cdiv(base.weight.k, block_k))
 
 
 def plan_gemm_and_shrink(
-    x: Tensor, base: BaseForm, y: Tensor, a: Weights, config: dict[str, Any],
+    x: Tensor, base: BaseForm, y: Tensor, a: Weights, schedule: Schedule,
     *, has_ranks: bool, pdl: bool, quant: Quant = WIDE,
 ) -> GemmAndShrinkPlan:  # fmt: skip
-    """The launch with a configuration of `fused_config`, for the forms and strides of these tensors."""
-    form = cast(TilesForm, _form_of(x, base))  # fused_config answers for no other
-    block_r, splits, tokens = config["block_r"], config["split_k"], x.shape[0]
-    row = RowTile(block_r, triton.cdiv(a.rank, block_r), config["block_k"])
+    """The launch with a schedule of `fused_schedule`, for the forms and strides of these tensors."""
+    form = cast(TilesForm, _form_of(x, base))  # fused_schedule answers for no other
+    block_r, splits, tokens = schedule.block_n, schedule.split_k, x.shape[0]
+    row = RowTile(block_r, triton.cdiv(a.rank, block_r), schedule.block_k)
     constants = {
         "GEMM": gemm_tiles(form, x, base.weight, pdl),
         "SHAPE": stored_shape(a, partial_rank(a.rank), quant, has_ranks),

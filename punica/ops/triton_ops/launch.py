@@ -17,11 +17,10 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-# With TRITON_INTERPRET=1 in the environment when this module is imported, kernels run on the CPU, statement by
-# statement.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-
+"""Kernels run on the CPU, statement by statement: TRITON_INTERPRET=1 was set when this module was imported."""
 IS_ROCM: bool = torch.version.hip is not None
+"""AMD GPUs: torch calls them "cuda", too, but there is no PDL, and capabilities are not those of NVIDIA."""
 
 _RUNTIME = triton.knobs.runtime
 _HERE = nullcontext()
@@ -34,8 +33,10 @@ def block_at_least(size: int, smallest: int = 16) -> int:
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels on `device` may start before the kernel in front has ended (compute capability 9.0 and newer)."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
+    """Tell whether kernels on `device` may start before their predecessor has ended (NVIDIA, capability 9.0 and up)."""
+    if device.type != "cuda" or INTERPRETED or IS_ROCM:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache
@@ -43,20 +44,20 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use on `device`; an H200's where there is no GPU to ask."""
     if device.type != "cuda":
         return 227 << 10
-    properties: Any = torch.cuda.get_device_properties(device)  # CPU builds of torch declare fewer fields
-    return properties.shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # builds of torch declare different fields
+    return properties.shared_memory_per_block if IS_ROCM else properties.shared_memory_per_block_optin
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many `device` has; an H200's where there is no GPU to ask."""
+    """Number of multiprocessors of `device`; an H200's where there is no GPU to ask."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
-    """`stages`, or as many as leave room in shared memory for what a kernel needs besides (at least 1)."""
+    """Limit `stages` to what fits into shared memory beside 8 KiB of other uses (at least 1)."""
     return max(1, min(stages, (shared_memory(device) - (8 << 10)) // stage_bytes))
 
 
@@ -71,7 +72,7 @@ _DIRECT_CALL = (
 
 @functools.cache
 def launches_directly() -> bool:
-    """Whether this Triton starts kernels as `Launch` does; if not, every launch takes Triton's public way."""
+    """Tell whether this Triton starts kernels as `Launch` does; if not, every launch takes Triton's public way."""
     try:
         source = textwrap.dedent(inspect.getsource(JITFunction.run))
     except (OSError, TypeError):
@@ -91,12 +92,12 @@ class _Binary:
 
 @functools.lru_cache(maxsize=4096)
 def _binary(kernel: Any, dtypes: tuple, strides: tuple, constants: tuple, options: tuple, device: int) -> _Binary:
-    """The binary that launches share whose arguments Triton specialises alike."""
+    """Binary shared by launches whose arguments Triton specialises alike."""
     return _Binary()
 
 
 def _specialised(stride: int) -> tuple[bool, bool, bool]:
-    """What Triton compiles for in an integer: being 1, a multiple of 16, wider than 32 bits."""
+    """Properties of an integer that Triton compiles for: being 1, a multiple of 16, wider than 32 bits."""
     return stride == 1, stride % 16 == 0, not -(1 << 31) <= stride < 1 << 31
 
 
@@ -104,12 +105,12 @@ class Launch:
     """One launch of a kernel with everything fixed but its tensors and counts: ``launch(tensors, counts, aligned)``,
     and its grid where that follows the counts.
 
-    The kernel's arguments are, in this order, ``tensors`` (some may be tuples of tensors), ``counts`` (numbers it is
-    not specialised on), ``strides`` and ``constants``. Strides are one tuple where the kernel has an argument of that
-    name. Constants are given by name, all of them.
-    ``aligned``: every address is a multiple of 16.
+    The kernel's arguments are, in this order, ``tensors`` (some may be tuples of tensors, or None where ``constants``
+    say so), ``counts`` (numbers it is not specialised on), ``strides`` and ``constants``. Strides are one tuple where
+    the kernel has an argument of that name. Constants are given by name, all of them. ``aligned``: every address is a
+    multiple of 16 (but those of arguments that are not specialised on alignment).
 
-    ``dtypes``: whatever determines the types of the tensors; ``device``: where they lie.
+    ``dtypes``: whatever determines the types of the tensors; ``device``: of the tensors.
     """
 
     __slots__ = ("binary", "device", "grid", "kernel", "options", "tail")
@@ -129,7 +130,9 @@ class Launch:
         values = tuple([constants[name] for name in kernel.arg_names[-len(constants) :]])
         self.kernel, self.grid = kernel, grid
         self.tail = (strides, *values) if "strides" in kernel.arg_names else (*strides, *values)
-        self.options = {} if INTERPRETED else {"num_warps": num_warps, "launch_pdl": pdl}
+        self.options: dict[str, Any] = {} if INTERPRETED else {"num_warps": num_warps}
+        if pdl:  # ROCm's compiler knows no such option
+            self.options["launch_pdl"] = True
         self.device = -1 if device.index is None else device.index
         kinds = tuple([_specialised(stride) for stride in strides])
         self.binary = _binary(kernel, dtypes, kinds, values, (num_warps, pdl), self.device)
@@ -164,7 +167,7 @@ class Launch:
 
 
 def all_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether every address is a multiple of 16, which is what kernels are compiled for."""
+    """Tell whether every address is a multiple of 16, as kernels are compiled for."""
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()

@@ -10,14 +10,14 @@ One kernel in the modes of `lora_shrink`: **rows**, a GEMV per row (`expand_gemv
 tiles (`expand_gemm`), and a GEMV for rows of short segments; **search**, tiles without a list.
 
 With PDL the kernel starts while its predecessor still runs: B is loaded first, and the old y too unless it is ``late``
-(the predecessor may write it), then it waits; or y is prefetched into L2 (``fetch``). Unless ``late``, whatever wrote y
-has ended: the predecessor is the shrink, which launches this kernel only after its own wait.
+(the predecessor may write it), then it waits. Unless ``late``, whatever wrote y has ended: the predecessor is the
+shrink, which launches this kernel only after its own wait.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.metadata import HEIGHTS
-from punica.metadata.work import LONG, TOTALS
 from punica.ops.checks import Weights
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
 from punica.ops.triton_ops.expand_gemm import expand_tile
@@ -33,6 +32,10 @@ from punica.ops.triton_ops.expand_gemv import expand_row
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, FixedPlan, KernelPlan, ListedPlan
+from punica.ops.triton_ops.schedules import Schedule
+
+MOST_LANES = 256
+"""Ranks of one pass of the tensor cores in 16 bits."""
 
 
 class ExpandShape(NamedTuple):
@@ -57,19 +60,17 @@ class ExpandShape(NamedTuple):
 class RowTile(NamedTuple):
     """Work of a GEMV program: block_n columns (``blocks`` of them in all slices), ``lanes`` ranks at once.
 
-    lanes, steps: widths in ranks to choose from, and in how many steps each takes the columns. ahead: B is loaded
-    speculatively, before the true rank is known.
+    lanes, steps: widths in ranks to choose from, and in how many steps each takes the columns.
     """
 
     lanes: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     block_n: int = 0
     blocks: int = 1
-    ahead: bool = False
 
 
 class ExpandTile(NamedTuple):
-    """Schedule of a launch: a constexpr of the kernels. Fields as in `configs` and `ShrinkTile`, and:
+    """Schedule of a launch: a constexpr of the kernels. Fields as in `schedules.Schedule` and `ShrinkTile`, and:
 
     late: y is not read before the PDL wait. blocks: runs of block_n x tiles_n columns in all slices. even_n: these
     divide every slice. at_once: blocks go through registers.
@@ -86,58 +87,40 @@ class ExpandTile(NamedTuple):
     block_r: int = 16
     tiles_n: int = 1
     at_once: bool = False
-    fetch: bool = False
     words: bool = False
     stages: int = 1
-    ahead: bool = False
     swap_ab: bool = False
-    tiles_at: int = 0
-    rows_at: int = 0
+    height: int = 0
     segments: int = 0
     interpret: bool = INTERPRETED
 
 
 @triton.jit
 def _expand_list(
-    tensors, operands, sorted_ptr, work, counts, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
+    tensors, operands, sorted_ptr, work, num_tiles, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """A persistent loop over a step's list, as `lora_shrink._shrink_list` (short rows: with ``row.block_n``)."""
-    tiles_ptr, rows_ptr, totals_ptr = work
-    num_tiles, num_rows = counts
-    ranks_ptr, num_slots, anchor = call
+    """A persistent loop over a step's list, as `lora_shrink._shrink_list`."""
+    tiles_ptr, totals_ptr = work
+    _, _, anchor = call
     pid = tl.program_id(0)
-    tile_programs = num_tiles * TILE.blocks
-    if pid < tile_programs:
-        tile = pid // TILE.blocks
-        record = tl.load(tiles_ptr + tile)
-        total = tl.load(totals_ptr + TILE.tiles_at)
-        pdl_wait(TILE.pdl, anchor & (tile >= total))
-        while tile < total:
-            found = read_record(record)
-            expand_tile(tensors, operands, sorted_ptr, found, pid % TILE.blocks, call, strides, SHAPE, TILE)
-            tile += num_tiles
-            record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
-    elif TILE.row.block_n > 0:
-        pid -= tile_programs
-        item = pid // TILE.row.blocks
-        record = tl.load(rows_ptr + item)
-        total = tl.load(totals_ptr + TILE.rows_at)
-        call = (ranks_ptr, num_slots, False)
-        while item < total:
-            slot, row, _ = read_record(record)
-            place = (row.to(tl.int64), slot)
-            expand_row(tensors, operands, place, pid % TILE.row.blocks, call, strides, SHAPE, TILE)
-            item += num_rows
-            record = tl.load(rows_ptr + item, mask=item < total, other=0)
+    tile = pid // TILE.blocks
+    record = tl.load(tiles_ptr + tile)
+    total = tl.load(totals_ptr + TILE.height)
+    pdl_wait(TILE.pdl, anchor & (tile >= total))
+    while tile < total:
+        found = read_record(record)
+        expand_tile(tensors, operands, sorted_ptr, found, pid % TILE.blocks, call, strides, SHAPE, TILE)
+        tile += num_tiles
+        record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_slots", "num_tiles", "num_items"],
+    do_not_specialize=["num_tokens", "num_slots", "num_tiles", "num_segments"],
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _lora_expand_kernel(
-    tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
-    num_tokens, num_slots, num_tiles, num_items, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
+    num_tokens, num_slots, num_tiles, num_segments, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Entry of all modes; arguments as of `lora_shrink._lora_shrink_kernel`.
 
@@ -145,33 +128,31 @@ def _lora_expand_kernel(
     """
     pid = tl.program_id(0)
     call = (ranks_ptr, num_slots, pid == 0)
-    work = (tiles_ptr, rows_ptr, totals_ptr)
     if TILE.mode == "rows":
         row = (pid // TILE.row.blocks).to(tl.int64)
         slot = tl.load(mapping_ptr + row)
         expand_row(tensors, operands, (row, slot), pid % TILE.row.blocks, call, strides, SHAPE, TILE)
     elif TILE.mode == "list":
-        _expand_list(tensors, operands, sorted_ptr, work, (num_tiles, num_items), call, strides, SHAPE, TILE)
+        _expand_list(tensors, operands, sorted_ptr, (tiles_ptr, totals_ptr), num_tiles, call, strides, SHAPE, TILE)
     else:
-        ids_ptr, counts_ptr, starts_ptr = work
         tile = pid // TILE.blocks
-        found = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_items, TILE.block_m, TILE.segments)
+        found = find_tile(tile, tiles_ptr, totals_ptr, starts_ptr, num_segments, TILE.block_m, TILE.segments)
         expand_tile(tensors, operands, sorted_ptr, found, pid % TILE.blocks, call, strides, SHAPE, TILE)
 
 
 def plan_expand(
     h_shape: Sequence[int], h_strides: Sequence[int], h_dtype: torch.dtype, y: Tensor, weights: Weights,
     batch: Batch,
-    config: dict[str, Any],
+    schedule: Schedule,
     *,
     offset_start: int, add_inputs: bool, has_ranks: bool,
     pdl: bool = False, late: bool = False, quant: Quant = WIDE,
 ) -> KernelPlan:  # fmt: skip
-    """The launch that `config` names. h has strides of ``[partials, n, T, r]`` (rows may be wider than r); partials are
-    added up. ``late``: y is not read before the PDL wait. ``quant``: as in `plan_shrink`.
+    """The launch of a schedule. h has strides of ``[partials, n, T, r]`` (rows may be wider than r); partials are added
+    up. ``late``: y is not read before the PDL wait. ``quant``: as in `plan_shrink`.
     """
     if pdl and h_strides[0] <= 0:  # kernels branch on it where they wait (`pdl_wait`)
-        raise ValueError(f"partials of h lie {h_strides[0]} elements apart; give a positive stride, or pdl=False")
+        raise ValueError(f"partials of h have a stride of {h_strides[0]}; give a positive one, or pdl=False")
     partials, _, tokens, _ = h_shape
     columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
     vector = gcd(weights.rank, 16 // weights.dtype.itemsize if weights.row_major else 4)
@@ -184,24 +165,18 @@ def plan_expand(
     def launch(tile: ExpandTile, programs: int) -> Launch:
         return Launch(
             _lora_expand_kernel, (programs, 1, 1), (h_dtype, weights.dtype, y.dtype), (*h_strides, y.stride(0)),
-            {"SHAPE": shape, "TILE": tile}, num_warps=config["num_warps"], pdl=pdl, device=weights.device,
+            {"SHAPE": shape, "TILE": tile}, num_warps=schedule.num_warps, pdl=pdl, device=weights.device,
         )  # fmt: skip
 
-    if config["row_wise"]:
-        ahead = has_ranks and (weights.rank <= 16 if weights.row_major else config["ahead"])
-        row = _row_tile(shape, config["block_n"], config["block_k"], tokens, ahead)
+    if not schedule.block_m:
+        row = _row_tile(shape, schedule, tokens)
         return FixedPlan(launch(ExpandTile("rows", late and pdl, pdl, row), tokens * row.blocks), (*sizes, 0, 0))
-    listed = batch.listed and config["block_m"] in HEIGHTS
-    tile = ExpandTile("list" if listed else "search", late and pdl, pdl)
-    tile = _gemm_tile(tile, config, shape, (h_dtype.itemsize, weights.dtype.itemsize, y.element_size()), weights.device)
-    if listed:
-        height, short_n, row = HEIGHTS.index(tile.block_m), config["short_n"], RowTile()
-        if short_n:
-            # beside the GEMM, threads that upcast FP8 have registers for half as many ranks
-            lanes, rows = 8 if quant.format else 16, min(tokens, LONG * batch.shape.short)
-            row = _row_tile(shape, short_n, lanes, rows, tile.ahead)
-        tile = tile._replace(row=row, tiles_at=2 * height + (short_n > 0), rows_at=TOTALS - 1)
-        return ListedPlan(launch(tile, 0), height, tile.blocks, row.blocks if short_n else 0, 1, sizes)
+    tile = ExpandTile("search", late and pdl, pdl)
+    itemsizes = (h_dtype.itemsize, weights.dtype.itemsize, y.element_size())
+    tile = _gemm_tile(tile, schedule, shape, itemsizes, weights.device)
+    if batch.listed and schedule.block_m in HEIGHTS:
+        height = HEIGHTS.index(tile.block_m)
+        return ListedPlan(launch(tile._replace(mode="list", height=height), 0), height, tile.blocks, 1, sizes)
     segments = batch.max_segments
     tile = tile._replace(segments=block_at_least(batch.tensors[4].numel()))
     tiles = max_tiles(tokens, segments, tile.block_m)
@@ -213,19 +188,20 @@ def _blocks(shape: ExpandShape, block_n: int) -> int:
     return sum([triton.cdiv(width, block_n) for width in shape.widths])
 
 
-def _row_tile(shape: ExpandShape, block_n: int, lanes: int, rows: int, ahead: bool) -> RowTile:
+def _row_tile(shape: ExpandShape, schedule: Schedule, rows: int) -> RowTile:
     """Work of a program that takes one of ``rows`` rows."""
+    block_n, lanes = schedule.block_n, schedule.block_k
     if not shape.row_major:
         lanes = min(lanes, shape.quant.group_k or lanes, block_at_least(shape.rank, 1))
-        return RowTile((lanes,), (1,), block_n, _blocks(shape, block_n), ahead)
+        return RowTile((lanes,), (1,), block_n, _blocks(shape, block_n))
     widths, steps, block_n = _lane_blocks(
         shape.rank, block_n, shape.has_ranks, lambda columns: rows * _blocks(shape, columns)
     )
-    return RowTile(widths, steps, block_n, _blocks(shape, block_n), ahead)
+    return RowTile(widths, steps, block_n, _blocks(shape, block_n))
 
 
 def _gemm_tile(
-    tile: ExpandTile, config: dict[str, Any], shape: ExpandShape, itemsizes: tuple[int, int, int], device: torch.device
+    tile: ExpandTile, schedule: Schedule, shape: ExpandShape, itemsizes: tuple[int, int, int], device: torch.device
 ) -> ExpandTile:
     """``tile`` with the blocks of the tensor cores, and as many stages as fit into shared memory.
 
@@ -234,22 +210,19 @@ def _gemm_tile(
     """
     rank, quant, (of_h, of_b, of_y) = shape.rank, shape.quant, itemsizes
     wide = 2 if quant.x_format else of_y if quant.format else of_b
-    most_r = min(quant.group_k or 128, 128 if wide == 2 else 16)
-    block_m, block_r = config["block_m"], block_at_least(rank) if rank <= most_r else min(config["block_k"], most_r)
-    block_n, tiles_n = config["block_n"], config["tiles_n"]
+    most_r = min(quant.group_k or MOST_LANES, MOST_LANES if wide == 2 else 16)
+    block_m, block_r = schedule.block_m, min(block_at_least(rank), schedule.block_k, most_r)
+    block_n, tiles_n = schedule.block_n, schedule.tiles_n
     row_bytes = block_n * of_y if rank <= block_r else block_r * shape.partials * of_h
-    at_once = tiles_n == 1 or config["num_stages"] == 1
-    words = quant.words and config["in_words"] and not config["swap_ab"] and wide == 2
+    words = quant.words and not schedule.swap_ab and wide == 2
     words = words and rank <= block_r and block_n >= 64  # all ranks at once, and 16 words or more
     held_bytes = 1 if words else wide  # else they are upcast through shared memory
     stage_bytes = block_n * block_r * held_bytes + block_m * row_bytes  # B, and old y or the partials of h
-    # not where the predecessor writes y, nor where blocks of ranks follow one another
-    fetch = config["prefetch_y"] and tile.pdl and shape.add and not (tile.late or at_once) and rank <= block_r
     return tile._replace(
         blocks=_blocks(shape, block_n * tiles_n), block_m=block_m, block_n=block_n, block_r=block_r, tiles_n=tiles_n,
-        even_n=all([width % (block_n * tiles_n) == 0 for width in shape.widths]), at_once=at_once, fetch=fetch,
-        words=words, stages=stages_that_fit(config["num_stages"], stage_bytes, device),
-        ahead=shape.has_ranks and config["ahead"], swap_ab=config["swap_ab"],
+        even_n=all([width % (block_n * tiles_n) == 0 for width in shape.widths]),
+        at_once=tiles_n == 1 or schedule.num_stages == 1, words=words,
+        stages=stages_that_fit(schedule.num_stages, stage_bytes, device), swap_ab=schedule.swap_ab,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ complete two kernels ago. The exception is an expand whose shrink ran beside the
 
 from contextlib import nullcontext
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ from punica.ops.interface import Beside
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
-from punica.ops.triton_ops.fp8_rules import expand_in_fp8, shrink_in_fp8
-from punica.ops.triton_ops.gemm_and_shrink import BaseForm, GemmAndShrinkPlan, fused_config, plan_gemm_and_shrink
+from punica.ops.triton_ops.gemm_and_shrink import BaseForm, GemmAndShrinkPlan, fused_schedule, plan_gemm_and_shrink
 from punica.ops.triton_ops.launch import on_device
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_shrink import partial_rank, plan_shrink
 from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant, operands_of, shrink_quant
+from punica.ops.triton_ops.schedules import Problem, Schedule
 from punica.ops.weights import Form, LoRAWeights
 
 _HERE = nullcontext()
@@ -73,16 +73,16 @@ class LinearMode(NamedTuple):
 
 def plan_linear(
     y: Tensor, x: Tensor, weights: tuple[Weights, Weights], batch: Batch,
-    configs: tuple[dict[str, Any], dict[str, Any]], mode: LinearMode,
+    schedules: tuple[Schedule, Schedule], mode: LinearMode,
     quant: tuple[Quant, Quant] = (WIDE, WIDE), pdl_shrink: bool | None = None,
 ) -> LinearPlan:  # fmt: skip
-    """The two launches with the given configurations (of `fused_config` where fused).
+    """The two launches with the given schedules (the first of `fused_schedule` where fused).
 
     ``quant``: storage of A and B; ``pdl_shrink``: start shrink early too (None: as the mode's ``pdl``).
     """
-    (a, b), (shrink, expand), (add_inputs, has_ranks, pdl, apart, fused) = weights, configs, mode
+    (a, b), (shrink, expand), (add_inputs, has_ranks, pdl, apart, fused) = weights, schedules, mode
     slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
-    partials = (shrink["split_k"], slices, tokens, partial_rank(rank))
+    partials = (shrink.split_k, slices, tokens, partial_rank(rank))
     strides = (prod(partials[1:]), prod(partials[2:]), partials[3], 1)
     overlap, early = pdl and not apart, (pdl if pdl_shrink is None else pdl_shrink) and not apart
     first: KernelPlan | GemmAndShrinkPlan
@@ -106,21 +106,15 @@ def choose_linear(
     """The two launches that suit the step. ``mode.fused``: a base product that the first may make, too; ``words``: B in
     FP8 begins where four columns may be read at once.
     """
-    (a, b), base, is_fp8 = (forms[0].stored, forms[1].stored), mode.fused, forms[0].is_fp8
-    tokens, k, slices, shape = x.shape[0], a.widths[0], len(a.widths), batch.shape
+    (a, b), base = (forms[0].stored, forms[1].stored), mode.fused
     a_quant, b_quant = shrink_quant(forms[0], x.dtype), expand_quant(forms[1], torch.float32)
     whole = not any([width % 4 for width in b.widths])  # every rank of a slice ends with a word
     b_quant = b_quant._replace(words=words and whole and b_quant.dense and not b.row_major)
-    shrink = choose("shrink", shape, tokens, k, a.rank, slices, options, listed=batch.listed)
-    may_fuse = options.tuned_dir is None and (a_quant.dense or not is_fp8)
-    fused = fused_config(shrink, x, base, a.rank) if base is not None and may_fuse else None
+    problem = Problem(batch.shape, x.shape[0], a.widths[0], b.widths, a.rank, a.dtype.itemsize, b.row_major)
+    shrink = choose("shrink", problem, options, x.device)
+    may_fuse = not shrink.block_m and options.tuned_dir is None and (a_quant.dense or not forms[0].is_fp8)
+    fused = fused_schedule(x, base, a.rank) if base is not None and may_fuse else None
     shrink = fused or shrink
-    expand = choose(
-        "expand", shape, tokens, max(b.widths), a.rank, slices, options, mode.add_inputs, shrink["split_k"], b.row_major
-    )
-    if is_fp8 and (options.tuned_dir is None or options.batch_invariant):  # a tuned table is obeyed
-        shrink = fused or shrink_in_fp8(shrink, shape, tokens, a.rank)
-        if b_quant.words:
-            expand = expand_in_fp8(expand, shape, tokens, b.widths, b.rank, y.element_size())
+    expand = choose("expand", problem, options, x.device, shrink.split_k, mode.add_inputs)
     mode = mode._replace(fused=base if fused else None, apart=mode.apart or base is not None)
     return plan_linear(y, x, (a, b), batch, (shrink, expand), mode, (a_quant, b_quant))

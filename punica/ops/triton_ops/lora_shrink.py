@@ -15,7 +15,7 @@ writes its result directly (one split); `lora_linear` uses partials.
 Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, and lanes beyond it are not read.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.metadata import HEIGHTS
-from punica.metadata.work import LONG, TOTALS
 from punica.ops.checks import Weights
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, FixedPlan, KernelPlan, ListedPlan
+from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.triton_ops.shrink_gemm import shrink_tile
 from punica.ops.triton_ops.shrink_gemv import shrink_row
 
@@ -61,11 +61,10 @@ class RowTile(NamedTuple):
 
 
 class ShrinkTile(NamedTuple):
-    """Schedule of a launch: a constexpr of the kernels. Fields as in `configs`, and:
+    """Schedule of a launch: a constexpr of the kernels. Fields as in `schedules.Schedule`, and:
 
-    mode: "rows", "list" or "search". row: of single rows. swap_ab: weights are the left operand. together: all slices'
-    ranks side by side. tiles_at, rows_at: entries of a step's totals that count its tiles and rows. segments: power of
-    two >= segments.
+    mode: "rows", "list" or "search". row: of single rows. height: index of block_m in `HEIGHTS`. segments: power of two
+    >= segments.
     """
 
     mode: str
@@ -77,53 +76,32 @@ class ShrinkTile(NamedTuple):
     block_k: int = 16
     stages: int = 1
     swap_ab: bool = False
-    together: bool = False
-    tiles_at: int = 0
-    rows_at: int = 0
+    height: int = 0
     segments: int = 0
     interpret: bool = INTERPRETED
 
 
 @triton.jit
 def _shrink_list(
-    tensors, operands, sorted_ptr, work, counts, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
+    tensors, operands, sorted_ptr, work, num_tiles, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """A persistent loop over a step's list: programs for ``num_tiles`` tiles stride over all of them. With
-    ``row.block_k`` the list holds long segments only, and programs for ``num_rows`` rows stride over the others.
+    """A persistent loop over a step's list: programs for ``num_tiles`` tiles stride over all of them.
 
-    work: records of tiles and rows, and totals of the step.
+    work: records of the tiles, and their numbers for all heights.
     """
-    tiles_ptr, rows_ptr, totals_ptr = work
-    num_tiles, num_rows = counts
-    ranks_ptr, num_tokens, num_slots, scaling, anchor = call
-    LANES: tl.constexpr = SHAPE.rank * SHAPE.slices if TILE.together else SHAPE.rank
-    R_BLOCKS: tl.constexpr = (LANES + TILE.block_r - 1) // TILE.block_r
-    SLICES: tl.constexpr = SHAPE.slices if TILE.together else 1
+    tiles_ptr, totals_ptr = work
+    _, _, _, _, anchor = call
+    R_BLOCKS: tl.constexpr = (SHAPE.rank + TILE.block_r - 1) // TILE.block_r
     pid, slice_id = tl.program_id(0), tl.program_id(1)
-    tile_programs = num_tiles * (TILE.split_k * R_BLOCKS)
-    if pid < tile_programs:
-        tile, first_r = pid // (TILE.split_k * R_BLOCKS), (pid // TILE.split_k) % R_BLOCKS * TILE.block_r
-        record = tl.load(tiles_ptr + tile)
-        total = tl.load(totals_ptr + TILE.tiles_at)
-        pdl_wait(TILE.pdl, anchor & (tile >= total))
-        while tile < total:
-            place = (pid % TILE.split_k, first_r, slice_id)
-            shrink_tile(tensors, operands, sorted_ptr, read_record(record), place, call, strides, SHAPE, TILE)
-            tile += num_tiles
-            record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
-    elif TILE.row.block_k > 0:
-        pid -= tile_programs
-        block = (pid % TILE.split_k, pid // TILE.split_k % TILE.row.programs)
-        item = pid // (TILE.split_k * TILE.row.programs * SLICES)
-        slice_id += pid // (TILE.split_k * TILE.row.programs) % SLICES
-        record = tl.load(rows_ptr + item)
-        total = tl.load(totals_ptr + TILE.rows_at)
-        call = (ranks_ptr, num_tokens, num_slots, scaling, False)
-        while item < total:
-            slot, row, _ = read_record(record)
-            shrink_row(tensors, operands, (row.to(tl.int64), slot, slice_id), block, call, strides, SHAPE, TILE)
-            item += num_rows
-            record = tl.load(rows_ptr + item, mask=item < total, other=0)
+    tile, first_r = pid // (TILE.split_k * R_BLOCKS), (pid // TILE.split_k) % R_BLOCKS * TILE.block_r
+    record = tl.load(tiles_ptr + tile)
+    total = tl.load(totals_ptr + TILE.height)
+    pdl_wait(TILE.pdl, anchor & (tile >= total))
+    while tile < total:
+        place = (pid % TILE.split_k, first_r, slice_id)
+        shrink_tile(tensors, operands, sorted_ptr, read_record(record), place, call, strides, SHAPE, TILE)
+        tile += num_tiles
+        record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
 
 
 @triton.jit
@@ -160,74 +138,70 @@ def _shrink_found(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_slots", "num_tiles", "num_items"],
+    do_not_specialize=["num_tokens", "num_slots", "num_tiles", "num_segments"],
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _lora_shrink_kernel(
-    tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, rows_ptr, totals_ptr, ranks_ptr,
-    num_tokens, num_slots, num_tiles, num_items, scaling, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
+    num_tokens, num_slots, num_tiles, num_segments, scaling, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Entry of all modes. ``mode`` "search" has ids, counts and starts of the segments in place of the list (tiles,
-    rows, totals), and their number as ``num_items``. Pointers that a mode does not read are None.
+    """Entry of all modes. ``mode`` "search" has ids and counts of the segments in place of the list (tiles, totals),
+    their starts and their number. Pointers that a mode does not read are None.
 
     tensors: x and the output; operands: `fp8_device.operands`; strides: of x.
     """
     pid, slice_id = tl.program_id(0), tl.program_id(1)
     call = (ranks_ptr, num_tokens, num_slots, scaling, (pid == 0) & (slice_id == 0))
-    work, counts = (tiles_ptr, rows_ptr, totals_ptr), (num_tiles, num_items)
     if TILE.mode == "rows":
         block = (pid % TILE.split_k, (pid // TILE.split_k) % TILE.row.programs)
         row = (pid // (TILE.split_k * TILE.row.programs)).to(tl.int64)
         slot = tl.load(mapping_ptr + row)
         shrink_row(tensors, operands, (row, slot, slice_id), block, call, strides, SHAPE, TILE)
     elif TILE.mode == "list":
-        _shrink_list(tensors, operands, sorted_ptr, work, counts, call, strides, SHAPE, TILE)
+        work = (tiles_ptr, totals_ptr)
+        _shrink_list(tensors, operands, sorted_ptr, work, num_tiles, call, strides, SHAPE, TILE)
     else:
-        _shrink_found(tensors, operands, (mapping_ptr, sorted_ptr), work, counts, call, strides, SHAPE, TILE)
+        segments, counts = (tiles_ptr, totals_ptr, starts_ptr), (num_tiles, num_segments)
+        _shrink_found(tensors, operands, (mapping_ptr, sorted_ptr), segments, counts, call, strides, SHAPE, TILE)
 
 
 def plan_shrink(
     x: Tensor, weights: Weights, out_dtype: torch.dtype,
     batch: Batch,
-    config: dict[str, Any],
+    schedule: Schedule,
     *,
     has_ranks: bool, direct: bool,
     accumulate: bool = False, overlap: bool = False, early: bool = False, quant: Quant = WIDE,
 ) -> KernelPlan:  # fmt: skip
-    """The launch that `config` names, for x's shape and strides.
+    """The launch of a schedule, for x's shape and strides.
 
     ``direct``: the kernel writes the result [n, T, r]; else fp32 partials [split_k, n, T, `partial_rank`]. ``overlap``:
     its dependent starts early; ``early``: it itself starts early. ``quant``: storage of A and x; scales then follow
     the weights that the launch is given.
     """
     tokens, rank, slices = x.shape[0], weights.rank, len(weights.widths)
-    split_k = 1 if direct else config["split_k"]
+    split_k = 1 if direct else schedule.split_k
     shape = stored_shape(weights, rank if direct else partial_rank(rank), quant, has_ranks)
     shape = shape._replace(direct=direct, accumulate=accumulate)
     sizes = (tokens, weights.slots)
 
-    def launch(tile: ShrinkTile, programs: int, axis: int = slices) -> Launch:
+    def launch(tile: ShrinkTile, programs: int) -> Launch:
         return Launch(
-            _lora_shrink_kernel, (programs, axis, 1), (x.dtype, weights.dtype, out_dtype), x.stride(),
-            {"SHAPE": shape, "TILE": tile}, num_warps=config["num_warps"], pdl=early, device=weights.device,
+            _lora_shrink_kernel, (programs, slices, 1), (x.dtype, weights.dtype, out_dtype), x.stride(),
+            {"SHAPE": shape, "TILE": tile}, num_warps=schedule.num_warps, pdl=early, device=weights.device,
         )  # fmt: skip
 
-    if config["row_wise"]:
-        row = _row_tile(config, shape, tokens * slices * split_k, config["block_k"])
+    if not schedule.block_m:
+        row = _row_tile(schedule, shape, tokens * slices * split_k)
         return FixedPlan(
             launch(ShrinkTile("rows", split_k, overlap, row), tokens * row.programs * split_k), (*sizes, 0, 0)
         )
-    listed = batch.listed and config["block_m"] in HEIGHTS and (accumulate or not direct)
-    tile = _gemm_tile(config, shape, x.element_size(), weights.device, listed)
-    tile = tile._replace(split_k=split_k, pdl=overlap)
-    axis = 1 if tile.together else slices
-    per_tile = triton.cdiv(rank * slices if tile.together else rank, tile.block_r) * split_k
+    listed = batch.listed and schedule.block_m in HEIGHTS and (accumulate or not direct)
+    tile = _gemm_tile(schedule, shape, x.element_size(), weights.device)._replace(split_k=split_k, pdl=overlap)
+    per_tile = triton.cdiv(rank, tile.block_r) * split_k
     if listed:
-        height, short_k = HEIGHTS.index(tile.block_m), config["short_k"]
-        row = _row_tile(config, shape, min(tokens, LONG * batch.shape.short) * slices * split_k, short_k)
-        tile = tile._replace(row=row, tiles_at=2 * height + (short_k > 0), rows_at=TOTALS - 1)
-        per_row = row.programs * split_k * (slices // axis) if short_k else 0
-        return ListedPlan(launch(tile, 0, axis), height, per_tile, per_row, axis, sizes)
+        height = HEIGHTS.index(tile.block_m)
+        return ListedPlan(launch(tile._replace(mode="list", height=height), 0), height, per_tile, slices, sizes)
     segments = batch.max_segments
     tiles = max_tiles(tokens, segments, tile.block_m)
     bare_tiles = triton.cdiv(tokens, tile.block_m) if direct and not accumulate else 0
@@ -235,32 +209,28 @@ def plan_shrink(
     return FixedPlan(launch(tile, (tiles + bare_tiles) * per_tile), (*sizes, tiles, segments))
 
 
-def _row_tile(config: dict[str, Any], shape: ShrinkShape, rows: int, block_k: int) -> RowTile:
+def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:
     """Work of a program on one of ``rows`` rows, slices and K splits."""
-    block_r = min(config["block_r"], block_at_least(shape.rank, 1))
+    block_r = min(schedule.block_n, block_at_least(shape.rank, 1))
     programs = triton.cdiv(shape.rank, block_r)
     if not (shape.direct or shape.quant.format) and shape.has_ranks:
         programs = _rank_programs(programs, block_r, rows, shape.rank)
-    return RowTile(block_r, programs, min(block_k, block_at_least(shape.k)))
+    return RowTile(block_r, programs, min(schedule.block_k, block_at_least(shape.k)))
 
 
-def _gemm_tile(
-    config: dict[str, Any], shape: ShrinkShape, itemsize: int, device: torch.device, listed: bool
-) -> ShrinkTile:
+def _gemm_tile(schedule: Schedule, shape: ShrinkShape, itemsize: int, device: torch.device) -> ShrinkTile:
     """Tile of the tensor cores, with as many stages as fit into shared memory."""
-    together = config["together"] and shape.slices > 1 and listed
-    lanes = shape.rank * shape.slices if together else shape.rank
-    block_m, block_r = config["block_m"], min(config["block_n"], block_at_least(lanes))
-    block_k, bytes_of = min(config["block_k"], block_at_least(shape.k)), (block_m + block_r) * max(2, itemsize)
+    block_m, block_r = schedule.block_m, min(schedule.block_n, block_at_least(shape.rank))
+    of_x, of_a = max(2, itemsize), 1 if shape.quant.format else max(2, itemsize)
+    block_k = min(schedule.block_k, block_at_least(shape.k))
     if shape.quant.group_k:
         block_k = min(block_k, shape.quant.group_k, 128)  # a product per block of scales, the same in every step
-    while block_k > 32 and block_k * bytes_of > 64 << 10:  # wide elements
+    while block_k > 32 and block_k * (block_m + block_r) * of_x > 64 << 10:  # wide elements
         block_k //= 2
-    if config["swap_ab"] and not shape.quant.group_k:
+    if schedule.swap_ab and not shape.quant.group_k:
         block_k = max(block_k, 64)  # 16 for each of four warps
-    stages = stages_that_fit(config["num_stages"], block_k * bytes_of, device)
-    mode = "list" if listed else "search"
-    return ShrinkTile(mode, 1, False, RowTile(), block_m, block_r, block_k, stages, config["swap_ab"], together)
+    stages = stages_that_fit(schedule.num_stages, block_k * (block_m * of_x + block_r * of_a), device)
+    return ShrinkTile("search", 1, False, RowTile(), block_m, block_r, block_k, stages, schedule.swap_ab)
 
 
 def stored_shape(weights: Weights, out_rank: int, quant: Quant, has_ranks: bool) -> ShrinkShape:

@@ -186,8 +186,8 @@ def moe_lora_align_block_size(
     max_num_tokens_padded: int, max_num_m_blocks: int, sorted_token_ids: Tensor, expert_ids: Tensor,
     num_tokens_post_pad: Tensor, adapter_enabled: Tensor, lora_ids: Tensor | None, expert_map: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `punica.ops.moe_torch.moe_lora_align_block_size`; ``block_size`` a power of two >= 16. ``lora_ids`` None: all
-    slots, and every element is written, also of slots without blocks.
+    """Align as `punica.ops.moe_torch.moe_lora_align_block_size`, in blocks of a power of two >= 16. ``lora_ids`` None:
+    all slots, and every element is written, also of slots without blocks.
     """
     check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map, num_experts)
     check_block_size(block_size, 16)

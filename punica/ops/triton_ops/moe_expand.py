@@ -23,7 +23,6 @@ from punica.ops.triton_ops.moe_tiles import (
     live,
     pair_at,
     pairs_of,
-    program_place,
     rank_in,
     rank_table,
     ranks_read,
@@ -58,7 +57,6 @@ class PairExpandTile(NamedTuple):
     block_n: int
     block_r: int
     tiles_n: int
-    group_m: int
     stages: int
     partials: int
     pdl: bool
@@ -112,6 +110,30 @@ def _expand_rows(
             total *= scale
         total += before
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_n)
+
+
+@triton.jit
+def _sum_of_rank_blocks(
+    found, operands, place, rank, partial, acc, SHAPE: tl.constexpr, TILE: tl.constexpr
+):
+    """acc + h @ B^T of a tile and one block of columns, [BLOCK_M, BLOCK_N], over blocks of the true rank."""
+    h_ptrs, b_ptrs, offs_n, valid, mask_n = found
+    slice_id, index, _ = place
+    DTYPE: tl.constexpr = SHAPE.dtype
+    BLOCK_R: tl.constexpr = TILE.block_r
+    STAGES: tl.constexpr = TILE.stages
+    offs_r = tl.arange(0, BLOCK_R)
+    read = ranks_read(rank, SHAPE.rank, SHAPE.vector)
+    for first_r in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+        lanes, left = offs_r < read - first_r, rank - first_r
+        h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], partial, TILE.partials)  # [BLOCK_M, BLOCK_R]
+        h = live(h, offs_r[None, :], left, SHAPE.has_ranks)
+        mask_b = lanes[:, None] & mask_n[None, :]
+        b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
+        ranks = (offs_r + first_r)[:, None]
+        b = real_weights(b, operands, slice_id, index, offs_n[None, :], ranks, mask_b, SHAPE, DTYPE)
+        acc = dot_of_shrunk(h, live(b, offs_r[:, None], left, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
+    return acc
 
 
 @triton.jit
@@ -172,14 +194,8 @@ def _expand_tile(
             )
             acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], rank, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
         else:
-            for first_r in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
-                lanes, left = offs_r < read - first_r, rank - first_r
-                h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], partial, TILE.partials)
-                h = live(h, offs_r[None, :], left, SHAPE.has_ranks)
-                mask_b = lanes[:, None] & mask_n[None, :]
-                b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)
-                real_b = real_weights(b, operands, slice_id, index, offs_n[None, :], (offs_r + first_r)[:, None], mask_b, SHAPE, DTYPE)
-                acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], left, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
+            found = h_ptrs, b_ptrs, offs_n, valid, mask_n
+            acc = _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE, TILE)
         total = acc * factors[:, None]
         if QUANT.format > 0:
             inside = offs_n < SHAPE.n
@@ -207,7 +223,7 @@ def moe_expand_kernel(
     RUN: tl.constexpr = TILE.block_n * TILE.tiles_n
     N_BLOCKS: tl.constexpr = (SHAPE.n + RUN - 1) // RUN
     h_ptr, y_ptr, weights_ptr = tensors
-    tile, part = program_place(tl.program_id(0), num_tiles, N_BLOCKS * SHAPE.slices, TILE.group_m)
+    tile, part = tl.program_id(0) // (N_BLOCKS * SHAPE.slices), tl.program_id(0) % (N_BLOCKS * SHAPE.slices)
     slice_id, first_n = part // N_BLOCKS, part % N_BLOCKS * RUN
     slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
     ranks = rank_table(ranks_ptr, slice_id, SHAPE.has_ranks, PAIRS)

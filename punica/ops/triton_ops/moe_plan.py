@@ -30,7 +30,7 @@ Config = dict[str, Any]
 
 
 class How(NamedTuple):
-    """How a call is to run, besides its operands. ``configs``: the seven numbers each of shrink and expand (None: the
+    """Options of a call, besides its operands. ``configs``: the seven numbers each of shrink and expand (None: the
     rules choose, or the tuned files of ``site``, "w13" or "w2"). ``active``: adapters in use, as far as the host knows.
     ``early``: shrink may start before the kernel in front has ended, as nothing that it reads first is from there.
     ``low``: dtype of the intermediate.
@@ -134,7 +134,7 @@ def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Lau
         TYPES[given.wide], quant,
     )  # fmt: skip
     stages = stages_that_fit(config["num_stages"], per_stage, common.device)
-    tile = PairShrinkTile(rows, block_r, block_k, config["split_k"], config["group_m"], stages, joined, pdl)
+    tile = PairShrinkTile(rows, block_r, block_k, config["split_k"], stages, joined, pdl)
     per_tile = config["split_k"] * triton.cdiv(form.rank, block_r) * (1 if joined else form.slices)
     return common.launch(
         moe_shrink_kernel, common.num_tiles * per_tile, given.x.stride(), {"SHAPE": shape, "TILE": tile},
@@ -159,7 +159,7 @@ def _plan_expand(common: _Common, config: Config, partials: int, pdl: bool) -> L
         has_ranks, at_once if has_ranks and rank % at_once == 0 else 1, TYPES[given.wide], quant,
     )  # fmt: skip
     stages = stages_that_fit(config["num_stages"], per_stage, common.device)
-    tile = PairExpandTile(rows, block_n, block_r, tiles_n, config["group_m"], stages, partials, pdl)
+    tile = PairExpandTile(rows, block_n, block_r, tiles_n, stages, partials, pdl)
     grid = common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices
     constants = {"SHAPE": shape, "TILE": tile}
     return common.launch(moe_expand_kernel, grid, (given.output.stride(1),), constants, config["num_warps"], pdl)
@@ -179,11 +179,10 @@ def _plan_both(common: _Common, shrink: Config, expand: Config, how: How) -> MoE
 
 
 def _of_numbers(numbers: Numbers, is_shrink: bool) -> Config:
-    """The tiled form that the seven numbers of the op describe."""
-    _, block_n, block_k, group_m, num_warps, num_stages, split_k = numbers
-    config = {"rows": False, "block_n": block_n, "block_k": block_k, "group_m": group_m, "num_warps": num_warps}
-    config |= {"num_stages": num_stages}
-    return config | ({"split_k": split_k} if is_shrink else {"tiles_n": 1})
+    """The tiled form of the seven numbers of the op; tiles are not grouped, whatever the fourth."""
+    _, block_n, block_k, _, num_warps, num_stages, split_k = numbers
+    config = {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "num_stages": num_stages}
+    return config | {"rows": False} | ({"split_k": split_k} if is_shrink else {"tiles_n": 1})
 
 
 def _check_configs(shrink: Numbers, expand: Numbers) -> None:
@@ -202,7 +201,7 @@ def _check_configs(shrink: Numbers, expand: Numbers) -> None:
 
 
 def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
-    """What the tuned file of a site says, as the rules say it; None where there is no file."""
+    """Schedule of the tuned file of a site, with the rules' keys; None where there is no file."""
     op_type = f"fused_moe_lora_{site}_{part}"
     if site is None or options.batch_invariant or options.tuned_dir is None:
         return None
@@ -213,7 +212,7 @@ def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options
         op_type, form.slots, form.tokens, hidden, form.rank, form.slices,
         moe_intermediate_size=inner, tuned_dir=options.tuned_dir,
     )  # fmt: skip
-    return {"rows": found.get("row_wise", False), "tiles_n": 1, "group_m": found.get("group_size_m", 1)} | found
+    return {"rows": found.get("row_wise", False), "tiles_n": 1} | found
 
 
 def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:

@@ -1,14 +1,14 @@
 """Schedules of fused MoE LoRA where no tuned file has one: forms and blocks from what the host knows of a call.
 
-From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; what they take with this
-rule is in results/h200/operator_tables.md):
+Shaped by a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; the times are in
+results/h200/operator_tables.md):
 
-* Pairs of one adapter's expert are grouped only where they are several, or each by itself would read much again: the
+* Pairs of one adapter's expert are grouped only where they are several, or each on its own would read much again: the
   alignment costs 3 to 9 us, and each kernel two loads behind one another before it knows its tile.
 * With one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs beat
   32 and 64 even with 32 pairs per expert.
-* K is split so that a program walks about 4 blocks of 128, or where tiles are many, in two; expand walks so many column
-  blocks that 400 programs are left, or, where tiles of gate and up are many, 700 of two warps.
+* K and columns are cut so that there are `PROGRAMS` programs, and no further: each cut costs partial sums, or reads of
+  the tile's place. Where tiles alone are more, small blocks of few warps let all of them run at once.
 """
 
 from bisect import bisect_right
@@ -17,26 +17,36 @@ from typing import Any, NamedTuple
 
 from triton import cdiv
 
-from punica.ops.moe_checks import ExpertForm
+from punica.ops.experts import ExpertForm
 from punica.ops.triton_ops.launch import block_at_least
 
 Config = dict[str, Any]
 
+HEIGHT = 16
+"""Rows, and ranks, of the smallest product of the tensor cores; also the most parts of K."""
+BLOCK = 128
+"""Columns of an expand's block, and elements of K of a shrink's: 256 bytes of a row, eight lines of the L2 cache."""
+PROGRAMS = 320
+"""Programs whose loads occupy the memory of an H200: 2.4 for each of its 132 multiprocessors."""
+LEAST_SPAN, MOST_SPAN = 2 * BLOCK, 1024
+"""Elements of K of one program: fewer do not pay for its partial sums, more are a long chain of loads."""
+ROW_WEIGHTS = 4096
+"""Weights of B of a program by rows, in registers: 64 for each thread of two warps. Of wide outputs twice as many."""
 ALONE_BYTES, ALONE_MEAN = 40_000_000, 2.5
-"""Most bytes of weights that pairs by themselves read again, from the L2 cache then, and most pairs per group."""
-MANY_PROGRAMS = 700
-"""Programs of a shrink by rows beyond which K is split in fewer parts."""
-MANY_TILES = 64
-"""Tiles of a shrink that occupy the device even if only one or two warps work on each."""
-WANTED, WANTED_EXPAND, WANTED_TWO_WARPS = 320, 400, 700
-"""Programs that occupy the device, a few for each multiprocessor (an H200 has 132): of a shrink, of an expand, and of
-one of two warps.
-"""
+"""Most bytes of weights that naive pairs read again (from the 50 MB of L2 cache), and most pairs per group."""
+ROWS_MEAN = 1.6
+"""Pairs per group of one slice up to which multiply and sum, a row at a time, beats a block of 16 rows."""
+STAGES, NARROW_STAGES = 4, 6
+"""Blocks in flight of a pipelined loop: of narrow ones, a quarter of the bytes, more."""
+WARPS = 4
+"""Warps whose registers hold a block of a product of more than 16 ranks; of narrow ones two or one are enough."""
+MOST_SUMMED = 4
+"""Partials that an expand by rows sums: every row of a tile reads them all."""
 
 
 class Work(NamedTuple):
-    """What of a call decides how it runs. ``active``: adapters in use, as far as the host knows. ``invariant``: one
-    form and one split whatever the batch is, so that a pair has the same bits in all of them.
+    """Numbers of a call that decide its schedule. ``active``: adapters in use, as far as the host knows. ``invariant``:
+    one form and one split whatever the batch is, so that a pair has the same bits in all of them.
     """
 
     form: ExpertForm
@@ -47,7 +57,7 @@ class Work(NamedTuple):
 
     @property
     def groups(self) -> float:
-        """About how many (adapter, expert) pairs are met."""
+        """Expected number of (adapter, expert) groups."""
         return _groups(self.form.pairs, max(1, self.active * self.form.experts))
 
     @property
@@ -57,141 +67,117 @@ class Work(NamedTuple):
 
     @property
     def tiles(self) -> float:
-        """About how many tiles that makes."""
+        """Expected number of tiles."""
         if self.naive:
             return self.form.pairs
-        return max(1.0, self.groups, self.form.pairs / max(16, self.form.block_m))
+        return max(1.0, self.groups, self.form.pairs / max(HEIGHT, self.form.block_m))
 
-    @property
-    def small_blocks(self) -> bool:
-        """Whether tiles have at most 16 pairs and may take whatever form suits the batch."""
-        return self.form.block_m <= 16 and not self.invariant
+    def narrow(self, ranks: int) -> bool:
+        """Tell whether products of ``ranks`` are no more than two warps' work: small blocks of few bytes."""
+        small = self.form.block_m <= HEIGHT and self.itemsize <= 2
+        return small and not self.invariant and block_at_least(self.form.full_rank) <= ranks
 
 
-@lru_cache(maxsize=1024)
+@lru_cache
 def most_alone(active: int, experts: int, pair_bytes: int) -> int:
-    """The most pairs that go by themselves (naive) rather than grouped; ``pair_bytes``: weights that one reads, of both
-    products.
-    """
+    """The most pairs that are naive rather than grouped; ``pair_bytes``: weights that one reads, of both products."""
     most = max(1, active * experts)
 
     def too_many(pairs: int) -> bool:
         groups = _groups(pairs, most)
         return pairs > ALONE_MEAN * groups or (pairs - groups) * pair_bytes > ALONE_BYTES
 
-    return bisect_right(range(1, 3 * most + 2), False, key=too_many)
+    return bisect_right(range(1, int(ALONE_MEAN * most) + 2), False, key=too_many)
 
 
 def _groups(pairs: int, most: int) -> float:
-    """Of ``most`` (adapter, expert) pairs how many are met on average, with tokens routed at random."""
+    """Expected number of ``most`` (adapter, expert) groups that have a pair, with tokens routed at random."""
     return most * (1 - (1 - 1 / most) ** pairs)
 
 
 def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -> int:
     """Rows of a block of the alignment: more than 16 only where every expert has plenty."""
-    if invariant:
-        return 16
     mean = pairs / max(1, active * experts)
-    return 16 if mean < 96 else 32 if mean < 256 else 64
+    if invariant or mean < BLOCK:
+        return HEIGHT
+    return 2 * HEIGHT if mean < 2 * BLOCK else BLOCK // 2
 
 
 def shrinks_by_rows(work: Work) -> bool:
-    """Whether shrink multiplies pairs one by one."""
-    few = work.form.pairs <= 64 or work.form.hidden <= 1024
-    return not work.invariant and (work.naive or (work.mean < 1.6 and few))
+    """Tell whether shrink multiplies pairs one by one: little of K is then read again for the second pair of a tile."""
+    return not work.invariant and (work.naive or (work.mean < ROWS_MEAN and work.form.hidden <= MOST_SPAN))
 
 
 def expands_by_rows(work: Work) -> bool:
-    """Whether expand multiplies pairs one by one; wide ranks do not fit the registers then."""
-    few = work.mean < 3 and work.groups >= 24 and work.form.slices > 1
-    alone = work.naive or work.mean < 1.6 or few
-    return alone and not work.invariant and block_at_least(work.form.full_rank) <= 256
+    """Tell whether expand multiplies pairs one by one; wide ranks do not fit the registers then."""
+    few = work.naive or work.mean < ROWS_MEAN * work.form.slices  # a second slice: twice the programs
+    return few and not work.invariant and block_at_least(work.form.full_rank) <= 2 * BLOCK
 
 
 def shrink_config(work: Work) -> Config:
-    """Keys as in `configs`, and ``group_m``."""
-    if shrinks_by_rows(work):
-        return _shrink_of_rows(work)
-    lanes = min(block_at_least(work.form.rank), 64)
-    narrow = lanes <= 16 and work.itemsize <= 2 and work.small_blocks
-    if narrow and work.tiles >= MANY_TILES and work.mean < 12:
-        return _shrink_of_many_tiles(work)
-    return _shrink_of_tiles(work, lanes, narrow)
+    """Keys as in `configs`."""
+    return _shrink_of_rows(work) if shrinks_by_rows(work) else _shrink_of_tiles(work)
 
 
 def _shrink_of_rows(work: Work) -> Config:
+    """A quarter of K for a program, at once or in two steps; where programs are too many, half of it."""
     form = work.form
-    most_k = 256 if form.hidden <= 2048 else 512 if form.hidden <= 4096 and work.naive else 1024
-    block_k, warps = min(block_at_least(form.hidden), most_k), 4
-    steps = 2 if block_k <= 512 and form.hidden > 1024 else 1
-    split_k = min(16, cdiv(form.hidden, block_k * steps))
-    if work.naive and form.pairs * form.slices * split_k >= MANY_PROGRAMS:  # longer sums of each, and fewer partials
-        split_k = 1 if form.hidden <= 1024 else cdiv(split_k, 2)
-        if 1024 < form.hidden <= 2048:
-            block_k, warps = 2 * block_k, 2
+    span = max(LEAST_SPAN, _power_below(form.hidden / 2 / 2, MOST_SPAN))
+    many = work.naive and form.pairs * form.slices * cdiv(form.hidden, span) >= 2 * PROGRAMS
+    block_k = span if form.hidden > 2 * 2 * span else max(LEAST_SPAN, span // 2)
+    if many:
+        span, block_k = 2 * span, min(2 * block_k, span)
     return {
-        "rows": True, "block_n": min(block_at_least(form.rank), 16), "block_k": block_k, "split_k": split_k,
-        "group_m": 1, "num_warps": warps, "num_stages": 1,
+        "rows": True, "block_n": min(block_at_least(form.rank), HEIGHT), "block_k": block_k,
+        "split_k": min(HEIGHT, cdiv(form.hidden, span)),
+        "num_warps": 2 if many and form.slices > 1 else WARPS, "num_stages": 1,
     }  # fmt: skip
 
 
-def _shrink_of_tiles(work: Work, lanes: int, narrow: bool) -> Config:
-    """``lanes``: ranks of a block. ``narrow``: a product of 16 x 16 is no more than two warps' work."""
-    form = work.form
+def _shrink_of_tiles(work: Work) -> Config:
+    """K in as many parts as fill the device, each of `LEAST_SPAN` to `MOST_SPAN` elements where tiles are few."""
+    form, narrow = work.form, work.narrow(HEIGHT)
     tiles = form.experts if work.invariant else work.tiles
-    most = min(16 if work.invariant or work.mean < 12 else 8, max(1, form.hidden // 384))
-    least = min(most, block_at_least(max(1, form.hidden // 1024), 1)) if tiles < 256 else 1
-    split_k = max(_power_below(WANTED / tiles, most), least)
-    block_k, stages, warps = (256, 3, 4) if form.hidden <= 1024 else (128, 4, 4)
-    if expands_by_rows(work):
-        split_k = min(split_k, 4)  # each row of a tile sums the partials
-    elif narrow and work.itemsize == 2 and form.slices > 1 and tiles >= 16:
-        warps = 2
-    if narrow and form.slices == 1 and form.hidden > 1024:
-        stages, warps = 6, 2
-        split_k = split_k if tiles < 16 else min(split_k, 8)
+    few = work.invariant or work.mean < HEIGHT
+    most = min(HEIGHT if few else HEIGHT // 2, max(1, form.hidden // LEAST_SPAN))
+    if expands_by_rows(work) and tiles >= 2 * HEIGHT:
+        most = min(most, MOST_SUMMED)
+    least = min(most, block_at_least(max(1, form.hidden // MOST_SPAN), 1)) if tiles < PROGRAMS else 1
+    split_k = max(_power_below(PROGRAMS / tiles, most), least)
+    many = narrow and few and tiles >= PROGRAMS // 2 // 2
+    if many:  # the device is full of tiles: small blocks, so that all run at once
+        split_k = max(split_k, min(2, form.hidden // LEAST_SPAN))
+    two = narrow and (tiles >= HEIGHT or form.slices == 1)
+    warps = WARPS if not two else 1 if many and tiles * split_k > 2 * PROGRAMS else 2
     return {
-        "rows": False, "block_n": lanes, "block_k": block_k, "split_k": split_k, "group_m": 1, "num_warps": warps,
-        "num_stages": stages,
-    }  # fmt: skip
-
-
-def _shrink_of_many_tiles(work: Work) -> Config:
-    """Of up to 16 ranks, where tiles of few pairs alone occupy the device: a product of 16 columns is one or two warps'
-    work, and small blocks let all programs be there at once.
-    """
-    joined, hidden = work.form.slices > 1, work.form.hidden
-    block_k, stages = (64, 6) if joined else (128, 4)
-    split_k = 2 if work.tiles >= 256 else min(16, block_at_least(max(2, hidden // 1024), 1))
-    return {
-        "rows": False, "block_n": 16, "block_k": block_k, "split_k": split_k if hidden > 4 * block_k else 1,
-        "group_m": 1, "num_warps": 2 if joined and work.tiles < 192 else 1, "num_stages": stages,
+        "rows": False, "block_n": min(block_at_least(form.rank), BLOCK // 2),
+        "block_k": BLOCK // 2 if many else BLOCK, "split_k": split_k, "num_warps": warps,
+        "num_stages": NARROW_STAGES if narrow else STAGES,
     }  # fmt: skip
 
 
 def expand_config(work: Work) -> Config:
-    """Keys as in `configs`, and ``group_m``."""
+    """Keys as in `configs`."""
     form, lanes = work.form, block_at_least(work.form.full_rank)
     if expands_by_rows(work):
-        block_n = max(32, min(block_at_least(form.width), (8192 if form.width >= 1024 else 4096) // lanes))
-        spread = 1024 <= form.width < 4096 or work.itemsize == 1  # FP8 is made wide in registers
+        wide = form.width >= MOST_SPAN
+        block_n = max(2 * HEIGHT, min(block_at_least(form.width), (2 if wide else 1) * ROW_WEIGHTS // lanes))
+        spread = (wide and form.width < ROW_WEIGHTS) or work.itemsize == 1  # FP8 is upcast in registers
         return {
-            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1, "group_m": 1,
-            "num_warps": 4 if spread else 2, "num_stages": 1,
+            "rows": True, "block_n": block_n, "block_k": lanes, "tiles_n": 1,
+            "num_warps": WARPS if spread else 2, "num_stages": 1,
         }  # fmt: skip
-    blocks = work.tiles * form.slices * cdiv(form.width, 128)
-    small = lanes <= 32 and work.itemsize == 2 and work.small_blocks
-    many = small and form.slices > 1 and work.tiles >= 16
-    tiles_n, block_n = _power_below(blocks / (WANTED_TWO_WARPS if many else WANTED_EXPAND), 16), 128
-    warps = 2 if many else 4
-    if small and form.slices == 1 and tiles_n >= 8:
-        tiles_n, warps = 8, 2
-    if lanes <= 32 and not work.invariant and form.slices == 1 and tiles_n == 1 and blocks > 240:
-        block_n = 256
-    block_n = min(block_at_least(form.width), block_n)
+    block_n = min(block_at_least(form.width), BLOCK)
+    blocks = work.tiles * form.slices * cdiv(form.width, block_n)
+    narrow = work.narrow(2 * HEIGHT) and work.tiles >= HEIGHT and work.itemsize == 2
+    two_warps = narrow and form.slices > 1
+    tiles_n = _power_below(blocks / (2 * PROGRAMS if two_warps else PROGRAMS), HEIGHT)
+    if narrow and not two_warps and tiles_n >= HEIGHT // 2:
+        tiles_n, two_warps = HEIGHT // 2, True
     return {
-        "rows": False, "block_n": block_n, "block_k": min(lanes, 128),
-        "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "group_m": 1, "num_warps": warps, "num_stages": 3,
+        "rows": False, "block_n": block_n, "block_k": min(lanes, BLOCK),
+        "tiles_n": min(tiles_n, cdiv(form.width, block_n)), "num_warps": 2 if two_warps else WARPS,
+        "num_stages": STAGES - 1,
     }  # fmt: skip
 
 

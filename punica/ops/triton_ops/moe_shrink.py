@@ -29,7 +29,6 @@ from punica.ops.triton_ops.moe_tiles import (
     first_pair,
     pair_at,
     pairs_of,
-    program_place,
     rank_in,
     rank_table,
     ranks_read,
@@ -55,15 +54,12 @@ class PairShrinkShape(NamedTuple):
 
 
 class PairShrinkTile(NamedTuple):
-    """Schedule of a shrink: a constexpr. rows: pairs one by one. joined: both slices share a read of x. group_m: tiles
-    that are neighbours for one part of the weights.
-    """
+    """Schedule of a shrink: a constexpr. rows: pairs one by one. joined: both slices share a read of x."""
 
     rows: bool
     block_r: int
     block_k: int
     split_k: int
-    group_m: int
     stages: int
     joined: bool
     pdl: bool
@@ -197,9 +193,9 @@ def moe_shrink_kernel(
     """A persistent loop over tiles x (K splits, blocks of ranks, slices), by programs for ``num_tiles`` of them."""
     PAIRS: tl.constexpr = SHAPE.pairs
     R_BLOCKS: tl.constexpr = (SHAPE.rank + TILE.block_r - 1) // TILE.block_r
-    STEP_SLICES: tl.constexpr = 1 if TILE.joined else SHAPE.slices
+    PARTS: tl.constexpr = TILE.split_k * R_BLOCKS * (1 if TILE.joined else SHAPE.slices)
     x_ptr, out_ptr = tensors
-    tile, part = program_place(tl.program_id(0), num_tiles, TILE.split_k * R_BLOCKS * STEP_SLICES, TILE.group_m)
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     pid_k, first_r = part % TILE.split_k, part // TILE.split_k % R_BLOCKS * TILE.block_r
     slice_id = part // (TILE.split_k * R_BLOCKS)
     slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)

@@ -115,19 +115,6 @@ def first_pair(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def program_place(pid, num_tiles, PER_TILE: tl.constexpr, GROUP_M: tl.constexpr):
-    """First tile and part of a tile of program ``pid``: parts of a tile are neighbours, or GROUP_M tiles share one."""
-    if GROUP_M == 1:
-        tile, part = pid // PER_TILE, pid % PER_TILE
-    else:
-        group = pid // (GROUP_M * PER_TILE)
-        inside = pid % (GROUP_M * PER_TILE)
-        members = tl.minimum(num_tiles - group * GROUP_M, GROUP_M)
-        tile, part = group * GROUP_M + inside % members, inside // members
-    return tile, part
-
-
-@triton.jit
 def rank_table(ranks_ptr, slice_id, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr):
     """True ranks of all slots, [block_slots]: loaded at once, so that no tile waits for its own."""
     BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots

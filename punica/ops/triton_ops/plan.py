@@ -33,8 +33,7 @@ class Batch(Protocol):
     @property
     def listed(self) -> bool: ...
     def work(self, height: int) -> tuple[Any, ...]:
-        """Sorted rows, records of tiles of `HEIGHTS[height]` rows and of short segments' rows, counts on device and
-        host."""
+        """Sorted rows, records of tiles of `HEIGHTS[height]` rows, numbers of tiles on the device and on the host."""
 
     def check_rows(self, rows: int) -> None:
         """ValueError unless ``rows`` rows hold those of the step."""
@@ -96,14 +95,11 @@ class FixedPlan(NamedTuple):
 
 
 class ListedPlan(NamedTuple):
-    """The tiles of the step's list ``height``; with ``per_row`` those of long segments only, and the other rows one by
-    one. ``per_tile`` and ``per_row`` are programs; ``sizes``: rows and slots.
-    """
+    """The tiles of the step's list ``height``. ``per_tile``: programs; ``sizes``: rows and slots."""
 
     launch: Launch
     height: int
     per_tile: int
-    per_row: int
     slices: int
     sizes: tuple[int, int]
 
@@ -114,12 +110,11 @@ class ListedPlan(NamedTuple):
         """Launch with the grid of the step at hand. In a captured graph it stays so; a later step with more to do is
         served too, since the kernel's loop is persistent.
         """
-        order, tiles, rows, totals, counts = batch.work(self.height)
-        num_tiles = max(1, counts[2 * self.height + (self.per_row > 0)])
-        num_rows = max(1, counts[-1]) if self.per_row else 0
+        order, tiles, totals, number = batch.work(self.height)
+        number = max(1, number)
         self.launch(
-            ((source, target), tuple(weights), None, order, tiles, rows, totals, lora_ranks),
-            (*self.sizes, num_tiles, num_rows, *numbers),
+            ((source, target), tuple(weights), None, order, tiles, totals, None, lora_ranks),
+            (*self.sizes, number, 0, *numbers),
             aligned,
-            (num_tiles * self.per_tile + num_rows * self.per_row, self.slices, 1),
+            (number * self.per_tile, self.slices, 1),
         )

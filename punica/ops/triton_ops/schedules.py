@@ -6,9 +6,9 @@ estimated time is taken, unless a measurement for this GPU says otherwise (`puni
 The estimate adds what the programs of one multiprocessor need: a start for each program and each round of them, and
 the longer of three times: its bytes at the rate at which a multiprocessor reads from the L2 cache, its loop steps one
 after the other, and the unique bytes of the whole launch at the rate of the memory. `Gpu` holds what depends on the
-device. The constants below were fitted together on an H200, over 3,774 timed pairs of schedules of 127 operators in 16
-bits and 3,367 of 53 operators in FP8 (2026-11-26); the choice is within 5 % of the best candidate on the geometric
-mean, for each product and weight format. No constant depends on an operator.
+device. The nine constants below were fitted together on an H200 (2026-11-26), to the times of about 20 candidates per
+product of 188 operators in 16 bits and 53 in FP8. The choice is within 5 % of the best candidate on the geometric mean,
+for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No constant depends on an operator.
 """
 
 import functools
@@ -20,7 +20,7 @@ import torch
 from triton import cdiv
 
 from punica.metadata import StepShape
-from punica.ops.triton_ops.launch import block_at_least
+from punica.ops.triton_ops.launch import block_at_least, shared_memory
 
 # --- what is scheduled -----------------------------------------------------------------------------------------------
 
@@ -47,8 +47,8 @@ class Schedule(NamedTuple):
 class Problem(NamedTuple):
     """What decides the schedules of a LoRA product: the step's shape, and shape and storage of the weights.
 
-    k: elements of x (0: an expand alone); widths: columns of every slice; rank: of the slots; element, out_element:
-    bytes of a weight and of an output; by_rows: B is stored row by row (else rank after rank).
+    k: elements of x (0: an expand alone); widths: columns of every slice; rank: of the slots; element: bytes of
+    a weight; by_rows: B is stored row by row (else rank after rank); invariant: a row has the same bits in every batch.
     """
 
     shape: StepShape
@@ -58,6 +58,7 @@ class Problem(NamedTuple):
     rank: int
     element: int = 2
     by_rows: bool = False
+    invariant: bool = False
 
     @property
     def has_segments(self) -> bool:
@@ -81,23 +82,25 @@ class Gpu(NamedTuple):
         properties = torch.cuda.get_device_properties(device)
         clock, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
         memory = REACHED * 2 * clock * 1e3 * bits / 8 / 1e6 if clock and bits else cls._field_defaults["memory"]
-        return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin, memory)
+        return cls(properties.multi_processor_count, shared_memory(device), memory)
 
 
 REACHED = 0.87
 """Part of the memory's peak rate that a copy reaches (H200: 4.25 of 4.9 TB/s)."""
-SM_RATE = 70.4e3
+SM_RATE = 75.1e3
 """Bytes per microsecond that one multiprocessor reads from the L2 cache."""
-ROUND, PROGRAM = 0.12, 0.0195
+ROUND, PROGRAM = 0.74, 0.0531
 """Microseconds to start a round of programs, and each program of a multiprocessor."""
-REGISTERS = 26.6e3
+REGISTERS = 79.1e3
 """Bytes of weights under way at once in the registers of a multiprocessor, in GEMV."""
-SHRINK_STEP, EXPAND_STEP = 0.371, 0.507
+SHRINK_STEP, EXPAND_STEP = 0.332, 0.459
 """Microseconds of a loop step whose loads are under way: 128 elements of K; one block of columns."""
-SHRINK_MMA = 14.2e3
+SHRINK_MMA = 10.7e3
 """Rows x ranks per microsecond of one such step on the tensor cores, in tiles too low for instructions of 64 rows."""
-EXPAND_MMA, EPILOGUE = 863e3, 49
+EXPAND_MMA, EPILOGUE = 1.89e6, 250
 """Rows x columns x ranks per microsecond, and ranks that reading, adding and storing an output element is worth."""
+TRUE_RANK = 16
+"""Rank up to which slots are expected to be filled."""
 WARPGROUP_ROWS = 64
 READER_COLUMNS = 512
 """Columns of one expand program, about, which reads the partial sums of its rows once."""
@@ -110,8 +113,8 @@ TILE_ROWS = (16, 32, 64)
 K_STEP, GEMV_K = 128, 4096
 """Elements of K at once: of a GEMM step, and of a GEMV program (of which K is split into several)."""
 GEMV_RANKS, SPLITS = (2, 4, 8, 16), (1, 2, 4, 8, 16)
-MOST_LANES, GEMV_LANES = 64, 64
-"""Ranks of a tile of shrink, and of a GEMV step of expand."""
+MOST_LANES, GEMV_LANES = 64, (16, 64)
+"""Ranks of a tile of shrink, and of a GEMV step of expand: few for what adapters of low rank need, many at once."""
 LEAST_K = 448
 """Elements of K for each split, at least."""
 GEMV_COLUMNS, GEMV_BLOCK = (64, 128, 256, 512), 8192
@@ -124,6 +127,10 @@ WORD_LANES = 128
 COLUMN_STEPS = (1, 4, 8, 16)
 STAGES, STAGES_HIGH, STAGES_FP8, STAGES_COLUMNS = 5, 4, 8, 3
 """Depth of a pipeline: tiles up to 32 rows, of 64 rows, in FP8 (whose stages are half as large), over columns."""
+FLAT_ROWS, WARP_LANES = (8, 16), 32
+"""Heights of batch-invariant tiles, and ranks up to which their heights are free."""
+INVARIANT_K = 722
+"""Elements of K for each split of batch-invariant shrinks."""
 WARP_ELEMENTS = 2048
 """Weights of a GEMV warp of shrink."""
 WIDE_RANKS = 256
@@ -132,9 +139,12 @@ WIDE_RANKS = 256
 
 def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
     """Candidates for the shrink of ``problem``."""
+    if problem.invariant:
+        yield from _invariant_shrinks(problem)
+        return
     k, lanes = min(GEMV_K, block_at_least(problem.k)), block_at_least(problem.rank)
     for ranks in GEMV_RANKS:
-        if ranks <= block_at_least(problem.rank, 2):
+        if ranks <= block_at_least(problem.rank, 2) and (ranks < GEMV_RANKS[-1] or problem.rank <= ranks):
             warps = 4 if ranks * k <= 4 * WARP_ELEMENTS else 8
             yield Schedule(0, ranks, k, warps, split_k=cdiv(problem.k, k))
     for rows, splits in product(_tile_rows(problem), SPLITS):
@@ -145,12 +155,15 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
 
 def expand_schedules(problem: Problem) -> Iterator[Schedule]:
     """Candidates for the expand of ``problem``."""
+    if problem.invariant:
+        yield from _invariant_expands(problem)
+        return
     lanes, widest = block_at_least(problem.rank), max(problem.widths)
     if problem.by_rows:
         yield Schedule(0, max(32, GEMV_BLOCK // lanes), lanes)
     else:
-        step = min(GEMV_LANES, lanes)
-        for columns in GEMV_COLUMNS:
+        at_once = sorted({min(step, lanes) for step in GEMV_LANES})
+        for step, columns in product(at_once, GEMV_COLUMNS):
             if columns * step <= GEMV_BLOCK:
                 yield Schedule(0, columns, step, max(1, columns * step * 2 // GEMV_BLOCK))
     in_words = problem.element == 1 and not problem.by_rows and lanes <= WORD_LANES
@@ -167,6 +180,33 @@ def _tile_rows(problem: Problem) -> Iterator[int]:
         for rows in TILE_ROWS:
             if rows == TILE_ROWS[0] or rows < 2 * problem.shape.longest:
                 yield rows
+
+
+def _invariant_shrinks(problem: Problem) -> Iterator[Schedule]:
+    """Candidates of batch invariance: one split and one instruction, whatever the step is.
+
+    Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. Up to
+    32 lanes every warp multiplies a quarter of the split by itself, with the one instruction that a warp has, so that
+    the height of a tile is free; above, four warps multiply together, and the height is fixed because Hopper and
+    Blackwell have instructions for several. All else that matters for the bits depends on the layer only.
+    """
+    lanes = min(block_at_least(problem.rank), MOST_LANES)
+    splits = max(split for split in SPLITS[:-1] if split == 1 or problem.k > INVARIANT_K * split)
+    if lanes > WARP_LANES:
+        yield Schedule(WARPGROUP_ROWS, lanes, K_STEP, 4, STAGES_HIGH, splits, swap_ab=True)
+        return
+    for rows in FLAT_ROWS:
+        yield Schedule(rows, lanes, 4096 // rows, 4, STAGES_COLUMNS, splits, swap_ab=True)
+
+
+def _invariant_expands(problem: Problem) -> Iterator[Schedule]:
+    """The same; with fewer than four warps the instruction is the same for every block of columns."""
+    lanes = block_at_least(problem.rank)
+    ranks = lanes if lanes <= WORD_LANES else 32
+    for rows, steps in product((*FLAT_ROWS, 32), COLUMN_STEPS):
+        for columns in (64, 128):
+            if steps == 1 or columns * steps <= 2 * max(problem.widths):
+                yield Schedule(rows, columns, ranks, 2, STAGES_COLUMNS, tiles_n=steps, swap_ab=True)
 
 
 # --- the estimate ----------------------------------------------------------------------------------------------------
@@ -200,13 +240,14 @@ def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> 
     unique = (problem.element * problem.shape.adapters * rank + 4 * rows) * columns / gpu.memory
     blocks = sum(cdiv(width, schedule.block_n * schedule.tiles_n) for width in problem.widths)
     if not schedule.block_m:
-        loaded = schedule.block_n * (rank * problem.element + 4) + partials * rank * 4
+        lanes = cdiv(_true_rank(rank), schedule.block_k) * schedule.block_k
+        each = schedule.block_n * (lanes * problem.element + 4) + partials * lanes * 4
         resident = min(MOST_PROGRAMS, _resident(schedule, schedule.block_n * schedule.block_k))
         passes = cdiv(rank, schedule.block_k)
-        return _us(rows * blocks, resident, loaded, 0.0, unique, gpu, passes)
+        return _us(rows * blocks, resident, each, 0.0, unique, gpu, passes)
     tiles = tiles_of(problem.shape, rows, schedule.block_m)
     real_rows, lanes = min(schedule.block_m, rows / tiles), block_at_least(rank)
-    loaded = schedule.tiles_n * schedule.block_n * (rank * problem.element + real_rows * 4)
+    loaded: float = schedule.tiles_n * schedule.block_n * (rank * problem.element + real_rows * 4)
     loaded += partials * real_rows * rank * 4
     stage = schedule.block_n * (lanes * problem.element + schedule.block_m * 2)
     stages = 1 if schedule.tiles_n == 1 else schedule.num_stages
@@ -224,6 +265,11 @@ def _us(
     rounds = max(1, cdiv(programs, gpu.multiprocessors * resident))
     each = cdiv(programs, gpu.multiprocessors)
     return ROUND * rounds * passes + PROGRAM * each + max(each * loaded / SM_RATE, rounds * chain, unique)
+
+
+def _true_rank(rank: int) -> int:
+    """Rank that adapters in slots of ``rank`` are expected to have: of wide slots they fill a part."""
+    return max(min(rank, TRUE_RANK), rank // 4)
 
 
 def _resident(schedule: Schedule, elements: int) -> int:

@@ -41,8 +41,9 @@ def _pads_ranks(shape, tile):
     """Tell whether A is read without masks: lanes beyond the rank repeat its last one, and partials are written up to
     the end of the vector in which it ends. Expand drops them. Masks of so many lanes would cost instructions.
     """
-    padded = shape.quant.dense and tile.swap_ab and _even_k(shape, tile) and tile.block_r > 32
-    return padded and not (shape.direct or shape.accumulate)
+    even_k = shape.k % (tile.block_k * tile.split_k) == 0  # no call: Triton 3.6 makes plain tuples of its arguments
+    partials = not (shape.direct or shape.accumulate)
+    return shape.quant.dense and tile.swap_ab and even_k and tile.block_r > 32 and partials
 
 
 @triton.jit
@@ -168,26 +169,10 @@ def _sum_over_k(
 
 
 @triton.jit
-def _lanes_of_tile(ranks_ptr, first_r, slice_id, slot, num_slots, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Slice, rank inside it and true rank of a tile's lanes: those of one slice (slice and true rank are then numbers),
-    or ``together`` of all slices side by side.
-    """
-    lane = first_r + tl.arange(0, TILE.block_r)
-    if TILE.together:
-        slice_id = tl.minimum(lane // SHAPE.rank, SHAPE.slices - 1)
-        lane -= slice_id * SHAPE.rank
-    rank = rank_of(ranks_ptr, slice_id, slot + slice_id * 0, num_slots, SHAPE)
-    return slice_id, lane, rank
-
-
-@triton.jit
 def shrink_tile(
     tensors, operands, sorted_ptr, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile x block_r ranks x one K split.
-
-    ``together``: the ranks of all slices are side by side, so that x is read once for all of them. Slots of up to 16
-    ranks are read whole, as in `shrink_row`.
+    """The rows of one tile x block_r ranks x one K split. Slots of up to 16 ranks are read whole, as in `shrink_row`.
 
     tile: slot, first sorted position and number of rows; place: K split, first rank and slice; call: of `shrink_row`.
     """
@@ -199,9 +184,10 @@ def shrink_tile(
     QUANT: tl.constexpr = SHAPE.quant
     WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
     LOOSE: tl.constexpr = _pads_ranks(SHAPE, TILE)
-    slice_id, lane, rank = _lanes_of_tile(ranks_ptr, first_r, slice_id, slot, num_slots, SHAPE, TILE)
+    lane = first_r + tl.arange(0, TILE.block_r)
+    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
     needed = slot >= 0
-    if not (TILE.together or SHAPE.direct or WHOLE):
+    if not (SHAPE.direct or WHOLE):
         needed &= first_r < rank
     if needed:
         rows, mask_m = rows_of_tile(sorted_ptr, tile, TILE.block_m)
@@ -209,8 +195,6 @@ def shrink_tile(
         lane_read = lane
         if LOOSE:
             lane_read = tl.minimum(lane, rank - 1)
-            if TILE.together:  # of some slice the rank may be 0
-                lane_read = tl.maximum(lane_read, 0)
         a_lanes = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
         a_lanes += lane_read * SHAPE.stride_r  # [BLOCK_R]
         a_ptrs = a_lanes[None, :] + offs_k[:, None] * SHAPE.stride_k  # [BLOCK_K, BLOCK_R]
@@ -225,9 +209,8 @@ def shrink_tile(
         elif SHAPE.k <= TILE.block_k * TILE.split_k and not TILE.swap_ab and QUANT.group_k == 0:
             acc = _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE, TILE)
         else:
-            # An opaque wait where it was measured to gain: of high tiles, and not of slices side by side, as it takes
-            # registers. torch knows no negative strides.
-            opaque = TILE.together or TILE.block_m < 64 or stride_xt >= 0
+            # An opaque wait where it was measured to gain, of high tiles. torch knows no negative strides.
+            opaque = TILE.block_m < 64 or stride_xt >= 0
             acc = _sum_over_k(
                 x_ptrs, a_ptrs, operands, (slice_id, slot, lane), pid_k, rows, masks, stride_xk, opaque, SHAPE, TILE
             )

@@ -31,7 +31,6 @@ from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import as_operand
-from punica.ops.triton_ops.fp8_rules import shrink_in_fp8
 from punica.ops.triton_ops.gemm_and_shrink import check_base, check_base_switches, describe_base
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
@@ -40,6 +39,7 @@ from punica.ops.triton_ops.lora_shrink import plan_shrink
 from punica.ops.triton_ops.op import check_runnable, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant, operands_of, shrink_quant
 from punica.ops.triton_ops.quantize_rows import quantized_rows
+from punica.ops.triton_ops.schedules import Problem
 from punica.ops.weights import LoRAWeights, Stack, check_stored
 
 _MOST_PLANS = 4096  # of one form of weights; a full table starts anew
@@ -174,12 +174,9 @@ class TritonOps:
         if 0 in (tokens, k, stored.rank, batch.max_segments):
             return None
         check_runnable(x.device)
-        sizes, options = (tokens, k, stored.rank, len(stored.widths)), self.options
-        config = choose("shrink", batch.shape, *sizes, options, listed=batch.listed and accumulate)
-        if form.is_fp8 and (options.tuned_dir is None or options.batch_invariant):  # a tuned table is obeyed
-            config = shrink_in_fp8(config, batch.shape, tokens, stored.rank)
+        problem = Problem(batch.shape, tokens, k, (0,) * len(stored.widths), stored.rank, stored.dtype.itemsize)
         return plan_shrink(
-            x, stored, y.dtype, batch, config,
+            x, stored, y.dtype, batch, choose("shrink", problem, self.options, x.device),
             has_ranks=form.has_ranks, direct=True, accumulate=accumulate, quant=quant,
         )  # fmt: skip
 
@@ -197,10 +194,10 @@ class TritonOps:
         if 0 in (tokens, rank, batch.max_segments, width):
             return None
         check_runnable(x.device)
-        sizes = tokens, width, rank, len(stored.widths)
-        config = choose("expand", batch.shape, *sizes, self.options, add_inputs, 1, stored.row_major)
+        problem = Problem(batch.shape, tokens, 0, stored.widths, rank, stored.dtype.itemsize, stored.row_major)
+        schedule = choose("expand", problem, self.options, x.device, add_inputs=add_inputs)
         return plan_expand(
-            (1, *x.shape), (0, *x.stride()), x.dtype, y, stored, batch, config,
+            (1, *x.shape), (0, *x.stride()), x.dtype, y, stored, batch, schedule,
             offset_start=offset_start, add_inputs=add_inputs, has_ranks=form.has_ranks, quant=quant,
         )  # fmt: skip
 

@@ -1,20 +1,28 @@
-"""Compile kernels for a GPU that is not there: ``python target_compiler.py 86 < cases.json`` prints what came of it.
+"""Compilation for an absent GPU: ``python target_compiler.py 86 < cases.json`` prints a record per launch.
 
-A program of its own, since Triton decides when it is imported whether kernels are interpreted, and since it has to take
-this machine for one with that GPU: its driver and the two questions that the library asks torch are answered here. From
-there on everything is the library's own: the rule chooses, a plan is made for the GPU, and the launch compiles
-(`Launch.compile_only`). Operands lie on the meta device.
+The target is a compute capability, or an architecture of ROCm (``gfx942``). It is a program of its own, since Triton
+decides when it is imported whether kernels are interpreted. Triton's driver, and what the library asks torch about the
+GPU, are answered here. All else is the library's own: the rule chooses, a plan is made for the GPU, and the launch
+compiles (`Launch.compile_only`). Operands are on the meta device.
 """
 
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+if __name__ == "__main__" and sys.argv[1].startswith("gfx"):  # before the library is imported
+    torch.version.hip = "absent"  # type: ignore[assignment]
+
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -28,7 +36,7 @@ from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.flat import TensorBatch
 from punica.ops.triton_ops.fp8_device import operands
-from punica.ops.triton_ops.launch import Launch, supports_pdl
+from punica.ops.triton_ops.launch import IS_ROCM, Launch, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_linear import LinearMode, choose_linear, plan_linear
 from punica.ops.triton_ops.lora_shrink import plan_shrink
@@ -36,8 +44,10 @@ from punica.ops.triton_ops.plan import Batch, FixedPlan, ListedPlan, expand_quan
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import Form, Stack
 
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
+ROCM_KIB = {"gfx942": 64, "gfx950": 160}
+"""LDS of a workgroup (CDNA 3 and 4 instruction set architecture guides)."""
 STEPS = {
     "one row": [1],
     "64 distinct": [1] * 64,
@@ -56,13 +66,13 @@ Record = dict[str, Any]
 
 
 class AbsentGpu:
-    """What Triton asks of its driver while it compiles."""
+    """Triton's driver, as far as a compilation needs it."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, target: int | str) -> None:
+        self.target = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -74,15 +84,18 @@ class AbsentGpu:
 class Compilations:
     """Everything that a launch has compiled; ``records`` grows by one per launch."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, target: int | str) -> None:
         self.records: list[Record] = []
-        self.capability = capability
         self._compile, self._known = JITFunction.warmup, {}
-        shared = SHARED_KIB[capability] << 10
-        driver.set_active(AbsentGpu(capability))
+        driver.set_active(AbsentGpu(target))
         triton.knobs.nvidia.dump_ptxas_log = True
-        torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
-        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(shared_memory_per_block_optin=shared)
+        if isinstance(target, str):
+            shared, capability = {"shared_memory_per_block": ROCM_KIB[target] << 10}, (9, 4)
+        else:
+            shared, capability = {"shared_memory_per_block_optin": SHARED_KIB[target] << 10}, divmod(target, 10)
+        self.capability = 10 * capability[0] + capability[1]
+        torch.cuda.get_device_capability = lambda device=None: capability
+        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(**shared)
         JITFunction.warmup = lambda kernel, *arguments, **options: self._note(kernel, arguments, options)
         Launch.compile_only = True
 
@@ -95,6 +108,11 @@ class Compilations:
 
 
 def _described(compiled: Any, log: str) -> Record:
+    if "amdgcn" in compiled.asm:
+        code = compiled.asm["amdgcn"]
+        spilled = sum(map(int, re.findall(r"\.[sv]gpr_spill_count: +(\d+)", code)))
+        target = re.findall(r"amdgcn-amd-amdhsa--(gfx\w+)", code)[0]
+        return {"error": "", "target": target, "shared": compiled.metadata.shared, "spilled": spilled}
     code = compiled.asm["ptx"]
     return {
         "error": "",
@@ -197,7 +215,6 @@ class Fp8Operands(Operands):
         groups = (128, self.rank) if case["scales"] == "block" else (0, 0)
         self.shrink = Scheme(groups[0], groups[1], w8a8, case["scales"] == "channel")
         self.expand = Scheme(self.rank if groups[0] else 0, groups[0], w8a8, case["scales"] == "channel")
-        self.stored = self.fp8 if capability >= 89 else torch.uint8
         self.known = capability >= 89
         self.a = tuple([self._as(self.fp8, a) for a in self.a])
         self.b = tuple([self._as(self.fp8, b) for b in self.b])
@@ -276,7 +293,7 @@ def constants_of(plan: FixedPlan | ListedPlan) -> Record:
 
 
 def form_of(plan: FixedPlan | ListedPlan) -> str:
-    """Which kernel it is, and which of its parts are in use."""
+    """Name of the kernel, its mode, and the parts of it in use."""
     constants, kernel = constants_of(plan), plan.launch.kernel.__name__
     form = kernel.removeprefix("_lora_").removesuffix("_kernel") + " " + constants["mode"]
     short = isinstance(plan, ListedPlan) and plan.per_row > 0
@@ -308,9 +325,28 @@ def compile_slot_write(dtype: str, elements: int, done: Compilations) -> Record:
     return {"case": {"dtype": dtype, "elements": elements}, "form": "slot write", **done.records[-1]}
 
 
+def target_of(name: str) -> int | str:
+    """Target of a command line."""
+    return name if name.startswith("gfx") else int(name)
+
+
+def compiled(target: int | str, cases: list[dict[str, Any]], script: Path = Path(__file__)) -> list[Record]:
+    """Records of a script like this one for these cases. Its cache is empty, so that ptxas tells its registers."""
+    with TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        paths = os.pathsep.join(map(str, (Path(__file__).parents[3], Path(__file__).parent)))
+        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": paths}
+        found = subprocess.run(
+            [sys.executable, str(script), str(target)],
+            input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    return json.loads(found.stdout)
+
+
 def main() -> None:
-    capability = int(sys.argv[1])
-    done, found = Compilations(capability), []
+    done, found = Compilations(target_of(sys.argv[1])), []
+    capability = 0 if IS_ROCM else done.capability  # ROCm gets FP8 as bytes
     for case in json.load(sys.stdin):
         found += compile_fp8_case(case, done, capability) if case.get("fp8") else compile_case(case, done)
     found += [compile_slot_write(dtype, size, done) for dtype in ("float16", "float32") for size in (64, 33)]

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,41 @@ def test_the_second_launch_is_direct_with_addresses_counts_strides_and_constants
     assert (kernel.launches, kernel.compiled.runs) == (1, [expected])
     launch((x, weights), (6, 0.25), False)  # an address that the kernel was not compiled for
     assert (kernel.launches, len(kernel.compiled.runs)) == (2, 1)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_operands_that_a_kernel_does_not_read_are_none():
+    kernel, x = Kernel(), torch.zeros(4)
+    launch = launch_of(kernel)
+    for _ in range(2):
+        launch((x, None, (x,)), (), True)
+    assert kernel.compiled.runs[0][9:12] == (x.data_ptr(), None, (x.data_ptr(),))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("pdl", [False, True])
+def test_only_a_launch_with_pdl_names_it_to_the_compiler(pdl: bool):
+    where = {"num_warps": 4, "pdl": pdl, "device": torch.device("cuda:0")}
+    launch = launching.Launch(Kernel(), (1, 1, 1), (FP16,), (64, 1), {"BLOCK": 16}, **where)
+    assert launch.options == {"num_warps": 4} | ({"launch_pdl": True} if pdl else {})
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("is_rocm", "capability", "pdl"), [(False, 9, True), (False, 12, True), (False, 8, False), (True, 9, False)]
+)
+def test_pdl_needs_hopper_or_newer_and_no_rocm(is_rocm: bool, capability: int, pdl: bool, monkeypatch):
+    monkeypatch.setattr(launching, "IS_ROCM", is_rocm)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert launching.supports_pdl.__wrapped__(torch.device("cuda:0")) == pdl
+
+
+@pytest.mark.parametrize("is_rocm", [False, True])
+def test_shared_memory_is_what_a_program_may_use(is_rocm: bool, monkeypatch):
+    kinds = {"shared_memory_per_block": 64 << 10} | ({} if is_rocm else {"shared_memory_per_block_optin": 227 << 10})
+    monkeypatch.setattr(launching, "IS_ROCM", is_rocm)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**kinds))
+    assert launching.shared_memory.__wrapped__(torch.device("cuda:0")) == max(kinds.values())
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -32,8 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
         "expand_config": {"rows": False, "block_n": 32, "block_k": 16, "tiles_n": 1, "num_stages": 2},
     },
     "tiles, split, walk": {
-        "shrink_config": {"rows": False, "block_n": 32, "block_k": 16, "split_k": 3, "num_stages": 2, "group_m": 2},
-        "expand_config": {"rows": False, "block_n": 16, "block_k": 64, "tiles_n": 2, "num_stages": 2, "group_m": 4},
+        "shrink_config": {"rows": False, "block_n": 32, "block_k": 16, "split_k": 3, "num_stages": 2},
+        "expand_config": {"rows": False, "block_n": 16, "block_k": 64, "tiles_n": 2, "num_stages": 2},
     },
 }
 
@@ -49,7 +49,7 @@ def use_form(monkeypatch: pytest.MonkeyPatch):
     def use(form: str) -> None:
         monkeypatch.setattr(module, "_PLANS", {})
         for name, config in FORMS[form].items():
-            full = {"group_m": 1, "num_warps": 4} | config
+            full = {"num_warps": 4} | config
             monkeypatch.setattr(moe_rules, name, lambda work, full=full: full)
 
     return use

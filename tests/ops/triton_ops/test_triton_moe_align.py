@@ -38,7 +38,7 @@ def test_alignment(shape, parallel, device):
         wanted, found = (run(op, listed, (-7, -7, -7)) for op in (moe_torch, moe_align))
         assert all(map(torch.equal, wanted, found))
     everything = run(moe_torch, [*range(slots), -1], (tokens * top_k, -1, 0))
-    found = moe_align.align_all(ids, mapping, *sizes, enabled, expert_map)
+    found = moe_align.align_all(ids, mapping, sizes, enabled, expert_map)
     assert all(map(torch.equal, everything, found))
 
 

@@ -39,7 +39,7 @@ def run(world: World, how: How) -> torch.Tensor:
 @pytest.mark.parametrize("name", EVERY)
 def test_two_stages(name: str, form: str, device: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_PLANS", {})
-    usual = {"group_m": 1, "num_warps": 4, "num_stages": 2}
+    usual = {"num_warps": 4, "num_stages": 2}
     for op, config in zip(("shrink_config", "expand_config"), FORMS[form], strict=True):
         monkeypatch.setattr(moe_rules, op, lambda work, full=usual | {"block_k": 16} | config: full)
     world = World(FP8_CASES[name], device)

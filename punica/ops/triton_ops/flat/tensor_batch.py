@@ -18,7 +18,7 @@ NAMES = (
     "lora_ids",
 )
 
-NO_SHAPE = StepShape(0, 0, 0)
+NO_SHAPE = StepShape(0, 0)
 
 
 class TensorBatch(NamedTuple):

@@ -1,19 +1,13 @@
 """The backbone's kernels compile for GPUs that are not there, fit their shared memory, start early where they can."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import target_compiler
+from target_compiler import SHARED_KIB
 
-ROOT = Path(__file__).resolve().parents[4]
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
-"""Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
 USUAL = [
     {"layer": layer, "dtype": dtype, "splits": splits}
     for layer, dtype, splits in itertools.product(
@@ -33,18 +27,8 @@ OTHERS = [
 
 
 def compiled(capability: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `backbone_target_compiler` says of these cases, from an empty cache."""
-    script = Path(__file__).with_name("backbone_target_compiler.py")
-    with TemporaryDirectory() as folder:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        paths = os.pathsep.join((str(ROOT), str(script.parent.parent)))  # the library, and target_compiler
-        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": paths}
-        found = subprocess.run(
-            [sys.executable, str(script), str(capability)],
-            input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
-        )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-4000:]
-    return json.loads(found.stdout)
+    """Records of `backbone_target_compiler` for these cases."""
+    return target_compiler.compiled(capability, cases, Path(__file__).with_name("backbone_target_compiler.py"))
 
 
 def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:

@@ -1,0 +1,47 @@
+"""Schedules that were measured on a GPU, for single operators: ``tuned/<gpu>.json``, written by `make tune`.
+
+A table is sparse: it holds the operators for which a search found a schedule that is faster than the estimate's
+(`schedules`). A key names an operator and a step as far as they select a schedule, with rows rounded up to a power of
+two; its value is the shrink's and the expand's schedule, either of them null.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+from punica.ops.triton_ops.schedules import Problem, Schedule
+
+FOLDER = Path(__file__).with_name("tuned")
+
+
+def table_name(gpu_name: str) -> str:
+    """File name of a GPU's table: ``nvidia_h200.json``."""
+    return f"{gpu_name.lower().replace(' ', '_').replace('-', '_')}.json"
+
+
+def key_of(problem: Problem) -> str:
+    """Key of an operator and a step.
+
+    >>> from punica.metadata import StepShape
+    >>> key_of(Problem(StepShape(8, 16), 50, 4096, (11008, 11008), 16))
+    '4096 -> 11008+11008 r16, 64 rows of 8, longest 16, 2 bytes'
+    """
+    shape, rows = problem.shape, 1 << (problem.rows - 1).bit_length()
+    widths = "+".join(map(str, problem.widths))
+    step = f"{rows} rows of {shape.adapters}, longest {shape.longest}"
+    return f"{problem.k} -> {widths} r{problem.rank}, {step}, {problem.element} bytes"
+
+
+@functools.cache
+def _table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
+    path = FOLDER / table_name(gpu_name)
+    if not path.is_file():
+        return {}
+    entries = json.loads(path.read_text())["operators"]
+    return {key: {op: Schedule(*one) for op, one in pair.items()} for key, pair in entries.items()}
+
+
+def measured_schedule(op_type: str, problem: Problem, gpu_name: str) -> Schedule | None:
+    """The measured schedule of ``op_type``, "shrink" or "expand"; None where the table has none."""
+    table = {} if problem.by_rows else _table(gpu_name)
+    return table.get(key_of(problem), {}).get(op_type) if table else None
