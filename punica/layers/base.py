@@ -1,12 +1,12 @@
-"""What every LoRA layer is: a base layer, slots with stacked adapter weights, and calls to the PunicaWrapper.
+"""The base of every LoRA layer: a base layer, slots with stacked adapter weights, and calls to the PunicaWrapper.
 
 A layer has ``L = max_loras`` slots. A slot holds, for every slice of the layer, this rank's part of one adapter's A and
 B in the top-left corner of a matrix as wide as the largest rank; the rest of the matrix is zero, and ``lora_ranks``
-tells the kernels not to read it. :class:`SlotPart` names one such matrix, so that whoever fills slots (``set_lora``
+tells the kernels not to read it. :class:`SlotPart` names one such matrix, so that code that fills slots (``set_lora``
 here, one matrix after the other; the asynchronous writer of :mod:`punica.adapters`, all layers at once) needs to know
 nothing about the layer.
 
-What a forward computes with the slots is said by the families: :mod:`punica.layers.base_linear` and its subclasses,
+The forward is defined by the families: :mod:`punica.layers.base_linear` and its subclasses,
 the embedding, the logits.
 """
 
@@ -49,7 +49,7 @@ class SlotPart(NamedTuple):
 
     @property
     def row_major(self) -> bool:
-        """Whether ``slots`` is contiguous; else it is a view of memory ``[L, 1, cols, rows]``."""
+        """True where ``slots`` is contiguous; else it is a view of memory ``[L, 1, cols, rows]``."""
         return self.slots.is_contiguous()
 
     def stored(self) -> "SlotPart":
@@ -87,7 +87,7 @@ class BaseLayerWithLoRA(nn.Module):
         n_slices: matrices packed in the layer that have their own A and B.
         full_input_size, full_output_sizes: the unsharded sizes that adapters must have; one output size per slice.
         tp_size, tp_rank, device: the base layer's.
-        a_row_major: whether A lies in memory as ``[R, in]``, else as ``[in, R]``; B lies as ``[R, out]`` in all layers.
+        a_row_major: A is stored as ``[R, in]``, else as ``[in, R]``; B is stored as ``[R, out]`` in all layers.
         max_loras, lora_config: what ``create_lora_weights`` was given; 0 and ``None`` before.
         lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
         lora_a_scale, lora_b_scale: of FP8 slots (``lora_config.fp8``) the scales of every slice, float32 ``[L, 1, R]``
@@ -178,9 +178,9 @@ class BaseLayerWithLoRA(nn.Module):
     def _stacked(self, max_loras: int, shape: tuple[int, int], dtype: torch.dtype, row_major: bool) -> Tensor:
         """Zeroed slots ``[L, 1, rows, cols]``; unless ``row_major`` they are a view of memory ``[L, 1, cols, rows]``.
 
-        So lies B ``[out, R]``, rank after rank like A ``[R, in]``: an adapter of rank ``r < R`` is then the first piece
-        of its slot. Row-major, its ranks would be a piece of every row, and as a GPU moves memory by 64 bytes, rank 8
-        in a slot of 64 would cost what rank 32 costs. A CPU multiplies a few rows faster by it too.
+        So B ``[out, R]`` is stored, rank after rank like A ``[R, in]``: an adapter of rank ``r < R`` is then the first
+        piece of its slot. Row-major, its ranks would be a piece of every row, and as a GPU moves memory by 64 bytes,
+        rank 8 in a slot of 64 would cost what rank 32 costs. A CPU multiplies a few rows faster by it too.
         """
         rows, cols = shape
         if row_major:
@@ -214,7 +214,7 @@ class BaseLayerWithLoRA(nn.Module):
         self.mark_slot(index, any(part.part is not None for part in parts))
 
     def mark_slot(self, index: int, filled: bool) -> None:
-        """Note on the host whether slot ``index`` holds an adapter. Whoever writes slots without ``set_lora`` calls it,
+        """Note on the host whether slot ``index`` holds an adapter. Writers of slots other than ``set_lora`` call it,
         at least on layers that skip when they are empty.
         """
         if filled:
@@ -309,7 +309,7 @@ class BaseLayerWithLoRA(nn.Module):
         return slices_a, slices_b
 
     def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """The given factors, one pair per slice, each pair checked by itself. Here: one slice, one tensor."""
+        """The given factors, one pair per slice, each pair checked. Here: one slice, one tensor."""
         for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
             if value is not None and not isinstance(value, (Tensor, Fp8Matrix)):
                 raise TypeError(f"{name} must be one tensor for {type(self).__name__}, got {type(value).__name__}")
@@ -347,10 +347,10 @@ class BaseLayerWithLoRA(nn.Module):
         packed_modules_list: list[str],
         model_config: Any = None,
     ) -> bool:
-        """Whether this class wraps ``source_layer`` in this configuration (keyword arguments only).
+        """Tell if this class wraps ``source_layer`` in this configuration (keyword arguments only).
 
         ``packed_modules_list``: names under which adapters know the matrices packed in the layer; empty if not packed.
-        A class names the keywords that it looks at and lets the others pass.
+        A class names the keywords that it uses and lets the others pass.
         """
         raise NotImplementedError(f"{cls.__name__}.can_replace_layer")
 

@@ -8,11 +8,11 @@ The first two terms are the base layer's, shared by all tenants in one matmul; t
 operation over all tenants, computed by ``punica_wrapper.add_linear``. All adapters of a layer live in two stacked
 buffers per slice, ``A [L, 1, R, in]`` and ``B [L, 1, out, R]``: ``L = max_loras`` slots of width ``R = max_lora_rank``.
 An adapter of rank ``r < R`` fills the top-left corner of its slot; the rest stays zero and ``lora_ranks`` tells the
-kernels not to read it. In memory both lie rank after rank: B is a view of ``[L, 1, R, out]``.
+kernels not to read it. In memory both are stored rank after rank: B is a view of ``[L, 1, R, out]``.
 
 Tensor parallelism: the base layer knows its place (``tp_rank``, ``tp_size``); ``set_lora`` takes full matrices and
 keeps this rank's part. A column layer splits B by rows, a row layer splits A by columns; the other factor is
-replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up by themselves.
+replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up.
 
 Inference only: where activations require gradients, run the model under ``torch.inference_mode`` or ``no_grad``.
 """
@@ -37,7 +37,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
 
     Attributes (besides those of :class:`BaseLayerWithLoRA`; ``weight`` and ``bias`` forward to the base layer):
         input_size, output_size: widths of this rank's matmul.
-        output_slices: this rank's width of every slice, in the order in which they lie in the output.
+        output_slices: this rank's width of every slice, in the order of the output.
         lora_a_stacked, lora_b_stacked: tuples with one tensor per slice, ``[L, 1, R, in]`` and ``[L, 1, out_i, R]``.
     """
 
@@ -101,7 +101,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         return rows if rows.dtype == dtype else rows.to(dtype)
 
     def _has_plain_product(self, x: Tensor, rows: Tensor) -> bool:
-        """Whether the base product is one that the op of the LoRA term can make as well: that of `is_skinny`."""
+        """True where the base product is one that the op of the LoRA term can make as well: that of `is_skinny`."""
         plain = not self._uses_base_forward and type(self.base_layer.quant_method) is UnquantizedLinearMethod
         return plain and rows.dtype == x.dtype and is_skinny(x, self.weight)
 

@@ -51,7 +51,7 @@ class DualStream:
         self._mark, self._join = torch.cuda.Event(), torch.cuda.Event()
 
     def begin(self, rows: Tensor) -> Callable[[], AbstractContextManager] | None:
-        """The context in which to launch the shrink of ``rows`` [T, in], to be asked for in front of the base product:
+        """The context in which to launch the shrink of ``rows`` [T, in], called before the base product:
         `aside` in a graph, no other stream outside of one, ``None`` for more rows than pay.
         """
         if rows.shape[0] > MOST_ROWS:
@@ -63,7 +63,7 @@ class DualStream:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is launched inside runs on the auxiliary stream, behind what the current one had at `begin`; the current
+        """Run launches inside on the auxiliary stream, behind what the current one had at `begin`; the current
         stream waits for it.
 
         The streams are joined also when a launch raises. The host waits for neither.

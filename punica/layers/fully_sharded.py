@@ -43,7 +43,7 @@ class _FullySharded(BaseLinearLayerWithLoRA):
     """Shrink, a collective, expand, instead of one call. Replaces what the parent class does, where configured."""
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """As in the parent class; the intermediate travels between the ranks. Never on a second stream."""
+        """The parent's result; the intermediate travels between the ranks. Never on a second stream."""
         if self.tp_size == 1:
             return super().apply(x, bias)
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
@@ -121,7 +121,7 @@ class MergedColumnParallelLinearWithShardedLoRA(_RankSharded, MergedColumnParall
 
     @classmethod
     def can_replace_layer(cls, **layer: Any) -> bool:
-        """As the parent class on more than one rank; on one rank the parent itself serves, sharded or not."""
+        """The parent's rule on more than one rank; on one rank the parent itself serves, sharded or not."""
         return super().can_replace_layer(**layer) and layer["source_layer"].tp_size > 1
 
 

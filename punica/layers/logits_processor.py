@@ -84,7 +84,7 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
             self.sharded_to_full_mapping_gpu = mapping
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """As the base layer's forward (``lm_head, hidden_states [S, hidden], embedding_bias=None``), with LoRA."""
+        """The base layer's forward (``lm_head, hidden_states [S, hidden], embedding_bias=None``), with LoRA."""
         return type(self.base_layer).forward(self, *args, **kwargs)
 
     def _get_logits(self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor | None:

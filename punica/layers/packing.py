@@ -36,7 +36,7 @@ def expand_groups(
 
 
 def _cover(rows: list[int | None], sizes: list[int]) -> list[int]:
-    """How many slices each group covers, by depth-first search over the widths of the ``None`` groups."""
+    """Number of slices that each group covers, by depth-first search over the widths of the ``None`` groups."""
     furthest = (0, 0)  # (slice, group) of the deepest failure: what the caller most likely got wrong
 
     def fit(group: int, start: int) -> list[int] | None:

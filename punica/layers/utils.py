@@ -34,12 +34,12 @@ def resolve_layer_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_exactly(layer: object, cls: type[nn.Module]) -> bool:
-    """Whether ``layer`` is of the class that stands for ``cls``, subclasses excluded."""
+    """True for a layer of the class registered for ``cls``, subclasses excluded."""
     return type(layer) is resolve_layer_class(cls)
 
 
 def is_kind_of(layer: object, cls: type[nn.Module]) -> bool:
-    """Whether ``layer`` is of the class that stands for ``cls``, of ``cls``, or of a subclass of either."""
+    """True for a layer of the class registered for ``cls``, of ``cls``, or of a subclass of either."""
     return isinstance(layer, (cls, resolve_layer_class(cls)))
 
 
@@ -124,7 +124,7 @@ def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> N
 
 
 def has_no_lora(wrapper: object) -> bool:
-    """Whether the wrapper knows that no token of the step has an adapter, on any rank: all see the same mapping."""
+    """True where the wrapper knows that no token of the step has an adapter, on any rank: all see the same mapping."""
     return getattr(wrapper, "no_lora", False)
 
 
@@ -150,7 +150,7 @@ def rehearsal() -> Iterator[None]:
 
 
 def is_being_captured(tensor: Tensor) -> bool:
-    """Whether work on ``tensor`` goes into a CUDA graph now (or in its `rehearsal`): then what is left out stays left
+    """True where work on ``tensor`` goes into a CUDA graph now (or in its `rehearsal`): what is left out then stays
     out at every replay.
     """
     return tensor.is_cuda and (_rehearsing.get() or torch.cuda.is_current_stream_capturing())
@@ -166,7 +166,7 @@ def capturing_vocabulary(wanted: bool) -> Iterator[None]:
 
 
 def has_vocabulary_work(filled_slots: Collection[int], tensor: Tensor) -> bool:
-    """Whether embedding or head has LoRA work to do on ``tensor``: a slot is filled. A graph has it for the adapters
+    """True where embedding or head has LoRA work to do on ``tensor``: a slot is filled. A graph has it for the adapters
     that will be there, unless it is captured without (:func:`capturing_vocabulary`).
     """
     return _captures_vocabulary.get() if is_being_captured(tensor) else bool(filled_slots)

@@ -82,8 +82,8 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
     def _shrunk(self, ids: Tensor, slots: Tensor) -> Tensor:
         """``x A^T``: the gathered rows ``[T, R]``, zero for ids outside the original vocabulary.
 
-        A row without adapter gets that of some slot: nobody reads it. The sums stay on the device, where the slots of a
-        captured step change.
+        A row without adapter gets that of some slot, which is not read. The sums stay on the device, where the slots
+        of a captured step change.
         """
         known = ids.clamp(0, self.full_input_size - 1)
         rows = torch.add(known, slots, alpha=self.full_input_size).clamp_(min=0)

@@ -2,9 +2,9 @@
 
 The front for callers who have those; a step itself is a `LoRABatch`.
 
-An *adapter id* is what the user knows (integer >= 1, 0 = none). A *slot* is where its weights lie on the device (index
-below ``max_loras``, ``-1`` = none). A *segment* is a maximal run of neighbouring tokens with one slot; SGMV computes
-``Y[s_b:s_{b+1}] += X[s_b:s_{b+1}] @ W_b`` for all segments b in one launch (paper, section 4).
+An *adapter id* is what the user knows (integer >= 1, 0 = none). A *slot* is the place of its weights on the device
+(index below ``max_loras``, ``-1`` = none). A *segment* is a maximal run of neighbouring tokens with one slot; SGMV
+computes ``Y[s_b:s_{b+1}] += X[s_b:s_{b+1}] @ W_b`` for all segments b in one launch (paper, section 4).
 """
 
 import operator

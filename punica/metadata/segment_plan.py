@@ -1,4 +1,4 @@
-"""Where the rows of each adapter lie, as the torch operators on a CPU want to know it.
+"""Rows of each adapter, as runs for the torch operators on a CPU.
 
 The paper builds its segment indices once per invocation and reuses them in all 7 L operator calls; a `SegmentPlan` is
 that for `punica.ops.torch_ops`. It holds *runs*: neighbouring segments of equal length whose slots are consecutive
@@ -43,7 +43,7 @@ class SegmentPlan:
     Attributes:
         num_tokens: rows the plan covers, T. Rows of a tensor beyond it are padding without adapter.
         runs: the runs, in the order of their rows.
-        rows: ``None`` when the runs address the rows where they lie (views only); else int64 CPU row numbers ``[R]``,
+        rows: ``None`` when the runs address the rows in place (views only); else int64 CPU row numbers ``[R]``,
             and the runs address the R gathered rows.
         all_active: true when every one of the ``num_tokens`` rows has an adapter.
         max_slot: largest slot in use, -1 when none is.
@@ -59,7 +59,7 @@ class SegmentPlan:
     def of(groups: RowGroups) -> SegmentPlan:
         """Group the rows by adapter.
 
-        They stay where they lie when that gives few runs (a batch laid out by adapter); otherwise the plan orders them
+        They stay in place when that gives few runs (a batch laid out by adapter); otherwise the plan orders them
         by slot, and the operators gather and scatter the rows (never the weights, which are larger).
         """
         slots, counts = groups.present

@@ -21,7 +21,7 @@ from punica.ops.torch_ops import (
 )
 
 _TRITON_OPS = (
-    "lora_expand", "lora_expand_fp8", "lora_linear", "lora_linear_fp8", "lora_shrink", "lora_shrink_fp8",
+    "lora_expand", "lora_expand_fp8", "lora_linear", "lora_shrink", "lora_shrink_fp8",
     "fused_moe_lora", "fused_moe_lora_fp8", "fused_moe_lora_shrink", "fused_moe_lora_expand",
     "moe_lora_align_block_size",
 )  # fmt: skip

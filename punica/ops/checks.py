@@ -1,9 +1,9 @@
-"""What the operators demand of their tensors, in one place and one wording for all of them.
+"""Checks of the operators' tensors: one wording for all of them.
 
 Every function here either returns silently (or returns what it learnt) or raises the one exception of the contract:
 ``TypeError`` for a wrong type or dtype, ``ValueError`` for a wrong shape, size, range or device. None of them writes or
-reads a device, so an operator that calls them first is left unchanged by bad input. They look at shapes, strides,
-dtypes and devices alone, so an operator calls them once per combination of those.
+reads a device, so an operator that calls them first is left unchanged by bad input. Only shapes, strides, dtypes
+and devices count, so an operator calls them once per combination of those.
 """
 
 import math
@@ -18,7 +18,7 @@ WITH_DOUBLE = (*FLOATS, torch.float64)
 
 
 class Names(NamedTuple):
-    """What the caller calls his operands; messages use these names."""
+    """The caller's names of the operands, used in messages."""
 
     input: str
     output: str
@@ -82,7 +82,7 @@ def check_dtype(name: str, tensor: Any, allowed: Sequence[torch.dtype]) -> None:
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """ValueError unless ``tensor`` lies where the weights lie."""
+    """ValueError unless ``tensor`` is on the device of the weights."""
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}; move one of them")
 
@@ -123,7 +123,7 @@ def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[t
 
 
 def storage_order(weights: Sequence[Tensor]) -> bool | None:
-    """How all slices are stored: True row-major, False with the last two dimensions swapped, None neither or mixed."""
+    """Storage order of all slices: True row-major, False with the last two dimensions swapped, None otherwise."""
     orders = set()
     for weight in weights:
         row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
@@ -159,7 +159,7 @@ def check_low_rank(name: str, h: Any, weights: Weights, rows: int, allowed: Sequ
 def check_output(
     name: str, y: Any, weights: Weights, offset_start: Any, allowed: Sequence[torch.dtype] = FLOATS
 ) -> None:
-    """y of an expand: ``[T, W]`` on the device of B; all slices lie in its columns from ``offset_start`` on."""
+    """y of an expand: ``[T, W]`` on the device of B; all slices fit its columns from ``offset_start`` on."""
     check_dtype(name, y, allowed)
     check_device(name, y, weights.device)
     if isinstance(offset_start, bool) or not isinstance(offset_start, int):

@@ -33,7 +33,7 @@ LEAST = 1e-12
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` cast to an FP8 ``dtype`` without a scale; beyond its range the largest value stands, NaN stays NaN."""
+    """``x`` cast to an FP8 ``dtype`` without a scale; saturating at the largest value; NaN stays NaN."""
     return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
@@ -135,7 +135,7 @@ def validate_scales(scales: Tensor | Sequence[Tensor], name: str) -> None:
 @dataclass(frozen=True, eq=False)
 class Fp8Matrix:
     """A matrix ``[N, K]`` of an adapter in FP8 with one scale per row, or one of every expert, ``[E, N, K]``: what
-    layers and managers pass around where otherwise a tensor stands, so that values never go anywhere without their
+    layers and managers pass around in place of a tensor, so that values never go anywhere without their
     scales.
 
     Args:
@@ -180,7 +180,7 @@ class Fp8Matrix:
 
     @property
     def device(self) -> torch.device:
-        """Where the values lie."""
+        """The device of the values."""
         return self.values.device
 
     def real(self) -> Tensor:

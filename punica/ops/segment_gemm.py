@@ -144,7 +144,7 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
 
 
 def _is_row_major(w: Tensor) -> bool:
-    """Whether the rows of ``[..., N, K]`` lie together in memory; else its columns do."""
+    """True where the rows of ``[..., N, K]`` are contiguous, False where its columns are."""
     return w.stride(-2) >= w.stride(-1)
 
 

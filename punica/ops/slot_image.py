@@ -8,7 +8,7 @@ over the stacked buffers of all layers. Layout, for M matrices (A and B of every
     header  int64 [M, 4]       offset of the matrix in units of 16 bytes, its rows, its columns (no matrix: 0), its rank
     data    the matrices, row by row, each beginning at a multiple of 16 bytes
 
-Matrices and slots are meant as they lie in memory, rank after rank: A ``[rank, in]``, and B turned to ``[rank, out]``
+Matrices and slots are meant in the order of memory, rank after rank: A ``[rank, in]``, and B turned to ``[rank, out]``
 before it is packed. Both then are the first piece of their slot. The zeros around a matrix smaller than its slot are
 not part of the image: the kernel makes them.
 """
@@ -24,8 +24,8 @@ HEADER = 4
 
 
 class SlotMatrix(NamedTuple):
-    """A matrix ``[r, c]`` for the top-left corner of a slot's ``[rows, cols]`` (``None``: all zeros), and what is to
-    stand for it in the table of ranks.
+    """A matrix ``[r, c]`` for the top-left corner of a slot's ``[rows, cols]`` (``None``: all zeros), and its entry
+    in the table of ranks.
     """
 
     part: Tensor | None
@@ -61,7 +61,7 @@ def image_matrices(image: Tensor, count: int, dtype: torch.dtype) -> list[Tensor
 
 
 def write_slot(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], index: int) -> None:
-    """What the kernel does, matrix by matrix in plain torch: the meaning of an image, and the oracle of its test.
+    """Write an image matrix by matrix in plain torch: the meaning of an image, and the oracle of its test.
 
     ``slots[m]``: ``[L, ..., rows, cols]``; ``ranks[m]``: int32 ``[L]``. Slot ``index`` of every matrix is replaced.
     """
@@ -80,7 +80,7 @@ def _header(image: Tensor, count: int) -> Tensor:
 
 
 def _offsets(matrices: Sequence[SlotMatrix], dtype: torch.dtype) -> list[int]:
-    """Where every matrix begins, in units of 16 bytes, and last where the image ends."""
+    """First unit of 16 bytes of every matrix, and last the end of the image."""
     offsets = [_units(len(matrices) * HEADER * 8)]
     for matrix in matrices:
         size = 0 if matrix.part is None else matrix.part.numel() * dtype.itemsize

@@ -179,7 +179,7 @@ def _checked(
 
 
 def check_stored(stack: Stack, name: str) -> None:
-    """What kernels ask beyond the checks of every stack: 16 or 32 bits or FP8, and memory in one order."""
+    """Checks for kernels beyond those of every stack: 16 or 32 bits or FP8, and memory in one order."""
     from_dtype = stack.form.stored.dtype
     if from_dtype not in (*FLOATS, *FP8_DTYPES):
         raise TypeError(f"{name} has dtype {from_dtype}, expected {' or '.join(map(str, FLOATS))}")

@@ -33,13 +33,9 @@ class PunicaWrapperABC(ABC):
 
     @abstractmethod
     def update_metadata(
-        self,
-        mapping: LoRAMapping,
-        lora_index_to_id: Sequence[int | None],
-        max_loras: int,
-        vocab_size: int,
+        self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set the adapters of the next step; called once per model invocation."""
 
     @abstractmethod
@@ -50,15 +46,9 @@ class PunicaWrapperABC(ABC):
 
     @abstractmethod
     def add_expand(
-        self,
-        y: torch.Tensor,
-        x: Slices,
-        lora_b_stacked: Weights,
-        output_slices: Sequence[int],
-        offset_start: int = 0,
-        add_inputs: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
+        self, y: torch.Tensor, x: Slices, lora_b_stacked: Weights, output_slices: Sequence[int], offset_start: int = 0,
+        add_inputs: bool = True, **kwargs: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
         """``y[:, o_i : o_i + output_slices[i]] (+)= x[i] @ B_i`` with ``o_0 = offset_start``."""
 
     @abstractmethod
@@ -69,26 +59,16 @@ class PunicaWrapperABC(ABC):
 
     @abstractmethod
     def add_lora_linear(
-        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights,
-        scale: float,
-        output_slices: Sequence[int],
-        *, buffer: Slices | None = None,
-        **kwargs: Any,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights, scale: float,
+        output_slices: Sequence[int], *, buffer: Slices | None = None, **kwargs: Any,
     ) -> torch.Tensor | None:  # fmt: skip
         """``y[:, o_i : ...] (+)= scale * (x @ A_i) @ B_i`` for every slice i."""
 
     @abstractmethod
     def add_lora_logits(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: torch.Tensor,
-        lora_b_stacked: torch.Tensor,
-        scale: float,
-        *,
-        buffer: Slices | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, lora_b_stacked: torch.Tensor,
+        scale: float, *, buffer: Slices | None = None, **kwargs: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
         """``y[:, :V] += scale * (x @ A) @ B`` with the slots of the sampled rows."""
 
 
@@ -120,15 +100,9 @@ class ContractMethods(PunicaWrapperABC):
             self.ops.shrink(part, x, own, batch, scale, True, fp8.a_scale)
 
     def add_expand(
-        self,
-        y: torch.Tensor,
-        x: Slices,
-        lora_b_stacked: Weights,
-        output_slices: Sequence[int],
-        offset_start: int = 0,
-        add_inputs: bool = True,
-        **kwargs: Any,
-    ) -> None:
+        self, y: torch.Tensor, x: Slices, lora_b_stacked: Weights, output_slices: Sequence[int], offset_start: int = 0,
+        add_inputs: bool = True, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """``y[t, o_i : o_i + output_slices[i]] (+)= x[i][t] @ B_i[slot_t]^T``, ``o_0 = offset_start``, slices in a row.
 
         y: ``[T', W]`` or higher rank that can be viewed so. x: ``[n, T', r]`` or n tensors ``[T', r]``, float32 or the
@@ -169,11 +143,8 @@ class ContractMethods(PunicaWrapperABC):
             self.ops.expand(y, rows, b, batch, 0, add_inputs)
 
     def add_lora_linear(
-        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights,
-        scale: float,
-        output_slices: Sequence[int],
-        *, buffer: Slices | None = None,
-        **kwargs: Any,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights, scale: float,
+        output_slices: Sequence[int], *, buffer: Slices | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         """``y[t, o_i : ...] (+)= scale * (x[t] @ A_i[slot_t]^T) @ B_i[slot_t]^T`` for every slice i, ``o_0 = 0``.
 
@@ -196,16 +167,9 @@ class ContractMethods(PunicaWrapperABC):
             self._linear(buffer, y, x, weights, batch, scale, kwargs.get("add_inputs", True), fp8.a_scale)
 
     def add_lora_logits(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: torch.Tensor,
-        lora_b_stacked: torch.Tensor,
-        scale: float,
-        *,
-        buffer: Slices | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, lora_b_stacked: torch.Tensor,
+        scale: float, *, buffer: Slices | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """``y[s, :V] += scale * (x[s] @ A[slot_s]^T) @ B[slot_s]^T`` with the slots of the S sampled rows.
 
         x: ``[S', hidden]``; y: ``[S', V']`` with V' >= V = ``B.shape[-2]``, the columns from V on stay as they are.
@@ -223,7 +187,7 @@ class ContractMethods(PunicaWrapperABC):
             self._linear(parts, y, x, weights, batch, scale, True, fp8.a_scale)
 
     def _fp8_keywords(self, kwargs: dict[str, Any]) -> Fp8Keywords:
-        """The keywords of FP8, validated where debugging is asked for."""
+        """The keywords of FP8, validated with ``debug_checks``."""
         fp8 = Fp8Keywords.of(kwargs)
         if fp8 is None:
             return NOTHING
@@ -252,7 +216,7 @@ class ContractMethods(PunicaWrapperABC):
 
     @abstractmethod
     def _look_at(self, given: Any) -> None:
-        """Verify the values of scales, where debugging is asked for."""
+        """Verify the values of scales, with ``debug_checks``."""
 
 
 def flattened(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The keywords with which a layer hands FP8 weights to the wrapper, and what they mean.
 
 ``lora_a_scale``, ``lora_b_scale``: the scales of A and of B, one float32 tensor per slice; ``a_scale``: those of an x
-that is FP8 itself; ``quant_args``: how they lie, a `punica.ops.fp8_checks.Scheme` or its fields, for one product or
+that is FP8 itself; ``quant_args``: their layout, a `punica.ops.fp8_checks.Scheme` or its fields, for one product or
 both, or ``{"use_fp8_w8a8": ..., "shrink": {...}, "expand": {...}}`` where they differ. Without ``use_fp8_w8a8``
 activations stay as they are (weight-only). The methods for experts take them too, with one more dimension for these:
 see `punica.ops.experts`. One set of keywords may go to `add_shrink` and to `add_expand`: each looks

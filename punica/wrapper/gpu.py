@@ -51,7 +51,7 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta
 
     def begin_step(self, tokens: RowGroups, sampled: RowGroups, vocab_size: int, **options: Any) -> None:
-        """As in the base class; with ``debug_checks`` the values on the device are verified."""
+        """Begin the next step; with ``debug_checks`` the values on the device are verified."""
         super().begin_step(tokens, sampled, vocab_size, **options)
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):

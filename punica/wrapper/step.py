@@ -81,7 +81,7 @@ class StepMetadata:
     def check_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int
     ) -> None:
-        """Raise what `update_metadata` would raise, and change nothing: whoever loads adapters first asks here."""
+        """Raise what `update_metadata` would raise, and change nothing: for callers that load adapters first."""
         self._checked(mapping, lora_index_to_id, max_loras, vocab_size)
 
     def begin_step(
@@ -95,7 +95,7 @@ class StepMetadata:
     ) -> None:
         """Begin the next step, given by the slots of its rows and of its sampled rows.
 
-        ``padding_slot`` stands for "no adapter" in `sampler_indices_padded` (None: one past the last slot). ValueError,
+        ``padding_slot`` encodes "no adapter" in `sampler_indices_padded` (None: one past the last slot). ValueError,
         and no change, when there are more than N of either or a slot is not below ``max_loras``.
         """
         self.batch.fill(tokens, sampled)

@@ -48,7 +48,7 @@ def test_a_layer_hands_over_its_slots_and_their_true_ranks(tmp_path):
     batch = paper_step.steps(settled(tmp_path), 32, 16, 16)[0]
     (call,) = layer_calls([batch])
     assert call.func.__self__.max_loras == batch.a.shape[0] == 64
-    assert call.keywords["lora_ranks"].tolist() == [[16] * 64]
+    assert call.args[2].a.ranks.tolist() == [[16] * 64]
 
 
 # the paper's step

@@ -283,3 +283,21 @@ def test_row_flags(input_is_parallel, reduce_results, lora_config, wrapper_for, 
     x = torch.randn(6, IN)
     reference = base(x)[0].double() + lora_term(x, SLOTS, adapters, (7,))
     torch.testing.assert_close(layer(x)[0].double(), reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_contract_method_of_ones_own_is_called(where, lora_config, monkeypatch):
+    """In a subclass of the library's wrappers, or in place of the method of one object."""
+
+    def add_lora_linear(*call, **keywords):
+        calls.append(keywords)
+
+    class Own(PunicaWrapperCPU):
+        pass
+
+    calls, layer = [], RowParallelLinearWithLoRA(RowParallelLinear(IN, 7))
+    layer.create_lora_weights(4, lora_config())
+    layer.set_mapping(wrapper := Own(8, 8, "cpu", max_loras=4))
+    monkeypatch.setattr(Own if where == "class" else wrapper, "add_lora_linear", add_lora_linear)
+    layer(torch.randn(2, IN))
+    assert [list(keywords) for keywords in calls] == [["lora_ranks"]]

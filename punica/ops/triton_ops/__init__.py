@@ -9,7 +9,7 @@ import sys
 
 from punica.ops.triton_ops.configs import Options, clear_config_cache, get_lora_op_configs, load_lora_op_config
 from punica.ops.triton_ops.flat.dense import lora_expand, lora_linear, lora_shrink
-from punica.ops.triton_ops.flat.fp8 import lora_expand_fp8, lora_linear_fp8, lora_shrink_fp8
+from punica.ops.triton_ops.flat.fp8 import lora_expand_fp8, lora_shrink_fp8
 from punica.ops.triton_ops.flat.tensor_batch import verify_indices
 from punica.ops.triton_ops.fused_moe_lora import fused_moe_lora
 from punica.ops.triton_ops.fused_moe_lora_fp8 import fused_moe_lora_fp8

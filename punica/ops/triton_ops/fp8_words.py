@@ -6,11 +6,9 @@ of rows every word's four columns belong to four products, and the threads that 
 shared memory (where Hopper's product of 64 rows wants them) each block would wait for what was stored before it.
 """
 
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from punica.ops.triton_ops.device import (
     dot,
@@ -20,19 +18,6 @@ from punica.ops.triton_ops.device import (
     read_shrunk,
 )
 from punica.ops.triton_ops.fp8_device import channel_scales, read_shrunk_rows, upcast
-
-
-def fill_words(widths: Sequence[int]) -> bool:
-    """Whether every rank of slices of such widths ends with a word. Others are so rare that they go by FP8's own
-    kernels, whatever their form.
-    """
-    return not any([width % 4 for width in widths])
-
-
-def starts_words(lora_b: Sequence[Tensor]) -> bool:
-    """Whether every slice begins where a word may be read; a view into some buffer of bytes need not."""
-    return not any([weight.data_ptr() % 4 for weight in lora_b])
-
 
 _CONVERT = """{
     .reg .b16 low, high, a, b, c, d;

@@ -8,7 +8,7 @@ shrink leaves fp32 partials ``[splits, n, T, r]`` in a workspace and expand sums
 the partials are ready; shrink fetches A while its predecessor ends. That is safe because every kernel
 here lets its successor start only after it has itself waited for its predecessor: what a kernel reads early was
 complete two kernels ago. The exception is an expand whose shrink ran beside the base product, on another stream
-(``aside``) or in its launch (``base``): the kernel in front of it wrote y, so that it fetches only weights early.
+(``aside``) or in its launch (``base``): the previous kernel wrote y, so that only weights are fetched early.
 """
 
 from contextlib import nullcontext
@@ -23,7 +23,6 @@ from punica.ops.interface import Beside
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
-from punica.ops.triton_ops.fp8_words import fill_words
 from punica.ops.triton_ops.gemm_and_shrink import BaseForm, GemmAndShrinkPlan, fused_schedule, plan_gemm_and_shrink
 from punica.ops.triton_ops.launch import on_device
 from punica.ops.triton_ops.lora_expand import plan_expand
@@ -109,7 +108,8 @@ def choose_linear(
     """
     (a, b), base = (forms[0].stored, forms[1].stored), mode.fused
     a_quant, b_quant = shrink_quant(forms[0], x.dtype), expand_quant(forms[1], torch.float32)
-    b_quant = b_quant._replace(words=words and b_quant.dense and not b.row_major and fill_words(b.widths))
+    whole = not any([width % 4 for width in b.widths])  # every rank of a slice ends with a word
+    b_quant = b_quant._replace(words=words and whole and b_quant.dense and not b.row_major)
     problem = Problem(batch.shape, x.shape[0], a.widths[0], b.widths, a.rank, a.dtype.itemsize, b.row_major)
     shrink = choose("shrink", problem, options, x.device)
     may_fuse = not shrink.block_m and options.tuned_dir is None and (a_quant.dense or not forms[0].is_fp8)

@@ -115,7 +115,8 @@ def _schema(function: Callable, mutates: tuple[str, ...], either: Sequence[str],
     hints, parameters = typing.get_type_hints(function), []
     for parameter in inspect.signature(function).parameters.values():
         hint = typing.Optional[Tensor] if parameter.name in either else hints[parameter.name]  # noqa: UP045
-        hint = Sequence[Tensor] if parameter.name in lists else hint
+        if parameter.name in lists:  # no schema has a default for a list of tensors
+            hint, parameter = Sequence[Tensor], parameter.replace(default=inspect.Parameter.empty)
         parameters.append(parameter.replace(annotation=hint))
     for name in either:
         number = typing.Optional[int]  # noqa: UP045 (torch wants this spelling)

@@ -243,15 +243,13 @@ class TritonOps:
         x_scale: Tensor | None, beside: Beside,
     ) -> None:  # fmt: skip
         """Call the flat linear, behind the base product."""
-        a, b, name = weights.a, weights.b, "lora_linear"
-        given: dict[str, Any] = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": a.ranks}
-        if a.form.is_fp8 or x_scale is not None:
-            schemes = [int(field) for field in (*a.form.scheme, *b.form.scheme)]
-            given |= {"lora_a_scale": a.scales, "lora_b_scale": b.scales, "a_scale": x_scale, "schemes": schemes}
-            name = "lora_linear_fp8"
+        a, b = weights.a, weights.b
+        given: dict[str, Any] = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": a.ranks, "a_scale": x_scale}
+        given |= {"lora_a_scale": a.scales, "lora_b_scale": b.scales}
+        given["schemes"] = [int(field) for field in (*a.form.scheme, *b.form.scheme)]
         if beside.base:
             skinny_gemm(y, x, *beside.base)
-        _call_flat(name, (y, x, a.tensors, b.tensors), batch, x.shape[0], given | self.options._asdict())
+        _call_flat("lora_linear", (y, x, a.tensors, b.tensors), batch, x.shape[0], given | self.options._asdict())
 
 
 _UNKNOWN: Any = object()
@@ -295,6 +293,7 @@ def _names(batch: Batch) -> Names:
 
 
 def _call_flat(name: str, operands: tuple, batch: LoRABatch, rows: int, given: dict[str, Any]) -> None:
+    """The registered op on a step whose tensors have ``rows`` rows."""
     batch.check_rows(rows)
     *tensors, count = batch.meta_args(rows)
     getattr(torch.ops.punica, name)(*operands, *tensors, num_active_loras=count, **given)

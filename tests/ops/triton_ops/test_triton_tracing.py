@@ -5,9 +5,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton_batches import Batch
 
-from punica.ops.triton_ops import lora_linear, lora_shrink
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.triton_ops import TritonOps, lora_linear, lora_shrink
+from punica.ops.weights import LoRAWeights
 
-OPS = ("lora_shrink", "lora_expand", "lora_linear", "lora_linear_fp8")
+OPS = ("lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8")
 
 
 @pytest.fixture
@@ -51,3 +53,18 @@ def test_under_inference_mode(batch):
         y = batch.y.clone()
         lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
     assert not torch.equal(y, batch.y)
+
+
+def test_a_traced_step_is_one_node(batch):
+    step, weights, ops = LoRABatch(8, 2, batch.device), LoRAWeights.of(batch.a, batch.b), TritonOps()
+    step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
+
+    def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ops.linear(y, x, weights, step, 0.5)
+        return y
+
+    expected = layer(batch.x, batch.y.clone())  # and the step's tensors are made
+    graph = make_fx(layer)(batch.x, batch.y.clone())
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and "punica" in str(node.target)]
+    assert [str(node.target) for node in nodes] == ["punica.lora_linear.default"]
+    torch.testing.assert_close(graph(batch.x, batch.y.clone()), expected, rtol=4e-3, atol=2e-3)

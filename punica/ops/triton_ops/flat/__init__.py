@@ -5,5 +5,5 @@ Nothing inside the library calls it, but graph tracers: a traced call of `Triton
 """
 
 from punica.ops.triton_ops.flat.dense import lora_expand, lora_linear, lora_shrink
-from punica.ops.triton_ops.flat.fp8 import lora_expand_fp8, lora_linear_fp8, lora_shrink_fp8
+from punica.ops.triton_ops.flat.fp8 import lora_expand_fp8, lora_shrink_fp8
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch, verify_indices

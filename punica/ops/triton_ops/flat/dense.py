@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from punica.ops.checks import FLAT
+from punica.ops.fp8_checks import PLAIN, Scheme
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.op import custom_op
@@ -86,6 +87,8 @@ def lora_linear(
     lora_token_start_loc: Tensor, lora_ids: Tensor, no_lora_flag_cpu: Tensor,
     scaling: float,
     *, num_active_loras: int | Tensor | None = None, add_inputs: bool = True, lora_ranks: Tensor | None = None,
+    lora_a_scale: Sequence[Tensor] | None = None, lora_b_scale: Sequence[Tensor] | None = None,
+    a_scale: Tensor | None = None, schemes: Sequence[int] | None = None,
     batch_invariant: bool = False, pdl: bool = True, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
     """``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T``, slice by slice, in place.
@@ -96,6 +99,10 @@ def lora_linear(
         lora_a_weights, lora_b_weights: n x [L, (1,) r, K] and n x [L, (1,) N_i, r].
         token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
         scaling: finite factor.
+        lora_a_scale, lora_b_scale: of FP8 weights, as ``b_scale`` of `lora_shrink_fp8` and `lora_expand_fp8`.
+        a_scale: of FP8 inputs (w8a8), as there.
+        schemes: the fields of both `punica.ops.fp8_checks.Scheme`, ``(group_k, group_n, use_fp8_w8a8,
+            per_channel_quant)`` of A and then of B (None: one scale per slot, where there are scales).
         pdl: let the kernels start early where the GPU can; ``False`` starts them one after the other.
 
     The other arguments, the treatment of rows at slot -1 and the errors are those of `lora_shrink` and `lora_expand`.
@@ -105,6 +112,17 @@ def lora_linear(
         flag=no_lora_flag_cpu, count=num_active_loras,
     )  # fmt: skip
     if not batch.no_lora:
-        weights = LoRAWeights.of(lora_a_weights, lora_b_weights, lora_ranks, names=FLAT)
+        scales, both = (lora_a_scale, lora_b_scale), _schemes(schemes)
+        weights = LoRAWeights.of(lora_a_weights, lora_b_weights, lora_ranks, scales, both, FLAT)
         ops = TritonOps(Options(batch_invariant, pdl, tuned_dir))
-        ops.linear(output_tensor, inputs, weights, batch, scaling, add_inputs)
+        ops.linear(output_tensor, inputs, weights, batch, scaling, add_inputs, a_scale)
+
+
+def _schemes(fields: Sequence[int] | None) -> tuple[Scheme, Scheme]:
+    """Those of A and B; ValueError for another number of fields."""
+    if fields is None:
+        return PLAIN, PLAIN
+    if len(fields) != 2 * len(PLAIN):
+        raise ValueError(f"schemes has {len(fields)} entries; expected the fields of two Schemes, {2 * len(PLAIN)}")
+    shrink, expand = (Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (fields[:4], fields[4:]))
+    return shrink, expand

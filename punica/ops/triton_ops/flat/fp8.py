@@ -1,4 +1,4 @@
-"""`lora_shrink_fp8`, `lora_expand_fp8` and `lora_linear_fp8`: the same with weights in FP8 and their scales.
+"""`lora_shrink_fp8` and `lora_expand_fp8`: the same with weights in FP8 and their scales.
 
     out[i, t, c] = scaling * a(t) * b_i[l, c] * sum_k x[t, k] * A_i[l, c, k]       l = slot(t), A_i [L, r, K] float8
 
@@ -15,7 +15,7 @@ from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.op import custom_op
 from punica.ops.triton_ops.step_ops import TritonOps
-from punica.ops.weights import LoRAWeights, Stack
+from punica.ops.weights import Stack
 
 _NAMES = FLAT._replace(a_scale="b_scale", b_scale="b_scale")
 
@@ -93,39 +93,3 @@ def lora_expand_fp8(
         b = Stack.of_b(lora_b_weights, lora_ranks, b_scale, scheme, _NAMES)
         ops = TritonOps(Options(batch_invariant, tuned_dir=tuned_dir))
         ops.expand(output_tensor, inputs, b, batch, offset_start, add_inputs, a_scale)
-
-
-@custom_op(mutates="output_tensor")
-def lora_linear_fp8(
-    output_tensor: Tensor, inputs: Tensor, lora_a_weights: Sequence[Tensor], lora_b_weights: Sequence[Tensor],
-    token_lora_mapping: Tensor, token_indices_sorted_by_lora_ids: Tensor, num_tokens_per_lora: Tensor,
-    lora_token_start_loc: Tensor, lora_ids: Tensor, no_lora_flag_cpu: Tensor,
-    scaling: float, lora_a_scale: Sequence[Tensor], lora_b_scale: Sequence[Tensor], a_scale: Tensor | None = None,
-    *, schemes: Sequence[int], num_active_loras: int | Tensor | None = None, add_inputs: bool = True,
-    lora_ranks: Tensor | None = None, batch_invariant: bool = False, pdl: bool = True, tuned_dir: str | None = None,
-) -> None:  # fmt: skip
-    """``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T`` with A and B in FP8, in place.
-
-    Args:
-        output_tensor: [T, W] with last stride 1.
-        inputs: [T, K] float16, bfloat16 or float32, any strides, or (w8a8) float8 with ``a_scale``.
-        lora_a_weights, lora_b_weights: n x [L, (1,) r, K] and n x [L, (1,) N_i, r], all of one float8 dtype.
-        lora_a_scale, lora_b_scale: of A as ``b_scale`` of `lora_shrink_fp8`, of B as that of `lora_expand_fp8`.
-        schemes: the fields of both `punica.ops.fp8_checks.Scheme`, ``(group_k, group_n, use_fp8_w8a8,
-            per_channel_quant)`` of A and then of B.
-
-    The other arguments, the treatment of rows at slot -1 and the errors are those of `lora_linear`, `lora_shrink_fp8`
-    and `lora_expand_fp8`.
-    """
-    batch = TensorBatch.given(
-        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
-        flag=no_lora_flag_cpu, count=num_active_loras,
-    )  # fmt: skip
-    if len(schemes) != 2 * len(Scheme._fields):
-        raise ValueError(f"schemes has {len(schemes)} entries; expected the fields of two Schemes, {2 * len(Scheme())}")
-    shrink, expand = (Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (schemes[:4], schemes[4:]))
-    if not batch.no_lora:
-        scales = lora_a_scale, lora_b_scale
-        weights = LoRAWeights.of(lora_a_weights, lora_b_weights, lora_ranks, scales, (shrink, expand), FLAT)
-        ops = TritonOps(Options(batch_invariant, pdl, tuned_dir))
-        ops.linear(output_tensor, inputs, weights, batch, scaling, add_inputs, a_scale)

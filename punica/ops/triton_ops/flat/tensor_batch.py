@@ -22,7 +22,7 @@ NO_SHAPE = StepShape(0, 0)
 
 
 class TensorBatch(NamedTuple):
-    """What ops ask of a `punica.metadata.LoRABatch`, for tensors from elsewhere. Built by `given`.
+    """A step given by its tensors, with the attributes of a `punica.metadata.LoRABatch`. Built by `given`.
 
     ``tensors``: mapping, sorted rows, counts, starts and ids; ``max_segments``: how many entries of the ids may be in
     use; ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``shape``: the step,
@@ -55,7 +55,7 @@ class TensorBatch(NamedTuple):
 
     @property
     def listed(self) -> bool:
-        """Whether the tiles of the step are listed, as `punica.metadata.work` does."""
+        """False: the tensors come without lists of tiles (`punica.metadata.work`)."""
         return False
 
     def work(self, height: int) -> tuple[Any, ...]:
