@@ -148,7 +148,7 @@ def _codes(real, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr):
+def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT):
     """Convert float32 values to FP8 as `as_operand` gives it (TYPE), saturated at LIMIT."""
     real = tl.where(real > LIMIT, LIMIT, tl.where(real < -LIMIT, -LIMIT, real))  # a NaN stays
     if TYPE == tl.uint8:  # noqa: SIM300 (as Triton compares)
