@@ -96,6 +96,7 @@ def _one_pass(
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
+    mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
     mask_b = (offs_r < (SHAPE.rank if READ == "slot" else rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
@@ -106,7 +107,6 @@ def _one_pass(
     pdl_wait(TILE.pdl, TILE.at_once or strides[0] > 0)  # blocks in registers would be waited for first
     if TILE.at_once and SHAPE.add and TILE.late:
         old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-    mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
     h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, strides[0], READ == "rank", DTYPE, SHAPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         if not TILE.at_once:
