@@ -107,7 +107,7 @@ def _one_pass(
     pdl_wait(TILE.pdl, TILE.at_once or strides[0] > 0)  # blocks in registers would be waited for first
     if TILE.at_once and SHAPE.add and TILE.late:
         old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-    h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, strides[0], READ == "rank", DTYPE, SHAPE)
+    h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, strides[0], READ == "rank", DTYPE, SHAPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         if not TILE.at_once:
             mask_n = (offs_n < (1 << 30 if TILE.even_n else width))[None, :]
@@ -150,8 +150,8 @@ def _sum_ranks(
     acc = accumulator(TILE.block_m, TILE.block_n, TILE.swap_ab and QUANT.group_k == 0)
     for first_r in tl.range(0, rank, TILE.block_r, num_stages=TILE.stages):
         lanes = first_r + offs_r
-        mask_h, live = mask_m[:, None] & (lanes < rank_read)[None, :], lanes < rank
-        h = read_shrunk_rows(h_ptrs + first_r * stride_hr, mask_h, live, stride_hp, READ == "rank", DTYPE, SHAPE)
+        mask_h, h_block = mask_m[:, None] & (lanes < rank_read)[None, :], h_ptrs + first_r * stride_hr
+        h = read_shrunk_rows(h_block, mask_h, lanes, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
         mask_b = (lanes < (rank_read if SHAPE.row_major else rank))[:, None] & (offs_n < width)[None, :]
         b = tl.load(b_ptrs + first_r * (1 if SHAPE.row_major else width), mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
         b = upcast(b, QUANT.format, DTYPE)

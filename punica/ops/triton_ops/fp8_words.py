@@ -188,7 +188,7 @@ def expand_tile_in_words(
     h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)  # until the first turn, for the loop to carry
     if TILE.late:
         pdl_launch_then_wait(TILE.pdl)
-        h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, stride_hp, False, DTYPE, SHAPE)
+        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, False, DTYPE, SHAPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         mask_n = offs_n < (1 << 30 if TILE.even_n else width)
         mask_w = (offs_w < (1 << 30 if TILE.even_n else width_w))[None, :]
@@ -198,7 +198,7 @@ def expand_tile_in_words(
         if not TILE.late:  # noqa: SIM102 (TILE.late is decided at compile time)
             if step == 0:
                 pdl_launch_then_wait(TILE.pdl)
-                h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, stride_hp, False, DTYPE, SHAPE)
+                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, False, DTYPE, SHAPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
         a, b, c, d = upcast_words(words, QUANT.format, NATIVE, DTYPE)
