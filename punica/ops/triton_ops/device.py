@@ -6,7 +6,7 @@ tiles (`punica.metadata.work`). Tensors from elsewhere come without a list: the 
 
 PDL (programmatic dependent launch, compute capability 9.0 and newer): a kernel may start before its predecessor on the
 stream has ended. ``launch_dependents`` lets the dependent kernel start; ``wait`` blocks until the predecessor has ended
-and its writes are visible. A wait stands outside of pipelined loops: on sm_100 the compiler fails on one inside.
+and its writes are visible. Waits are outside of pipelined loops: on sm_100 the compiler fails on one inside.
 """
 
 import triton
@@ -66,8 +66,8 @@ def pdl_wait(PDL: tl.constexpr, condition):
     """Wait for the predecessor, if ``condition`` holds.
 
     One that always holds, of kernel arguments, is opaque to the compiler. The branch keeps it from sinking address
-    arithmetic of a whole tile below the wait, where nothing hides it. Idle programs pass whether they are the one
-    that must wait all the same (``pdl_anchor``): it keeps the chain of kernels transitive.
+    arithmetic of a whole tile below the wait, where nothing hides it. An idle program passes ``pdl_anchor``: one
+    of them must wait, which keeps the chain of kernels transitive.
     """
     if PDL:  # noqa: SIM102 (PDL is decided at compile time)
         if condition:

@@ -69,7 +69,7 @@ def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
 @triton.jit
 def _one_pass(
     pointers, operands, place, rows, columns, ranks, strides,
-    WHOLE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """All ranks at once. ``at_once``: blocks go through registers, the first is loaded ahead of the PDL wait, and every
     other one while the one before it is multiplied; else the compiler pipelines the loop over columns.
@@ -82,6 +82,7 @@ def _one_pass(
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
+    mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
     mask_b = (offs_r < (rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
@@ -92,8 +93,7 @@ def _one_pass(
     pdl_wait(TILE.pdl, TILE.at_once or strides[0] > 0)  # blocks in registers would be waited for first
     if TILE.at_once and SHAPE.add and TILE.late:
         old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-    mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
-    h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, strides[0], WHOLE, DTYPE, SHAPE)
+    h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, strides[0], READ == "rank", DTYPE, SHAPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         if not TILE.at_once:
             mask_n = (offs_n < (1 << 30 if TILE.even_n else width))[None, :]
@@ -112,7 +112,7 @@ def _one_pass(
             if SHAPE.add:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
         weights = upcast(weights, QUANT.format, DTYPE)
-        if SHAPE.row_major and not WHOLE:
+        if SHAPE.row_major and READ != "rank":
             weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
         total = _finish(product(h, weights, TILE), before, scale, operands, rows, SHAPE)
         tl.store(out_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask_y & ((rank > 0) | (not SHAPE.add)))
@@ -120,26 +120,28 @@ def _one_pass(
 
 @triton.jit
 def _sum_ranks(
-    h_ptrs, b_ptrs, operands, place, rows, columns, ranks, strides,
-    WHOLE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    pointers, operands, place, rows, columns, ranks, strides,
+    READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_M, BLOCK_N] over blocks of ranks; with a scale per block of ranks each is a product of its own."""
+    h_ptrs, b_ptrs, y_ptrs = pointers
     rows, mask_m = rows
     offs_n, width = columns
     rank, rank_read = ranks
     stride_hp, stride_hr = strides
     slice_id, slot = place
     QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     offs_r = tl.arange(0, TILE.block_r)
     acc = accumulator(TILE.block_m, TILE.block_n, TILE.swap_ab and QUANT.group_k == 0)
     for first_r in tl.range(0, rank, TILE.block_r, num_stages=TILE.stages):
         lanes = first_r + offs_r
-        mask_h = mask_m[:, None] & (lanes < rank_read)[None, :]
-        h = read_shrunk_rows(h_ptrs + first_r * stride_hr, mask_h, lanes < rank, stride_hp, WHOLE, DTYPE, SHAPE)
+        mask_h, h_block = mask_m[:, None] & (lanes < rank_read)[None, :], h_ptrs + first_r * stride_hr
+        h = read_shrunk_rows(h_block, mask_h, lanes, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
         mask_b = (lanes < (rank_read if SHAPE.row_major else rank))[:, None] & (offs_n < width)[None, :]
         b = tl.load(b_ptrs + first_r * (1 if SHAPE.row_major else width), mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
         b = upcast(b, QUANT.format, DTYPE)
-        if SHAPE.row_major and not WHOLE:
+        if SHAPE.row_major and READ != "rank":
             b = tl.where((lanes < rank)[:, None], b, 0.0)
         if QUANT.group_k > 0:  # BLOCK_R divides a block of scales
             block = first_r // QUANT.group_k
@@ -157,20 +159,17 @@ def _sum_ranks(
 
 @triton.jit
 def _rank_loop(
-    pointers, operands, place, rows, columns, ranks, strides, WHOLE: tl.constexpr, SHAPE: tl.constexpr,
+    pointers, operands, place, rows, columns, ranks, strides, READ: tl.constexpr, SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
     h_ptrs, b_ptrs, y_ptrs = pointers
     offs_n, width = columns
-    QUANT: tl.constexpr = SHAPE.quant
-    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     pdl_launch_then_wait(TILE.pdl)
     for _ in tl.range(0, TILE.tiles_n):
         mask_y = rows[1][:, None] & (offs_n < width)[None, :]
-        total = _sum_ranks(
-            h_ptrs, b_ptrs, operands, place, rows, (offs_n, width), ranks, strides, WHOLE, SHAPE, TILE, DTYPE
-        )
+        pointers = (h_ptrs, b_ptrs, y_ptrs)
+        total = _sum_ranks(pointers, operands, place, rows, (offs_n, width), ranks, strides, READ, SHAPE, TILE)
         before = 0.0
         if SHAPE.add:
             before = tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
@@ -184,13 +183,12 @@ def _rank_loop(
 
 @triton.jit
 def _expand_rows_of(
-    tensors, operands, place, rows, block, rank, strides,
-    WHOLE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, place, rows, block, rank, strides, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``rows`` x tiles_n blocks of block_n columns.
 
-    WHOLE: the rank is a multiple of ``vector``, the ranks of one load of h or B; else loads reach beyond it, and the
-    values from there are dropped. B by ranks is read as far as the rank.
+    READ: how far loads of h and B reach. "rank": as far as the rank, a multiple of ``vector``, the ranks of one load.
+    "vectors": to the end of a vector, and values beyond the rank are dropped (B by ranks: as far as the rank).
 
     place: slice and slot; block: first column, width of the slice and its first column in y.
     """
@@ -205,13 +203,13 @@ def _expand_rows_of(
         b_ptrs = b_ptr + offs_r[:, None] * width + offs_n[None, :]
     h_ptrs = h_ptr + rows[0][:, None] * stride_ht + offs_r[None, :] * stride_hr  # [BLOCK_M, BLOCK_R]
     y_ptrs = y_ptr + rows[0][:, None] * stride_yt + (column + offs_n)[None, :]  # [BLOCK_M, BLOCK_N]
-    # WHOLE: it is the rank, and the compiler sees that it is a multiple
-    rank_read = (rank if WHOLE else rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
+    # "rank": it is the rank, and the compiler sees that it is a multiple
+    rank_read = (rank if READ == "rank" else rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
     pointers, columns, ranks = (h_ptrs, b_ptrs, y_ptrs), (offs_n, width), (rank, rank_read)
     if TILE.block_r >= SHAPE.rank:
-        _one_pass(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), WHOLE, SHAPE, TILE)
+        _one_pass(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), READ, SHAPE, TILE)
     else:
-        _rank_loop(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), WHOLE, SHAPE, TILE)
+        _rank_loop(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), READ, SHAPE, TILE)
 
 
 @triton.jit
@@ -230,6 +228,7 @@ def expand_tile(
     ranks_ptr, num_slots, pdl_anchor = call
     _, stride_hs, _, _, _ = strides
     EITHER: tl.constexpr = SHAPE.has_ranks and SHAPE.vector > 1
+    READ: tl.constexpr = "vectors" if EITHER else "rank"
     slice_id, first_n, width, column = column_block(block, SHAPE, TILE.block_n * TILE.tiles_n)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
     if (rank > 0) if SHAPE.add else (slot >= 0):
@@ -239,12 +238,12 @@ def expand_tile(
         given, place, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot), (first_n, width, column)
         if EITHER and SHAPE.row_major and TILE.tiles_n > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
             if rank % SHAPE.vector == 0:
-                _expand_rows_of(given, operands, place, rows, columns, rank, strides, True, SHAPE, TILE)
+                _expand_rows_of(given, operands, place, rows, columns, rank, strides, "rank", SHAPE, TILE)
             else:
-                _expand_rows_of(given, operands, place, rows, columns, rank, strides, False, SHAPE, TILE)
+                _expand_rows_of(given, operands, place, rows, columns, rank, strides, "vectors", SHAPE, TILE)
         elif TILE.words:
             expand_tile_in_words(given, operands, place, rows, columns, rank, strides, SHAPE, TILE)
         else:
-            _expand_rows_of(given, operands, place, rows, columns, rank, strides, not EITHER, SHAPE, TILE)
+            _expand_rows_of(given, operands, place, rows, columns, rank, strides, READ, SHAPE, TILE)
     else:
         pdl_wait(TILE.pdl, pdl_anchor)

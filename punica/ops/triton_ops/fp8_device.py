@@ -148,7 +148,7 @@ def _codes(real, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr):
+def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT):
     """Convert float32 values to FP8 as `as_operand` gives it (TYPE), saturated at LIMIT."""
     real = tl.where(real > LIMIT, LIMIT, tl.where(real < -LIMIT, -LIMIT, real))  # a NaN stays
     if TYPE == tl.uint8:  # noqa: SIM300 (as Triton compares)
@@ -159,7 +159,9 @@ def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constex
 
 
 @triton.jit
-def read_shrunk_rows(h_ptrs, mask, live, stride_hp, WHOLE: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
+def read_shrunk_rows(
+    h_ptrs, mask, lanes, rank, stride_hp, WHOLE: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr
+):  # fmt: skip
     """Read the result [BLOCK_M, BLOCK_R] of shrink in DTYPE, FP8 values without their scales. Unless WHOLE, ``mask``
     reaches beyond the rank, to the end of a vector; values there are dropped.
     """
@@ -169,7 +171,7 @@ def read_shrunk_rows(h_ptrs, mask, live, stride_hp, WHOLE: tl.constexpr, DTYPE: 
     else:
         h = read_shrunk(h_ptrs, mask, stride_hp, SHAPE.partials)
     if not WHOLE or QUANT.x_format > 0:
-        h = tl.where(live[None, :], h, 0.0)
+        h = tl.where((lanes < rank)[None, :], h, 0.0)
     return h.to(DTYPE)
 
 

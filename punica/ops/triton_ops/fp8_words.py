@@ -1,9 +1,8 @@
-"""Rows times a B in FP8 that lies rank after rank, read four columns to a word.
+"""Expand with an FP8 B stored rank after rank, read four columns to a word.
 
-Bytes that a loop carries from one turn to the next cost the compiler a register each, and instructions that pack and
-unpack them: more than what is done with them. So words are carried, and come apart where they are multiplied. Of a tile
-of rows every word's four columns belong to four products, and the threads that multiply them make them wide: through
-shared memory (where Hopper's product of 64 rows wants them) each block would wait for what was stored before it.
+Loop-carried FP8 values occupy a register each, and instructions that pack and unpack them. So packed words are carried,
+and unpacked where they are multiplied. In a GEMM a word's four columns belong to four products, whose threads upcast
+them: through shared memory (where Hopper's product of 64 rows wants its operands) each block would wait for a store.
 """
 
 
@@ -38,7 +37,7 @@ _CONVERT_E5M2 = tl.constexpr(_CONVERT.replace("FORMAT", "e5m2"))
 
 @triton.jit
 def _converted(words, FORMAT: tl.constexpr):
-    """The four FP8 values of each word as float32, from the lowest byte up, by instructions of the GPU."""
+    """Convert the four FP8 values of each word to float32, from the lowest byte up, by instructions of the GPU."""
     return tl.inline_asm_elementwise(
         _CONVERT_E4M3 if FORMAT == 1 else _CONVERT_E5M2, "=f,=f,=f,=f,r", [words],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
@@ -63,8 +62,8 @@ _UNPACK_E5M2 = tl.constexpr(_UNPACK.replace("FORMAT", "e5m2"))
 
 @triton.jit
 def _unpacked(words, FORMAT: tl.constexpr):
-    """The four FP8 values of each word as float16, from the lowest byte up; two words at a time, in a product's operand
-    two ranks of the same columns, as its registers want them.
+    """Convert the four FP8 values of each word to float16, from the lowest byte up. Two words at a time: in an operand
+    these are two ranks of the same columns, the order of its registers.
     """
     return tl.inline_asm_elementwise(
         _UNPACK_E4M3 if FORMAT == 1 else _UNPACK_E5M2, "=r,=r,=r,=r,r,r", [words],
@@ -73,44 +72,27 @@ def _unpacked(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _byte(words, place: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    return upcast(((words >> (8 * place)) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
-
-
-@triton.jit
-def _by_their_bits(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    a, b = _byte(words, 0, FORMAT, DTYPE), _byte(words, 1, FORMAT, DTYPE)
-    c, d = _byte(words, 2, FORMAT, DTYPE), _byte(words, 3, FORMAT, DTYPE)
-    return a, b, c, d
-
-
-@triton.jit
-def _wide_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """[columns / 4, ranks] words as four tensors of float32: the first of every four columns, the second, ..."""
-    if NATIVE:
-        values = _converted(words, FORMAT)
+def upcast_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
+    """Upcast words to four tensors: the first of every four columns, the second, ... NATIVE: by instructions, as
+    operands of a product in 16 bits, or as float32 values.
+    """
+    if not NATIVE:
+        a = upcast((words & 0xFF).to(tl.uint8), FORMAT, DTYPE)
+        b = upcast(((words >> 8) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
+        c = upcast(((words >> 16) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
+        d = upcast(((words >> 24) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
+    elif DTYPE == tl.float32:  # noqa: SIM300 (as Triton compares)
+        a, b, c, d = _converted(words, FORMAT)
     else:
-        values = _by_their_bits(words, FORMAT, tl.float32)
-    return values
-
-
-@triton.jit
-def _operands_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
-    """The same as operands of a product in 16-bit DTYPE."""
-    if NATIVE:
         a, b, c, d = _unpacked(words, FORMAT)
-        values = (a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE))
-    else:
-        values = _by_their_bits(words, FORMAT, DTYPE)
-    return values
+    return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
 
 
 @triton.jit
 def expand_row_in_words(
     tensors, operands, place, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row x COLUMNS columns, LANES ranks at a time as far as the true rank goes: the next ones are loaded before
-    these are summed.
+    """GEMV: one row x COLUMNS columns, LANES ranks at a time, as `expand_gemv._by_ranks`.
 
     place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
     """
@@ -128,7 +110,7 @@ def expand_row_in_words(
     width_w = width // 4
     offs_w = first_n // 4 + tl.arange(0, COLUMNS // 4)
     mask_w = (offs_w < width_w)[:, None]
-    word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]
+    word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]  # [COLUMNS/4, LANES]
     words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
     scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
     before = tl.zeros([COLUMNS], tl.float32)
@@ -150,7 +132,7 @@ def expand_row_in_words(
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
             h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
-        a, b, c, d = _wide_words(these, QUANT.format, NATIVE)
+        a, b, c, d = upcast_words(these, QUANT.format, NATIVE, tl.float32)
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
         third += tl.sum(c * factors, 1)
@@ -164,8 +146,8 @@ def expand_row_in_words(
 def expand_tile_in_words(
     tensors, operands, place, rows, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the wait for the kernel in front
-    is in the first turn of the loop, so that the first blocks of B and y are under way before it.
+    """GEMM: ``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the PDL wait is in the
+    first iteration of the loop, so that the first blocks of B and y are in flight before it.
 
     place: slice and slot; block: first column, width of the slice and its first column in y.
     """
@@ -184,14 +166,14 @@ def expand_tile_in_words(
     offs_w = first_n // 4 + tl.arange(0, BLOCK_N // 4)
     offs_r = tl.arange(0, BLOCK_R)
     width_w = width // 4
-    word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[:, None] * width_w + offs_w[None, :]
+    word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[:, None] * width_w + offs_w[None, :]  # [BLOCK_R, N/4]
     h_ptrs = h_ptr + rows[:, None] * stride_ht + offs_r[None, :] * stride_hr
     y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]
     mask_h = mask_m[:, None] & (offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector)[None, :]
     h = tl.zeros([BLOCK_M, BLOCK_R], DTYPE)  # until the first turn, for the loop to carry
     if TILE.late:
         pdl_launch_then_wait(TILE.pdl)
-        h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, stride_hp, False, DTYPE, SHAPE)
+        h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, False, DTYPE, SHAPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         mask_n = offs_n < (1 << 30 if TILE.even_n else width)
         mask_w = (offs_w < (1 << 30 if TILE.even_n else width_w))[None, :]
@@ -201,10 +183,10 @@ def expand_tile_in_words(
         if not TILE.late:  # noqa: SIM102 (TILE.late is decided at compile time)
             if step == 0:
                 pdl_launch_then_wait(TILE.pdl)
-                h = read_shrunk_rows(h_ptrs, mask_h, offs_r < rank, stride_hp, False, DTYPE, SHAPE)
+                h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, False, DTYPE, SHAPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
-        a, b, c, d = _operands_of(words, QUANT.format, NATIVE, DTYPE)
+        a, b, c, d = upcast_words(words, QUANT.format, NATIVE, DTYPE)
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         a, b = dot(h, a, zeros, False, TILE.interpret), dot(h, b, zeros, False, TILE.interpret)
         c, d = dot(h, c, zeros, False, TILE.interpret), dot(h, d, zeros, False, TILE.interpret)

@@ -2,10 +2,10 @@
 
     y[t] = W x[t] + bias            partials[split, i, t] = scaling * A_i[slot(t)] x[t], as `lora_shrink` leaves them
 
-Programs of two kinds stand in one grid: tiles of the base product (`skinny_gemm`) and, behind them, rows of the shrink
-(`lora_shrink`). Beside the bytes of a projection those of a few ranks are few, and the shrink's many short programs
-fill what the tiles leave free, above all while the last of them end. All stays one chain on one stream, in which every
-kernel starts early, where a second stream for the shrink (`punica.layers.dual_stream`) has to be forked and joined.
+One grid holds programs of two kinds: tiles of the base product (`skinny_gemm`), then rows of the shrink
+(`shrink_gemv`). The bytes of a few ranks are few beside those of a projection, and the shrink's many short programs
+fill the tail of the tiles. All stays one chain of PDL launches on one stream, where a second stream for the shrink
+(`punica.layers.dual_stream`) has to be forked and joined.
 
 What counts is the width of the slots, not the rank of an adapter in one. Probed once on an H200 (2026-11-23), with the
 projections, norms and activation of Llama-2 7B's 32 layers in one graph, 32 rows: in slots of rank 16 LoRA adds 0.79 ms
@@ -83,7 +83,7 @@ def _gemm_and_shrink_kernel(
 
 
 class GemmAndShrinkPlan(NamedTuple):
-    """The launch, and what it needs to know of a call."""
+    """The launch, the form of its base product, and its counts."""
 
     launch: Launch
     form: TilesForm
@@ -110,8 +110,9 @@ def check_base_switches(base: Sequence[Tensor], add_inputs: bool) -> None:
 
 
 def describe_base(base: Sequence[Tensor]) -> BaseForm | None:
-    """Of ``weight [N, K]`` and, if there is one, ``bias [N]``; None without a base product. ValueError, TypeError:
-    shapes, layouts, dtypes or devices.
+    """Form of ``weight [N, K]`` and ``bias [N]`` (if given); None without a base product.
+
+    ValueError, TypeError: shapes, layouts, dtypes or devices.
     """
     if not base:
         return None

@@ -26,7 +26,7 @@ from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
 from punica.ops.triton_ops.fp8_rules import expand_in_fp8
-from punica.ops.triton_ops.fp8_words import _unpacked, _wide_words
+from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.weights import plans_of
 
@@ -35,54 +35,30 @@ SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
 
 
 @triton.jit
-def _four_tensors(words_ptr, wide_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr):
+def _four_tensors(words_ptr, values_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr):
     offs = tl.arange(0, COUNT)
-    a, b, c, d = _wide_words(tl.load(words_ptr + offs)[:, None], FORMAT, NATIVE)
-    lanes = tl.arange(0, 1)[None, :]
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes, a)
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 1, b)
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 2, c)
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 3, d)
+    a, b, c, d = upcast_words(tl.load(words_ptr + offs), FORMAT, NATIVE, values_ptr.dtype.element_ty)
+    tl.store(values_ptr + offs * 4, a)
+    tl.store(values_ptr + offs * 4 + 1, b)
+    tl.store(values_ptr + offs * 4 + 2, c)
+    tl.store(values_ptr + offs * 4 + 3, d)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["by their bits", "by instructions"])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_every_code_in_every_place(fp8, native, device):
+@pytest.mark.parametrize("dtype", [FP16, torch.float32], ids=str)
+def test_every_code_in_every_place(dtype, fp8, native, device):
     if native and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
         pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
     codes = torch.arange(256, dtype=torch.uint8)
     places = torch.stack([codes.roll(shift) for shift in (0, 1, 7, 100)], 1).contiguous()
-    found = torch.empty(256, 4, device=device)
+    found = torch.empty(256, 4, dtype=dtype, device=device)
     _four_tensors[(1,)](places.view(torch.int32).flatten().to(device), found, fp8_format(fp8), native, 256)
-    expected, found = places.view(fp8).float(), found.cpu()
+    expected, found = places.view(fp8).to(dtype), found.cpu()
     assert torch.equal(found.isnan(), expected.isnan())
     finite = ~expected.isnan()
     assert torch.equal(found[finite], expected[finite])
     assert torch.equal(found[finite].signbit(), expected[finite].signbit())
-
-
-@triton.jit
-def _unpack_in_pairs(words_ptr, wide_ptr, FORMAT: tl.constexpr, COUNT: tl.constexpr):
-    offs = tl.arange(0, COUNT)
-    a, b, c, d = _unpacked(tl.load(words_ptr + offs), FORMAT)
-    tl.store(wide_ptr + offs * 4, a)
-    tl.store(wide_ptr + offs * 4 + 1, b)
-    tl.store(wide_ptr + offs * 4 + 2, c)
-    tl.store(wide_ptr + offs * 4 + 3, d)
-
-
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_every_code_of_two_words_at_a_time(fp8, device):
-    if INTERPRETED or torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
-    codes = torch.arange(256, dtype=torch.uint8)
-    places = torch.stack([codes.roll(shift) for shift in (0, 1, 7, 100)], 1).contiguous()
-    found = torch.empty(256, 4, dtype=FP16, device=device)
-    _unpack_in_pairs[(1,)](places.view(torch.int32).flatten().to(device), found, fp8_format(fp8), 256)
-    expected, found = places.view(fp8).half(), found.cpu()
-    assert torch.equal(found.isnan(), expected.isnan())
-    finite = ~expected.isnan()
-    assert torch.equal(found[finite].view(torch.int16), expected[finite].view(torch.int16))
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""The GPU backend's kernels for what lies between the dense projections of a decoder layer: attention of decode rows
+"""Kernels of the GPU backend between the dense projections of a decoder layer: attention of decode rows
 over the paged KV cache (``decode_attention``), the norm behind a residual connection (``add_rms_norm``), RoPE with the
 cache write (``rotate_and_store``), and the activation of the MLP (``swiglu``). And, once per step, for the angles of
 RoPE (``rotary_angles``) and the most probable tokens (``argmax``).
 
 They compute what :mod:`punica.models.llama` and :mod:`punica.engine.attention` do, on the engine's cache layout. With
-early launch (compute capability 9.0) each waits for the kernel in front before it reads or writes what that may touch.
+PDL (compute capability 9.0) each waits for its predecessor before it reads or writes what that may touch.
 """
 
 from punica.ops.triton_ops.backbone.angles import rotary_angles

@@ -1,4 +1,4 @@
-"""What the backbone's kernels ask of their operands."""
+"""Checks of the backbone kernels' operands."""
 
 from torch import Tensor
 

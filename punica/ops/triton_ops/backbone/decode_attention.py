@@ -195,7 +195,7 @@ def decode_attention(
         out: ``[R, H, D]``, overwritten; rows may be apart, heads lie side by side.
         q: ``[R, H, D]``, in the same way, rotated; float16, bfloat16 or float32 as the cache, unless that is FP8.
         keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv, D at
-            most 256. float8_e4m3fn is made wide, exactly, before it is multiplied.
+            most 256. float8_e4m3fn is upcast, exactly, before it is multiplied.
         values: as ``keys``.
         block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the
             last token's are not read.
@@ -207,7 +207,7 @@ def decode_attention(
         splits: a power of two up to 32; ``None``: :func:`choose_splits`.
 
     What lies in the table, in ``lengths`` and in ``order`` is on the device and not checked; it is read before the
-    kernels in front have ended, none of which may write it. ValueError, TypeError: shapes, layouts, dtypes or devices;
+    PDL wait, so no kernel in flight may write it. ValueError, TypeError: shapes, layouts, dtypes or devices;
     RuntimeError: no Triton kernel runs on this device.
     """
     _check(out, q, keys, values, block_table, lengths, order, block_size, splits)

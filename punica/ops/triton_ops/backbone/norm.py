@@ -50,7 +50,7 @@ def add_rms_norm(out: Tensor, x: Tensor, delta: Tensor | None, weight: Tensor, e
 
     Args:
         out, x, delta: ``[T, hidden]`` in float16, bfloat16 or float32, elements of a row side by side. ``delta`` None
-            (in front of the first layer): ``x`` stays as it is.
+            (before the first layer): ``x`` stays as it is.
         weight: ``[hidden]``, contiguous, of the same dtype.
         eps: of the norm.
 

@@ -8,8 +8,8 @@ Two kernels, one meaning:
 * **tiles**: the weight is the tensor cores' *left* operand, so that the instruction's 64 rows are rows of the weight,
   and the tokens its right one, which may be as narrow as 8. Weights stream through shared memory.
 
-With early launch (compute capability 9.0) a program asks for its first weights before the kernel in front has ended,
-which wrote x but no weight. More than the first tile of them is too much: two or four cost a step of 7B 0.05 and 0.1 ms
+With PDL (compute capability 9.0) a program prefetches its first weights before it waits for the predecessor, which
+wrote x but no weight. More than the first tile of them is too much: two or four cost a step of 7B 0.05 and 0.1 ms
 (H200, 2026-11-23). K may be cut among programs so that there are enough of them: each writes a partial of
 float32, and the one that arrives last at a tile adds the partials in ascending order. So the bits repeat.
 """
@@ -62,14 +62,14 @@ class TilesForm(NamedTuple):
     """Tiles of weights under way or in use in shared memory."""
     num_warps: int
     ahead: int
-    """Weights of each row that are brought into the L2 cache before the kernel in front has ended (early launch)."""
+    """Weights of each row that are prefetched into L2 before the PDL wait."""
 
 
 GemmForm = RowsForm | TilesForm
 
 
 class GemmTiles(NamedTuple):
-    """Shape and schedule of the tiles kernel: its constexpr. ``ahead``: as in `TilesForm`, 0 without early launch."""
+    """Shape and schedule of the tiles kernel: its constexpr. ``ahead``: as in `TilesForm`, 0 without PDL."""
 
     n: int
     k: int
@@ -98,14 +98,14 @@ class GemmRows(NamedTuple):
 
 
 class WeightForm(NamedTuple):
-    """What kernels and launches know of ``weight [n, k]`` and its bias."""
+    """Shape and layout of ``weight [n, k]`` and its bias."""
 
     n: int
     k: int
     stride: int
     has_bias: bool
     prefetches: bool
-    """Whether rows can be brought into the L2 cache by instructions that move multiples of 16 bytes."""
+    """Rows can be prefetched by instructions that move multiples of 16 bytes."""
 
 
 def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
@@ -117,7 +117,7 @@ def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
 
 @triton.jit
 def bring_near(ptrs, width):
-    """Ask for `width` elements behind each of these pointers (multiples of 16 bytes, or none) in the L2 cache."""
+    """Prefetch `width` elements at each of these pointers (multiples of 16 bytes, or none) into L2."""
     size = width * (ptrs.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -154,11 +154,12 @@ def _store(out_ptrs, total, bias_ptr, offs_n, mask, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, TOKENS: tl.constexpr, EVEN_K: tl.constexpr):
-    """Every token's sums with the products of one tile, those of a vector added up."""
+def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, GEMM: tl.constexpr):
+    """Add the products of one tile to every token's sums [PARTS, BLOCK_N], those of a vector added up first."""
     weights = w.to(tl.float32)
-    mask = offs_k < (1 << 30 if EVEN_K else left)
+    mask = offs_k < (1 << 30 if GEMM.k % GEMM.block_k == 0 else left)
     added: tl.tuple = ()
+    TOKENS: tl.constexpr = GEMM.tokens
     for t in tl.static_range(TOKENS):
         x = tl.load(x_ptrs + t * x_stride, mask=mask, other=0.0).to(tl.float32)
         added = added + (sums[t] + tl.sum(weights * x[:, None, :], 2),)  # noqa: RUF005 (Triton has no starred tuples)
@@ -177,7 +178,6 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
     x_stride, w_stride, out_stride = strides
     STEPS: tl.constexpr = (GEMM.k + BLOCK_K - 1) // BLOCK_K
     PARTS: tl.constexpr = BLOCK_K // GEMM.vector
-    EVEN_K: tl.constexpr = GEMM.k % BLOCK_K == 0
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, PARTS)[:, None] * GEMM.vector + tl.arange(0, GEMM.vector)[None, :]
     w_rows = w_ptr + tl.minimum(offs_n, GEMM.n - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
@@ -192,7 +192,7 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
         start = step * BLOCK_K
         left = tl.where(step + 1 < STEPS, GEMM.k - start - BLOCK_K, 0)
         w_next = tl.load(w_ptrs + start + BLOCK_K, mask=(offs_k < left)[:, None, :], other=0.0)
-        sums = _add_products(sums, w, x_ptrs + start, x_stride, GEMM.k - start, offs_k, TOKENS, EVEN_K)
+        sums = _add_products(sums, w, x_ptrs + start, x_stride, GEMM.k - start, offs_k, GEMM)
         w = w_next
     for t in tl.static_range(TOKENS):
         _store(out_ptr + t * out_stride + offs_n, tl.sum(sums[t], 0), bias_ptr, offs_n, offs_n < GEMM.n, GEMM.has_bias)
@@ -217,7 +217,7 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexp
 
 @triton.jit
 def finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride, GEMM: tl.constexpr):
-    """Write a tile, or with split_k this program's part of it; the last to arrive then adds the parts up."""
+    """Write a tile, or with split_k this program's partial sums; the last program to arrive adds these up."""
     _, bias_ptr, out_ptr = base
     planes_ptr, arrived_ptr = sums
     out_ptrs = out_ptr + offs_t[None, :] * out_stride + offs_n[:, None]
@@ -286,7 +286,7 @@ def choose_form(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int
 
 
 def choose_tiles(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
-    """How the tiles kernel cuts a shape, whatever the number of tokens that it multiplies at once."""
+    """Schedule of the tiles kernel; but for block_t, no part of it depends on the number of tokens."""
     block_k = min(32 if dtype == torch.float32 else 128, block_at_least(k))
     split_k = _splits(triton.cdiv(n, 64), 2 * processors, triton.cdiv(k, 4 * block_k))
     return TilesForm(block_at_least(tokens), 64, block_k, split_k, 4, 4, block_k)
@@ -370,7 +370,7 @@ def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> Gem
 
 
 def split_workspace(out: Tensor, weight: Tensor, form: TilesForm) -> tuple[Tensor, Tensor]:
-    """Planes and counters of the splits of K; `out` stands for what one split does not need."""
+    """Workspace and arrival counters of split K; one split needs neither and gets `out`."""
     if form.split_k == 1:
         return out, out
     size = form.split_k * form.block_t * triton.cdiv(weight.shape[0], form.block_n) * form.block_n
