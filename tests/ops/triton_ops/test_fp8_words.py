@@ -86,12 +86,12 @@ def test_every_code_of_two_words_at_a_time(fp8, device):
 
 
 @pytest.fixture
-def as_configured(monkeypatch, use_config):
-    """`use_config`, past the rule for FP8, which has blocks of its own."""
+def as_configured(monkeypatch, use_schedules):
+    """`use_schedules`, past the rule for FP8, which has blocks of its own."""
     module = import_module("punica.ops.triton_ops.lora_linear")
     for name in ("shrink_in_fp8", "expand_in_fp8"):
         monkeypatch.setattr(module, name, lambda config, *_: config)
-    return use_config
+    return use_schedules
 
 
 class Case:

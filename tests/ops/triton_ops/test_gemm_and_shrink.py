@@ -113,19 +113,19 @@ def test_the_bits_repeat_and_rows_of_no_adapter_have_the_base_product(device) ->
     assert torch.equal(bare.run()[2], first[2])
 
 
-def test_what_has_a_launch_of_its_own(device, fused, use_config) -> None:
+def test_what_has_a_launch_of_its_own(device, fused, use_schedules) -> None:
     for config, options in (
         (SHRINK_TILES, {}),
         (SHRINK_ROWS, {"options": Options(tuned_dir="somewhere")}),
     ):
-        use_config(shrink=config)
+        use_schedules(shrink=config)
         case = Case(DISTINCT, device)
         assert_close(case.run(**options), case.expected(), FP16)
     assert fused == [False, False]
 
 
-def test_the_shrink_of_a_launch_of_its_own_runs_aside(device, use_config) -> None:
-    use_config(shrink=SHRINK_TILES)
+def test_the_shrink_of_a_launch_of_its_own_runs_aside(device, use_schedules) -> None:
+    use_schedules(shrink=SHRINK_TILES)
     case, seen = Case(DISTINCT, device), []
 
     @contextmanager

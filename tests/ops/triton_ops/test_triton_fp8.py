@@ -64,8 +64,8 @@ def activations(shape: tuple[int, ...], k: int, mode: dict[str, Any], w8a8: bool
 @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
 @pytest.mark.parametrize(("form", "slices"), [("rows", 1), ("rows", 2), ("tiles", 2)])
 @pytest.mark.parametrize("mode", MODES)
-def test_shrink(mode, form, slices, w8a8, device, use_config):
-    use_config(shrink=SHRINKS[form])
+def test_shrink(mode, form, slices, w8a8, device, use_schedules):
+    use_schedules(shrink=SHRINKS[form])
     given = MODES[mode]
     a = stacks([(20, 200)] * slices, given, device)
     x, a_scale = activations((7, 200), 200, given, w8a8, device)
@@ -85,8 +85,8 @@ def test_shrink(mode, form, slices, w8a8, device, use_config):
     [("rows", (150,)), ("rows", (33, 40)), ("tiles", (33, 70)), ("walk", (150,)), ("deep", (70,))],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_expand(mode, form, widths, w8a8, device, use_config):
-    use_config(expand=EXPANDS[form])
+def test_expand(mode, form, widths, w8a8, device, use_schedules):
+    use_schedules(expand=EXPANDS[form])
     given = MODES[mode]
     b = stacks([(n, 40) for n in widths], given, device)
     x, a_scale = activations((len(widths), 7, 40), 40, given, w8a8, device)
@@ -108,8 +108,8 @@ def test_expand(mode, form, widths, w8a8, device, use_config):
 
 @pytest.mark.parametrize("shrink", SHRINKS)
 @pytest.mark.parametrize(("weights", "values"), [(E5M2, E4M3), (E5M2, E5M2), (E4M3, E5M2)], ids=str)
-def test_formats(weights, values, shrink, device, use_config):
-    use_config(shrink=SHRINKS[shrink], expand=EXPANDS["tiles" if shrink == "tiles" else "rows"])
+def test_formats(weights, values, shrink, device, use_schedules):
+    use_schedules(shrink=SHRINKS[shrink], expand=EXPANDS["tiles" if shrink == "tiles" else "rows"])
     a, b = (
         stacks([(20, 100)] * 2, MODES["channel"], device, weights),
         stacks([(50, 20)] * 2, MODES["channel"], device, weights),
@@ -135,9 +135,9 @@ def test_formats(weights, values, shrink, device, use_config):
         *((form, "channel", PROMPT) for form in ("tiles", "mixed")),
     ],
 )
-def test_linear_on_a_step(form, mode, slots, device, use_config):
+def test_linear_on_a_step(form, mode, slots, device, use_schedules):
     expand = "walk" if form == "tiles" else form
-    use_config(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
+    use_schedules(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
     given = MODES[mode]
     a, b = stacks([(20, 300)] * 2, given, device), stacks([(96, 20), (40, 20)], given, device)
     x = torch.randn(len(slots), 300).half().to(device)
@@ -157,11 +157,11 @@ def test_linear_on_a_step(form, mode, slots, device, use_config):
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("form", ["rows", "tiles", "deep", "mixed", "left"])
 @pytest.mark.parametrize(("row_major", "width"), [(False, 152), (False, 150), (True, 150)], ids=str)
-def test_true_ranks_and_poison(row_major, width, form, rank, device, use_config):
+def test_true_ranks_and_poison(row_major, width, form, rank, device, use_schedules):
     """Neither other slots nor lanes beyond a rank nor their scales are read, by the kernels of wide weights (B by ranks
     in words) or by FP8's own.
     """
-    use_config(shrink=STEP_SHRINKS.get(form, SHRINKS["tiles"]), expand=STEP_EXPANDS[form])
+    use_schedules(shrink=STEP_SHRINKS.get(form, SHRINKS["tiles"]), expand=STEP_EXPANDS[form])
     ranks, slots = [5, 0, rank], [0, 1, 0, -1, 1] + [0] * 20
     a, b = stacks([(rank, 100)], MODES["channel"], device)[0], stacks([(width, rank)], MODES["channel"], device)[0]
     a_real, b_real = a.real(), b.real()
@@ -183,9 +183,9 @@ def test_true_ranks_and_poison(row_major, width, form, rank, device, use_config)
     assert torch.equal(y[[1, 3, 4]], before[[1, 3, 4]])
 
 
-def test_accumulates_and_leaves_bare_rows_alone(device, use_config):
+def test_accumulates_and_leaves_bare_rows_alone(device, use_schedules):
     for form in SHRINKS:
-        use_config(shrink=SHRINKS[form])
+        use_schedules(shrink=SHRINKS[form])
         a = stacks([(20, 100)], MODES["channel"], device)[0]
         x, before = torch.randn(7, 100).half().to(device), torch.randn(1, 7, 20).to(device)
         y = before.clone()
@@ -195,9 +195,9 @@ def test_accumulates_and_leaves_bare_rows_alone(device, use_config):
         assert torch.equal(y[:, [1, 6]], before[:, [1, 6]])
 
 
-def test_overwrites_columns_of_adapted_rows_only(device, use_config):
+def test_overwrites_columns_of_adapted_rows_only(device, use_schedules):
     for form in EXPANDS:
-        use_config(expand=EXPANDS[form])
+        use_schedules(expand=EXPANDS[form])
         b = stacks([(50, 20)], MODES["tensor"], device)[0]
         h, y = torch.randn(1, 7, 20).to(device), torch.full((7, 60), 7.0, device=device)
         expand(h, [b.stored], y, step(SLOTS, device), 5, False, b_scale=[b.scale])

@@ -181,8 +181,8 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     weights.plans_of.cache_clear()
 
 
-def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_config):
-    use_config(shrink=SHRINKS["tiles"], expand=EXPANDS["tiles"])
+def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_schedules):
+    use_schedules(shrink=SHRINKS["tiles"], expand=EXPANDS["tiles"])
     batch = Batch([0] * 40, 32, (16,), 16, 2, FP16, device)
     step = LoRABatch(64, 2, device)
     owned = weights.LoRAWeights.of(batch.a, batch.b)

@@ -53,8 +53,8 @@ def expected(batch: Batch) -> torch.Tensor:
     ("shrink", "expand"),
     [*zip(SHRINKS, [*EXPANDS, "high", "mixed", "left"], strict=True), ("rows", "mixed"), ("mixed", "rows")],
 )
-def test_every_form(shrink, expand, name, device, use_config):
-    use_config(shrink=SHRINKS[shrink], expand=EXPANDS[expand])
+def test_every_form(shrink, expand, name, device, use_schedules):
+    use_schedules(shrink=SHRINKS[shrink], expand=EXPANDS[expand])
     batch = made(STEPS[name], device)
     y = batch.y.clone()
     linear(y, batch.x, batch.a, batch.b, started(batch.slots, batch), 0.5)
@@ -64,9 +64,9 @@ def test_every_form(shrink, expand, name, device, use_config):
 @pytest.mark.parametrize("rank", [8, 20, 64, pytest.param(160, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stored", ["by rows", "by ranks", "by ranks, ahead"])
 @pytest.mark.parametrize("form", ["rows", "tiles", "mixed", "left", "together", "together, mixed", "together, left"])
-def test_true_ranks(form, stored, rank, device, use_config):
+def test_true_ranks(form, stored, rank, device, use_schedules):
     expand, by_ranks = EXPANDS[form.removeprefix("together, ").replace("together", "tiles")], stored != "by rows"
-    use_config(shrink=SHRINKS[form], expand=expand | {"ahead": stored.endswith("ahead")})
+    use_schedules(shrink=SHRINKS[form], expand=expand | {"ahead": stored.endswith("ahead")})
     ranks = [[0, rank, 5, 8, min(rank, 16), 1], [rank, 0, rank, 3, 8, rank]]
     batch = made(PROMPT, device, rank, ranks=ranks)
     for (i, weights), slot in itertools.product(enumerate(zip(batch.a, batch.b, strict=True)), range(6)):
@@ -78,10 +78,10 @@ def test_true_ranks(form, stored, rank, device, use_config):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["each slice", "together"])
-def test_whole_blocks_of_weights_on_the_left(together, device, use_config):
+def test_whole_blocks_of_weights_on_the_left(together, device, use_schedules):
     """The loop whose loads of x have no mask: tiles are short, and a row of nobody is NaN."""
     left = {"swap_ab": True, "together": together, "block_n": 64, "split_k": 2}
-    use_config(shrink=SHRINK_TILES | left, expand=EXPAND_TILES)
+    use_schedules(shrink=SHRINK_TILES | left, expand=EXPAND_TILES)
     ranks = [[0, 40, 5, 8, 16, 1], [40, 0, 40, 3, 8, 40]]
     batch = Batch(PROMPT, 256, (96, 40), 40, 6, torch.float16, device, ranks=ranks)
     for (i, weights), slot in itertools.product(enumerate(batch.a), range(6)):
@@ -94,9 +94,9 @@ def test_whole_blocks_of_weights_on_the_left(together, device, use_config):
 
 @pytest.mark.parametrize("form", ["tiles", "high", "mixed", "together, mixed"])
 @pytest.mark.parametrize("captured", ["one", "short", "long", "prompt"])
-def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_config):
+def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_schedules):
     """As a replayed graph: programs of the captured step, lists of the one at hand."""
-    use_config(shrink=SHRINKS[form], expand=EXPANDS[form.removeprefix("together, ")])
+    use_schedules(shrink=SHRINKS[form], expand=EXPANDS[form.removeprefix("together, ")])
 
     class Replayed(LoRABatch):
         def work(self, height: int):
