@@ -294,7 +294,7 @@ def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device
     batch, asked = Batch([0, 1, -1], 32, (16,), 4, 2, FP16, device), []
     configs = import_module("punica.ops.triton_ops.configs")
 
-    def choose(*arguments: Any, **rest: Any) -> dict[str, Any]:
+    def choose(*arguments: Any, **rest: Any) -> Any:
         asked.append(next(one for one in arguments if isinstance(one, Options)))
         plain = [one._replace(tuned_dir=None) if one is asked[-1] else one for one in arguments]
         return configs.choose(*plain, **rest)
