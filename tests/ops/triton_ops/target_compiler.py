@@ -2,7 +2,7 @@
 
 The target is a compute capability, or an architecture of ROCm (``gfx942``). It is a program of its own, since Triton
 decides when it is imported whether kernels are interpreted. Triton's driver, and what the library asks torch about the
-GPU, are answered here. All else is the library's own: the rule chooses, a plan is made for the GPU, and the launch
+GPU, are answered here. All else is the library's own: a schedule is chosen, a plan made for the GPU, and the launch
 compiles (`Launch.compile_only`). Operands are on the meta device.
 """
 
@@ -36,12 +36,12 @@ from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.flat import TensorBatch
 from punica.ops.triton_ops.fp8_device import operands
-from punica.ops.triton_ops.launch import IS_ROCM, Launch, supports_pdl
+from punica.ops.triton_ops.launch import IS_ROCM, Launch, shared_memory, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_linear import LinearMode, choose_linear, plan_linear
 from punica.ops.triton_ops.lora_shrink import plan_shrink
 from punica.ops.triton_ops.plan import Batch, FixedPlan, ListedPlan, expand_quant, shrink_quant
-from punica.ops.triton_ops.schedules import Problem, Schedule
+from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import Form, Stack
 
@@ -97,6 +97,7 @@ class Compilations:
         self.capability = 10 * capability[0] + capability[1]
         torch.cuda.get_device_capability = lambda device=None: capability
         torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(**shared)
+        Gpu.of = lambda device: Gpu(shared_memory=shared_memory(device))
         JITFunction.warmup = lambda kernel, *arguments, **options: self._note(kernel, arguments, options)
         Launch.compile_only = True
 
@@ -124,8 +125,6 @@ def _described(compiled: Any, log: str) -> Record:
         "waits": "griddepcontrol" in code,
         "order": re.findall(r"griddepcontrol\.(\w+)", code),
         "copies_first": "griddepcontrol.wait" in code.partition("cp.async")[2],
-        "fetches": "prefetch.global.L2" in code,
-        "fetches_first": "griddepcontrol.wait" in code.partition("prefetch.global.L2")[2],
         "starts_early": bool(compiled.metadata.launch_pdl),
         "widths": sorted(set(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))),
         "instructions": sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", code))),

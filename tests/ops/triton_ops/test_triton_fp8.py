@@ -30,16 +30,9 @@ from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 FP16, FP32 = torch.float16, torch.float32
-# a step on which tiles stand beside single rows
 PROMPT = [2] * 41 + [0, 1, -1, 1, 0, 1, 0]
-STEP_SHRINKS = SHRINKS | {
-    "mixed": SHRINKS["tiles"] | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
-    "left": SHRINKS["tiles"] | {"swap_ab": True},
-}
-STEP_EXPANDS = EXPANDS | {
-    "mixed": EXPANDS["walk"] | {"short_n": 64},
-    "left": EXPANDS["tiles"] | {"swap_ab": True},
-}
+STEP_SHRINKS = SHRINKS | {"left": SHRINKS["tiles"]._replace(swap_ab=True), "deep": SHRINKS["tiles"]}
+STEP_EXPANDS = EXPANDS | {"left": EXPANDS["tiles"]._replace(swap_ab=True)}
 
 
 def flat(slots: list[int], device: str, slot_count: int = 3) -> tuple:
@@ -130,9 +123,9 @@ def test_formats(weights, values, shrink, device, use_schedules):
 @pytest.mark.parametrize(
     ("form", "mode", "slots"),
     [
-        *((form, "channel", SLOTS) for form in ("rows", "tiles", "mixed", "left")),
+        *((form, "channel", SLOTS) for form in ("rows", "tiles", "left")),
         *((form, "32 x r", SLOTS) for form in ("rows", "left")),
-        *((form, "channel", PROMPT) for form in ("tiles", "mixed")),
+        ("tiles", "channel", PROMPT),
     ],
 )
 def test_linear_on_a_step(form, mode, slots, device, use_schedules):
@@ -155,13 +148,13 @@ def test_linear_on_a_step(form, mode, slots, device, use_schedules):
 
 
 @pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("form", ["rows", "tiles", "deep", "mixed", "left"])
+@pytest.mark.parametrize("form", ["rows", "tiles", "deep", "left"])
 @pytest.mark.parametrize(("row_major", "width"), [(False, 152), (False, 150), (True, 150)], ids=str)
 def test_true_ranks_and_poison(row_major, width, form, rank, device, use_schedules):
     """Neither other slots nor lanes beyond a rank nor their scales are read, by the kernels of wide weights (B by ranks
     in words) or by FP8's own.
     """
-    use_schedules(shrink=STEP_SHRINKS.get(form, SHRINKS["tiles"]), expand=STEP_EXPANDS[form])
+    use_schedules(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[form])
     ranks, slots = [5, 0, rank], [0, 1, 0, -1, 1] + [0] * 20
     a, b = stacks([(rank, 100)], MODES["channel"], device)[0], stacks([(width, rank)], MODES["channel"], device)[0]
     a_real, b_real = a.real(), b.real()
