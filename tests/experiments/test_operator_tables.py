@@ -1,10 +1,9 @@
-"""The operator tables and the tuner, as far as they need no GPU: lines, anchors, columns, candidates, tuned tables."""
+"""The operator tables and the tuner, as far as they need no GPU: lines, anchors, columns, candidates, tables."""
 
-import copy
 import itertools
 import json
+import math
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -290,70 +289,45 @@ class TestTuner:
     def tune(self):
         return pytest.importorskip("experiments.commands.tune")
 
-    @pytest.mark.parametrize("group", "ARBCPDS")
-    def test_candidates_are_legal(self, tune, group):
-        from punica.ops.triton_ops import configs
+    def test_candidates_of_the_tables_are_those_worth_timing(self, tune):
+        from punica.ops.triton_ops.schedules import expand_schedules, shrink_schedules
 
-        for op in tune.operators(group):
-            for op_type, found in (("shrink", tune.shrink_candidates(op)), ("expand", tune.expand_candidates(op))):
-                assert found, (op, op_type)
-                for config in found:
-                    configs._complete(op_type, config, "candidate")
+        found = tune.operators(["A", "ranks", "C", "A"])
+        assert len(found) == len(set(found)) > 40
+        for op in found:
+            for schedules in (shrink_schedules, expand_schedules):
+                some = tune.candidates(op, schedules)
+                assert 1 <= len(some) <= len(list(schedules(tune.problem_of(op)))), op
+                assert op.tokens <= tune.MOST_GEMV_ROWS or all(one.block_m for one in some)
 
-    def test_written_tables_are_what_was_fastest(self, tune, tmp_path):
-        from punica.ops.triton_ops import configs
+    def test_a_written_table_is_read_back(self, tune, tmp_path, monkeypatch):
+        from punica.ops.triton_ops import clear_config_cache, tuned
 
-        times = {}
-        for op in (*tune.operators("A"), *tune.operators("C")):
-            pairs = zip(tune.shrink_candidates(op), tune.expand_candidates(op), strict=False)
-            for us, (shrink, expand) in enumerate(pairs):
-                times[tune._key(op, shrink, expand)] = abs(us - 3.0)
-        best = tune.best_pairs(times)
-        earlier = tmp_path / configs.tuned_file_name("expand", True, configs._gpu_name())
-        earlier.write_text("{}")
-        tune.write_tables(best, tmp_path, configs._gpu_name())
-        assert not earlier.exists()
-        configs.clear_config_cache()
-        _, shrink, expand = best[Operator(4096, (11008,), 16, (1,) * 64)]
-        for add_inputs in (True, False):
-            query = (64, 64, 11008, 16, 1, add_inputs, None, str(tmp_path))
-            assert configs.get_lora_op_configs("expand", *query) == expand
-        assert configs.get_lora_op_configs("shrink", 64, 64, 4096, 16, 1, tuned_dir=str(tmp_path)) == shrink
-        configs.clear_config_cache()
+        first, second = tune.operators("A")[:2]
+        (shrink, expand), other = tune.estimated(first), tune.estimated(second)
+        faster = shrink._replace(num_warps=1), expand
+        times = {(first, (shrink, expand)): 12.0, (first, faster): 10.0, (second, other): 10.0}
+        times[second, (other[0]._replace(num_warps=1), other[1])] = 9.9  # less than the gain
+        assert {op: regret for op, (regret, _) in tune.regrets(times).items()} == {first: 1.2, second: 10 / 9.9}
+        entries = tune.table(times, 0.03)
+        monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+        tune.write_table(entries, tmp_path / tuned.table_name("A GPU"), {"gain": 0.03})
+        clear_config_cache()
+        read = [tuned.measured_schedule(name, tune.problem_of(first), "A GPU") for name in ("shrink", "expand")]
+        assert tuple(read) == faster
+        assert tuned.measured_schedule("shrink", tune.problem_of(second), "A GPU") is None
+        clear_config_cache()
 
-    def test_regret_is_that_of_the_rule(self, tune):
-        from experiments.benches.operator_pairs import tuned
-
-        first, second = tune.operators("S")[:2]
-        times = {tune._key(op, *tuned(op)): us for op, us in ((first, 12.0), (second, 10.0))}
-        times[tune._key(first, tune.shrink_candidates(first)[0], tune.expand_candidates(first)[0])] = 10.0
-        text = tune.regrets(tune.best_pairs(times), times)
-        assert "rule 12.00 us, best found 10.00 us, 1.200" in text
-        assert text.endswith("geometric mean 1.095, worst 1.200, operators 2")
-
-    def test_sparse_tables_answer_every_look_up_alike(self, tune):
-        def answer(node: dict, *wanted: int) -> int:
-            """The nearest key of every level, the smaller of two; the second level (slices) must match."""
-            for level, number in enumerate(wanted):
-                keys = [int(key) for key in node]
-                node = node[str(number if level == 1 else min(keys, key=lambda k, n=number: (abs(k - n), k)))]
-            return node["block_m"]
-
-        axes = ((1, 2, 4, 9, 16), (1, 3), (1, 4, 8), (5, 6, 8), (7,))
-        numbers = random.Random(0)
-        whole = {"block_m": 0}
-        for axis in reversed(axes):
-            whole = {str(key): copy.deepcopy(whole) for key in axis}
-        for cell in itertools.product(*axes):
-            node = whole
-            for key in cell:
-                node = node[str(key)]
-            # rows (and slices) decide, segments and sizes only now and then: long runs of equal neighbours
-            node["block_m"] = cell[1] * (cell[2] > 1) + (numbers.random() < 0.1)
-        sparse = tune.sparse(whole)
-        for wanted in itertools.product(range(1, 19), (1, 3), range(1, 10), range(4, 10), (1, 7, 9)):
-            assert answer(sparse, *wanted) == answer(whole, *wanted), wanted
-        assert len(json.dumps(sparse)) < len(json.dumps(whole)) / 2
+    def test_measurements_are_read_back_and_not_repeated(self, tune, tmp_path):
+        op = tune.operators("C")[0]
+        path, pair = tmp_path / "measurements.jsonl", tune.estimated(op)
+        line = [[op.k, op.widths, op.rank, op.sizes], *pair, 3.5]
+        path.write_text(json.dumps(line) + "\n")
+        tuner = tune.Tuner(path, deadline=0.0, workers=0)
+        assert tuner.measure(op, pair) == 3.5
+        with pytest.raises(TimeoutError):
+            tuner.measure(op, (pair[0]._replace(num_warps=1), pair[1]))
+        assert tune.regrets({(op, pair): math.inf}) == {}
 
     def test_unknown_options_are_refused(self, tune):
         command = [sys.executable, "-m", tune.__name__, "minute=3"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from punica.metadata import HEIGHTS, LoRABatch, RowGroups, StepShape, captured_adapters
-from punica.metadata.work import LONG, WorkLists, capacities
+from punica.metadata.work import WorkLists, capacities
 
 
 def fields(record: int) -> tuple[int, int, int]:
@@ -14,16 +14,7 @@ def fields(record: int) -> tuple[int, int, int]:
 def steps() -> list[list[int]]:
     generator = np.random.default_rng(0)
     drawn = [generator.integers(-1, 5, generator.integers(0, 90)).tolist() for _ in range(30)]
-    return [
-        [],
-        [-1],
-        [3],
-        list(range(9)),
-        [2] * 200,
-        [1] * 70 + [0, 2, 3, -1, 4] * 2,
-        [0] * LONG + [1] * (LONG - 1),
-        *drawn,
-    ]
+    return [[], [-1], [3], list(range(9)), [2] * 200, [1] * 70 + [0, 2, 3, -1, 4] * 2, [0] * 64 + [1] * 63, *drawn]
 
 
 @pytest.mark.parametrize("slots", steps(), ids=len)
@@ -31,45 +22,40 @@ def test_tiles_cover_every_row_of_an_adapter_once_longest_segments_first(slots):
     rows = RowGroups.of_rows(np.array(slots, dtype=np.int64))
     work, order = rows.work, rows.order
     counts = {slot: slots.count(slot) for slot in set(slots) - {-1}}
-    for height, tiles, total, long in zip(HEIGHTS, work.tiles, work.totals[:-1:2], work.totals[1:-1:2], strict=True):
+    for height, tiles, total, most in zip(HEIGHTS, work.tiles, work.totals, capacities(8, 200), strict=True):
         seen, lengths = [], []
-        assert total == tiles.size <= capacities(8, 200)[HEIGHTS.index(height)] + 200
-        for number, record in enumerate(tiles.tolist()):
+        assert total == tiles.size <= most + 200
+        for record in tiles.tolist():
             slot, start, length = fields(record)
             assert 1 <= length <= height
             assert {slots[row] for row in order[start : start + length]} == {slot}
-            assert (counts[slot] >= LONG) == (number < long)
             seen += order[start : start + length].tolist()
             lengths.append(counts[slot])
         assert sorted(seen) == [row for row, slot in enumerate(slots) if slot >= 0]
         assert lengths == sorted(lengths, reverse=True)
-    short = [fields(record)[:2] for record in work.short_rows.tolist()]
-    assert sorted(short) == sorted((slot, row) for row, slot in enumerate(slots) if slot >= 0 and counts[slot] < LONG)
-    assert work.totals[-1] == len(short)
 
 
 def test_the_shape_is_rounded_up_to_powers_of_two():
-    rows = RowGroups.of_runs([5, 0, 1, 2, -1], [100, LONG, 1, 2, 7])
-    assert rows.work.shape == StepShape(adapters=4, longest=128, short=2)
-    assert RowGroups.of_runs([], []).work.shape == StepShape(0, 0, 0)
-    assert StepShape.even(5, 64) == StepShape(8, 16, 0)
-    assert StepShape.even(64, 10) == StepShape(16, 1, 16)
-    assert StepShape.even(0, 10) == StepShape(0, 0, 0)
+    rows = RowGroups.of_runs([5, 0, 1, 2, -1], [100, 64, 1, 2, 7])
+    assert rows.work.shape == StepShape(adapters=4, longest=128)
+    assert RowGroups.of_runs([], []).work.shape == StepShape(0, 0)
+    assert StepShape.even(5, 64) == StepShape(8, 16)
+    assert StepShape.even(64, 10) == StepShape(16, 1)
+    assert StepShape.even(0, 10) == StepShape(0, 0)
 
 
 def test_kernels_find_the_lists_of_every_step_at_fixed_addresses():
     batch = LoRABatch(256, 6)
-    found = batch.work(0)
-    addresses = [tensor.data_ptr() for tensor in found[:-1]]
+    addresses = [tensor.data_ptr() for tensor in batch.work(0)[:-1]]
     for slots in ([0, 0, 3, -1, 5], [1] * 250, [-1]):
         rows = RowGroups.of_rows(np.array(slots))
         batch.fill(rows)
         for height in range(len(HEIGHTS)):
-            order, tiles, short, totals, counts = batch.work(height)
-            expected = WorkLists(*rows.present, rows.order)
-            assert counts == totals[: len(counts)].tolist() == expected.totals
-            assert tiles[: counts[2 * height]].tolist() == expected.tiles[height].tolist()
-            assert short[: counts[-1]].tolist() == expected.short_rows.tolist()
+            order, tiles, totals, number = batch.work(height)
+            expected = WorkLists(*rows.present)
+            assert totals.tolist() == expected.totals
+            assert number == expected.totals[height]
+            assert tiles[:number].tolist() == expected.tiles[height].tolist()
             assert order[: len(slots)].tolist() == rows.order.tolist()
     assert [tensor.data_ptr() for tensor in batch.work(0)[:-1]] == addresses
 

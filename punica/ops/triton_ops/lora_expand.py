@@ -7,7 +7,7 @@ Summing the partials of a split shrink is part of reading h, so the split costs 
 formed in fp32 and rounded once.
 
 One kernel in the modes of `lora_shrink`: **rows**, a GEMV per row (`expand_gemv`); **list**, a persistent loop over
-tiles (`expand_gemm`), and a GEMV for rows of short segments; **search**, tiles without a list.
+tiles (`expand_gemm`); **search**, tiles without a list.
 
 With PDL the kernel starts while its predecessor still runs: B is loaded first, and the old y too unless it is ``late``
 (the predecessor may write it), then it waits. Unless ``late``, whatever wrote y has ended: the predecessor is the
@@ -30,7 +30,7 @@ from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, p
 from punica.ops.triton_ops.expand_gemm import expand_tile
 from punica.ops.triton_ops.expand_gemv import expand_row
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, shared_memory, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, FixedPlan, KernelPlan, ListedPlan
 from punica.ops.triton_ops.schedules import Schedule
 
@@ -213,6 +213,8 @@ def _gemm_tile(
     most_r = min(quant.group_k or MOST_LANES, MOST_LANES if wide == 2 else 16)
     block_m, block_r = schedule.block_m, min(block_at_least(rank), schedule.block_k, most_r)
     block_n, tiles_n = schedule.block_n, schedule.tiles_n
+    while block_r > 16 and 2 * (block_n * block_r + block_m * (block_n + block_r)) > shared_memory(device):
+        block_r //= 2  # B, y and h of one block must fit
     row_bytes = block_n * of_y if rank <= block_r else block_r * shape.partials * of_h
     words = quant.words and not schedule.swap_ab and wide == 2
     words = words and rank <= block_r and block_n >= 64  # all ranks at once, and 16 words or more

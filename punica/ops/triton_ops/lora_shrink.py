@@ -5,7 +5,7 @@
 One kernel in three modes:
 
 * **rows**: a GEMV per row (`shrink_gemv`). The grid is filled by splitting the *ranks*, which needs no second sum.
-* **list**: a persistent loop over the tiles of a step's list (`shrink_gemm`), and a GEMV for rows of short segments.
+* **list**: a persistent loop over the tiles of a step's list (`shrink_gemm`).
 * **search**: tiles of tensors that come without a list; every program searches the segments.
 
 ``SPLIT_K > 1`` cuts K among programs; each writes its fp32 partial sum ``out[split]`` into a workspace, and expand adds

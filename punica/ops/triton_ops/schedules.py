@@ -165,7 +165,7 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
         at_once = sorted({min(step, lanes) for step in GEMV_LANES})
         for step, columns in product(at_once, GEMV_COLUMNS):
             if columns * step <= GEMV_BLOCK:
-                yield Schedule(0, columns, step, max(1, columns * step * 2 // GEMV_BLOCK))
+                yield Schedule(0, columns, step, max(1, columns * step * problem.element // GEMV_BLOCK))
     in_words = problem.element == 1 and not problem.by_rows and lanes <= WORD_LANES
     for rows in _tile_rows(problem):
         blocks = [(columns, 4) for columns in WORD_BLOCKS.get(rows, ())] if in_words else COLUMN_BLOCKS

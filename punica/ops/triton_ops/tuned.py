@@ -2,7 +2,7 @@
 
 A table is sparse: it holds the operators for which a search found a schedule that is faster than the estimate's
 (`schedules`). A key names an operator and a step as far as they select a schedule, with rows rounded up to a power of
-two; its value is the shrink's and the expand's schedule, either of them null.
+two; its value is the shrink's and the expand's schedule, one of which may be missing.
 """
 
 import functools
@@ -33,7 +33,8 @@ def key_of(problem: Problem) -> str:
 
 
 @functools.cache
-def _table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
+def read_table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
+    """The measured schedules of a GPU by key and op; empty without a table."""
     path = FOLDER / table_name(gpu_name)
     if not path.is_file():
         return {}
@@ -43,5 +44,5 @@ def _table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
 
 def measured_schedule(op_type: str, problem: Problem, gpu_name: str) -> Schedule | None:
     """The measured schedule of ``op_type``, "shrink" or "expand"; None where the table has none."""
-    table = {} if problem.by_rows else _table(gpu_name)
+    table = {} if problem.by_rows else read_table(gpu_name)
     return table.get(key_of(problem), {}).get(op_type) if table else None

@@ -5,6 +5,7 @@ Triton decides when it is first imported whether kernels are interpreted, so `te
 
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -41,18 +42,15 @@ def device() -> str:
 
 
 @pytest.fixture
-def use_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """``use_config(shrink={...}, expand={...})``: run the kernels with these configurations until the test ends."""
+def use_schedules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """``use_schedules(shrink=..., expand=...)``: run the kernels with these until the test ends."""
 
-    def use(**chosen: dict[str, Any]) -> None:
-        from importlib import import_module
-
-        def choose(op_type: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def use(**chosen: Any) -> None:
+        def choose(op_type: str, *arguments: Any, **options: Any) -> Any:
             return chosen.get(op_type) or configs.choose(op_type, *arguments, **options)
 
         for name in CHOOSING:
-            module = import_module(f"punica.ops.triton_ops.{name}")
-            monkeypatch.setattr(module, "choose", choose)
+            monkeypatch.setattr(import_module(f"punica.ops.triton_ops.{name}"), "choose", choose)
         plans_of.cache_clear()
 
     yield use

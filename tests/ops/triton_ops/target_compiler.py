@@ -2,7 +2,7 @@
 
 The target is a compute capability, or an architecture of ROCm (``gfx942``). It is a program of its own, since Triton
 decides when it is imported whether kernels are interpreted. Triton's driver, and what the library asks torch about the
-GPU, are answered here. All else is the library's own: the rule chooses, a plan is made for the GPU, and the launch
+GPU, are answered here. All else is the library's own: a schedule is chosen, a plan made for the GPU, and the launch
 compiles (`Launch.compile_only`). Operands are on the meta device.
 """
 
@@ -36,11 +36,12 @@ from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.flat import TensorBatch
 from punica.ops.triton_ops.fp8_device import operands
-from punica.ops.triton_ops.launch import IS_ROCM, Launch, supports_pdl
+from punica.ops.triton_ops.launch import IS_ROCM, Launch, shared_memory, supports_pdl
 from punica.ops.triton_ops.lora_expand import plan_expand
 from punica.ops.triton_ops.lora_linear import LinearMode, choose_linear, plan_linear
 from punica.ops.triton_ops.lora_shrink import plan_shrink
 from punica.ops.triton_ops.plan import Batch, FixedPlan, ListedPlan, expand_quant, shrink_quant
+from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import Form, Stack
 
@@ -96,6 +97,7 @@ class Compilations:
         self.capability = 10 * capability[0] + capability[1]
         torch.cuda.get_device_capability = lambda device=None: capability
         torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(**shared)
+        Gpu.of = lambda device: Gpu(shared_memory=shared_memory(device))
         JITFunction.warmup = lambda kernel, *arguments, **options: self._note(kernel, arguments, options)
         Launch.compile_only = True
 
@@ -123,8 +125,6 @@ def _described(compiled: Any, log: str) -> Record:
         "waits": "griddepcontrol" in code,
         "order": re.findall(r"griddepcontrol\.(\w+)", code),
         "copies_first": "griddepcontrol.wait" in code.partition("cp.async")[2],
-        "fetches": "prefetch.global.L2" in code,
-        "fetches_first": "griddepcontrol.wait" in code.partition("prefetch.global.L2")[2],
         "starts_early": bool(compiled.metadata.launch_pdl),
         "widths": sorted(set(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))),
         "instructions": sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", code))),
@@ -144,7 +144,7 @@ class Operands:
         self.tokens, self.slices = sum(sizes), len(self.widths)
         self.x, self.y = self._empty(self.tokens, self.k), self._empty(self.tokens, sum(self.widths))
         self.a = tuple([self._empty(SLOTS, self.rank, self.k) for _ in self.widths])
-        self.row_major = not case["by_ranks"]
+        self.by_rows = not case["by_ranks"]
         self.b = tuple([self._b(width, case["by_ranks"]) for width in self.widths])
         self.ranks = empty(self.slices, SLOTS, dtype=torch.int32) if case["ranks"] else None
         step = LoRABatch(self.tokens, SLOTS, "meta")
@@ -170,20 +170,18 @@ class Operands:
         a, b = (form._replace(stored=form.stored._replace(device=GPU)) for form in (a, b))
         return a, b
 
-    def shrink_config(self) -> Record:
-        sizes = self.tokens, self.k, self.rank, self.slices
-        return choose("shrink", self.batch.shape, *sizes, self.options, listed=self.batch.listed)
-
-    def expand_config(self, partials: int) -> Record:
-        sizes = (self.tokens, max(self.widths), self.rank, self.slices)
-        return choose("expand", self.batch.shape, *sizes, self.options, True, partials, self.row_major)
+    def schedule(self, op_type: str, partials: int = 1) -> Schedule:
+        element = self.a[0].element_size()
+        problem = Problem(self.batch.shape, self.tokens, self.k, self.widths, self.rank, element, self.by_rows)
+        return choose(op_type, problem, self.options, GPU, partials, True)
 
 
 def linear_plans(given: Operands) -> tuple[tuple, tuple]:
     """Shrink and expand of a layer, each with the low-rank tensor between them."""
-    (a, b), shrink, has_ranks = given.forms(), given.shrink_config(), given.ranks is not None
-    configs, mode = (shrink, given.expand_config(shrink["split_k"])), LinearMode(True, has_ranks, supports_pdl(GPU))
-    plan = plan_linear(given.y, given.x, (a.stored, b.stored), given.batch, configs, mode)
+    (a, b), shrink = given.forms(), given.schedule("shrink")
+    mode = LinearMode(True, given.ranks is not None, supports_pdl(GPU))
+    schedules = shrink, given.schedule("expand", shrink.split_k)
+    plan = plan_linear(given.y, given.x, (a.stored, b.stored), given.batch, schedules, mode)
     partials = empty(*plan.partials, dtype=torch.float32)
     return (plan.shrink, partials), (plan.expand, partials)
 
@@ -193,11 +191,11 @@ def single_plans(given: Operands) -> tuple[tuple, tuple]:
     (a, b), has_ranks = given.forms(), given.ranks is not None
     h = given._empty(given.slices, given.tokens, given.rank)
     shrink = plan_shrink(
-        given.x, a.stored, h.dtype, given.batch, given.shrink_config(),
+        given.x, a.stored, h.dtype, given.batch, given.schedule("shrink"),
         has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
     )  # fmt: skip
     expand = plan_expand(
-        (1, *h.shape), (0, *h.stride()), h.dtype, given.y, b.stored, given.batch, given.expand_config(1),
+        (1, *h.shape), (0, *h.stride()), h.dtype, given.y, b.stored, given.batch, given.schedule("expand"),
         offset_start=0, add_inputs=True, has_ranks=has_ranks,
     )  # fmt: skip
     return (shrink, h), (expand, h)
@@ -261,12 +259,12 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
         partials = (1, given.slices, given.tokens, given.rank)
         h = empty(*partials, dtype=given.fp8 if case["w8a8"] else low)
         shrink = plan_shrink(
-            given.x, a.stored, low, given.batch, given.shrink_config(),
+            given.x, a.stored, low, given.batch, given.schedule("shrink"),
             has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
             quant=shrink_quant(a, given.x.dtype, a_strides),
         )  # fmt: skip
         expand = plan_expand(
-            partials, h.stride(), h.dtype, given.y, b.stored, given.batch, given.expand_config(1),
+            partials, h.stride(), h.dtype, given.y, b.stored, given.batch, given.schedule("expand"),
             offset_start=0, add_inputs=True, has_ranks=has_ranks,
             quant=expand_quant(b, h.dtype, a_strides),
         )  # fmt: skip
@@ -296,8 +294,7 @@ def form_of(plan: FixedPlan | ListedPlan) -> str:
     """Name of the kernel, its mode, and the parts of it in use."""
     constants, kernel = constants_of(plan), plan.launch.kernel.__name__
     form = kernel.removeprefix("_lora_").removesuffix("_kernel") + " " + constants["mode"]
-    short = isinstance(plan, ListedPlan) and plan.per_row > 0
-    form += (" and rows" if short else "") + (", swapped operands" if constants["swap_ab"] else "")
+    form += ", swapped operands" if constants["swap_ab"] else ""
     return form + (", in words" if constants.get("words") else "")
 
 

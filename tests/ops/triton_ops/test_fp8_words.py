@@ -19,15 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, product, step
 
-from punica.metadata import StepShape
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import Options
-from punica.ops.triton_ops.configs import choose
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
-from punica.ops.triton_ops.fp8_rules import expand_in_fp8
 from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import plans_of
 
 FP16 = torch.float16
@@ -61,13 +59,6 @@ def test_every_code_in_every_place(dtype, fp8, native, device):
     assert torch.equal(found[finite].signbit(), expected[finite].signbit())
 
 
-@pytest.fixture
-def as_configured(monkeypatch, use_config):
-    """`use_config`, past the rule for FP8, which has blocks of its own."""
-    module = import_module("punica.ops.triton_ops.lora_linear")
-    for name in ("shrink_in_fp8", "expand_in_fp8"):
-        monkeypatch.setattr(module, name, lambda config, *_: config)
-    return use_config
 
 
 class Case:
@@ -122,27 +113,25 @@ def spread(*sizes):
     return slots[1::2] + slots[::2]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
 @pytest.mark.parametrize("lanes", [8, 16, 32])
 @pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96)], ids=str)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, ahead, device, as_configured):
+def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, device, use_schedules):
     """Neither slots that are not asked for, nor ranks beyond an adapter's own, nor their scales are read, whether a
     program takes all ranks at once or block by block.
     """
-    as_configured(shrink=SHRINKS["rows"], expand=EXPANDS["rows"] | {"block_k": lanes, "ahead": ahead})
+    use_schedules(shrink=SHRINKS["rows"], expand=EXPANDS["rows"]._replace(block_k=lanes))
     case = Case(SLOTS, widths, 24, [5, 24, 0], device, fp8, k=100)
     case.check(case.run(batch=step(SLOTS, device)))
 
 
 @pytest.mark.parametrize("rank", [16, 100])
-def test_a_prompt_beside_rows_as_the_rule_has_it(rank, device):
-    """Rows of a mixed step take fewer ranks at once, at rank 16 ahead of the true rank, which poison stands behind."""
+def test_a_prompt_beside_rows_as_it_is_chosen(rank, device):
     case = Case([2] * 70 + [0, 1] * 5, (520,), rank, [rank - 3, 7, rank], device)
     case.check(case.run())
 
 
-TILES = EXPANDS["tiles"] | {"in_words": True, "block_n": 128}
+TILES = EXPANDS["tiles"]._replace(block_n=128)
 """Tiles that read words: 16 rows of 32 words, or as a test has it."""
 
 
@@ -171,13 +160,13 @@ def reads_words(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [FP16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_tiles_with_true_ranks_and_poison(fp8, dtype, blocks, device, as_configured, reads_words):
+def test_tiles_with_true_ranks_and_poison(fp8, dtype, blocks, device, use_schedules, reads_words):
     """Tiles full and short, of which neither the unused slot nor ranks beyond an adapter's own are read; slices whose
     last blocks reach beyond their columns.
     """
     block_m, block_n, tiles_n, stages = blocks
-    config = {"block_m": block_m, "block_n": block_n, "tiles_n": tiles_n, "num_stages": stages}
-    as_configured(shrink=SHRINKS["tiles"], expand=TILES | config)
+    expand = Schedule(block_m, block_n, 64, num_stages=stages, tiles_n=tiles_n)
+    use_schedules(shrink=SHRINKS["tiles"], expand=expand)
     case = Case(spread(3, 37, 16, 9), (300, 68), 24, [5, 24, 0], device, fp8, dtype)
     case.check(case.run())
     assert reads_words()
@@ -185,15 +174,15 @@ def test_tiles_with_true_ranks_and_poison(fp8, dtype, blocks, device, as_configu
 
 @pytest.mark.parametrize("rank", [18, 50, 64])
 @pytest.mark.parametrize("calls", [1, 0], ids=["added", "overwritten"])
-def test_tiles_of_whole_blocks(calls, rank, device, as_configured, reads_words):
-    as_configured(shrink=SHRINKS["tiles"] | {"split_k": 2, "block_k": 16}, expand=TILES | {"tiles_n": 2})
+def test_tiles_of_whole_blocks(calls, rank, device, use_schedules, reads_words):
+    use_schedules(shrink=SHRINKS["tiles"]._replace(split_k=2, block_k=16), expand=TILES._replace(tiles_n=2))
     case = Case(spread(0, 32, 48), (256, 512), rank, [rank, rank // 2], device)
     case.check(case.run(add_inputs=calls > 0), calls)
     assert reads_words()
 
 
-def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, as_configured, reads_words):
-    as_configured(shrink=SHRINKS["tiles"], expand=TILES)
+def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, use_schedules, reads_words):
+    use_schedules(shrink=SHRINKS["tiles"], expand=TILES)
     case = Case(spread(5, 20, 30), (68,), 16, [16, 16], device, mode="tensor")
     listed = step(case.slots, device, rows=len(case.slots))
     flat = TensorBatch.given(*listed.tensors, flag=torch.tensor([False]), count=None)
@@ -201,99 +190,37 @@ def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, as_
     assert reads_words()
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["by rank", "ahead"])
 @pytest.mark.parametrize(
     ("dtype", "rank", "changes", "words"),
     [
         (FP16, 16, {}, True),
+        (FP16, 136, {"block_k": 256}, True),
         (torch.float32, 16, {}, False),
         (FP16, 136, {}, False),
         (FP16, 16, {"swap_ab": True}, False),
         (FP16, 16, {"block_n": 32}, False),
     ],
-    ids=["words", "float32", "more than 128 ranks", "swapped operands", "few columns"],
+    ids=["words", "wide", "float32", "ranks in a loop", "swapped operands", "few columns"],
 )
-def test_which_tiles_go_by_words(dtype, rank, changes, words, ahead, device, as_configured, reads_words):
-    """Whatever a configuration asks for; with a rank of 0 among them, which must not be read."""
-    as_configured(shrink=SHRINKS["tiles"], expand=TILES | {"ahead": ahead, **changes})
+def test_which_tiles_go_by_words(dtype, rank, changes, words, device, use_schedules, reads_words):
+    """With a rank of 0 among them, which must not be read."""
+    use_schedules(shrink=SHRINKS["tiles"], expand=TILES._replace(**changes))
     case = Case(spread(1, 18, 5), (132,), rank, [rank, 0], device, dtype=dtype)
     case.check(case.run())
     assert reads_words() == words
 
 
-def test_tiles_as_the_rule_has_them(device, reads_words):
+def test_tiles_as_they_are_chosen(device, reads_words):
     case = Case(spread(2, 160, 100), (192,), 16, [16, 7], device)
     case.check(case.run())
     assert reads_words()
 
 
-@pytest.mark.parametrize("rows", [260, 1000, 1500, 5000])
-@pytest.mark.parametrize("rank", [16, 17, 64, 65])
-@pytest.mark.parametrize("adapters", [1, 4, 64])
-def test_which_prefills_the_rule_reads_in_words(rows, rank, adapters):
-    """Those of 16-bit outputs, where tiles have more words than rows, which is what sets warps side by side."""
-    for widths in ((64,), (4096,), (11008, 11008), (4096, 128, 128)):
-        shape = StepShape.even(adapters, rows)
-        given = choose("expand", shape, rows, max(widths), rank, len(widths), Options(), True, 2, False)
-        config = expand_in_fp8(given, shape, rows, widths, rank, 2)
-        few = rows < 32 * adapters
-        many = rank <= 16 and rows >= 4096 and len(widths) > 1
-        assert config["in_words"] == (not few and rank <= 64 and not many)
-        assert not expand_in_fp8(given, shape, rows, widths, rank, 4)["in_words"]
-        if config["in_words"]:
-            assert config["block_n"] // 4 > config["block_m"]
-            assert config["tiles_n"] <= -(-max(widths) // config["block_n"])
-
-
-@pytest.mark.parametrize(
-    ("rows", "widths", "rank", "block_m", "block_n", "tiles_n", "programs"),
-    [
-        (256, (4096,), 16, 16, 256, 2, 128),  # two blocks each though one would do
-        (512, (4096,), 16, 16, 256, 2, 256),
-        (512, (4096,), 64, 16, 128, 4, 256),  # registers: less wide, with many ranks or slices
-        (512, (4096, 1024, 1024), 16, 16, 256, 2, 384),
-        (512, (4096, 1024, 1024), 32, 16, 128, 4, 384),
-        (1536, (4096,), 64, 16, 128, 8, 384),
-        (2048, (4096,), 16, 32, 256, 4, 256),  # more blocks: higher tiles, two for each of 132 multiprocessors
-        (512, (11008, 11008), 64, 32, 256, 6, 256),
-        (1024, (11008, 11008), 16, 32, 256, 11, 256),
-        (2048, (14336,), 32, 32, 256, 14, 256),
-        (8192, (4096,), 64, 32, 256, 16, 256),
-        (2048, (11008, 11008), 16, 32, 256, 11, 512),  # two rounds rather than one of few, long programs
-        (3072, (4096,), 16, 32, 256, 8, 192),
-        (4000, (128, 64), 16, 16, 128, 1, 500),
-    ],
-)
-def test_programs_of_words(rows, widths, rank, block_m, block_n, tiles_n, programs):
-    """As a search on an H200 had them."""
-    shape = StepShape.even(1, rows)
-    given = choose("expand", shape, rows, max(widths), rank, len(widths), Options(), True, 2, False)
-    config = expand_in_fp8(given, shape, rows, widths, rank, 2)
-    assert [config[key] for key in ("block_m", "block_n", "tiles_n")] == [block_m, block_n, tiles_n]
-    per_tile = sum([-(-width // (block_n * tiles_n)) for width in widths])
-    assert -(-rows // block_m) * per_tile == programs
-
-
-def test_equal_segments_of_a_prefill_make_full_tiles():
-    """So many adapters of 128 rows have the programs of one with all of them; of unequal ones some tiles are not
-    full.
-    """
-    found = [
-        expand_in_fp8(
-            choose("expand", shape, 2048, 4096, 64, 1, Options(), True, 2, False), shape, 2048, (4096,), 64, 2
-        )["tiles_n"]
-        for shape in (StepShape(1, 2048, 0), StepShape(16, 128, 0), StepShape(16, 256, 0))
-    ]
-    assert found == [4, 4, 6]
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"together": True}, {"swap_ab": True}, {"swap_ab": True, "together": True}], ids=str
-)
+@pytest.mark.parametrize("swap_ab", [False, True])
 @pytest.mark.parametrize("rank", [10, 21, 64])
-def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_configured, monkeypatch):
+def test_planes_are_written_as_far_as_expand_reads(rank, swap_ab, device, use_schedules, monkeypatch):
     """To the end of the vector of four in which the true rank ends: neither beyond, nor of rows without an adapter."""
-    as_configured(shrink=SHRINKS["tiles"] | {"block_n": 64, "split_k": 2} | changes, expand=TILES)
+    use_schedules(shrink=SHRINKS["tiles"]._replace(block_n=64, split_k=2, swap_ab=swap_ab), expand=TILES)
     empty, made = torch.empty, []
 
     def poisoned(*size, **given):
@@ -304,7 +231,7 @@ def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_con
     monkeypatch.setattr(torch, "empty", poisoned)
     case.check(case.run())
     (partials,) = [tensor for tensor in made if tensor.ndim == 4]
-    loose = "swap_ab" in changes and rank * (2 if "together" in changes else 1) > 32
+    loose = swap_ab and rank > 32
     for row, slot in enumerate(case.slots):
         live = case.ranks[slot] if slot >= 0 else 0
         end = -(-live // 4) * 4
@@ -317,7 +244,7 @@ def test_planes_are_written_as_far_as_expand_reads(rank, changes, device, as_con
 @pytest.mark.parametrize("rank", [16, 32, 64])
 @pytest.mark.parametrize("sizes", [(3, 300, 212), (0, 1500, 548), (5, 4100, 17, 30)], ids=str)
 def test_prefills_of_full_size(sizes, rank, dtype):
-    """As the rule has them: y is read before the kernel in front has ended, which the calls in front have written."""
+    """As they are chosen: y is read before the kernel in front has ended, which the calls in front have written."""
     for widths in ((1024,), (640, 64, 64)):
         case = Case(spread(*sizes), widths, rank, [rank, 7, 5][: len(sizes) - 1], "cuda", dtype=dtype)
         y, batch = case.before.clone(), step(case.slots, "cuda", rows=len(case.slots))
@@ -329,8 +256,8 @@ def test_prefills_of_full_size(sizes, rank, dtype):
         case.check(case.run(add_inputs=False), 0)
 
 
-def test_a_scale_per_slot_and_overwriting(device, as_configured):
-    as_configured(shrink=SHRINKS["rows"], expand=EXPANDS["rows"])
+def test_a_scale_per_slot_and_overwriting(device, use_schedules):
+    use_schedules(shrink=SHRINKS["rows"], expand=EXPANDS["rows"])
     mode = MODES["tensor"]
     a, b = Stack.random(3, 16, 64, mode, E4M3, device), Stack.random(3, 72, 16, mode, E4M3, device)
     x, y = torch.randn(len(SLOTS), 64).half().to(device), torch.full((len(SLOTS), 72), 7.0, dtype=FP16, device=device)

@@ -15,7 +15,7 @@ from punica.metadata import LoRABatch, RowGroups
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import Options, lora_linear
-from punica.ops.triton_ops.gemm_and_shrink import MOST_RANKS, GemmAndShrinkPlan, describe_base, fused_config
+from punica.ops.triton_ops.gemm_and_shrink import MOST_RANKS, GemmAndShrinkPlan, describe_base, fused_schedule
 from punica.ops.triton_ops.lora_linear import LinearPlan
 
 DISTINCT = [3, 0, -1, 5, 1, 2, 4]
@@ -113,19 +113,16 @@ def test_the_bits_repeat_and_rows_of_no_adapter_have_the_base_product(device) ->
     assert torch.equal(bare.run()[2], first[2])
 
 
-def test_what_has_a_launch_of_its_own(device, fused, use_config) -> None:
-    for config, options in (
-        (SHRINK_TILES, {}),
-        (SHRINK_ROWS, {"options": Options(tuned_dir="somewhere")}),
-    ):
-        use_config(shrink=config)
+def test_what_has_a_launch_of_its_own(device, fused, use_schedules) -> None:
+    for schedule, options in ((SHRINK_TILES, {}), (SHRINK_ROWS, {"options": Options(tuned_dir="somewhere")})):
+        use_schedules(shrink=schedule)
         case = Case(DISTINCT, device)
         assert_close(case.run(**options), case.expected(), FP16)
     assert fused == [False, False]
 
 
-def test_the_shrink_of_a_launch_of_its_own_runs_aside(device, use_config) -> None:
-    use_config(shrink=SHRINK_TILES)
+def test_the_shrink_of_a_launch_of_its_own_runs_aside(device, use_schedules) -> None:
+    use_schedules(shrink=SHRINK_TILES)
     case, seen = Case(DISTINCT, device), []
 
     @contextmanager
@@ -181,15 +178,14 @@ def test_weights_are_not_kept(device) -> None:
     assert gone() is None
 
 
-def test_fused_config_covers_k_and_rank() -> None:
+def test_fused_schedule_covers_k_and_rank() -> None:
     for k, rank in ((1, 1), (130, 3), (4096, 16), (5120, 16), (13824, 9)):
-        x, weight = torch.empty(8, k, dtype=FP16), torch.empty(64, k, dtype=FP16)
-        config = fused_config(SHRINK_ROWS, x, describe_base((weight,)), rank)
-        assert config["block_k"] * config["split_k"] >= k
-        assert config["block_k"] * config["block_r"] <= 16384
-    assert fused_config(SHRINK_ROWS, x, describe_base((weight,)), MOST_RANKS + 1) is None
-    assert fused_config(SHRINK_TILES, x, describe_base((weight,)), 8) is None
-    assert fused_config(SHRINK_ROWS, x[:1], describe_base((weight,)), 8) is None
+        x, base = torch.empty(8, k, dtype=FP16), describe_base((torch.empty(64, k, dtype=FP16),))
+        schedule = fused_schedule(x, base, rank)
+        assert schedule.block_k * schedule.split_k >= k
+        assert schedule.block_k * schedule.block_n <= 16384
+    assert fused_schedule(x, base, MOST_RANKS + 1) is None
+    assert fused_schedule(x[:1], base, 8) is None
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import pytest
 import torch
 from triton_batches import Batch, assert_close
 
-from punica.metadata import StepShape
 from punica.ops.triton_ops import clear_config_cache, configs, get_lora_op_configs, load_lora_op_config, lora_linear
-from punica.ops.triton_ops.rules import rule
 
 LEAF = {"block_m": 16, "block_n": 16, "block_k": 64, "split_k": 2, "num_warps": 4, "num_stages": 2}
 EXPAND_LEAF = {key: value for key, value in LEAF.items() if key != "split_k"}
@@ -116,7 +114,7 @@ def test_moe_size_is_one_more_level(tmp_path):
 
 
 def test_missing_file_and_missing_slices_warn_once(tmp_path):
-    default = rule("shrink", StepShape.even(2, 4), 4, 128, 16, 1, False)
+    default = get_lora_op_configs("shrink", 2, 4, 128, 16, 1)
     with pytest.warns(UserWarning, match="SHRINK"):
         assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path)) == default
     with warnings.catch_warnings():
@@ -184,8 +182,8 @@ def test_batch_invariant_fixes_what_decides_bits(tmp_path):
     """
     write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
     fixed = {
-        "shrink": ("row_wise", "swap_ab", "block_n", "split_k", "num_warps", "short_k"),
-        "expand": ("row_wise", "swap_ab", "block_k", "short_n"),
+        "shrink": ("row_wise", "swap_ab", "block_n", "split_k", "num_warps"),
+        "expand": ("row_wise", "swap_ab", "block_k"),
     }
     for (op_type, keys), rank in itertools.product(fixed.items(), (8, 16, 64, 256)):
         found = [

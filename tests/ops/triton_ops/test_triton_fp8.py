@@ -23,16 +23,9 @@ from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 FP16, FP32 = torch.float16, torch.float32
-# a step on which tiles stand beside single rows
 PROMPT = [2] * 41 + [0, 1, -1, 1, 0, 1, 0]
-STEP_SHRINKS = SHRINKS | {
-    "mixed": SHRINKS["tiles"] | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
-    "left": SHRINKS["tiles"] | {"swap_ab": True},
-}
-STEP_EXPANDS = EXPANDS | {
-    "mixed": EXPANDS["walk"] | {"short_n": 64},
-    "left": EXPANDS["tiles"] | {"swap_ab": True},
-}
+STEP_SHRINKS = SHRINKS | {"left": SHRINKS["tiles"]._replace(swap_ab=True), "deep": SHRINKS["tiles"]}
+STEP_EXPANDS = EXPANDS | {"left": EXPANDS["tiles"]._replace(swap_ab=True)}
 
 
 def flat(slots: list[int], device: str, slot_count: int = 3) -> tuple:
@@ -57,8 +50,8 @@ def activations(shape: tuple[int, ...], k: int, mode: dict[str, Any], w8a8: bool
 @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
 @pytest.mark.parametrize(("form", "slices"), [("rows", 1), ("rows", 2), ("tiles", 2)])
 @pytest.mark.parametrize("mode", MODES)
-def test_shrink(mode, form, slices, w8a8, device, use_config):
-    use_config(shrink=SHRINKS[form])
+def test_shrink(mode, form, slices, w8a8, device, use_schedules):
+    use_schedules(shrink=SHRINKS[form])
     given = MODES[mode]
     a = stacks([(20, 200)] * slices, given, device)
     x, a_scale = activations((7, 200), 200, given, w8a8, device)
@@ -78,8 +71,8 @@ def test_shrink(mode, form, slices, w8a8, device, use_config):
     [("rows", (150,)), ("rows", (33, 40)), ("tiles", (33, 70)), ("walk", (150,)), ("deep", (70,))],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_expand(mode, form, widths, w8a8, device, use_config):
-    use_config(expand=EXPANDS[form])
+def test_expand(mode, form, widths, w8a8, device, use_schedules):
+    use_schedules(expand=EXPANDS[form])
     given = MODES[mode]
     b = stacks([(n, 40) for n in widths], given, device)
     x, a_scale = activations((len(widths), 7, 40), 40, given, w8a8, device)
@@ -101,8 +94,8 @@ def test_expand(mode, form, widths, w8a8, device, use_config):
 
 @pytest.mark.parametrize("shrink", SHRINKS)
 @pytest.mark.parametrize(("weights", "values"), [(E5M2, E4M3), (E5M2, E5M2), (E4M3, E5M2)], ids=str)
-def test_formats(weights, values, shrink, device, use_config):
-    use_config(shrink=SHRINKS[shrink], expand=EXPANDS["tiles" if shrink == "tiles" else "rows"])
+def test_formats(weights, values, shrink, device, use_schedules):
+    use_schedules(shrink=SHRINKS[shrink], expand=EXPANDS["tiles" if shrink == "tiles" else "rows"])
     a, b = (
         stacks([(20, 100)] * 2, MODES["channel"], device, weights),
         stacks([(50, 20)] * 2, MODES["channel"], device, weights),
@@ -123,14 +116,14 @@ def test_formats(weights, values, shrink, device, use_config):
 @pytest.mark.parametrize(
     ("form", "mode", "slots"),
     [
-        *((form, "channel", SLOTS) for form in ("rows", "tiles", "mixed", "left")),
+        *((form, "channel", SLOTS) for form in ("rows", "tiles", "left")),
         *((form, "32 x r", SLOTS) for form in ("rows", "left")),
-        *((form, "channel", PROMPT) for form in ("tiles", "mixed")),
+        ("tiles", "channel", PROMPT),
     ],
 )
-def test_linear_on_a_step(form, mode, slots, device, use_config):
+def test_linear_on_a_step(form, mode, slots, device, use_schedules):
     expand = "walk" if form == "tiles" else form
-    use_config(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
+    use_schedules(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
     given = MODES[mode]
     a, b = stacks([(20, 300)] * 2, given, device), stacks([(96, 20), (40, 20)], given, device)
     x = torch.randn(len(slots), 300).half().to(device)
@@ -148,13 +141,13 @@ def test_linear_on_a_step(form, mode, slots, device, use_config):
 
 
 @pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("form", ["rows", "tiles", "deep", "mixed", "left"])
+@pytest.mark.parametrize("form", ["rows", "tiles", "deep", "left"])
 @pytest.mark.parametrize(("row_major", "width"), [(False, 152), (False, 150), (True, 150)], ids=str)
-def test_true_ranks_and_poison(row_major, width, form, rank, device, use_config):
+def test_true_ranks_and_poison(row_major, width, form, rank, device, use_schedules):
     """Neither other slots nor lanes beyond a rank nor their scales are read, by the kernels of wide weights (B by ranks
     in words) or by FP8's own.
     """
-    use_config(shrink=STEP_SHRINKS.get(form, SHRINKS["tiles"]), expand=STEP_EXPANDS[form])
+    use_schedules(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[form])
     ranks, slots = [5, 0, rank], [0, 1, 0, -1, 1] + [0] * 20
     a, b = stacks([(rank, 100)], MODES["channel"], device)[0], stacks([(width, rank)], MODES["channel"], device)[0]
     a_real, b_real = a.real(), b.real()
@@ -176,9 +169,9 @@ def test_true_ranks_and_poison(row_major, width, form, rank, device, use_config)
     assert torch.equal(y[[1, 3, 4]], before[[1, 3, 4]])
 
 
-def test_accumulates_and_leaves_bare_rows_alone(device, use_config):
+def test_accumulates_and_leaves_bare_rows_alone(device, use_schedules):
     for form in SHRINKS:
-        use_config(shrink=SHRINKS[form])
+        use_schedules(shrink=SHRINKS[form])
         a = stacks([(20, 100)], MODES["channel"], device)[0]
         x, before = torch.randn(7, 100).half().to(device), torch.randn(1, 7, 20).to(device)
         y = before.clone()
@@ -188,9 +181,9 @@ def test_accumulates_and_leaves_bare_rows_alone(device, use_config):
         assert torch.equal(y[:, [1, 6]], before[:, [1, 6]])
 
 
-def test_overwrites_columns_of_adapted_rows_only(device, use_config):
+def test_overwrites_columns_of_adapted_rows_only(device, use_schedules):
     for form in EXPANDS:
-        use_config(expand=EXPANDS[form])
+        use_schedules(expand=EXPANDS[form])
         b = stacks([(50, 20)], MODES["tensor"], device)[0]
         h, y = torch.randn(1, 7, 20).to(device), torch.full((7, 60), 7.0, device=device)
         expand(h, [b.stored], y, step(SLOTS, device), 5, False, b_scale=[b.scale])

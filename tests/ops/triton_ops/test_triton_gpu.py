@@ -73,9 +73,9 @@ def test_no_synchronisation():
 @pytest.mark.parametrize(
     ("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles"), ("tiles", "walk"), ("default", "default")]
 )
-def test_one_graph_replays_over_any_mapping(shrink, expand, pdl, use_config):
+def test_one_graph_replays_over_any_mapping(shrink, expand, pdl, use_schedules):
     if shrink != "default":
-        use_config(shrink={**SHRINKS[shrink], "split_k": 2}, expand=EXPANDS[expand])
+        use_schedules(shrink=SHRINKS[shrink]._replace(split_k=2), expand=EXPANDS[expand])
     tokens, slot_count = 24, 6
     batch = Batch([0] * 8 + [1] * 8 + [2] * 8, 512, (256, 128), 16, slot_count, FP16, "cuda")
     args = batch.meta.meta_args(tokens, False)[:6]
@@ -127,10 +127,10 @@ def test_capture_without_warm_up():
 
 
 @pytest.mark.parametrize("expand", ["default", "walk"])
-def test_early_start_never_changes_a_bit(expand, use_config):
+def test_early_start_never_changes_a_bit(expand, use_schedules):
     """Chains of ops on one y: each reads what the one before wrote, also where lines of y are fetched before that."""
     if expand != "default":
-        use_config(shrink={**SHRINKS["tiles"], "split_k": 2}, expand=EXPANDS[expand])
+        use_schedules(shrink=SHRINKS["tiles"]._replace(split_k=2), expand=EXPANDS[expand])
     batch = Batch(random_slots(32, 8), 1024, (2048,), 16, 8, FP16, "cuda")
     results = []
     for pdl in (True, False):
@@ -158,8 +158,8 @@ def guarded(tensor: torch.Tensor, margin: int = 4096) -> tuple[torch.Tensor, tor
     [(1, 100, (33,), 1), (3, 100, (7, 5, 3), 20), (33, 2049, (33,), 24), (17, 16, (100,), 8), (40, 130, (11,), 136)],
     ids=lambda s: f"T{s[0]}-K{s[1]}-r{s[3]}",
 )
-def test_guard_regions_stay_unread_and_unwritten(shape, forms, use_config):
-    use_config(shrink={**SHRINKS[forms[0]], "split_k": 2}, expand=EXPANDS[forms[1]])
+def test_guard_regions_stay_unread_and_unwritten(shape, forms, use_schedules):
+    use_schedules(shrink=SHRINKS[forms[0]]._replace(split_k=2), expand=EXPANDS[forms[1]])
     tokens, k, widths, rank = shape
     batch = Batch(
         random_slots(tokens, 3), k, widths, rank, 3, FP16, "cuda", ranks=[[rank, max(1, rank // 2), 0]] * len(widths)

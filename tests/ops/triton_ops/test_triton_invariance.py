@@ -126,11 +126,11 @@ def test_fp8_alone_and_in_company(form, shape, rows, device):
 
 
 def test_fp8_forms_are_the_same_with_a_folder_of_tuned_tables(tmp_path, monkeypatch, device):
-    """No table has a say in them, and so none keeps the FP8 rule from having its own."""
+    """No table has a say in them."""
     found = []
 
-    def noted(y, x, weights, batch, configs, *_):
-        found.append(configs)
+    def noted(y, x, weights, batch, schedules, *_):
+        found.append(schedules)
         raise StopIteration
 
     monkeypatch.setattr(sys.modules["punica.ops.triton_ops.lora_linear"], "plan_linear", noted)

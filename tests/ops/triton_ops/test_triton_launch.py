@@ -181,8 +181,8 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     weights.plans_of.cache_clear()
 
 
-def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_config):
-    use_config(shrink=SHRINKS["tiles"], expand=EXPANDS["tiles"])
+def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_schedules):
+    use_schedules(shrink=SHRINKS["tiles"], expand=EXPANDS["tiles"])
     batch = Batch([0] * 40, 32, (16,), 16, 2, FP16, device)
     step = LoRABatch(64, 2, device)
     owned = weights.LoRAWeights.of(batch.a, batch.b)
@@ -294,7 +294,7 @@ def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device
     batch, asked = Batch([0, 1, -1], 32, (16,), 4, 2, FP16, device), []
     configs = import_module("punica.ops.triton_ops.configs")
 
-    def choose(*arguments: Any, **rest: Any) -> dict[str, Any]:
+    def choose(*arguments: Any, **rest: Any) -> Any:
         asked.append(next(one for one in arguments if isinstance(one, Options)))
         plain = [one._replace(tuned_dir=None) if one is asked[-1] else one for one in arguments]
         return configs.choose(*plain, **rest)

@@ -19,8 +19,8 @@ def expected(batch: Batch, old: torch.Tensor, add: bool = True) -> torch.Tensor:
 
 @pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize(("shrink", "expand"), list(itertools.product(SHRINKS, EXPANDS)))
-def test_every_pair_of_forms(shrink, expand, split_k, device, use_config):
-    use_config(shrink={**SHRINKS[shrink], "block_k": 32, "split_k": split_k}, expand=EXPANDS[expand])
+def test_every_pair_of_forms(shrink, expand, split_k, device, use_schedules):
+    use_schedules(shrink=SHRINKS[shrink]._replace(block_k=32, split_k=split_k), expand=EXPANDS[expand])
     batch = Batch(random_slots(19, 3), 200, (40, 33), 20, 3, FP16, device)
     y = batch.y.clone()
     lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
@@ -39,8 +39,8 @@ def test_dtypes_with_default_configuration(dtype, add, device):
 @pytest.mark.parametrize(
     ("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles"), ("rows", "walk"), ("tiles", "deep")]
 )
-def test_true_ranks_and_poisoned_lanes(shrink, expand, device, use_config):
-    use_config(shrink={**SHRINKS[shrink], "split_k": 2}, expand=EXPANDS[expand])
+def test_true_ranks_and_poisoned_lanes(shrink, expand, device, use_schedules):
+    use_schedules(shrink=SHRINKS[shrink]._replace(split_k=2), expand=EXPANDS[expand])
     ranks = [[8, 20, 64, 0], [64, 0, 8, 20]]
     batch = Batch([0, 1, 2, 3, -1, 2, 0], 300, (40, 70), 64, 4, FP16, device, ranks=ranks)
     for i, of_slice in enumerate(ranks):
@@ -52,7 +52,7 @@ def test_true_ranks_and_poisoned_lanes(shrink, expand, device, use_config):
     assert_close(y, expected(batch, batch.y), FP16)
 
 
-def test_true_ranks_share_programs(device, use_config, monkeypatch):
+def test_true_ranks_share_programs(device, use_schedules, monkeypatch):
     """With enough rows one program takes several rank blocks, and wide adapters their columns in several steps."""
     from importlib import import_module
 
@@ -65,7 +65,7 @@ def test_true_ranks_share_programs(device, use_config, monkeypatch):
     assert expand._lane_blocks(64, 64, False, lambda n: 1) == ((64,), (1,), 64)
     monkeypatch.setattr(shrink, "_rank_programs", lambda blocks, block_r, others, rank: 2)
     monkeypatch.setattr(expand, "_lane_blocks", lambda rank, n, has_ranks, programs: ((16, 32, 64), (1, 2, 4), 64))
-    use_config(shrink={**SHRINKS["rows"], "block_r": 4, "block_k": 64}, expand=EXPANDS["rows"])
+    use_schedules(shrink=SHRINKS["rows"]._replace(block_n=4, block_k=64), expand=EXPANDS["rows"])
     batch = Batch([0, 1, 2, 3, -1], 100, (150, 40), 64, 4, FP16, device, ranks=[[8, 20, 64, 0], [64, 33, 3, 20]])
     y = batch.y.clone()
     lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, lora_ranks=batch.lora_ranks)
@@ -84,8 +84,8 @@ def test_agrees_with_shrink_then_expand(device):
 
 
 @pytest.mark.parametrize(("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles"), ("tiles", "walk")])
-def test_the_same_bits_every_run(shrink, expand, device, use_config):
-    use_config(shrink={**SHRINKS[shrink], "block_k": 32, "split_k": 4}, expand=EXPANDS[expand])
+def test_the_same_bits_every_run(shrink, expand, device, use_schedules):
+    use_schedules(shrink=SHRINKS[shrink]._replace(block_k=32, split_k=4), expand=EXPANDS[expand])
     batch = Batch(random_slots(40, 3), 256, (48,), 16, 3, FP16, device)
     results = []
     for _ in range(10 if device == "cuda" else 3):

@@ -1,4 +1,4 @@
-"""The ops on a step (`LoRABatch`): tiles read from its lists, long segments as tiles beside short ones row by row."""
+"""The ops on a step (`LoRABatch`): rows one by one, and tiles read from its lists."""
 
 import itertools
 from contextlib import contextmanager
@@ -15,19 +15,16 @@ from punica.ops.triton_ops import Options
 SHRINKS = {
     "rows": SHRINK_ROWS,
     "tiles": SHRINK_TILES,
-    "high": SHRINK_TILES | {"block_m": 64, "split_k": 2},
-    "mixed": SHRINK_TILES | {"block_m": 32, "short_k": 128, "block_r": 8, "split_k": 2},
-    "left": SHRINK_TILES | {"swap_ab": True},
-    "together": SHRINK_TILES | {"together": True, "block_n": 64},
-    "together, mixed": SHRINK_TILES | {"together": True, "short_k": 128, "block_r": 8, "split_k": 2},
-    "together, left": SHRINK_TILES | {"together": True, "swap_ab": True},
+    "high": SHRINK_TILES._replace(block_m=64, split_k=2),
+    "left": SHRINK_TILES._replace(swap_ab=True),
+    "wide": SHRINK_TILES._replace(block_n=64),
 }
 EXPANDS = {
     "rows": EXPAND_ROWS,
     "tiles": EXPAND_TILES,
-    "high": EXPAND_WALK | {"block_m": 64},
-    "mixed": EXPAND_WALK | {"short_n": 64},
-    "left": EXPAND_TILES | {"swap_ab": True},
+    "high": EXPAND_WALK._replace(block_m=64),
+    "left": EXPAND_TILES._replace(swap_ab=True),
+    "wide": EXPAND_TILES._replace(block_k=256),
 }
 PROMPT = [2] * 41 + [0, 5, -1, 1, 3, 1, 3]  # a prompt beside decode rows, not in the order of their slots
 STEPS = {"prompt": PROMPT, "short": [0, 1, 1, -1, 4, 5], "long": [1] * 19 + [3] * 8, "one": [4], "none": [-1, -1]}
@@ -50,11 +47,10 @@ def expected(batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(
-    ("shrink", "expand"),
-    [*zip(SHRINKS, [*EXPANDS, "high", "mixed", "left"], strict=True), ("rows", "mixed"), ("mixed", "rows")],
+    ("shrink", "expand"), [*zip(SHRINKS, EXPANDS, strict=True), ("rows", "high"), ("high", "rows")]
 )
-def test_every_form(shrink, expand, name, device, use_config):
-    use_config(shrink=SHRINKS[shrink], expand=EXPANDS[expand])
+def test_every_form(shrink, expand, name, device, use_schedules):
+    use_schedules(shrink=SHRINKS[shrink], expand=EXPANDS[expand])
     batch = made(STEPS[name], device)
     y = batch.y.clone()
     linear(y, batch.x, batch.a, batch.b, started(batch.slots, batch), 0.5)
@@ -62,11 +58,22 @@ def test_every_form(shrink, expand, name, device, use_config):
 
 
 @pytest.mark.parametrize("rank", [8, 20, 64, pytest.param(160, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stored", ["by rows", "by ranks", "by ranks, ahead"])
-@pytest.mark.parametrize("form", ["rows", "tiles", "mixed", "left", "together", "together, mixed", "together, left"])
-def test_true_ranks(form, stored, rank, device, use_config):
-    expand, by_ranks = EXPANDS[form.removeprefix("together, ").replace("together", "tiles")], stored != "by rows"
-    use_config(shrink=SHRINKS[form], expand=expand | {"ahead": stored.endswith("ahead")})
+@pytest.mark.parametrize("stored", ["by rows", "by ranks"])
+@pytest.mark.parametrize("form", ["rows", "tiles", "left"])
+def test_true_ranks(form, stored, rank, device, use_schedules):
+    check_true_ranks(form, stored, rank, device, use_schedules)
+
+
+@pytest.mark.parametrize("stored", ["by rows", "by ranks"])
+@pytest.mark.parametrize("rank", [129, pytest.param(256, marks=pytest.mark.slow), 300])
+def test_true_ranks_of_wide_slots(rank, stored, device, use_schedules):
+    """In one pass of the tensor cores up to 256 ranks, above in a loop."""
+    check_true_ranks("wide", stored, rank, device, use_schedules)
+
+
+def check_true_ranks(form, stored, rank, device, use_schedules):
+    use_schedules(shrink=SHRINKS[form], expand=EXPANDS[form])
+    by_ranks = stored != "by rows"
     ranks = [[0, rank, 5, 8, min(rank, 16), 1], [rank, 0, rank, 3, 8, rank]]
     batch = made(PROMPT, device, rank, ranks=ranks)
     for (i, weights), slot in itertools.product(enumerate(zip(batch.a, batch.b, strict=True)), range(6)):
@@ -77,11 +84,9 @@ def test_true_ranks(form, stored, rank, device, use_config):
     assert_close(y, expected(batch), torch.float16)
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["each slice", "together"])
-def test_whole_blocks_of_weights_on_the_left(together, device, use_config):
-    """The loop whose loads of x have no mask: tiles are short, and a row of nobody is NaN."""
-    left = {"swap_ab": True, "together": together, "block_n": 64, "split_k": 2}
-    use_config(shrink=SHRINK_TILES | left, expand=EXPAND_TILES)
+def test_whole_blocks_of_weights_on_the_left(device, use_schedules):
+    """The loop whose loads of x have no mask: tiles are short, and the row without adapter is NaN."""
+    use_schedules(shrink=SHRINK_TILES._replace(swap_ab=True, block_n=64, split_k=2), expand=EXPAND_TILES)
     ranks = [[0, 40, 5, 8, 16, 1], [40, 0, 40, 3, 8, 40]]
     batch = Batch(PROMPT, 256, (96, 40), 40, 6, torch.float16, device, ranks=ranks)
     for (i, weights), slot in itertools.product(enumerate(batch.a), range(6)):
@@ -92,16 +97,16 @@ def test_whole_blocks_of_weights_on_the_left(together, device, use_config):
     assert_close(y, want, torch.float16)
 
 
-@pytest.mark.parametrize("form", ["tiles", "high", "mixed", "together, mixed"])
+@pytest.mark.parametrize("form", ["tiles", "high"])
 @pytest.mark.parametrize("captured", ["one", "short", "long", "prompt"])
-def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_config):
+def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_schedules):
     """As a replayed graph: programs of the captured step, lists of the one at hand."""
-    use_config(shrink=SHRINKS[form], expand=EXPANDS[form.removeprefix("together, ")])
+    use_schedules(shrink=SHRINKS[form], expand=EXPANDS[form])
 
     class Replayed(LoRABatch):
         def work(self, height: int):
             grid = RowGroups.of_rows(np.array(STEPS[captured])).work.totals
-            return (*super().work(height)[:-1], grid)
+            return (*super().work(height)[:-1], grid[height])
 
     batch = made(PROMPT, device)
     step = Replayed(64, 6, device)
@@ -112,7 +117,7 @@ def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_con
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "none"])
-def test_what_the_rule_chooses(name, device):
+def test_what_is_chosen(name, device):
     batch = made(STEPS[name], device, ranks=[[16, 16, 4, 16, 16, 8]] * 2)
     for options in (Options(), Options(batch_invariant=True)):
         y = batch.y.clone()

@@ -6,69 +6,15 @@ from dataclasses import dataclass, field
 import torch
 
 from punica.metadata import LoRAKernelMeta
+from punica.ops.triton_ops.schedules import Schedule
 
 TOLERANCE = {torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float32: (1e-4, 1e-4)}
-SHRINK_ROWS = {
-    "row_wise": True,
-    "block_m": 16,
-    "block_n": 16,
-    "block_k": 128,
-    "block_r": 8,
-    "split_k": 1,
-    "num_warps": 4,
-    "num_stages": 1,
-}
-SHRINK_TILES = {
-    "row_wise": False,
-    "block_m": 16,
-    "block_n": 32,
-    "block_k": 64,
-    "block_r": 1,
-    "split_k": 1,
-    "num_warps": 4,
-    "num_stages": 3,
-}
-EXPAND_ROWS = {
-    "row_wise": True,
-    "block_m": 16,
-    "block_n": 64,
-    "block_k": 16,
-    "tiles_n": 1,
-    "num_warps": 4,
-    "num_stages": 1,
-}
-EXPAND_TILES = {
-    "row_wise": False,
-    "block_m": 16,
-    "block_n": 64,
-    "block_k": 64,
-    "tiles_n": 1,
-    "num_warps": 4,
-    "num_stages": 3,
-}
-EXPAND_WALK = {
-    "row_wise": False,
-    "block_m": 32,
-    "block_n": 32,
-    "block_k": 64,
-    "tiles_n": 3,
-    "num_warps": 4,
-    "num_stages": 2,
-}
-EXPAND_DEEP = {
-    "row_wise": False,
-    "block_m": 16,
-    "block_n": 64,
-    "block_k": 16,
-    "tiles_n": 2,
-    "num_warps": 4,
-    "num_stages": 2,
-}
-for _config in (SHRINK_ROWS, SHRINK_TILES):
-    _config |= {"short_k": 0, "swap_ab": False, "together": False}
-for _config in (EXPAND_ROWS, EXPAND_TILES, EXPAND_WALK, EXPAND_DEEP):
-    _config |= {"short_n": 0, "swap_ab": False, "ahead": False, "prefetch_y": False, "in_words": False}
-EXPAND_WALK["prefetch_y"] = True
+SHRINK_ROWS = Schedule(0, 8, 128)
+SHRINK_TILES = Schedule(16, 32, 64, num_stages=3)
+EXPAND_ROWS = Schedule(0, 64, 16)
+EXPAND_TILES = Schedule(16, 64, 64, num_stages=3)
+EXPAND_WALK = Schedule(32, 32, 64, num_stages=2, tiles_n=3)
+EXPAND_DEEP = Schedule(16, 64, 16, num_stages=2, tiles_n=2)
 SHRINKS = {"rows": SHRINK_ROWS, "tiles": SHRINK_TILES}
 EXPANDS = {"rows": EXPAND_ROWS, "tiles": EXPAND_TILES, "walk": EXPAND_WALK, "deep": EXPAND_DEEP}
 

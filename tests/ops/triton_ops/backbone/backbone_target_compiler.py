@@ -25,7 +25,7 @@ from punica.ops.triton_ops.backbone import (
     swiglu,
 )
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
-from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_config, plan_gemm_and_shrink
+from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_schedule, plan_gemm_and_shrink
 
 MODULES = ("angles", "argmax", "decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
 LAYERS = {
@@ -66,12 +66,12 @@ def gemm_and_shrink(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8:
     """The base product with the shrink of ``RANK`` ranks in its launch, A in FP8 or in the dtype of x."""
     a = empty(SLOTS, RANK, x.shape[1], dtype=E4M3 if fp8 else x.dtype)
     base, stored = describe_base((weight,)), describe_weights(STEP.a, (a,), -2, (a.dtype,))
-    config = fused_config({"row_wise": True}, x, base, RANK)
+    schedule = fused_schedule(x, base, RANK)
     quant = Quant(1, True, True) if fp8 else WIDE
-    plan = plan_gemm_and_shrink(x, base, y, stored, config, has_ranks=True, pdl=capability >= 90, quant=quant)
+    plan = plan_gemm_and_shrink(x, base, y, stored, schedule, has_ranks=True, pdl=capability >= 90, quant=quant)
     scales = empty(SLOTS, RANK, dtype=torch.float32)
     given = (a if capability >= 89 else a.view(torch.uint8), scales, scales) if fp8 else (a,)
-    partials = empty(config["split_k"], 1, TOKENS, RANK, dtype=torch.float32)
+    partials = empty(schedule.split_k, 1, TOKENS, RANK, dtype=torch.float32)
     step = SimpleNamespace(tensors=[empty(TOKENS, dtype=torch.int32)])
     plan.run(x, (weight,), y, given, partials, step, empty(1, SLOTS, dtype=torch.int32), True, 1.0)
 
