@@ -24,6 +24,9 @@ from punica.ops.triton_ops.launch import block_at_least, shared_memory
 
 # --- what is scheduled -----------------------------------------------------------------------------------------------
 
+WARPS = 4
+"""Of a program, unless it holds more than so many keep in registers."""
+
 
 class Schedule(NamedTuple):
     """Block sizes of one launch.
@@ -37,7 +40,7 @@ class Schedule(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
-    num_warps: int = 4
+    num_warps: int = WARPS
     num_stages: int = 1
     split_k: int = 1
     tiles_n: int = 1
@@ -81,7 +84,7 @@ class Gpu(NamedTuple):
             return cls()
         properties = torch.cuda.get_device_properties(device)
         clock, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-        memory = REACHED * 2 * clock * 1e3 * bits / 8 / 1e6 if clock and bits else cls._field_defaults["memory"]
+        memory = REACHED * clock * bits / 4e3 if clock and bits else cls._field_defaults["memory"]  # kHz, two a clock
         return cls(properties.multi_processor_count, shared_memory(device), memory)
 
 
@@ -101,38 +104,41 @@ EXPAND_MMA, EPILOGUE = 1.89e6, 250
 """Rows x columns x ranks per microsecond, and ranks that reading, adding and storing an output element is worth."""
 TRUE_RANK = 16
 """Rank up to which slots are expected to be filled."""
-WARPGROUP_ROWS = 64
-READER_COLUMNS = 512
-"""Columns of one expand program, about, which reads the partial sums of its rows once."""
-MOST_WARPS, MOST_PROGRAMS = 64, 32
-"""Of a multiprocessor."""
+MOST_WARPS = 64
+"""Of a multiprocessor, and twice its programs."""
+PARTIAL, OUTPUT = 4, 2 * 2
+"""Bytes of a partial sum, and of an output element, which is read and written."""
 
 # --- candidates ------------------------------------------------------------------------------------------------------
 
-TILE_ROWS = (16, 32, 64)
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    """Powers of two from ``first`` to ``last``."""
+    return (first,) if first >= last else (first, *_powers(2 * first, last))
+
+
+TILE_ROWS = _powers(16, 64)
+"""Heights of tiles. From the last on there are instructions of 64 rows (a warp group)."""
 K_STEP, GEMV_K = 128, 4096
 """Elements of K at once: of a GEMM step, and of a GEMV program (of which K is split into several)."""
-GEMV_RANKS, SPLITS = (2, 4, 8, 16), (1, 2, 4, 8, 16)
-MOST_LANES, GEMV_LANES = 64, (16, 64)
-"""Ranks of a tile of shrink, and of a GEMV step of expand: few for what adapters of low rank need, many at once."""
-LEAST_K = 448
-"""Elements of K for each split, at least."""
-GEMV_COLUMNS, GEMV_BLOCK = (64, 128, 256, 512), 8192
-"""Columns of a GEMV program of expand, and the elements of B that it holds at most."""
-COLUMN_BLOCKS = ((128, 4), (256, 8))
-"""Columns of a tile of expand, and its warps."""
-WORD_BLOCKS = {16: (128, 256), 32: (256,)}
-"""Rows and columns of tiles of expand that read FP8 in words."""
-WORD_LANES = 128
-COLUMN_STEPS = (1, 4, 8, 16)
-STAGES, STAGES_HIGH, STAGES_FP8, STAGES_COLUMNS = 5, 4, 8, 3
-"""Depth of a pipeline: tiles up to 32 rows, of 64 rows, in FP8 (whose stages are half as large), over columns."""
-FLAT_ROWS, WARP_LANES = (8, 16), 32
-"""Heights of batch-invariant tiles, and ranks up to which their heights are free."""
-INVARIANT_K = 722
-"""Elements of K for each split of batch-invariant shrinks."""
-WARP_ELEMENTS = 2048
-"""Weights of a GEMV warp of shrink."""
+GEMV_RANKS, SPLITS = _powers(2, 16), _powers(1, 16)
+"""Ranks of a GEMV program of shrink, and parts of K."""
+MOST_LANES = 64
+"""Ranks at once, of a tile of shrink and of a GEMV step of expand."""
+LEAST_K, INVARIANT_K = 448, 722
+"""Elements of K for each split, at least, and with batch invariance."""
+WARP_ELEMENTS, GEMV_BLOCK = 2048, 8192
+"""Weights of a GEMV warp of shrink, and of a GEMV program of expand."""
+GEMV_COLUMNS, COLUMNS, COLUMN_STEPS = _powers(64, 512), _powers(128, 256), (1, *_powers(4, 16))
+"""Columns of a GEMV program of expand, of a tile, and column blocks of a tile."""
+WARP_COLUMNS = 32
+"""Columns of a tile for each warp."""
+WORD_ROWS, WORD_COLUMNS, WORD_LANES = 32, 8, 128
+"""Rows, columns for each row and ranks of tiles that read FP8 in words: at most, at least, at most."""
+STAGES, COLUMN_STAGES = 8, 3
+"""Depth of a pipeline over K, in FP8 (half for elements twice as wide), and over columns."""
+INVARIANT_ROWS, WARP_LANES = _powers(8, 32), 32
+"""Heights of batch-invariant tiles, and ranks up to which the height of one of shrink is free."""
 WIDE_RANKS = 256
 """Ranks of B that a tile of expand multiplies in one pass, at most."""
 
@@ -145,12 +151,12 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
     k, lanes = min(GEMV_K, block_at_least(problem.k)), block_at_least(problem.rank)
     for ranks in GEMV_RANKS:
         if ranks <= block_at_least(problem.rank, 2) and (ranks < GEMV_RANKS[-1] or problem.rank <= ranks):
-            warps = 4 if ranks * k <= 4 * WARP_ELEMENTS else 8
+            warps = WARPS if ranks * k <= WARPS * WARP_ELEMENTS else 2 * WARPS
             yield Schedule(0, ranks, k, warps, split_k=cdiv(problem.k, k))
     for rows, splits in product(_tile_rows(problem), SPLITS):
         if splits == 1 or problem.k >= LEAST_K * splits:
-            stages = STAGES_FP8 if problem.element == 1 else STAGES_HIGH if rows == WARPGROUP_ROWS else STAGES
-            yield Schedule(rows, min(lanes, MOST_LANES), K_STEP, 4, stages, split_k=splits)
+            stages = max(2, STAGES // problem.element)
+            yield Schedule(rows, min(lanes, MOST_LANES), K_STEP, WARPS, stages, split_k=splits)
 
 
 def expand_schedules(problem: Problem) -> Iterator[Schedule]:
@@ -160,18 +166,20 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
         return
     lanes, widest = block_at_least(problem.rank), max(problem.widths)
     if problem.by_rows:
-        yield Schedule(0, max(32, GEMV_BLOCK // lanes), lanes)
+        yield Schedule(0, max(WARP_COLUMNS, GEMV_BLOCK // lanes), lanes)
     else:
-        at_once = sorted({min(step, lanes) for step in GEMV_LANES})
+        # few ranks at once read no more than adapters of low rank need, many have shorter chains of loads
+        at_once = sorted({min(step, lanes) for step in (TRUE_RANK, MOST_LANES)})
         for step, columns in product(at_once, GEMV_COLUMNS):
             if columns * step <= GEMV_BLOCK:
                 yield Schedule(0, columns, step, max(1, columns * step * problem.element // GEMV_BLOCK))
     in_words = problem.element == 1 and not problem.by_rows and lanes <= WORD_LANES
-    for rows in _tile_rows(problem):
-        blocks = [(columns, 4) for columns in WORD_BLOCKS.get(rows, ())] if in_words else COLUMN_BLOCKS
-        for (columns, warps), steps in product(blocks, COLUMN_STEPS):
-            if steps == 1 or columns * steps <= 2 * widest:
-                yield Schedule(rows, columns, min(lanes, WIDE_RANKS), warps, STAGES_COLUMNS, tiles_n=steps)
+    for rows, columns, steps in product(_tile_rows(problem), COLUMNS, COLUMN_STEPS):
+        if in_words and (rows > WORD_ROWS or columns < WORD_COLUMNS * rows):
+            continue
+        if steps == 1 or columns * steps <= 2 * widest:
+            warps = WARPS if in_words else columns // WARP_COLUMNS
+            yield Schedule(rows, columns, min(lanes, WIDE_RANKS), warps, COLUMN_STAGES, tiles_n=steps)
 
 
 def _tile_rows(problem: Problem) -> Iterator[int]:
@@ -193,20 +201,19 @@ def _invariant_shrinks(problem: Problem) -> Iterator[Schedule]:
     lanes = min(block_at_least(problem.rank), MOST_LANES)
     splits = max(split for split in SPLITS[:-1] if split == 1 or problem.k > INVARIANT_K * split)
     if lanes > WARP_LANES:
-        yield Schedule(WARPGROUP_ROWS, lanes, K_STEP, 4, STAGES_HIGH, splits, swap_ab=True)
+        yield Schedule(TILE_ROWS[-1], lanes, K_STEP, WARPS, STAGES // 2, splits, swap_ab=True)
         return
-    for rows in FLAT_ROWS:
-        yield Schedule(rows, lanes, 4096 // rows, 4, STAGES_COLUMNS, splits, swap_ab=True)
+    for rows in INVARIANT_ROWS[:2]:
+        yield Schedule(rows, lanes, GEMV_K // rows, WARPS, COLUMN_STAGES, splits, swap_ab=True)
 
 
 def _invariant_expands(problem: Problem) -> Iterator[Schedule]:
     """The same; with fewer than four warps the instruction is the same for every block of columns."""
     lanes = block_at_least(problem.rank)
-    ranks = lanes if lanes <= WORD_LANES else 32
-    for rows, steps in product((*FLAT_ROWS, 32), COLUMN_STEPS):
-        for columns in (64, 128):
-            if steps == 1 or columns * steps <= 2 * max(problem.widths):
-                yield Schedule(rows, columns, ranks, 2, STAGES_COLUMNS, tiles_n=steps, swap_ab=True)
+    ranks = lanes if lanes <= COLUMNS[0] else WARP_LANES
+    for rows, columns, steps in product(INVARIANT_ROWS, GEMV_COLUMNS[:2], COLUMN_STEPS):
+        if steps == 1 or columns * steps <= 2 * max(problem.widths):
+            yield Schedule(rows, columns, ranks, WARPS // 2, COLUMN_STAGES, tiles_n=steps, swap_ab=True)
 
 
 # --- the estimate ----------------------------------------------------------------------------------------------------
@@ -215,8 +222,8 @@ def _invariant_expands(problem: Problem) -> Iterator[Schedule]:
 def shrink_us(problem: Problem, schedule: Schedule, gpu: Gpu) -> float:
     """Estimated microseconds of a shrink, and of an expand's reading what it leaves."""
     rows, slices, splits = problem.rows, len(problem.widths), schedule.split_k
-    readers = slices + sum(cdiv(width, READER_COLUMNS) for width in problem.widths)
-    partials = splits * rows * problem.rank * 4 * readers / (gpu.multiprocessors * SM_RATE)
+    readers = slices + sum(cdiv(width, GEMV_COLUMNS[-1]) for width in problem.widths)
+    partials = splits * rows * problem.rank * PARTIAL * readers / (gpu.multiprocessors * SM_RATE)
     unique = problem.element * problem.shape.adapters * problem.rank * problem.k * slices / gpu.memory
     blocks = cdiv(problem.rank, schedule.block_n) * slices * splits
     if not schedule.block_m:
@@ -228,27 +235,27 @@ def shrink_us(problem: Problem, schedule: Schedule, gpu: Gpu) -> float:
     loaded = (real_rows * 2 + schedule.block_n * problem.element) * schedule.block_k * steps
     stage = (schedule.block_m * 2 + schedule.block_n * problem.element) * schedule.block_k
     step = SHRINK_STEP
-    if schedule.block_m < WARPGROUP_ROWS:
+    if schedule.block_m < TILE_ROWS[-1]:
         step += schedule.block_m * schedule.block_n / SHRINK_MMA
-    resident = max(1, min(8, gpu.shared_memory // (stage * schedule.num_stages)))
+    resident = max(1, gpu.shared_memory // (stage * schedule.num_stages))
     return partials + _us(tiles * blocks, resident, loaded, steps * step, unique, gpu)
 
 
 def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> float:
     """Estimated microseconds of an expand that adds up ``partials`` sums for every rank."""
     rows, rank, columns = problem.rows, problem.rank, sum(problem.widths)
-    unique = (problem.element * problem.shape.adapters * rank + 4 * rows) * columns / gpu.memory
+    unique = (problem.element * problem.shape.adapters * rank + OUTPUT * rows) * columns / gpu.memory
     blocks = sum(cdiv(width, schedule.block_n * schedule.tiles_n) for width in problem.widths)
     if not schedule.block_m:
         lanes = cdiv(_true_rank(rank), schedule.block_k) * schedule.block_k
-        each = schedule.block_n * (lanes * problem.element + 4) + partials * lanes * 4
-        resident = min(MOST_PROGRAMS, _resident(schedule, schedule.block_n * schedule.block_k))
+        each = schedule.block_n * (lanes * problem.element + OUTPUT) + partials * lanes * PARTIAL
+        resident = _resident(schedule, schedule.block_n * schedule.block_k)
         passes = cdiv(rank, schedule.block_k)
         return _us(rows * blocks, resident, each, 0.0, unique, gpu, passes)
     tiles = tiles_of(problem.shape, rows, schedule.block_m)
     real_rows, lanes = min(schedule.block_m, rows / tiles), block_at_least(rank)
-    loaded: float = schedule.tiles_n * schedule.block_n * (rank * problem.element + real_rows * 4)
-    loaded += partials * real_rows * rank * 4
+    loaded: float = schedule.tiles_n * schedule.block_n * (rank * problem.element + real_rows * OUTPUT)
+    loaded += partials * real_rows * rank * PARTIAL
     stage = schedule.block_n * (lanes * problem.element + schedule.block_m * 2)
     stages = 1 if schedule.tiles_n == 1 else schedule.num_stages
     resident = max(1, min(MOST_WARPS // schedule.num_warps, gpu.shared_memory // (stage * stages)))
@@ -274,7 +281,7 @@ def _true_rank(rank: int) -> int:
 
 def _resident(schedule: Schedule, elements: int) -> int:
     """GEMV programs of a multiprocessor, each with so many weights in its registers."""
-    return int(max(1, min(REGISTERS / (2 * elements), MOST_WARPS // schedule.num_warps)))
+    return int(max(1, min(REGISTERS / (2 * elements), MOST_WARPS // max(2, schedule.num_warps))))
 
 
 def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
@@ -289,13 +296,11 @@ def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=16384)
 def choose_shrink(problem: Problem, gpu: Gpu) -> Schedule:
     """The candidate with the least estimated time; the first of several."""
     return min(shrink_schedules(problem), key=lambda schedule: shrink_us(problem, schedule, gpu))
 
 
-@functools.lru_cache(maxsize=16384)
 def choose_expand(problem: Problem, partials: int, gpu: Gpu) -> Schedule:
     """The candidate with the least estimated time; the first of several."""
     return min(expand_schedules(problem), key=lambda schedule: expand_us(problem, schedule, partials, gpu))
