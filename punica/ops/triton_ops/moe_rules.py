@@ -139,8 +139,9 @@ def _shrink_of_tiles(work: Work) -> Config:
     form, narrow = work.form, work.narrow(HEIGHT)
     tiles = form.experts if work.invariant else work.tiles
     few = work.invariant or work.mean < HEIGHT
-    most = min(HEIGHT if few else HEIGHT // 2, max(1, form.hidden // LEAST_SPAN))
-    if expands_by_rows(work) and tiles >= 2 * HEIGHT:
+    deep = work.invariant or (few and tiles < HEIGHT)
+    most = min(HEIGHT if deep else HEIGHT // 2, max(1, form.hidden // LEAST_SPAN))
+    if expands_by_rows(work) and tiles >= HEIGHT:
         most = min(most, MOST_SUMMED)
     least = min(most, block_at_least(max(1, form.hidden // MOST_SPAN), 1)) if tiles < PROGRAMS else 1
     split_k = max(_power_below(PROGRAMS / tiles, most), least)

@@ -136,7 +136,7 @@ WARP_COLUMNS = 32
 WORD_ROWS, WORD_COLUMNS, WORD_LANES = 32, 8, 128
 """Rows, columns for each row and ranks of tiles that read FP8 in words: at most, at least, at most."""
 STAGES, COLUMN_STAGES = 8, 3
-"""Depth of a pipeline over K, in FP8 (half for elements twice as wide), and over columns."""
+"""Depth of a pipeline over K, in FP8 (half for elements twice as wide; one more for low tiles), and over columns."""
 INVARIANT_ROWS, WARP_LANES = _powers(8, 32), 32
 """Heights of batch-invariant tiles, and ranks up to which the height of one of shrink is free."""
 WIDE_RANKS = 256
@@ -155,7 +155,7 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
             yield Schedule(0, ranks, k, warps, split_k=cdiv(problem.k, k))
     for rows, splits in product(_tile_rows(problem), SPLITS):
         if splits == 1 or problem.k >= LEAST_K * splits:
-            stages = max(2, STAGES // problem.element)
+            stages = STAGES // problem.element + (rows < TILE_ROWS[-1])
             yield Schedule(rows, min(lanes, MOST_LANES), K_STEP, WARPS, stages, split_k=splits)
 
 

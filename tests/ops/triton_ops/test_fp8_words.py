@@ -211,7 +211,7 @@ def test_which_tiles_go_by_words(dtype, rank, changes, words, device, use_schedu
 
 
 def test_tiles_as_they_are_chosen(device, reads_words):
-    case = Case(spread(2, 160, 100), (192,), 16, [16, 7], device)
+    case = Case(spread(2, 160, 100), (1024,), 16, [16, 7], device)
     case.check(case.run())
     assert reads_words()
 
