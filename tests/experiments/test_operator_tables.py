@@ -1,4 +1,4 @@
-"""The operator tables and the tuner, as far as they need no GPU: lines, anchors, columns, candidates, measured tables."""
+"""The operator tables and the tuner, as far as they need no GPU: lines, anchors, columns, candidates, tables."""
 
 import itertools
 import json
