@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,7 @@ from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_r
 
 from punica.metadata import LoRAKernelMeta
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
-from punica.ops.triton_ops import (
-    Options,
-    lora_expand,
-    lora_expand_fp8,
-    lora_linear_fp8,
-    lora_shrink,
-    lora_shrink_fp8,
-)
-from punica.ops.triton_ops.launch import Launch
+from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear_fp8, lora_shrink, lora_shrink_fp8
 from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
@@ -257,46 +248,6 @@ def test_nothing_to_do(device):
     shrink(x[:0], [a.stored], y[:, :0], step([], device), b_scale=[a.scale], scheme=PER_CHANNEL)
     shrink(x, [a.stored], y, step([-1, -1], device), b_scale=[a.scale], scheme=PER_CHANNEL)
     assert (y == 0).all()
-
-
-def test_batch_invariance(device):
-    """A row's bits do not depend on what else is in the batch."""
-    a, b = stacks([(16, 300)], MODES["channel"], device)[0], stacks([(96, 16)], MODES["channel"], device)[0]
-    x = torch.randn(40, 300).half().to(device)
-    found = []
-    for slots in ([1], [1] + [0] * 6, [1] * 40):
-        y = torch.zeros(len(slots), 96, dtype=FP16, device=device)
-        linear(
-            y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device), lora_a_scale=[a.scale],
-            lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL, options=Options(batch_invariant=True),
-        )  # fmt: skip
-        found.append(y[0].cpu())
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize("rank", [8, 32, 64])
-def test_what_each_split_sums_does_not_follow_the_step(rank, device, monkeypatch):
-    """With `batch_invariant` splits and ranks of a block are fixed; the block of K where warps multiply together."""
-    module, found = import_module("punica.ops.triton_ops.lora_shrink"), []
-
-    def recorded(
-        kernel: Any, grid: Any, dtypes: Any, strides: Any, constants: dict[str, Any], **options: Any
-    ) -> Launch:
-        tile = constants["TILE"]
-        found.append((tile.split_k, tile.block_r, tile.block_k if rank > 32 else 0))
-        return Launch(kernel, grid, dtypes, strides, constants, **options)
-
-    monkeypatch.setattr(module, "Launch", recorded)
-    a, b = stacks([(rank, 2048)], MODES["channel"], device)[0], stacks([(32, rank)], MODES["channel"], device)[0]
-    given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": PER_CHANNEL, "expand": PER_CHANNEL}
-    for slots in ([1], [0, 1, 2], [1] * 72):  # few rows, few of each adapter, many
-        x, y = torch.randn(len(slots), 2048).half().to(device), torch.zeros(len(slots), 32, dtype=FP16, device=device)
-        batch, options = step(slots, device, rows=72), Options(batch_invariant=True)
-        linear(y, x, [a.stored], [b.stored], batch, options=options, **given)
-    assert len(found) == 3
-    assert len(set(found)) == 1
-    assert found[0][0] == 2
 
 
 class TestTracing:
