@@ -43,22 +43,6 @@ def _four_tensors(words_ptr, wide_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexp
     tl.store(wide_ptr + offs[:, None] * 4 + lanes + 3, d)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["by their bits", "by instructions"])
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_every_code_in_every_place(fp8, native, device):
-    if native and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
-        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
-    codes = torch.arange(256, dtype=torch.uint8)
-    places = torch.stack([codes.roll(shift) for shift in (0, 1, 7, 100)], 1).contiguous()
-    found = torch.empty(256, 4, device=device)
-    _four_tensors[(1,)](places.view(torch.int32).flatten().to(device), found, fp8_format(fp8), native, 256)
-    expected, found = places.view(fp8).float(), found.cpu()
-    assert torch.equal(found.isnan(), expected.isnan())
-    finite = ~expected.isnan()
-    assert torch.equal(found[finite], expected[finite])
-    assert torch.equal(found[finite].signbit(), expected[finite].signbit())
-
-
 @triton.jit
 def _unpack_in_pairs(words_ptr, wide_ptr, FORMAT: tl.constexpr, COUNT: tl.constexpr):
     offs = tl.arange(0, COUNT)
@@ -69,18 +53,29 @@ def _unpack_in_pairs(words_ptr, wide_ptr, FORMAT: tl.constexpr, COUNT: tl.conste
     tl.store(wide_ptr + offs * 4 + 3, d)
 
 
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_every_code_of_two_words_at_a_time(fp8, device):
-    if INTERPRETED or torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
+def check_every_code(upcast, fp8, dtype, device):
+    """``upcast(words, values)`` on every code in each of the four places of a word."""
     codes = torch.arange(256, dtype=torch.uint8)
     places = torch.stack([codes.roll(shift) for shift in (0, 1, 7, 100)], 1).contiguous()
-    found = torch.empty(256, 4, dtype=FP16, device=device)
-    _unpack_in_pairs[(1,)](places.view(torch.int32).flatten().to(device), found, fp8_format(fp8), 256)
-    expected, found = places.view(fp8).half(), found.cpu()
-    assert torch.equal(found.isnan(), expected.isnan())
+    found = torch.empty(256, 4, dtype=dtype, device=device)
+    upcast(places.view(torch.int32).flatten().to(device), found)
+    expected, found = places.view(fp8).to(dtype), found.cpu()
     finite = ~expected.isnan()
-    assert torch.equal(found[finite].view(torch.int16), expected[finite].view(torch.int16))
+    assert torch.equal(found.isnan(), ~finite)
+    assert torch.equal(found[finite], expected[finite])
+    assert torch.equal(found[finite].signbit(), expected[finite].signbit())
+
+
+@pytest.mark.parametrize("form", ["by their bits", "by instructions", "two words at a time"])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_every_code_in_every_place(fp8, form, device):
+    if form != "by their bits" and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
+    native, code = form == "by instructions", fp8_format(fp8)
+    if form == "two words at a time":
+        check_every_code(lambda *given: _unpack_in_pairs[(1,)](*given, code, 256), fp8, FP16, device)
+    else:
+        check_every_code(lambda *given: _four_tensors[(1,)](*given, code, native, 256), fp8, torch.float32, device)
 
 
 class Case:
@@ -280,17 +275,8 @@ def test_prefills_of_full_size(sizes, rank, dtype):
 
 def test_a_scale_per_slot_and_overwriting(device, use_schedules):
     use_schedules(shrink=SHRINKS["rows"], expand=EXPANDS["rows"])
-    mode = MODES["tensor"]
-    a, b = Stack.random(3, 16, 64, mode, E4M3, device), Stack.random(3, 72, 16, mode, E4M3, device)
-    x, y = torch.randn(len(SLOTS), 64).half().to(device), torch.full((len(SLOTS), 72), 7.0, dtype=FP16, device=device)
-    linear(
-        y, x, [a.stored], [by_ranks(b.stored)], step(SLOTS, device), 1.0, lora_a_scale=[a.scale],
-        lora_b_scale=[b.scale], shrink=Scheme(), expand=Scheme(), add_inputs=False,
-    )  # fmt: skip
-    expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
-    bare = torch.tensor(SLOTS) < 0
-    assert_close(y[~bare], expected[~bare], FP16)
-    assert torch.equal(y[bare], torch.full((1, 72), 7.0, dtype=FP16, device=device))
+    case = Case(SLOTS, (72,), 16, [16, 16, 16], device, mode="tensor")
+    case.check(case.run(add_inputs=False), 0)
 
 
 @pytest.mark.parametrize(("width", "offset", "words"), [(64, 0, True), (66, 0, False), (64, 1, False)])
