@@ -2,24 +2,19 @@
 not.
 """
 
-import sys
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from fp8_case import FP16, Case
 from step_calls import linear
 from target_compiler import constants_of
 from triton_batches import EXPANDS, SHRINKS, assert_close
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, product, step
-
-from punica.ops.fp8_checks import PER_CHANNEL, Scheme
+from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.triton_ops import Options
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
@@ -27,8 +22,8 @@ from punica.ops.triton_ops.fp8_words import _unpacked, _wide_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import plans_of
+from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, product, step
 
-FP16 = torch.float16
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
 
 
@@ -76,52 +71,6 @@ def test_every_code_in_every_place(fp8, form, device):
         check_every_code(lambda *given: _unpack_in_pairs[(1,)](*given, code, 256), fp8, FP16, device)
     else:
         check_every_code(lambda *given: _four_tensors[(1,)](*given, code, native, 256), fp8, torch.float32, device)
-
-
-class Case:
-    """Rows of ``slots`` with adapters of ``ranks``, and one slot that no row uses. Ranks beyond an adapter's own, the
-    unused slot and their scales are NaN.
-    """
-
-    def __init__(self, slots, widths, rank, ranks, device, fp8=E4M3, dtype=FP16, mode="channel", k=64):
-        self.slots, self.ranks, self.widths = slots, [*ranks, rank], widths
-        self.dtype, self.device = dtype, device
-        self.a, self.b = ([Stack.random(len(self.ranks), *shape, MODES[mode], fp8, device) for shape in shapes]
-                          for shapes in ([(rank, k)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
-        self.real = [(first.real(), second.real()) for first, second in zip(self.a, self.b, strict=True)]
-        for slot, live in enumerate([*ranks, 0]):
-            for first, second in zip(self.a, self.b, strict=True):
-                first.stored[slot, :, live:] = second.stored[slot, :, :, live:] = float("nan")
-                if mode == "channel":
-                    first.scale[slot, live:] = float("nan")
-                if live == 0:
-                    second.scale[slot] = float("nan")
-        rows = len(self.slots)
-        self.x, self.before = (torch.randn(rows, size).to(dtype).to(device) for size in (k, sum(widths)))
-        self.scheme = PER_CHANNEL if mode == "channel" else Scheme()
-
-    def run(self, y=None, batch=None, **options):
-        """y after one call."""
-        y = self.before.clone() if y is None else y
-        batch = batch or step(self.slots, self.device, rows=len(self.slots))
-        true = torch.tensor([self.ranks] * len(self.widths), dtype=torch.int32, device=self.device)
-        linear(
-            y, self.x, [s.stored for s in self.a], [by_ranks(s.stored) for s in self.b], batch, 0.5,
-            lora_a_scale=[s.scale for s in self.a], lora_b_scale=[s.scale for s in self.b], shrink=self.scheme,
-            expand=self.scheme, lora_ranks=true, **options,
-        )  # fmt: skip
-        return y
-
-    def check(self, y, calls=1):
-        """That y holds what so many calls add (in bfloat16 each rounds visibly); 0: what one leaves that overwrites."""
-        deltas = []
-        for a_real, b_real in self.real:
-            h = 0.5 * product(self.x.cpu().double(), a_real, self.slots, self.ranks, True)
-            deltas.append(product(h, b_real, self.slots, self.ranks, False))
-        delta, bare = torch.cat(deltas, 1), torch.tensor(self.slots) < 0
-        expected = calls * delta + self.before.cpu().double() if calls else delta
-        assert_close(y[~bare], expected[~bare], self.dtype, calls if calls and self.dtype == torch.bfloat16 else 1)
-        assert torch.equal(y[bare], self.before[bare])
 
 
 def spread(*sizes):
