@@ -32,10 +32,7 @@ from punica.ops.triton_ops.expand_gemv import expand_row
 from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, shared_memory, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, FixedPlan, KernelPlan, ListedPlan
-from punica.ops.triton_ops.schedules import Schedule
-
-MOST_LANES = 256
-"""Ranks of one pass of the tensor cores in 16 bits."""
+from punica.ops.triton_ops.schedules import WIDE_RANKS, Schedule
 
 
 class ExpandShape(NamedTuple):
@@ -210,7 +207,7 @@ def _gemm_tile(
     """
     rank, quant, (of_h, of_b, of_y) = shape.rank, shape.quant, itemsizes
     wide = 2 if quant.x_format else of_y if quant.format else of_b
-    most_r = min(quant.group_k or MOST_LANES, MOST_LANES if wide == 2 else 16)
+    most_r = min(quant.group_k or WIDE_RANKS, WIDE_RANKS if wide == 2 else 16)
     block_m, block_r = schedule.block_m, min(block_at_least(rank), schedule.block_k, most_r)
     block_n, tiles_n = schedule.block_n, schedule.tiles_n
     while block_r > 16 and 2 * (block_n * block_r + block_m * (block_n + block_r)) > shared_memory(device):

@@ -244,9 +244,18 @@ class Fp8Operands(Operands):
         return tensor if self.known or tensor.dtype not in FP8_DTYPES else self._as(torch.uint8, tensor)
 
 
+def record_of(plan: FixedPlan | ListedPlan, arguments: tuple, done: Compilations) -> Record:
+    """The launch's record, or why there is none."""
+    try:
+        plan.run(*arguments)
+        return done.records[-1]
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
+
+
 def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) -> list[Record]:
     """Both FP8 kernels of one case: as a layer has them run (weight-only, linear), or each op by itself."""
-    given, found = Fp8Operands(case, capability), []
+    given = Fp8Operands(case, capability)
     (a, b), has_ranks, linear = given.forms(), given.ranks is not None, case["linear"] and not case["w8a8"]
     low = torch.float32
     if linear:
@@ -270,17 +279,9 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
         )  # fmt: skip
     x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*partials, dtype=low)
     left, right = given.given(given.a, given.a_scales), given.given(given.b, given.b_scales)
-    for plan, run in (
-        (shrink, lambda: shrink.run(x, left, out, given.batch, given.ranks, True, 1.0)),
-        (expand, lambda: expand.run(low_rank, right, given.y, given.batch, given.ranks, True)),
-    ):
-        try:
-            run()
-            record = done.records[-1]
-        except Exception as error:
-            record = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
-        found.append({"case": case, "form": form_of(plan), **record})
-    return found
+    step = given.batch, given.ranks, True
+    runs = (shrink, (x, left, out, *step, 1.0)), (expand, (low_rank, right, given.y, *step))
+    return [{"case": case, "form": form_of(plan), **record_of(plan, tensors, done)} for plan, tensors in runs]
 
 
 def constants_of(plan: FixedPlan | ListedPlan) -> Record:
@@ -300,19 +301,11 @@ def form_of(plan: FixedPlan | ListedPlan) -> str:
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[Record]:
     """Both kernels of one case."""
-    given, found = Operands(case), []
+    given = Operands(case)
     (shrink, h), (expand, _) = linear_plans(given) if case["linear"] else single_plans(given)
-    for plan, run in (
-        (shrink, lambda: shrink.run(given.x, given.a, h, given.batch, given.ranks, True, 1.0)),
-        (expand, lambda: expand.run(h, given.b, given.y, given.batch, given.ranks, True)),
-    ):
-        try:
-            run()
-            record = done.records[-1]
-        except Exception as error:
-            record = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
-        found.append({"case": case, "form": form_of(plan), **record})
-    return found
+    step = given.batch, given.ranks, True
+    runs = (shrink, (given.x, given.a, h, *step, 1.0)), (expand, (h, given.b, given.y, *step))
+    return [{"case": case, "form": form_of(plan), **record_of(plan, tensors, done)} for plan, tensors in runs]
 
 
 def compile_slot_write(dtype: str, elements: int, done: Compilations) -> Record:

@@ -2,109 +2,74 @@
 not.
 """
 
-import sys
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from fp8_case import FP16, Case
 from step_calls import linear
 from target_compiler import constants_of
 from triton_batches import EXPANDS, SHRINKS, assert_close
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, product, step
-
-from punica.ops.fp8_checks import PER_CHANNEL, Scheme
+from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.triton_ops import Options
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
-from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import plans_of
+from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, product, step
 
-FP16 = torch.float16
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
 
 
 @triton.jit
-def _four_tensors(words_ptr, values_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr):
+def _four_tensors(words_ptr, wide_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr):
     offs = tl.arange(0, COUNT)
-    a, b, c, d = upcast_words(tl.load(words_ptr + offs), FORMAT, NATIVE, values_ptr.dtype.element_ty)
-    tl.store(values_ptr + offs * 4, a)
-    tl.store(values_ptr + offs * 4 + 1, b)
-    tl.store(values_ptr + offs * 4 + 2, c)
-    tl.store(values_ptr + offs * 4 + 3, d)
+    a, b, c, d = _wide_words(tl.load(words_ptr + offs)[:, None], FORMAT, NATIVE)
+    lanes = tl.arange(0, 1)[None, :]
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes, a)
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 1, b)
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 2, c)
+    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 3, d)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["by their bits", "by instructions"])
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("dtype", [FP16, torch.float32], ids=str)
-def test_every_code_in_every_place(dtype, fp8, native, device):
-    if native and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
-        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
+@triton.jit
+def _unpack_in_pairs(words_ptr, wide_ptr, FORMAT: tl.constexpr, COUNT: tl.constexpr):
+    offs = tl.arange(0, COUNT)
+    a, b, c, d = _unpacked(tl.load(words_ptr + offs), FORMAT)
+    tl.store(wide_ptr + offs * 4, a)
+    tl.store(wide_ptr + offs * 4 + 1, b)
+    tl.store(wide_ptr + offs * 4 + 2, c)
+    tl.store(wide_ptr + offs * 4 + 3, d)
+
+
+def check_every_code(upcast, fp8, dtype, device):
+    """``upcast(words, values)`` on every code in each of the four places of a word."""
     codes = torch.arange(256, dtype=torch.uint8)
     places = torch.stack([codes.roll(shift) for shift in (0, 1, 7, 100)], 1).contiguous()
     found = torch.empty(256, 4, dtype=dtype, device=device)
-    _four_tensors[(1,)](places.view(torch.int32).flatten().to(device), found, fp8_format(fp8), native, 256)
+    upcast(places.view(torch.int32).flatten().to(device), found)
     expected, found = places.view(fp8).to(dtype), found.cpu()
-    assert torch.equal(found.isnan(), expected.isnan())
     finite = ~expected.isnan()
+    assert torch.equal(found.isnan(), ~finite)
     assert torch.equal(found[finite], expected[finite])
     assert torch.equal(found[finite].signbit(), expected[finite].signbit())
 
 
-
-
-class Case:
-    """Rows of ``slots`` with adapters of ``ranks``, and one slot that no row uses. Ranks beyond an adapter's own, the
-    unused slot and their scales are NaN.
-    """
-
-    def __init__(self, slots, widths, rank, ranks, device, fp8=E4M3, dtype=FP16, mode="channel", k=64):
-        self.slots, self.ranks, self.widths = slots, [*ranks, rank], widths
-        self.dtype, self.device = dtype, device
-        self.a, self.b = ([Stack.random(len(self.ranks), *shape, MODES[mode], fp8, device) for shape in shapes]
-                          for shapes in ([(rank, k)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
-        self.real = [(first.real(), second.real()) for first, second in zip(self.a, self.b, strict=True)]
-        for slot, live in enumerate([*ranks, 0]):
-            for first, second in zip(self.a, self.b, strict=True):
-                first.stored[slot, :, live:] = second.stored[slot, :, :, live:] = float("nan")
-                if mode == "channel":
-                    first.scale[slot, live:] = float("nan")
-                if live == 0:
-                    second.scale[slot] = float("nan")
-        rows = len(self.slots)
-        self.x, self.before = (torch.randn(rows, size).to(dtype).to(device) for size in (k, sum(widths)))
-        self.scheme = PER_CHANNEL if mode == "channel" else Scheme()
-
-    def run(self, y=None, batch=None, **options):
-        """y after one call."""
-        y = self.before.clone() if y is None else y
-        batch = batch or step(self.slots, self.device, rows=len(self.slots))
-        true = torch.tensor([self.ranks] * len(self.widths), dtype=torch.int32, device=self.device)
-        linear(
-            y, self.x, [s.stored for s in self.a], [by_ranks(s.stored) for s in self.b], batch, 0.5,
-            lora_a_scale=[s.scale for s in self.a], lora_b_scale=[s.scale for s in self.b], shrink=self.scheme,
-            expand=self.scheme, lora_ranks=true, **options,
-        )  # fmt: skip
-        return y
-
-    def check(self, y, calls=1):
-        """That y holds what so many calls add (in bfloat16 each rounds visibly); 0: what one leaves that overwrites."""
-        deltas = []
-        for a_real, b_real in self.real:
-            h = 0.5 * product(self.x.cpu().double(), a_real, self.slots, self.ranks, True)
-            deltas.append(product(h, b_real, self.slots, self.ranks, False))
-        delta, bare = torch.cat(deltas, 1), torch.tensor(self.slots) < 0
-        expected = calls * delta + self.before.cpu().double() if calls else delta
-        assert_close(y[~bare], expected[~bare], self.dtype, calls if calls and self.dtype == torch.bfloat16 else 1)
-        assert torch.equal(y[bare], self.before[bare])
+@pytest.mark.parametrize("form", ["by their bits", "by instructions", "two words at a time"])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_every_code_in_every_place(fp8, form, device):
+    if form != "by their bits" and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
+    native, code = form == "by instructions", fp8_format(fp8)
+    if form == "two words at a time":
+        check_every_code(lambda *given: _unpack_in_pairs[(1,)](*given, code, 256), fp8, FP16, device)
+    else:
+        check_every_code(lambda *given: _four_tensors[(1,)](*given, code, native, 256), fp8, torch.float32, device)
 
 
 def spread(*sizes):
@@ -258,17 +223,8 @@ def test_prefills_of_full_size(sizes, rank, dtype):
 
 def test_a_scale_per_slot_and_overwriting(device, use_schedules):
     use_schedules(shrink=SHRINKS["rows"], expand=EXPANDS["rows"])
-    mode = MODES["tensor"]
-    a, b = Stack.random(3, 16, 64, mode, E4M3, device), Stack.random(3, 72, 16, mode, E4M3, device)
-    x, y = torch.randn(len(SLOTS), 64).half().to(device), torch.full((len(SLOTS), 72), 7.0, dtype=FP16, device=device)
-    linear(
-        y, x, [a.stored], [by_ranks(b.stored)], step(SLOTS, device), 1.0, lora_a_scale=[a.scale],
-        lora_b_scale=[b.scale], shrink=Scheme(), expand=Scheme(), add_inputs=False,
-    )  # fmt: skip
-    expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
-    bare = torch.tensor(SLOTS) < 0
-    assert_close(y[~bare], expected[~bare], FP16)
-    assert torch.equal(y[bare], torch.full((1, 72), 7.0, dtype=FP16, device=device))
+    case = Case(SLOTS, (72,), 16, [16, 16, 16], device, mode="tensor")
+    case.check(case.run(add_inputs=False), 0)
 
 
 @pytest.mark.parametrize(("width", "offset", "words"), [(64, 0, True), (66, 0, False), (64, 1, False)])

@@ -10,11 +10,11 @@ from experiments.benches.atomics import prepare_lora_atomics
 @pytest.mark.parametrize(("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles")])
 def test_atomics_compute_the_same(shrink, expand, device):
     batch = Batch(random_slots(19, 3), 200, (40, 33), 20, 3, torch.float16, device, scaling=1.0)
-    config = {**SHRINKS[shrink], "block_k": 32, "split_k": 3}
+    schedules = SHRINKS[shrink]._replace(block_k=32, split_k=3), EXPANDS[expand]
     y = batch.y.clone()
     args = (*batch.args, *batch.count.values())
     overlap = device == "cuda"
-    call = prepare_lora_atomics(y, batch.x, batch.a, batch.b, args, config, EXPANDS[expand], overlap=overlap)
+    call = prepare_lora_atomics(y, batch.x, batch.a, batch.b, args, *schedules, overlap=overlap)
     call(y, batch.x, batch.a, batch.b)
     want = torch.where(
         batch.has_adapter, batch.y.cpu().double() + batch.expanded(batch.shrunk()), batch.y.cpu().double()

@@ -24,6 +24,12 @@ SHAPES = [
 MARKER = 3.25
 
 
+@pytest.fixture(params=EXPANDS.values(), ids=tuple(EXPANDS))
+def form(request, use_schedules) -> None:
+    """Run the test in every form."""
+    use_schedules(expand=request.param)
+
+
 def make(shape: tuple, device: str) -> Batch:
     tokens, widths, rank, slot_count, dtype = shape
     return Batch(random_slots(tokens, slot_count), 16, widths, rank, slot_count, dtype, device)
@@ -48,10 +54,8 @@ def expected(batch: Batch, h: torch.Tensor, old: torch.Tensor, offset: int, add:
 
 
 @pytest.mark.parametrize("add", [True, False], ids=["add", "overwrite"])
-@pytest.mark.parametrize("form", EXPANDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-N{'+'.join(map(str, s[1][:3]))}-r{s[2]}-L{s[3]}")
-def test_expand(shape, form, add, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
+def test_expand(shape, form, add, device):
     batch = make(shape, device)
     h, y = rank_vectors(batch), wide_output(batch)
     old = y.clone()
@@ -83,11 +87,9 @@ def test_one_weight_set_at_two_offsets(offsets, device):
         assert_close(y, expected(batch, h, old, offset, True), FP16)
 
 
-@pytest.mark.parametrize("form", EXPANDS)
 @pytest.mark.parametrize("out_dtype", [FP16, BF16, FP32], ids=str)
 @pytest.mark.parametrize("in_dtype", [FP32, BF16], ids=str)
-def test_dtypes(in_dtype, out_dtype, form, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
+def test_dtypes(in_dtype, out_dtype, form, device):
     batch = Batch([0, 1, -1, 1], 16, (40,), 16, 2, BF16, device)
     h = rank_vectors(batch, in_dtype)
     y = torch.randn(4, 40).to(out_dtype).to(device)
@@ -96,9 +98,7 @@ def test_dtypes(in_dtype, out_dtype, form, device, use_schedules):
     assert_close(y, expected(batch, h, old, 0, True), out_dtype if out_dtype != FP32 else BF16)
 
 
-@pytest.mark.parametrize("form", EXPANDS)
-def test_true_ranks_read_no_lane_beyond(form, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
+def test_true_ranks_read_no_lane_beyond(form, device):
     ranks = [[8, 20, 64, 0], [64, 0, 8, 20]]
     batch = Batch([0, 1, 2, 3, -1, 2, 0], 16, (40, 70), 64, 4, FP16, device, ranks=ranks)
     h, y = rank_vectors(batch), wide_output(batch, 0, 0)
@@ -113,9 +113,7 @@ def test_true_ranks_read_no_lane_beyond(form, device, use_schedules):
     assert_close(y, expected(batch, h, old, 0, True), FP16)
 
 
-@pytest.mark.parametrize("form", EXPANDS)
-def test_rank_zero_overwrites_with_zeros(form, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
+def test_rank_zero_overwrites_with_zeros(form, device):
     batch = Batch([0, -1, 1], 16, (40,), 64, 2, FP16, device, ranks=[[0, 64]])
     y = torch.full((3, 40), MARKER, dtype=FP16, device=device)
     lora_expand(rank_vectors(batch), batch.b, y, *batch.args, **batch.count, lora_ranks=batch.lora_ranks)
@@ -123,9 +121,7 @@ def test_rank_zero_overwrites_with_zeros(form, device, use_schedules):
     assert torch.equal(y[1], torch.full_like(y[1], MARKER))
 
 
-@pytest.mark.parametrize("form", EXPANDS)
-def test_column_view_of_y_and_strided_input(form, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
+def test_column_view_of_y_and_strided_input(form, device):
     batch = Batch([0, 1, -1, 1, 0], 16, (33,), 20, 2, FP16, device)
     whole = torch.randn(5, 60).half().to(device)
     old = whole.clone()
@@ -136,10 +132,8 @@ def test_column_view_of_y_and_strided_input(form, device, use_schedules):
 
 
 @pytest.mark.parametrize("widths", [(33, 40), (33, 1), (1, 1)], ids=str)
-@pytest.mark.parametrize("form", EXPANDS)
-def test_weights_stored_rank_major(form, widths, device, use_schedules):
+def test_weights_stored_rank_major(form, widths, device):
     """A slice of width 1 lies in memory either way, and goes with any other."""
-    use_schedules(expand=EXPANDS[form])
     batch = Batch([0, 1, -1, 1], 16, widths, 20, 2, FP16, device)
     rank_major = tuple(b.transpose(-1, -2).contiguous().transpose(-1, -2) for b in batch.b)
     h, y = rank_vectors(batch), wide_output(batch)
@@ -148,9 +142,7 @@ def test_weights_stored_rank_major(form, widths, device, use_schedules):
     assert_close(y, expected(batch, h, old, 17, True), FP16)
 
 
-@pytest.mark.parametrize("form", EXPANDS)
-def test_other_slots_are_never_read(form, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
+def test_other_slots_are_never_read(form, device):
     batch = Batch([3, 3, 5, -1], 16, (33,), 20, 8, FP16, device)
     for slot in (0, 1, 2, 4, 6, 7):
         batch.b[0][slot] = float("nan")
@@ -162,9 +154,7 @@ def test_other_slots_are_never_read(form, device, use_schedules):
 @pytest.mark.parametrize(
     "slots", [[0, 1, 2, 3, 4, 5, 6, 7], [2] * 40, [1], [-1, -1, 3]], ids=["each", "one", "T1", "bare"]
 )
-@pytest.mark.parametrize("form", EXPANDS)
-def test_distributions(slots, form, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
+def test_distributions(slots, form, device):
     batch = Batch(slots, 16, (40,), 16, 8, FP16, device)
     h, y = rank_vectors(batch), wide_output(batch)
     old = y.clone()

@@ -1,24 +1,18 @@
 """The FP8 kernels against float64: modes, forms, layouts, true ranks, and what they must not touch or accept."""
 
-import sys
 from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fp8_case import Case
 from step_calls import expand, linear, shrink
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
-
 from punica.metadata import LoRAKernelMeta
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
-from punica.ops.triton_ops import Options, lora_expand, lora_expand_fp8, lora_linear, lora_shrink, lora_shrink_fp8
-from punica.ops.triton_ops.launch import Launch
+from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear_fp8, lora_shrink, lora_shrink_fp8
+from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
 from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
@@ -124,49 +118,22 @@ def test_formats(weights, values, shrink, device, use_schedules):
 def test_linear_on_a_step(form, mode, slots, device, use_schedules):
     expand = "walk" if form == "tiles" else form
     use_schedules(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
-    given = MODES[mode]
-    a, b = stacks([(20, 300)] * 2, given, device), stacks([(96, 20), (40, 20)], given, device)
-    x = torch.randn(len(slots), 300).half().to(device)
-    y = torch.zeros(len(slots), 136, dtype=FP16, device=device)
-    linear(
-        y, x, [s.stored for s in a], [by_ranks(s.stored) for s in b], step(slots, device), 0.5,
-        lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b],
-        shrink=Scheme(**given), expand=Scheme(**given),
-    )  # fmt: skip
-    parts = []
-    for first, second in zip(a, b, strict=True):
-        h = 0.5 * product(x.cpu().double(), first.real(), slots, None, True)
-        parts.append(product(h, second.real(), slots, None, False))
-    assert_close(y, torch.cat(parts, 1), FP16)
+    case = Case(slots, (96, 40), 20, [20, 20, 20], device, mode=mode, k=300)
+    case.check(case.run(lora_ranks=None))
 
 
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("form", ["rows", "tiles", "deep", "left"])
-@pytest.mark.parametrize(("row_major", "width"), [(False, 152), (False, 150), (True, 150)], ids=str)
-def test_true_ranks_and_poison(row_major, width, form, rank, device, use_schedules):
+@pytest.mark.parametrize(("by_rows", "width"), [(False, 152), (False, 150), (True, 150)], ids=str)
+def test_true_ranks_and_poison(by_rows, width, form, rank, device, use_schedules):
     """Neither other slots nor lanes beyond a rank nor their scales are read, by the kernels of wide weights (B by ranks
     in words) or by FP8's own.
     """
     use_schedules(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[form])
-    ranks, slots = [5, 0, rank], [0, 1, 0, -1, 1] + [0] * 20
-    a, b = stacks([(rank, 100)], MODES["channel"], device)[0], stacks([(width, rank)], MODES["channel"], device)[0]
-    a_real, b_real = a.real(), b.real()
-    for slot, live in enumerate(ranks):
-        a.stored[slot, :, live:] = b.stored[slot, :, :, live:] = float("nan")
-        a.scale[slot, live:] = float("nan")
-    for of_slot in (a.stored, b.stored, a.scale, b.scale):
-        of_slot[2] = float("nan")
-    x = torch.randn(len(slots), 100).half().to(device)
-    before = torch.randn(len(slots), width).half().to(device)
-    y = before.clone()
-    linear(
-        y, x, [a.stored], [b.stored if row_major else by_ranks(b.stored)], step(slots, device), 0.5,
-        lora_a_scale=[a.scale], lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL,
-        lora_ranks=torch.tensor([ranks], dtype=torch.int32, device=device),
-    )  # fmt: skip
-    h = 0.5 * product(x.cpu().double(), a_real, slots, ranks, True)
-    assert_close(y, before.cpu().double() + product(h, b_real, slots, ranks, False), FP16)
-    assert torch.equal(y[[1, 3, 4]], before[[1, 3, 4]])
+    case = Case([0, 1, 0, -1, 1] + [0] * 20, (width,), rank, [5, 0], device, k=100, by_rows=by_rows)
+    y = case.run()
+    case.check(y)
+    assert torch.equal(y[[1, 4]], case.before[[1, 4]])
 
 
 def test_accumulates_and_leaves_bare_rows_alone(device, use_schedules):
@@ -252,46 +219,6 @@ def test_nothing_to_do(device):
     assert (y == 0).all()
 
 
-def test_batch_invariance(device):
-    """A row's bits do not depend on what else is in the batch."""
-    a, b = stacks([(16, 300)], MODES["channel"], device)[0], stacks([(96, 16)], MODES["channel"], device)[0]
-    x = torch.randn(40, 300).half().to(device)
-    found = []
-    for slots in ([1], [1] + [0] * 6, [1] * 40):
-        y = torch.zeros(len(slots), 96, dtype=FP16, device=device)
-        linear(
-            y, x[: len(slots)], [a.stored], [by_ranks(b.stored)], step(slots, device), lora_a_scale=[a.scale],
-            lora_b_scale=[b.scale], shrink=PER_CHANNEL, expand=PER_CHANNEL, options=Options(batch_invariant=True),
-        )  # fmt: skip
-        found.append(y[0].cpu())
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize("rank", [8, 32, 64])
-def test_what_each_split_sums_does_not_follow_the_step(rank, device, monkeypatch):
-    """With `batch_invariant` splits and ranks of a block are fixed; the block of K where warps multiply together."""
-    module, found = import_module("punica.ops.triton_ops.lora_shrink"), []
-
-    def recorded(
-        kernel: Any, grid: Any, dtypes: Any, strides: Any, constants: dict[str, Any], **options: Any
-    ) -> Launch:
-        tile = constants["TILE"]
-        found.append((tile.split_k, tile.block_r, tile.block_k if rank > 32 else 0))
-        return Launch(kernel, grid, dtypes, strides, constants, **options)
-
-    monkeypatch.setattr(module, "Launch", recorded)
-    a, b = stacks([(rank, 2048)], MODES["channel"], device)[0], stacks([(32, rank)], MODES["channel"], device)[0]
-    given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": PER_CHANNEL, "expand": PER_CHANNEL}
-    for slots in ([1], [0, 1, 2], [1] * 72):  # few rows, few of each adapter, many
-        x, y = torch.randn(len(slots), 2048).half().to(device), torch.zeros(len(slots), 32, dtype=FP16, device=device)
-        batch, options = step(slots, device, rows=72), Options(batch_invariant=True)
-        linear(y, x, [a.stored], [b.stored], batch, options=options, **given)
-    assert len(found) == 3
-    assert len(set(found)) == 1
-    assert found[0][0] == 2
-
-
 class TestTracing:
     def test_one_node_and_equal_results(self, device):
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -332,8 +259,8 @@ class TestTracing:
 
         def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             y = y * 2
-            lora_linear(
-                y, x, [a.stored], [by_ranks(b.stored)], *meta, 0.5, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
+            lora_linear_fp8(
+                y, x, [a.stored], [by_ranks(b.stored)], *meta, 0.5, [a.scale], [b.scale],
                 schemes=[0, 0, 0, 1] * 2, num_active_loras=count,
             )  # fmt: skip
             return y + 1
@@ -344,11 +271,12 @@ class TestTracing:
         a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
         meta = flat([0, 1], device)[:-1]
         y, x = torch.zeros(2, 40, dtype=FP16, device=device), torch.randn(2, 64).half().to(device)
-        scales = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale]}
         with pytest.raises(ValueError, match="schemes has 4 entries"):
-            lora_linear(y, x, [a.stored], [b.stored], *meta, 0.5, **scales, schemes=[0, 0, 0, 1])
+            lora_linear_fp8(y, x, [a.stored], [b.stored], *meta, 0.5, [a.scale], [b.scale], schemes=[0, 0, 0, 1])
         with pytest.raises(ValueError, match="inputs has 1 rows and output_tensor has 2"):
-            lora_linear(y, x[:1], [a.stored], [b.stored], *meta, 0.5, **scales, schemes=[0, 0, 1, 1] * 2)
+            lora_linear_fp8(
+                y, x[:1], [a.stored], [b.stored], *meta, 0.5, [a.scale], [b.scale], schemes=[0, 0, 1, 1] * 2
+            )
 
 
 @pytest.mark.parametrize("mode", ["channel", "32 x r"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_batches import SHRINK_ROWS, SHRINK_TILES, SHRINKS, Batch, assert_shrunk, random_slots
+from triton_batches import SHRINKS, Batch, assert_shrunk, random_slots
 
 from punica.ops.triton_ops import lora_shrink
 
@@ -22,6 +22,12 @@ SHAPES = [
 ] + (GPU_SHAPES if torch.cuda.is_available() else [])
 
 
+@pytest.fixture(params=SHRINKS.values(), ids=tuple(SHRINKS))
+def form(request, use_schedules) -> None:
+    """Run the test in every form."""
+    use_schedules(shrink=request.param)
+
+
 def make(shape: tuple, device: str, **options: object) -> Batch:
     tokens, k, widths, rank, slot_count, dtype = shape
     return Batch(random_slots(tokens, slot_count), k, widths, rank, slot_count, dtype, device, **options)  # type: ignore[arg-type]
@@ -31,10 +37,8 @@ def output(batch: Batch, fill: float = float("nan"), dtype: torch.dtype = FP32) 
     return torch.full((len(batch.widths), batch.tokens, batch.rank), fill, dtype=dtype, device=batch.device)
 
 
-@pytest.mark.parametrize("form", SHRINKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-K{s[1]}-n{len(s[2])}-r{s[3]}-L{s[4]}")
-def test_overwrites_a_poisoned_buffer(shape, form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_overwrites_a_poisoned_buffer(shape, form, device):
     batch, out = (made := make(shape, device)), output(made)
     lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     assert_shrunk(out, batch.shrunk())
@@ -48,9 +52,7 @@ def test_default_configuration(shape, device):
     assert_shrunk(out, batch.shrunk())
 
 
-@pytest.mark.parametrize("form", SHRINKS)
-def test_accumulates_and_leaves_bare_rows_alone(form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_accumulates_and_leaves_bare_rows_alone(form, device):
     batch = Batch([1, -1, 0, 1, -1], 100, (16, 16), 20, 2, FP16, device)
     before = torch.randn(2, 5, 20).to(device)
     out = before.clone()
@@ -60,19 +62,15 @@ def test_accumulates_and_leaves_bare_rows_alone(form, device, use_schedules):
     assert torch.equal(out[:, bare], before[:, bare])
 
 
-@pytest.mark.parametrize("form", SHRINKS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_16_bit_output(form, dtype, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_16_bit_output(form, dtype, device):
     batch = Batch([0, 1, -1, 1], 128, (16,), 16, 2, dtype, device)
     out = output(batch, dtype=dtype)
     lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
     torch.testing.assert_close(out.cpu().double(), batch.shrunk(), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("form", SHRINKS)
-def test_true_ranks_read_no_lane_beyond(form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_true_ranks_read_no_lane_beyond(form, device):
     ranks = [[8, 20, 64, 0], [64, 0, 8, 20]]
     batch = Batch([0, 1, 2, 3, -1, 2, 0], 100, (16, 16), 64, 4, FP16, device, ranks=ranks)
     for i, of_slice in enumerate(ranks):
@@ -83,10 +81,8 @@ def test_true_ranks_read_no_lane_beyond(form, device, use_schedules):
     assert_shrunk(out, batch.shrunk())
 
 
-@pytest.mark.parametrize("form", SHRINKS)
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
-def test_any_strides_of_x(layout, form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_any_strides_of_x(layout, form, device):
     batch = Batch([0, 1, -1, 1, 0, 0, 1], 100, (16,), 20, 2, FP16, device)
     if layout == "transposed":
         view = batch.x.T.contiguous().T
@@ -100,9 +96,7 @@ def test_any_strides_of_x(layout, form, device, use_schedules):
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("form", SHRINKS)
-def test_weights_stored_rank_last(form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_weights_stored_rank_last(form, device):
     batch = Batch([0, 1, -1, 1], 100, (16, 16), 20, 2, FP16, device)
     transposed = tuple(a.transpose(-1, -2).contiguous().transpose(-1, -2) for a in batch.a)
     out = output(batch)
@@ -110,9 +104,7 @@ def test_weights_stored_rank_last(form, device, use_schedules):
     assert_shrunk(out, batch.shrunk())
 
 
-@pytest.mark.parametrize("form", SHRINKS)
-def test_other_slots_are_never_read(form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_other_slots_are_never_read(form, device):
     batch = Batch([3, 3, 5, -1], 100, (16,), 20, 8, FP16, device)
     for slot in (0, 1, 2, 4, 6, 7):
         batch.a[0][slot] = float("nan")
@@ -122,9 +114,7 @@ def test_other_slots_are_never_read(form, device, use_schedules):
     assert_shrunk(out, batch.shrunk())
 
 
-@pytest.mark.parametrize("form", SHRINKS)
-def test_float32_products_are_ieee(form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_float32_products_are_ieee(form, device):
     batch = Batch([0] * 16, 2048 if device == "cuda" else 256, (16,), 16, 1, FP32, device)
     out = output(batch)
     lora_shrink(batch.x, batch.a, out, *batch.args, 1.0, **batch.count)
@@ -136,9 +126,7 @@ def test_float32_products_are_ieee(form, device, use_schedules):
 @pytest.mark.parametrize(
     "slots", [[0, 1, 2, 3, 4, 5, 6, 7], [2] * 40, [1], [-1, -1, 3]], ids=["each", "one", "T1", "bare"]
 )
-@pytest.mark.parametrize("form", SHRINKS)
-def test_distributions(slots, form, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
+def test_distributions(slots, form, device):
     batch = Batch(slots, 64, (16,), 16, 8, FP16, device)
     out = output(batch)
     lora_shrink(batch.x, batch.a, out, *batch.args, 0.5, **batch.count)
@@ -180,13 +168,11 @@ def test_count_may_be_left_out(device):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_stale_sorted_entries_are_ignored(device, use_schedules):
+def test_stale_sorted_entries_are_ignored(form, device):
     """A captured graph covers more rows than a shorter step has; its further rows are at -1 and in no segment."""
-    for config in (SHRINK_ROWS, SHRINK_TILES):
-        use_schedules(shrink=config)
-        batch = Batch([0, 1, 1, 0, 1], 64, (16,), 16, 2, FP16, device)
-        batch.meta.prepare_tensors(torch.tensor([1, -1, 1]))
-        out = output(batch)
-        lora_shrink(batch.x, batch.a, out, *batch.meta.meta_args(5)[:6], 0.5, **batch.count)
-        batch.slots = [1, -1, 1, -1, -1]
-        assert_shrunk(out, batch.shrunk())
+    batch = Batch([0, 1, 1, 0, 1], 64, (16,), 16, 2, FP16, device)
+    batch.meta.prepare_tensors(torch.tensor([1, -1, 1]))
+    out = output(batch)
+    lora_shrink(batch.x, batch.a, out, *batch.meta.meta_args(5)[:6], 0.5, **batch.count)
+    batch.slots = [1, -1, 1, -1, -1]
+    assert_shrunk(out, batch.shrunk())

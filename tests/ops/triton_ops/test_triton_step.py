@@ -57,23 +57,18 @@ def test_every_form(shrink, expand, name, device, use_schedules):
     assert_close(y, expected(batch), torch.float16)
 
 
-@pytest.mark.parametrize("rank", [8, 20, 64, pytest.param(160, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stored", ["by rows", "by ranks"])
-@pytest.mark.parametrize("form", ["rows", "tiles", "left"])
-def test_true_ranks(form, stored, rank, device, use_schedules):
-    check_true_ranks(form, stored, rank, device, use_schedules)
+RANKS = [
+    *itertools.product(("rows", "tiles", "left"), (8, 20, 64)),
+    *(pytest.param(form, 160, marks=pytest.mark.slow) for form in ("rows", "tiles", "left")),
+    *(("wide", 129), pytest.param("wide", 256, marks=pytest.mark.slow), ("wide", 300)),
+]
 
 
-@pytest.mark.parametrize("stored", ["by rows", "by ranks"])
-@pytest.mark.parametrize("rank", [129, pytest.param(256, marks=pytest.mark.slow), 300])
-def test_true_ranks_of_wide_slots(rank, stored, device, use_schedules):
-    """In one pass of the tensor cores up to 256 ranks, above in a loop."""
-    check_true_ranks("wide", stored, rank, device, use_schedules)
-
-
-def check_true_ranks(form, stored, rank, device, use_schedules):
+@pytest.mark.parametrize("by_ranks", [False, True])
+@pytest.mark.parametrize(("form", "rank"), RANKS)
+def test_true_ranks(form, rank, by_ranks, device, use_schedules):
+    """In one pass of the tensor cores ("wide") up to 256 ranks, above in a loop."""
     use_schedules(shrink=SHRINKS[form], expand=EXPANDS[form])
-    by_ranks = stored != "by rows"
     ranks = [[0, rank, 5, 8, min(rank, 16), 1], [rank, 0, rank, 3, 8, rank]]
     batch = made(PROMPT, device, rank, ranks=ranks)
     for (i, weights), slot in itertools.product(enumerate(zip(batch.a, batch.b, strict=True)), range(6)):

@@ -16,7 +16,9 @@ import torch
 from target_compiler import LAYERS, ROCM_KIB, SHARED_KIB, STEPS, Operands, compiled, constants_of, linear_plans
 
 from punica.ops.triton_ops import launch as launching
-from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.schedules import Schedule
+
+lora_expand: Any = import_module("punica.ops.triton_ops.lora_expand")  # the package has the op under this name
 
 Case = dict[str, Any]
 Record = dict[str, Any]
@@ -211,8 +213,20 @@ def test_partials_whose_stride_would_drop_the_wait_are_refused():
     given = Operands(USUAL | {"step": "prefill 512"})
     partials = (8, 1, given.tokens, given.rank), (0, 0, given.rank, 1), torch.float32
     with pytest.raises(ValueError, match="partials of h have a stride of 0"):
-        plan_expand(*partials, given.y, given.forms()[1].stored, given.batch, given.schedule("expand", 8),
+        lora_expand.plan_expand(*partials, given.y, given.forms()[1].stored, given.batch, given.schedule("expand", 8),
                     offset_start=0, add_inputs=True, has_ranks=True, pdl=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kib", "ranks"), [(227, 256), (163, 128), (99, 64), (64, 32)])
+def test_blocks_of_many_ranks_fit_the_shared_memory(kib, ranks, monkeypatch):
+    for module in (launching, lora_expand):
+        monkeypatch.setattr(module, "shared_memory", lambda device: kib << 10)
+    given = Operands(USUAL | {"step": "prefill 512", "rank": 256})
+    plan = lora_expand.plan_expand(
+        (1, 3, given.tokens, 256), (1, 0, 256, 1), torch.float32, given.y, given.forms()[1].stored, given.batch,
+        Schedule(64, 256, 256, 8, 3), offset_start=0, add_inputs=True, has_ranks=True,
+    )  # fmt: skip
+    assert constants_of(plan)["block_r"] == ranks
 
 
 def test_usual_fp8_steps_compile_for_hopper():
@@ -257,7 +271,7 @@ def test_blocks_that_decide_the_bits_are_those_of_every_step(capability, rank, d
     """With `batch_invariant`, on every GPU: only what does not change a row's sums may follow the step. How much of K
     is read at once changes them above 32 lanes, where a product is not each warp's own.
     """
-    for module in (launching, import_module("punica.ops.triton_ops.lora_expand")):
+    for module in (launching, lora_expand):
         monkeypatch.setattr(module, "shared_memory", lambda device: SHARED_KIB[capability] << 10)
     for layer, listed in itertools.product(LAYERS, (True, False)):
         case = USUAL | {"rank": rank, "dtype": dtype, "layer": layer, "listed": listed, "invariant": True}
