@@ -18,6 +18,7 @@ from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.triton_ops import Options
 from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
+from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import plans_of
@@ -27,49 +28,31 @@ SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
 
 
 @triton.jit
-def _four_tensors(words_ptr, wide_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr):
+def _four_tensors(words_ptr, values_ptr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr):
     offs = tl.arange(0, COUNT)
-    a, b, c, d = _wide_words(tl.load(words_ptr + offs)[:, None], FORMAT, NATIVE)
-    lanes = tl.arange(0, 1)[None, :]
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes, a)
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 1, b)
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 2, c)
-    tl.store(wide_ptr + offs[:, None] * 4 + lanes + 3, d)
+    a, b, c, d = upcast_words(tl.load(words_ptr + offs), FORMAT, NATIVE, values_ptr.dtype.element_ty)
+    tl.store(values_ptr + offs * 4, a)
+    tl.store(values_ptr + offs * 4 + 1, b)
+    tl.store(values_ptr + offs * 4 + 2, c)
+    tl.store(values_ptr + offs * 4 + 3, d)
 
 
-@triton.jit
-def _unpack_in_pairs(words_ptr, wide_ptr, FORMAT: tl.constexpr, COUNT: tl.constexpr):
-    offs = tl.arange(0, COUNT)
-    a, b, c, d = _unpacked(tl.load(words_ptr + offs), FORMAT)
-    tl.store(wide_ptr + offs * 4, a)
-    tl.store(wide_ptr + offs * 4 + 1, b)
-    tl.store(wide_ptr + offs * 4 + 2, c)
-    tl.store(wide_ptr + offs * 4 + 3, d)
-
-
-def check_every_code(upcast, fp8, dtype, device):
-    """``upcast(words, values)`` on every code in each of the four places of a word."""
+@pytest.mark.parametrize("native", [False, True], ids=["by their bits", "by instructions"])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_every_code_in_every_place(dtype, fp8, native, device):
+    if native and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
     codes = torch.arange(256, dtype=torch.uint8)
     places = torch.stack([codes.roll(shift) for shift in (0, 1, 7, 100)], 1).contiguous()
     found = torch.empty(256, 4, dtype=dtype, device=device)
-    upcast(places.view(torch.int32).flatten().to(device), found)
+    _four_tensors[(1,)](places.view(torch.int32).flatten().to(device), found, fp8_format(fp8), native, 256)
     expected, found = places.view(fp8).to(dtype), found.cpu()
     finite = ~expected.isnan()
     assert torch.equal(found.isnan(), ~finite)
     assert torch.equal(found[finite], expected[finite])
     assert torch.equal(found[finite].signbit(), expected[finite].signbit())
 
-
-@pytest.mark.parametrize("form", ["by their bits", "by instructions", "two words at a time"])
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_every_code_in_every_place(fp8, form, device):
-    if form != "by their bits" and (INTERPRETED or torch.cuda.get_device_capability() < (8, 9)):
-        pytest.skip("only GPUs of compute capability 8.9 and newer have these instructions")
-    native, code = form == "by instructions", fp8_format(fp8)
-    if form == "two words at a time":
-        check_every_code(lambda *given: _unpack_in_pairs[(1,)](*given, code, 256), fp8, FP16, device)
-    else:
-        check_every_code(lambda *given: _four_tensors[(1,)](*given, code, native, 256), fp8, torch.float32, device)
 
 
 def spread(*sizes):
@@ -176,7 +159,7 @@ def test_which_tiles_go_by_words(dtype, rank, changes, words, device, use_schedu
 
 
 def test_tiles_as_they_are_chosen(device, reads_words):
-    case = Case(spread(2, 160, 100), (1024,), 16, [16, 7], device)
+    case = Case(spread(2, 160, 100), (8192,), 16, [16, 7], device)
     case.check(case.run())
     assert reads_words()
 
