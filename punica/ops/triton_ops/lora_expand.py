@@ -208,13 +208,14 @@ def _gemm_tile(
     rank, quant, (of_h, of_b, of_y) = shape.rank, shape.quant, itemsizes
     wide = 2 if quant.x_format else of_y if quant.format else of_b
     most_r = min(quant.group_k or WIDE_RANKS, WIDE_RANKS if wide == 2 else 16)
+    if shared_memory(device) < 227 << 10:  # tensor cores that read operands from registers, unlike Hopper's
+        most_r = min(most_r, 128)
     block_m, block_r = schedule.block_m, min(block_at_least(rank), schedule.block_k, most_r)
     block_n, tiles_n = schedule.block_n, schedule.tiles_n
     while block_r > 16 and 2 * (block_n * block_r + block_m * (block_n + block_r)) > shared_memory(device):
         block_r //= 2  # B, y and h of one block must fit
     row_bytes = block_n * of_y if rank <= block_r else block_r * shape.partials * of_h
-    words = quant.words and not schedule.swap_ab and wide == 2
-    words = words and rank <= block_r and block_n >= 64  # all ranks at once, and 16 words or more
+    words = quant.words and not schedule.swap_ab and wide == 2 and rank <= block_r and block_n >= 64  # 16 words or more
     held_bytes = 1 if words else wide  # else they are upcast through shared memory
     stage_bytes = block_n * block_r * held_bytes + block_m * row_bytes  # B, and old y or the partials of h
     return tile._replace(
