@@ -38,7 +38,7 @@ class LoRAConfig:
         specialize_active_lora: the metadata counts the adapters that are there, rounded up to the counts for which
             graphs are captured, for callers of the flat ops. Kernels behind a layer follow the step either way.
         batch_invariant: one fixed kernel form, so that a row's bits do not depend on its batch.
-        tuned_dir: folder with tuned kernel tables; ``None``: a rule over the step chooses.
+        tuned_dir: folder with tuned kernel tables; ``None``: the GPU's measured table, else an estimate, chooses.
         debug_checks: the wrapper verifies the indices on the device once per step (synchronises; for debugging).
         pdl: programmatic dependent launch where the GPU has it: kernels start before the ones in front have ended.
         dual_stream: in decode steps, run shrink beside the base product: with ``max_lora_rank`` up to 16 and a plain

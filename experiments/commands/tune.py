@@ -6,8 +6,9 @@
 An operator is searched in rounds: its shrink candidates (`schedules.shrink_schedules`) with the estimate's expand, then
 its expand candidates with the best shrink. Worker processes compile the kernels first. Each timing is also checked
 against a float32 reference, after a single call and after a replay of the whole graph, and counts only when it passes.
-A measurement is one line of ``measurements.jsonl`` and is not repeated. The table holds the operators whose best
-schedules are at least ``gain`` faster than the estimate's own; the regret of the estimate is printed.
+A measurement is one line of ``<gpu>.jsonl`` and is not repeated. The table gets the operators whose best schedules are
+at least ``gain`` faster than the estimate's own, and keeps its other entries of operators that were not timed; the
+regret of the estimate is printed.
 """
 
 import json
@@ -136,6 +137,12 @@ def table(times: Times, gain: float) -> dict[str, dict[str, list[Any]]]:
     return {key: entry for key, (_, entry) in sorted(found.items())}
 
 
+def merged(path: Path, entries: dict[str, dict[str, list[Any]]], timed: set[str]) -> dict[str, dict[str, list[Any]]]:
+    """New entries, and those of an earlier table at ``path`` whose keys are not among the ``timed``."""
+    earlier = json.loads(path.read_text())["operators"] if path.is_file() else {}
+    return dict(sorted(({key: one for key, one in earlier.items() if key not in timed} | entries).items()))
+
+
 def write_table(entries: dict[str, dict[str, list[Any]]], path: Path, about: dict[str, Any]) -> None:
     """Write a table as JSON, an operator a line."""
     rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
@@ -161,18 +168,20 @@ def tune(options: Options) -> None:
         raise ConfigError("tuning times kernels and needs a CUDA device; none is visible")
     work = Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
-    tuner = Tuner(work / "measurements.jsonl", time.monotonic() + 60 * options.minutes, options.workers)
+    name = tuned.table_name(torch.cuda.get_device_name())
+    tuner = Tuner(work / f"{name}l", time.monotonic() + 60 * options.minutes, options.workers)
     names = [options.tables] if isinstance(options.tables, str) else list(options.tables)
     try:
         tuner.search(operators(names))
     except TimeoutError:
         print("time is up: run again to continue")
-    found = [regret for regret, _ in regrets(tuner.times).values()]
+    known = regrets(tuner.times)
+    found = [regret for regret, _ in known.values()]
     if found:
         print(f"estimate / best found: geometric mean {statistics.geometric_mean(found):.3f}, worst {max(found):.3f}, "
               f"operators {len(found)}")  # fmt: skip
-    path = Path(options.out) / tuned.table_name(torch.cuda.get_device_name())
-    entries = table(tuner.times, options.gain)
+    path = Path(options.out) / name
+    entries = merged(path, table(tuner.times, options.gain), {tuned.key_of(problem_of(op)) for op in known})
     write_table(entries, path, environment.stamp() | {"operators": len(found), "gain": options.gain})
     print(f"{len(entries)} operators in {path}")
 

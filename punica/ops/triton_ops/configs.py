@@ -1,4 +1,5 @@
-"""Choice of a launch's schedule: batch-invariant, from a tuned file, from the table of this GPU, or by estimate.
+"""Choice of a launch's schedule: with `batch_invariant` by estimate among schedules that keep bits; with a `tuned_dir`
+from its file, else by estimate; else from the shipped table of this GPU (`tuned`), else by estimate.
 
 A configuration is the dict form of a `schedules.Schedule`, with lower-case keys: ``block_m, block_n, block_k,
 num_warps, num_stages`` always, ``split_k`` for shrinks, and these extras, all optional in a tuned file:
@@ -15,7 +16,7 @@ nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_
 = hidden size and n = rank, all others: k = rank and n = hidden size. At each level the nearest key is taken (ties: the
 smaller); ``num_slices`` must match. ``<gpu>_EXPAND.json`` serves both values of `add_inputs` that have no file of their
 own. Configurations that a table needs often may be given once in its ``"configurations"`` (name to configuration).
-The shipped table of a GPU (`tuned`) is another format, of single operators; `experiments/commands/tune.py` writes it.
+Such files are made by hand or by other tools: `make tune` writes the shipped table, which has another format.
 """
 
 import functools

@@ -127,6 +127,7 @@ def upcast(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     else:
+        tl.static_assert(FORMAT == 2)
         value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True)  # the upper byte of a float16
     return value.to(DTYPE)
 

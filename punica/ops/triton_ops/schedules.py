@@ -5,10 +5,11 @@ estimated time is taken, unless a measurement for this GPU says otherwise (`puni
 
 The estimate adds what the programs of one multiprocessor need: a start for each program and each round of them, and
 the longer of three times: its bytes at the rate at which a multiprocessor reads from the L2 cache, its loop steps one
-after the other, and the unique bytes of the whole launch at the rate of the memory. `Gpu` holds what depends on the
-device. The nine constants below were fitted together on an H200 (2026-11-26), to the times of about 20 candidates per
-product of 188 operators in 16 bits and 53 in FP8. The choice is within 5 % of the best candidate on the geometric mean,
-for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No constant depends on an operator.
+after the other, and the unique bytes of the whole launch at the rate of the memory. `Gpu` holds what is read
+from the device; the nine fitted constants, of a multiprocessor, are an H200's everywhere (2026-11-26, to the times of
+about 20 candidates per product of 188 operators in 16 bits and 53 in FP8). The choice is within 5 % of the best
+candidate on the geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No
+constant depends on an operator. `experiments/commands/fit_estimate.py` fits them again.
 """
 
 import functools
@@ -90,6 +91,8 @@ class Gpu(NamedTuple):
 
 REACHED = 0.87
 """Part of the memory's peak rate that a copy reaches (H200: 4.25 of 4.9 TB/s)."""
+
+# fitted, nine numbers
 SM_RATE = 75.1e3
 """Bytes per microsecond that one multiprocessor reads from the L2 cache."""
 ROUND, PROGRAM = 0.74, 0.0531
@@ -102,6 +105,7 @@ SHRINK_MMA = 10.7e3
 """Rows x ranks per microsecond of one such step on the tensor cores, in tiles too low for instructions of 64 rows."""
 EXPAND_MMA, EPILOGUE = 1.89e6, 250
 """Rows x columns x ranks per microsecond, and ranks that reading, adding and storing an output element is worth."""
+
 TRUE_RANK = 16
 """Rank up to which slots are expected to be filled."""
 MOST_WARPS = 64

@@ -1,8 +1,8 @@
 """Schedules that were measured on a GPU, for single operators: ``tuned/<gpu>.json``, written by `make tune`.
 
-A table is sparse: it holds the operators for which a search found a schedule that is faster than the estimate's
-(`schedules`). A key names an operator and a step as far as they select a schedule, with rows rounded up to a power of
-two; its value is the shrink's and the expand's schedule, one of which may be missing.
+A table is sparse: it holds the operators of layers, in 16 bits, for which a search found a schedule that is faster than
+the estimate's (`schedules`). A key names an operator and a step as far as they select a schedule, with rows rounded up
+to a power of two; its value is the shrink's and the expand's schedule, one of which may be missing.
 """
 
 import functools
