@@ -53,7 +53,8 @@ def _atomics(problem: Problem, finer: int = 1) -> Call:
     _, h2, rank = problem.b.shape
     shrink, expand = estimated(Operator(problem.x.shape[1], (h2,), rank, problem.sizes))
     if finer > 1:
-        shrink |= {"split_k": finer * shrink["split_k"], "block_k": max(SMALLEST_BLOCK, shrink["block_k"] // finer)}
+        block_k = max(SMALLEST_BLOCK, shrink.block_k // finer)
+        shrink = shrink._replace(split_k=finer * shrink.split_k, block_k=block_k)
     operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
     overlap = supports_pdl(problem.x.device)
     call = prepare_lora_atomics(*operands, problem.meta_args(), shrink, expand, overlap=overlap)

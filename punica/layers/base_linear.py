@@ -83,14 +83,16 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows, beside = self._ready_wrapper(), self._adapter_rows(x), ALONE
-        if self._streams is not None and getattr(wrapper, "takes_aside", False) and not has_no_lora(wrapper):
+        form = inner_form(wrapper, "add_lora_linear")
+        takes_aside = form is wrapper and getattr(wrapper, "takes_aside", False)  # the contract's method has no base
+        if self._streams is not None and takes_aside and not has_no_lora(wrapper):
             aside = self._streams.begin(rows)
             if aside is not None:
                 plain = (self.weight,) if bias is None else (self.weight, bias)
                 beside = Beside(aside, plain if self._has_plain_product(x, rows) else ())
         output = x.new_empty(x.shape[0], self.output_size) if beside.base else self._base_output(x, bias)
         y = as_rows(output)
-        returned = inner_form(wrapper, "add_lora_linear").add_linear(y, rows, self.lora_weights, True, beside)
+        returned = form.add_linear(y, rows, self.lora_weights, True, beside)
         y = y if returned is None else returned
         return y if y.ndim == output.ndim else y.view(output.shape)
 

@@ -223,7 +223,8 @@ def check_parts(name: str, parts: Any, weights: Weights) -> None:
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
     for i, part in enumerate(parts):
-        check_dtype(f"{name}[{i}]", part, (*FLOATS, weights.dtype))
+        fp8 = (torch.float8_e4m3fn, torch.float8_e5m2) if weights.dtype.itemsize == 1 else ()
+        check_dtype(f"{name}[{i}]", part, (*FLOATS, *fp8))
         check_device(f"{name}[{i}]", part, weights.device)
         if part.dtype != parts[0].dtype:
             raise TypeError(f"{name}[{i}] has dtype {part.dtype}, {name}[0] has {parts[0].dtype}; use one dtype")

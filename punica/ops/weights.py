@@ -203,6 +203,8 @@ def _check_pair(a_form: Form, b_form: Form, names: Names) -> None:
             raise ValueError(f"{names.a} has {of_a} {what}, {names.b} {of_b} {what}; must be equal")
     if a.device != b.device:
         raise ValueError(f"{names.a} is on {a.device}, {names.b} on {b.device}; move one of them")
+    if a_form.has_ranks != b_form.has_ranks:
+        raise ValueError(f"one of {names.a} and {names.b} has a table of true ranks; give both, or neither")
     if a.rank != b.rank:
         raise ValueError(
             f"{names.a} has rank {a.rank}, {names.b} rank {b.rank}; must be equal. Rank-sharded weights go through "

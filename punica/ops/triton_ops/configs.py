@@ -78,6 +78,10 @@ def _gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else "cpu"
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
@@ -199,7 +203,8 @@ def get_lora_op_configs(
     if op_type not in OPTIONAL_KEYS:
         return _of_experts(op_type, rank)
     k, width = (hidden_size, 0) if op_type == "shrink" else (0, hidden_size)
-    problem = Problem(StepShape.even(max_loras, batch), batch, k, (width,) * num_slices, rank, by_rows=True)
+    shape, widths = StepShape.even(max_loras, batch), (width,) * num_slices
+    problem = Problem(shape, batch, k, widths, rank, by_rows=True, direct=op_type == "shrink")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return _config_of(op_type, choose(op_type, problem, Options(batch_invariant), device))
 
@@ -218,7 +223,7 @@ def choose(
         found = _tuned(op_type, add_inputs, options.tuned_dir, (shape.adapters, slices, problem.rows, *sizes))
         if found is not None:
             return _schedule_of(op_type, found)
-    elif (measured := measured_schedule(op_type, problem, _gpu_name())) is not None:
+    elif (measured := measured_schedule(op_type, problem, _name_of(device))) is not None:
         return measured
     gpu = Gpu.of(device)
     return choose_shrink(problem, gpu) if op_type == "shrink" else choose_expand(problem, partials, gpu)

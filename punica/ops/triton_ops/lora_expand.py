@@ -214,6 +214,8 @@ def _gemm_tile(
     block_n, tiles_n = schedule.block_n, schedule.tiles_n
     while block_r > 16 and 2 * (block_n * block_r + block_m * (block_n + block_r)) > shared_memory(device):
         block_r //= 2  # B, y and h of one block must fit
+    while INTERPRETED and block_m * block_n * block_r > 1 << 20:
+        block_r //= 2  # Triton's tensors have no more elements, and the interpreter holds all products
     row_bytes = block_n * of_y if rank <= block_r else block_r * shape.partials * of_h
     words = quant.words and not schedule.swap_ab and wide == 2 and rank <= block_r and block_n >= 64  # 16 words or more
     held_bytes = 1 if words else wide  # else they are upcast through shared memory

@@ -52,7 +52,8 @@ class Problem(NamedTuple):
     """What decides the schedules of a LoRA product: the step's shape, and shape and storage of the weights.
 
     k: elements of x (0: an expand alone); widths: columns of every slice; rank: of the slots; element: bytes of
-    a weight; by_rows: B is stored row by row (else rank after rank); invariant: a row has the same bits in every batch.
+    a weight; by_rows: B is stored row by row (else rank after rank); invariant: a row has the same bits in every batch;
+    direct: the result of a shrink is wanted, so that K is not split.
     """
 
     shape: StepShape
@@ -63,6 +64,7 @@ class Problem(NamedTuple):
     element: int = 2
     by_rows: bool = False
     invariant: bool = False
+    direct: bool = False
 
     @property
     def has_segments(self) -> bool:
@@ -154,10 +156,12 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
         return
     k, lanes = min(GEMV_K, block_at_least(problem.k)), block_at_least(problem.rank)
     for ranks in GEMV_RANKS:
+        if problem.direct and problem.k > k and ranks > 2 * WARPS:
+            continue  # a loop over K carries the products, in float32
         if ranks <= block_at_least(problem.rank, 2) and (ranks < GEMV_RANKS[-1] or problem.rank <= ranks):
             warps = WARPS if ranks * k <= WARPS * WARP_ELEMENTS else 2 * WARPS
-            yield Schedule(0, ranks, k, warps, split_k=cdiv(problem.k, k))
-    for rows, splits in product(_tile_rows(problem), SPLITS):
+            yield Schedule(0, ranks, k, warps, split_k=1 if problem.direct else cdiv(problem.k, k))
+    for rows, splits in product(_tile_rows(problem), SPLITS[:1] if problem.direct else SPLITS):
         if splits == 1 or problem.k >= LEAST_K * splits:
             stages = STAGES // problem.element + (rows < TILE_ROWS[-1])
             yield Schedule(rows, min(lanes, MOST_LANES), K_STEP, WARPS, stages, split_k=splits)
@@ -231,9 +235,10 @@ def shrink_us(problem: Problem, schedule: Schedule, gpu: Gpu) -> float:
     unique = problem.element * problem.shape.adapters * problem.rank * problem.k * slices / gpu.memory
     blocks = cdiv(problem.rank, schedule.block_n) * slices * splits
     if not schedule.block_m:
-        loaded = (schedule.block_n * problem.element + 2) * schedule.block_k
+        passes = cdiv(problem.k, schedule.block_k * splits)
+        loaded = (schedule.block_n * problem.element + 2) * schedule.block_k * passes
         resident = _resident(schedule, schedule.block_n * schedule.block_k)
-        return partials + _us(rows * blocks, resident, loaded, 0.0, unique, gpu)
+        return partials + _us(rows * blocks, resident, loaded, 0.0, unique, gpu, passes)
     tiles, steps = tiles_of(problem.shape, rows, schedule.block_m), cdiv(problem.k, schedule.block_k * splits)
     real_rows = min(schedule.block_m, rows / tiles)
     loaded = (real_rows * 2 + schedule.block_n * problem.element) * schedule.block_k * steps
@@ -293,7 +298,7 @@ def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
     their shape tells where number and length are powers of two).
     """
     if rows <= block_m * shape.adapters:
-        return shape.adapters
+        return max(1, shape.adapters)
     return cdiv(rows, block_m) + (0 if shape.adapters * shape.longest <= rows else shape.adapters // 4)
 
 

@@ -45,6 +45,10 @@ from punica.ops.weights import LoRAWeights, Stack, check_stored
 _MOST_PLANS = 4096  # of one form of weights; a full table starts anew
 
 
+DTYPES = (*FLOATS, *FP8_DTYPES)
+"""Activations that kernels take."""
+
+
 class TritonOps:
     """The operations of `punica.ops.interface.Ops`, arguments and errors as there; ``options`` choose the kernels."""
 
@@ -121,7 +125,7 @@ class TritonOps:
             return
         key = (
             "linear", *_call(x, y, batch, scale), add_inputs, beside.aside is None, *[_form_of(one) for one in base],
-            b.low_bits & 3, self.options,
+            [one.data_ptr() & 15 for one in base[:1]] == [0], b.low_bits & 3, self.options,
         )  # fmt: skip
         plan = weights.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
@@ -163,6 +167,7 @@ class TritonOps:
     ) -> KernelPlan | None:
         names, form, stored = _names(batch), a.form, a.form.stored
         check_stored(a, names.a)
+        check_dtype(names.input, x, DTYPES)
         x_strides = check_activation(names.input, x, x_scale, stored.widths[0], form.scheme, stored)
         quant = shrink_quant(form, x.dtype, x_strides)
         check_input(names.input, x, stored._replace(dtype=x.dtype) if form.is_fp8 else stored, names.a)
@@ -174,7 +179,8 @@ class TritonOps:
         if 0 in (tokens, k, stored.rank, batch.max_segments):
             return None
         check_runnable(x.device)
-        problem = Problem(batch.shape, tokens, k, (0,) * len(stored.widths), stored.rank, stored.dtype.itemsize)
+        slices = (0,) * len(stored.widths)
+        problem = Problem(batch.shape, tokens, k, slices, stored.rank, stored.dtype.itemsize, direct=True)
         return plan_shrink(
             x, stored, y.dtype, batch, choose("shrink", problem, self.options, x.device),
             has_ranks=form.has_ranks, direct=True, accumulate=accumulate, quant=quant,
@@ -185,6 +191,7 @@ class TritonOps:
     ) -> KernelPlan | None:
         names, form, stored, (offset_start, add_inputs) = _names(batch), b.form, b.form.stored, where
         check_stored(b, names.b)
+        check_dtype(names.input, x, DTYPES)
         x_strides = check_activation(names.input, x, x_scale, stored.rank, form.scheme, stored)
         quant = expand_quant(form, x.dtype, x_strides)
         check_stored_output(names.output, y, stored, offset_start)
@@ -208,6 +215,7 @@ class TritonOps:
         check_stored(weights.a, names.a)
         check_stored(weights.b, names.b)
         a = form.stored
+        check_dtype(names.input, x, DTYPES)
         check_activation(names.input, x, None, a.widths[0], form.scheme, a)
         check_input(names.input, x, a._replace(dtype=x.dtype) if form.is_fp8 else a, names.a)
         check_stored_output(names.output, y, b, 0)

@@ -11,7 +11,7 @@ from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
 
 from punica.metadata import LoRAKernelMeta
 from punica.ops.fp8_checks import PER_CHANNEL, Scheme
-from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear_fp8, lora_shrink, lora_shrink_fp8
+from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear, lora_shrink, lora_shrink_fp8
 from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
 from tests.ops.step_calls import TORCH
 
@@ -259,10 +259,8 @@ class TestTracing:
 
         def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             y = y * 2
-            lora_linear_fp8(
-                y, x, [a.stored], [by_ranks(b.stored)], *meta, 0.5, [a.scale], [b.scale],
-                schemes=[0, 0, 0, 1] * 2, num_active_loras=count,
-            )  # fmt: skip
+            scales = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "schemes": [0, 0, 0, 1] * 2}
+            lora_linear(y, x, [a.stored], [by_ranks(b.stored)], *meta, 0.5, num_active_loras=count, **scales)
             return y + 1
 
         assert torch.equal(layer(x, y), torch.compile(layer, backend="aot_eager", fullgraph=True)(x, y))
@@ -271,12 +269,11 @@ class TestTracing:
         a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
         meta = flat([0, 1], device)[:-1]
         y, x = torch.zeros(2, 40, dtype=FP16, device=device), torch.randn(2, 64).half().to(device)
+        scales = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale]}
         with pytest.raises(ValueError, match="schemes has 4 entries"):
-            lora_linear_fp8(y, x, [a.stored], [b.stored], *meta, 0.5, [a.scale], [b.scale], schemes=[0, 0, 0, 1])
+            lora_linear(y, x, [a.stored], [b.stored], *meta, 0.5, **scales, schemes=[0, 0, 0, 1])
         with pytest.raises(ValueError, match="inputs has 1 rows and output_tensor has 2"):
-            lora_linear_fp8(
-                y, x[:1], [a.stored], [b.stored], *meta, 0.5, [a.scale], [b.scale], schemes=[0, 0, 1, 1] * 2
-            )
+            lora_linear(y, x[:1], [a.stored], [b.stored], *meta, 0.5, **scales, schemes=[0, 0, 1, 1] * 2)
 
 
 @pytest.mark.parametrize("mode", ["channel", "32 x r"])
