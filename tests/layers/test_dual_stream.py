@@ -142,3 +142,19 @@ def test_a_plain_product_of_few_rows_is_left_to_the_op(name, bias) -> None:
     layer._base_output = lambda x, bias: expected.clone()
     layer.apply(x, vector)
     assert given[-1] == (), "no plain product"
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_wrapper_with_a_contract_method_of_its_own_keeps_the_base_product(name) -> None:
+    """The contract's method knows no base product, so the layer makes it."""
+    device, config = "cuda" if torch.cuda.is_available() else "cpu", config_for(torch.float16)
+    layer, _ = linear_layer(LINEAR[name], config, device)
+    wrapper, x = PunicaWrapperGPU(32, 32, device, lora_config=config), torch.randn(len(MIXED), IN).half().to(device)
+    layer.set_mapping(wrapper)
+    use(wrapper, MIXED)
+    layer._streams = None
+    expected, calls, own = layer.apply(x), [], wrapper.add_lora_linear
+    layer._streams = Recorded([], True)
+    wrapper.add_lora_linear = lambda *call, **given: calls.append(call) or own(*call, **given)
+    torch.testing.assert_close(layer.apply(x), expected, rtol=4e-3, atol=4e-3)
+    assert len(calls) == 1
