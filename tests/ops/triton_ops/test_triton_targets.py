@@ -50,6 +50,8 @@ DEMANDING: list[Case] = [
     )
 ]
 """Much shared memory, many registers, or both."""
+WHOLE = (80, 90, 100)
+"""Capabilities for which every form is compiled."""
 FORMS = {
     "shrink rows", "shrink search", "shrink search, swapped operands", "shrink list", "shrink list, swapped operands",
     "expand rows", "expand search", "expand search, swapped operands", "expand list", "expand list, swapped operands",
@@ -81,8 +83,8 @@ def pairwise(seed: int) -> list[Case]:
 
 @cache
 def everything(capability: int) -> list[Record]:
-    """Every form, on two cores."""
-    cases = DEMANDING + pairwise(capability)
+    """Every form, on two cores; for GPUs between those of `WHOLE` what is demanding."""
+    cases = DEMANDING + (pairwise(capability) if capability in WHOLE else [])
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(partial(compiled, capability), (cases[::2], cases[1::2]))
     return [record for half in halves for record in half]
@@ -116,7 +118,7 @@ def check_shrink_waits(records: list[Record]) -> None:
 class TestEveryForm:
     def test_compiles_and_fits(self, capability: int):
         records = everything(capability)
-        assert {one["form"] for one in records} == FORMS
+        assert capability not in WHOLE or {one["form"] for one in records} == FORMS
         check(capability, records)
 
     def test_registers_suffice(self, capability: int):
@@ -197,7 +199,7 @@ def check_fp8(capability: int, records: list[Record]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("capability", WHOLE)
 def test_fp8_compiles_and_fits(capability: int):
     """Tiles of the tensor cores read B in words: B and y are under way before they wait."""
     records = compiled(capability, FP8_CASES)
@@ -261,8 +263,8 @@ def test_usual_steps_compile_for_rocm():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ROCM_KIB)
-def test_every_form_compiles_for_rocm(arch: str):
-    check_rocm(arch, DEMANDING + pairwise(0) + FP8_CASES)
+def test_demanding_steps_compile_for_rocm(arch: str):
+    check_rocm(arch, DEMANDING + ROCM_CASES)
 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
