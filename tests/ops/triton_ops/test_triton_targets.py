@@ -137,7 +137,8 @@ class TestEveryForm:
             if "swapped operands" in one["form"]:
                 op, case = one["form"].split()[0], one["case"]
                 found[op, case["dtype"], case["rank"]].add((tuple(one["instructions"]), tuple(one["widths"])))
-        assert {len(kinds) for kinds in found.values()} == {1}
+        assert found or capability not in WHOLE
+        assert {len(kinds) for kinds in found.values()} <= {1}
         for (op, dtype, rank), ((instructions, _),) in found.items():
             if dtype == "float32":
                 assert instructions == ()
