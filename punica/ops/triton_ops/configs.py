@@ -74,12 +74,10 @@ def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str
 
 
 @functools.cache
-def _gpu_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else "cpu"
+def _gpu_name(device: torch.device | None = None) -> str:
+    """Name of the GPU ``device`` (None: the current one); "cpu" where it is none."""
+    is_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
+    return torch.cuda.get_device_name(device) if is_gpu else "cpu"
 
 
 @functools.cache
@@ -223,7 +221,7 @@ def choose(
         found = _tuned(op_type, add_inputs, options.tuned_dir, (shape.adapters, slices, problem.rows, *sizes))
         if found is not None:
             return _schedule_of(op_type, found)
-    elif (measured := measured_schedule(op_type, problem, _name_of(device))) is not None:
+    elif (measured := measured_schedule(op_type, problem, _gpu_name(device))) is not None:
         return measured
     gpu = Gpu.of(device)
     return choose_shrink(problem, gpu) if op_type == "shrink" else choose_expand(problem, partials, gpu)

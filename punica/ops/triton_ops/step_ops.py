@@ -43,8 +43,6 @@ from punica.ops.triton_ops.schedules import Problem
 from punica.ops.weights import LoRAWeights, Stack, check_stored
 
 _MOST_PLANS = 4096  # of one form of weights; a full table starts anew
-
-
 DTYPES = (*FLOATS, *FP8_DTYPES)
 """Activations that kernels take."""
 
@@ -125,7 +123,7 @@ class TritonOps:
             return
         key = (
             "linear", *_call(x, y, batch, scale), add_inputs, beside.aside is None, *[_form_of(one) for one in base],
-            [one.data_ptr() & 15 for one in base[:1]] == [0], b.low_bits & 3, self.options,
+            bool(base) and not base[0].data_ptr() & 15, b.low_bits & 3, self.options,
         )  # fmt: skip
         plan = weights.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
