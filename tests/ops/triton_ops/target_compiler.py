@@ -47,6 +47,8 @@ from punica.ops.weights import Form, Stack
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
+READS_FIRST = re.compile(r"(cp\.async|ld\.global\S*\.v[24]\.).*griddepcontrol\.wait", re.DOTALL)
+"""Code that reads vectors (weights, rows) before the PDL wait."""
 ROCM_KIB = {"gfx942": 64, "gfx950": 160}
 """LDS of a workgroup (CDNA 3 and 4 instruction set architecture guides)."""
 STEPS = {
@@ -124,7 +126,7 @@ def _described(compiled: Any, log: str) -> Record:
         "spilled": int(re.findall(r"(\d+) bytes spill stores", log)[-1]),
         "waits": "griddepcontrol" in code,
         "order": re.findall(r"griddepcontrol\.(\w+)", code),
-        "copies_first": "griddepcontrol.wait" in code.partition("cp.async")[2],
+        "reads_first": READS_FIRST.search(code) is not None,
         "starts_early": bool(compiled.metadata.launch_pdl),
         "widths": sorted(set(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))),
         "instructions": sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", code))),

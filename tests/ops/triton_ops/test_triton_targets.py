@@ -195,21 +195,22 @@ def check_fp8(capability: int, records: list[Record]) -> None:
             found[key].add((*one["instructions"], *one["widths"]))
     assert {len(kinds) for kinds in found.values()} <= {1}
     check_shrink_waits(records)
-    words = [one for one in records if "in words" in one["form"]]
-    assert not [one["case"] for one in words if one["waits"] and not one["copies_first"]]
+    words = [one for one in records if "in words" in one["form"] and one["waits"]]
+    assert not [one["case"] for one in words if not one["reads_first"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", WHOLE)
 def test_fp8_compiles_and_fits(capability: int):
-    """Tiles of the tensor cores read B in words: B and y are under way before they wait."""
+    """GEMM tiles whose ranks fit one pass read B in words, before the PDL wait."""
     records = compiled(capability, FP8_CASES)
     check_fp8(capability, records)
     tiles = [one for one in records if one["form"].startswith(("expand list", "expand search"))]
     for one in tiles:
         case = one["case"]
         words = case["linear"] and case["scales"] == "channel" and not case["invariant"] and case["dtype"] != "float32"
-        assert ("in words" in one["form"]) == words
+        if case["rank"] <= 128:  # more take several passes where shared memory is small
+            assert ("in words" in one["form"]) == words
 
 
 def test_partials_whose_stride_would_drop_the_wait_are_refused():
