@@ -8,7 +8,7 @@ SUITE  ?= trixie
 BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# A test process per core (8 at most, a GB each), each on one thread; ARGS="-n 0" runs all in one, e.g. for a debugger.
+# One test process per core, at most 8 (1 GB each), single-threaded; ARGS="-n 0" runs all in one, e.g. for a debugger.
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -17,7 +17,7 @@ PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# A stamp is newer than the files that decide what is installed, so set-up runs once.
+# Stamp files: set-up runs again only when pyproject.toml or constraints.txt changes.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "punica needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": call make with PYTHON=/path/to/python3.11")'
 	@echo "Creating $(VENV)"
@@ -25,12 +25,12 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.experiments: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "Installing punica and what the experiments need (about a minute; torch is the large part)"
+	@echo "Installing punica and the packages of the experiments (about a minute, most of it torch)"
 	@$(PIP) -e '.[experiments]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.experiments
-	@echo "Installing what the tests and notebooks need"
+	@echo "Installing the packages of tests and notebooks"
 	@$(PIP) -e '.[dev,notebooks,cluster]'
 	@touch $@
 
@@ -49,7 +49,7 @@ figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (resu
 report: $(VENV)/.experiments ## Judge the paper's claims on this machine's rows: claims.csv and claims.md
 	@$(RUN) -m experiments.commands.report $(ARGS)
 
-record: $(VENV)/.experiments ## Promote this machine's rows and figures to results/ and figures/
+record: $(VENV)/.experiments ## Copy this machine's rows and figures to results/ and figures/
 	@$(RUN) -m experiments.commands.record $(ARGS)
 
 smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few minutes)
@@ -61,7 +61,7 @@ notebooks: $(VENV)/.dev ## Execute the notebooks again on the recorded rows
 test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
 	@$(RUN) -m pytest $(PARALLEL) -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
-test-slow: $(VENV)/.dev ## Run the tests that `make test` leaves out on a machine without a GPU
+test-slow: $(VENV)/.dev ## Run the slow CPU tests, which `make test` leaves out
 	@$(RUN) -m pytest $(PARALLEL) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDIA, compute capability 8.0 or newer)

@@ -4,12 +4,11 @@ import math
 import numbers
 import operator
 
-_MOST_SHOWN = 200  # characters of a value in a message; what a stranger sends may have megabytes
+_MOST_SHOWN = 200  # characters of a value in a message; a request may contain megabytes
 
 
 def clip(value: object) -> str:
-    """``repr(value)`` for a message, cut where it is long; of what cannot be shown (too deeply nested, an integer of
-    too many digits) the type.
+    """Return ``repr(value)`` for a message, truncated; the type where ``repr`` fails (nesting or digits beyond limits).
     """
     length = ""
     if isinstance(value, (str, bytes, list, tuple)) and len(value) > _MOST_SHOWN:
@@ -22,21 +21,20 @@ def clip(value: object) -> str:
 
 
 def as_int(name: str, value: object) -> int:
-    """``value`` as an int: integers of Python, numpy and torch are integers, booleans are not; TypeError otherwise."""
+    """Convert an integer of Python, numpy or torch to int; TypeError for all else, booleans included."""
     if type(value) is int:
         return value
     if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
         try:
-            return operator.index(value)  # type: ignore[arg-type]  # what has no index is a TypeError
+            return operator.index(value)  # type: ignore[arg-type]  # without __index__ a TypeError
         except TypeError:
             pass
     raise TypeError(f"{name} must be an int, got {type(value).__name__} {clip(value)}")
 
 
 def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") -> int:
-    """``value`` as an int >= ``lowest``; TypeError / ValueError naming the argument otherwise.
-
-    ``meaning`` says in the message what the limit stands for.
+    """Convert to an int >= ``lowest``; TypeError / ValueError naming the argument otherwise. ``meaning`` explains the
+    limit in the message.
     """
     number = as_int(name, value)
     if number < lowest:
@@ -45,7 +43,7 @@ def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") ->
 
 
 def check_number(name: str, value: object) -> float:
-    """``value`` as a finite float, from any real number but a boolean; TypeError / ValueError otherwise."""
+    """Convert any real number but a boolean to a finite float; TypeError / ValueError otherwise."""
     item = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     if isinstance(item, bool) or not isinstance(item, numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {clip(value)}")

@@ -1,4 +1,4 @@
-"""`LoRAConfig`: how many adapters, how wide, in which dtype, and the switches of the kernels.
+"""`LoRAConfig`: capacity for adapters, their dtype, and the switches of the kernels.
 
 Every switch of the library is a field here; the library reads no environment variable.
 """
@@ -18,32 +18,34 @@ _FP8_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """What is allocated for adapters, and how the ops run.
+    """Settings of adapter memory and of the LoRA ops.
 
     Checked when built: TypeError for a wrong type or an unsupported torch dtype, ValueError for a value out of range.
 
     Capacity
-        max_lora_rank: widest adapter; the rank dimension of every stacked weight.
+        max_lora_rank: largest adapter rank; the rank dimension of every stacked weight.
         max_loras: slots on the device, i.e. distinct adapters in one batch.
         max_cpu_loras: adapters kept in host memory, at least ``max_loras`` (``None``: equal to it).
         lora_dtype: ``"auto"`` (the model's), ``"float16"``, ``"bfloat16"``, ``"float32"`` or such a torch dtype.
-        fp8: ``"float8_e4m3fn"``, ``"float8_e5m2"`` or such a torch dtype: adapters are quantised when they are
-            registered and held in FP8 with one float32 scale per channel, about half the bytes of 16 bits;
-            ``lora_dtype`` is then the dtype of the activations that they meet. ``None``: held in ``lora_dtype``.
+        fp8: ``"float8_e4m3fn"``, ``"float8_e5m2"`` or such a torch dtype: adapters are quantised when registered and
+            stored in FP8 with one float32 scale per channel, about half the bytes of 16 bits; ``lora_dtype`` is then
+            the dtype of their activations. ``None``: stored in ``lora_dtype``.
         target_modules: deployment filter, suffixes or full module names; ``None`` wraps every supported module.
+
     Layout
         fully_sharded_loras: shard A as well as B over tensor-parallel ranks.
         enable_mixed_moe_lora_format: always use the 2D MoE class and convert 3D adapters.
+
     Execution
-        specialize_active_lora: the metadata counts the adapters that are there, rounded up to the counts for which
-            graphs are captured, for callers of the flat ops. Kernels behind a layer follow the step either way.
-        batch_invariant: one fixed kernel form, so that a row's bits do not depend on its batch.
-        tuned_dir: folder with tuned kernel tables; ``None``: the GPU's measured table, else an estimate, chooses.
+        specialize_active_lora: metadata counts the active adapters, rounded up to the captured counts, for callers of
+            the flat ops. Kernels of a layer follow the step either way.
+        batch_invariant: one fixed kernel schedule, so that a row's bits do not depend on its batch.
+        tuned_dir: folder with tuned kernel tables; ``None``: the GPU's shipped table, else the cost model.
         debug_checks: the wrapper verifies the indices on the device once per step (synchronises; for debugging).
-        pdl: programmatic dependent launch where the GPU has it: kernels start before the ones in front have ended.
-        dual_stream: in decode steps, run shrink beside the base product: with ``max_lora_rank`` up to 16 and a plain
-            16-bit product of 3 to 32 rows in the launch of that, else on a second stream while a CUDA graph is
-            captured; outside of one those run one after the other, without the early start of ``pdl``.
+        pdl: programmatic dependent launch where the GPU has it: a kernel starts before its predecessor has ended.
+        dual_stream: overlap shrink with the base product in decode steps. With ``max_lora_rank`` up to 16 and a plain
+            16-bit product of 3 to 32 rows both share one launch; else shrink runs on a second stream during CUDA graph
+            capture. Outside of a graph they run one after the other, without early start by ``pdl``.
     """
 
     max_lora_rank: int = 16
@@ -83,10 +85,9 @@ class LoRAConfig:
             raise TypeError(f"tuned_dir must be a path or None, got {type(self.tuned_dir).__name__}")
 
     def verify_with_model_config(self, model_config: Any) -> None:
-        """Resolve ``lora_dtype`` to a torch dtype, in place; ``"auto"`` takes the dtype of the model.
-
-        ``model_config`` is a Hugging Face config or anything with ``dtype`` (or ``torch_dtype``), a torch dtype or its
-        name. ValueError when ``"auto"`` meets a model config without one.
+        """Resolve ``lora_dtype`` to a torch dtype, in place; ``"auto"`` takes the dtype of the model. ``model_config``
+        is a Hugging Face config or anything with ``dtype`` (or ``torch_dtype``), a torch dtype or its name. ValueError
+        when ``"auto"`` meets a model config without one.
         """
         if self.lora_dtype != "auto":
             object.__setattr__(self, "lora_dtype", _as_dtype("lora_dtype", self.lora_dtype))

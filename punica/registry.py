@@ -1,7 +1,7 @@
-"""Name -> thing, for what people replace: op backend, serving system, admission or scheduling rule, workload.
+"""Registries, name -> thing, for replaceable parts: op backends, serving systems, admission and scheduling rules,
+workloads.
 
-Adding one is a file, a ``@REGISTRY.register("name")`` line and a test. Everything else in the library is a plain
-function call.
+Adding one is a file, a ``@REGISTRY.register("name")`` line and a test.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Named things of one kind.
 
-    ``kind`` is how error messages call an entry, e.g. ``Registry("workload")``.
+    ``kind`` names an entry in error messages, e.g. ``Registry("workload")``.
 
     >>> SHAPES: Registry[type] = Registry("shape")
     >>> @SHAPES.register("circle")
@@ -27,9 +27,8 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that stores what it decorates under ``name`` and returns it unchanged.
-
-        Raises TypeError when ``name`` is not a string, ValueError when it is empty or already taken.
+        """Return a decorator that stores its argument under ``name`` and returns it unchanged. Raises TypeError when
+        ``name`` is not a string, ValueError when it is empty or already taken.
         """
         if not isinstance(name, str):
             raise TypeError(f"name of a {self.kind} must be a str, got {type(name).__name__} {name!r}")
@@ -47,7 +46,7 @@ class Registry(Generic[T]):
         return store
 
     def get(self, name: str) -> T:
-        """The entry called ``name``; ValueError lists the known names when there is none."""
+        """Return the entry called ``name``; ValueError lists the known names when there is no such entry."""
         if isinstance(name, str) and name in self._entries:
             return self._entries[name]
         known = ", ".join(self.names()) or "none"
@@ -57,5 +56,5 @@ class Registry(Generic[T]):
         )
 
     def names(self) -> tuple[str, ...]:
-        """Known names, in the order of registration."""
+        """Return the known names, in the order of registration."""
         return tuple(self._entries)

@@ -1,6 +1,6 @@
-"""Under a default device everything is built and run where it was asked for: host tensors stay on the host.
+"""Explicit devices under a default device: host tensors stay on the host.
 
-``meta`` stands in for any other device: a host tensor made without saying where would become a meta tensor and fail.
+``meta`` stands in for any other device: a host tensor built without a device would become a meta tensor and fail.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ IDS = (7, 0, 9, 7)
 
 
 def step(device: str, backend: str) -> list[torch.Tensor]:
-    """Metadata in every form, and a linear on the wrapper, with all tensors of the caller on ``device``."""
+    """Run a linear on the wrapper, with metadata in every form and all tensors of the caller on ``device``."""
     mapping = LoRAMapping(IDS, IDS, is_prefill=True)
     if backend == "kernels":
         wrapper = PunicaWrapperGPU(8, 8, device, lora_config=LoRAConfig(max_loras=2, max_lora_rank=4))

@@ -1,4 +1,4 @@
-"""Rules of the house that the source must show: who imports whom, no assert, no CUDA or Triton on the CPU path."""
+"""House rules checked on the source: import order, no assert, no CUDA or Triton on the CPU path."""
 
 import ast
 import subprocess
@@ -35,7 +35,7 @@ def sources(*folders: str) -> list[Path]:
 
 
 def imports_of(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
-    """Absolute dotted names of everything that code in ``package`` imports, at any depth."""
+    """Yield the absolute dotted names of everything that code in ``package`` imports, at any depth."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -46,13 +46,13 @@ def imports_of(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Absolute dotted names of everything a file imports."""
+    """Yield the absolute dotted names of everything a file imports."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     return imports_of(ast.parse(path.read_text(encoding="utf-8")), package)
 
 
 def run_python(program: str) -> str:
-    """What a program prints in a fresh interpreter that sees no GPU."""
+    """Return the output of a program in a fresh interpreter without a GPU."""
     environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=environment)
@@ -61,7 +61,7 @@ def run_python(program: str) -> str:
 
 
 def part_of(name: str) -> str | None:
-    """The part of the library that a dotted name lies in: ``punica.ops.torch_ops`` -> ``ops``."""
+    """Return the part of the library of a dotted name: ``punica.ops.torch_ops`` -> ``ops``."""
     pieces = name.split(".")
     return pieces[1] if pieces[0] == "punica" and len(pieces) > 1 else None
 
@@ -124,10 +124,10 @@ def module_name(path: Path) -> str:
 
 
 def import_graph(files: list[Path]) -> dict[str, set[str]]:
-    """Which module of the library imports which, lazily in a function included.
+    """Map each module of the library to the modules that it imports, lazy imports included.
 
-    A name that a package only re-exports counts as an import of the module where it is at home, so ``__init__`` files
-    have no edges of their own, except the lazy imports of their functions.
+    A re-exported name counts as an import of its home module, so ``__init__`` files have no edges of their own, except
+    the lazy imports of their functions.
     """
     trees = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in files}
     packages = {module_name(path) for path in files if path.name == "__init__.py"}
@@ -159,7 +159,7 @@ def import_graph(files: list[Path]) -> dict[str, set[str]]:
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one import circle, the first one again at the end; empty when there is none."""
+    """Return the modules of one import circle, the first one again at the end; empty without a circle."""
     done: set[str] = set()
 
     def walk(module: str, path: list[str]) -> list[str]:
@@ -182,7 +182,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_the_check_sees_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that runs through a re-export and a lazy import."""
+    """A circle through a re-export and a lazy import."""
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     package = tmp_path / "punica" / "ops"
     package.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Every notebook runs, equals its source, and shows the figures and verdicts of `make reproduce` and `make report`."""
+"""Notebooks: each runs, equals its source, and shows the figures and verdicts of `make reproduce` and `make report`."""
 
 import re
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for pa
 
 
 def write_paper_rows(folder: Path, hardware: str, experiments: Iterable[Experiment] = OPERATORS, **fields: str) -> None:
-    """The paper's own numbers as if ``hardware`` had measured them: every figure has data, every claim must hold."""
+    """Write the paper's numbers as measured by ``hardware``: every figure has data, every claim must hold."""
     about = {"kind": "measured", "device": "a device", "timer": "host_clock", "date": "2024-01-02T03:04:05", **fields}
     for experiment in experiments:
         frame = as_rows(read_figure(PAPER, experiment.figure)).assign(hardware=hardware, **about)
@@ -75,7 +75,7 @@ def test_a_gpu_measures_what_takes_hours_at_a_smaller_scale(tmp_path: Path) -> N
 
 
 def execute(path: Path) -> NotebookNode:
-    """The notebook at ``path``, run from its folder; an error in a cell raises."""
+    """Run the notebook at ``path`` from its folder; an error in a cell raises."""
     notebook = nbformat.read(path, as_version=4)
     limits = {"timeout": 900, "startup_timeout": 300}  # seconds of a cell and of the start, on a busy machine
     resources = {"metadata": {"path": path.parent}}
@@ -88,7 +88,7 @@ def outputs(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def texts(notebook: NotebookNode) -> str:
-    """Everything that the outputs say."""
+    """Join all text outputs."""
     parts = [output.get("text", "") for output in outputs(notebook)]
     parts += [output.get("data", {}).get("text/markdown", "") for output in outputs(notebook)]
     return "\n".join(parts)
@@ -167,7 +167,7 @@ def test_first_notebook_with_rows(repository: Path) -> None:
 
 
 def write_breakdown(folder: Path, hardware: str, model: str) -> None:
-    """A breakdown as if ``hardware`` had measured it: Distinct adds a tenth to a decode step."""
+    """Write a breakdown as measured by ``hardware``: Distinct adds a tenth to a decode step."""
     about: dict[str, Any] = {
         "figure": BREAKDOWN.figure, "panel": "decode", "system": "punica", "model": model, "hardware": hardware,
         "batch_size": 32, "seq_len": 512, "rank": 16, "timer": "host_clock", "scale": "gpu", "device": "a device",

@@ -1,4 +1,4 @@
-"""The README's quickstarts run as written, and every make target it names exists."""
+"""README: its quickstarts run as written, and every make target it names exists."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def quickstart(number: int, folder: Path, epilogue: str = "") -> str:
-    """What a python block of the README prints, run as written in ``folder``; then ``epilogue`` looks at its names."""
+    """Run a python block of the README as written in ``folder``, then ``epilogue``; return the output."""
     code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[number]
     done = subprocess.run(
         [sys.executable, "-c", code + epilogue], cwd=folder, capture_output=True, text=True, check=False,
@@ -34,7 +34,7 @@ def quickstart(number: int, folder: Path, epilogue: str = "") -> str:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder with what the first block names: a tiny Llama with a tokenizer, and two adapters."""
+    """Folder with the names of the first block: a tiny Llama with a tokenizer, and two adapters."""
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
         initializer_range=0.15, bos_token_id=BEGIN, eos_token_id=END,
@@ -74,7 +74,9 @@ def test_make_targets_exist() -> None:
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """Every `$ make reproduce ARGS=...` and `$ python -m experiments.<figure> ...` of the README: name, overrides."""
+    """Parse every `$ make reproduce ARGS=...` and `$ python -m experiments.<figure> ...` of the README: name,
+    overrides.
+    """
     lines = re.findall(r"^\$ (?:make (reproduce) ARGS=|python -m experiments\.)(.*)$", README, flags=re.MULTILINE)
     found = []
     for command, rest in lines:

@@ -18,8 +18,9 @@ from experiments.benches.model_steps import llama_config
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import model_conf
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.cluster.output import RunnerStep
+from punica.cluster.cluster_output import RunnerStep
 from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_runners import RankResources
 from punica.cluster.runner import random_engine
 from punica.engine import Engine, EngineConfig, Request, RequestState
 from punica.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times, other_seconds
@@ -82,8 +83,8 @@ def runners(world: Tenants, count: int, rule: str, address: str | None) -> Itera
     """A cluster that is ready, with a GPU for each runner if they are to serve on GPUs; at an ``address`` adapters come
     from the object store.
     """
-    gpus, queue = int(world.device == "cuda"), 1 << 20
-    with RayCluster(world.build, count, rule=rule, max_queued=queue, address=address, num_gpus=gpus) as cluster:
+    resources = RankResources(num_gpus=int(world.device == "cuda"))
+    with RayCluster(world.build, count, resources=resources, rule=rule, max_queued=1 << 20, address=address) as cluster:
         for adapter in world.adapters.values() if address else ():
             cluster.put_adapter(adapter)
         yield cluster

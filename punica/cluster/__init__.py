@@ -1,21 +1,21 @@
-"""Many GPUs, one scheduler (section 5 of the paper). What is offered here has no torch in it.
+"""Scheduling over many GPUs (section 5 of the paper). The names exported here need no torch.
 
-gpu.py              what the scheduler knows of a GPU: its working set, its pages
-placement.py        the rules: Punica's, the released code's, and those of newer systems
-policy.py           the queue and the decisions, the same in every world
-isolation.py        requests that are served alone, on a GPU set apart
-latency.py          what a step costs: fitted to steps that were timed, or a roofline
-simulator.py        a virtual clock around the policy
+gpu.py              scheduler's model of one GPU: working set, KV pages
+placement.py        placement rules: Punica's, the released code's, newer systems'
+policy.py           queue and decisions
+quarantine.py       suspected requests, served alone on a reserved GPU
+latency.py          cost model of a step: fitted to timed steps, or a roofline
+simulator.py        discrete-event simulation of the policy
 
-Around real engines it is `punica.cluster.ray_cluster.RayCluster`, which needs torch, and Ray (the extra ``cluster``):
+`punica.cluster.ray_cluster.RayCluster` schedules real engines; it needs torch, and Ray (the extra ``cluster``):
 
-folders.py          files of adapters that come from elsewhere, in folders of a runner's machine
-runner.py           an engine under the scheduler's orders
-suspicion.py        which requests may be the cause when runners die
-dispatch.py         from requests to the orders of runners, and back from their replies; what is lost with a runner
+adapter_files.py    adapter files from a store, in temporary folders of a runner's machine
+runner.py           engine that executes the scheduler's steps
+crash_record.py     crash history of a request, and its quarantine
+dispatcher.py       commands to runners, replies to results, recovery from lost runners
 ray_runners.py      runners as Ray actors
-output.py           what a step of a cluster brings
-ray_cluster.py      one large engine to its users
+cluster_output.py   output of a cluster step
+ray_cluster.py      interface of one large engine
 """
 
 from punica.cluster.gpu import ClusterRequest, Gpu

@@ -1,30 +1,30 @@
-"""What the scheduler of a cluster knows of one GPU: its working set and its KV pages, counted and never touched.
+"""Scheduler's model of one GPU: its working set, and how many KV pages are in use.
 
-The blocks themselves belong to the runner on that GPU; the scheduler only has to know how many are free. Every decoding
-request grows by one token per step, so its pages follow from the step at which it began. Requests are therefore
-counted by the step (modulo the page size) at which they need their next page, and a step costs the same for 1 request
-and for 32.
+The blocks themselves belong to the runner; the scheduler only counts them. A decoding request grows by one token per
+step, so requests are counted by the step (modulo page size) at which they need their next page. A step then costs the
+same for 1 request and for 32.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from punica.checks import check_count
 
 
 @dataclass(eq=False)
 class ClusterRequest:
-    """A request as the scheduler of a cluster sees it: sizes, no text.
+    """Sizes and place of one request; its tokens are unknown here.
 
     Attributes:
         request_id: unique among the unfinished requests.
         arrival: its number in the order of submission, kept when it is evicted.
-        num_tokens: prompt plus generated tokens when it was last put in the queue: what its prefill computes.
+        num_tokens: tokens that its prefill computes: prompt plus what was generated when it was last queued.
         final_tokens: most tokens that its KV cache ever holds.
         adapter_id, rank: of its adapter; 0 and 0 for the plain backbone.
-        gpu: where it is placed, ``None`` while it waits in the queue.
+        gpu: where it is placed, ``None`` while queued.
         first_step: the step of that GPU in which it was prefilled, ``None`` before.
-        isolated: it is served alone, see `isolation.py`.
+        quarantined: it is served alone, see `quarantine.py`.
     """
 
     request_id: str
@@ -35,7 +35,7 @@ class ClusterRequest:
     rank: int
     gpu: "Gpu | None" = None
     first_step: int | None = None
-    isolated: bool = False
+    quarantined: bool = False
 
     @property
     def kv_tokens(self) -> int:
@@ -46,15 +46,22 @@ class ClusterRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt plus generated tokens; those of a step in flight are not known yet."""
+        """Prompt plus generated tokens, without those of a step in flight."""
         if self.gpu is None or self.first_step is None:
             return self.num_tokens
         return self.kv_tokens + (0 if self.gpu.in_flight else 1)
 
 
+class PlacedRequest(NamedTuple):
+    """A request that left the queue, and the GPU that it was given."""
+
+    request_id: str
+    gpu: str
+
+
 @dataclass(eq=False)
 class Gpu:
-    """The working set of one GPU (or one tensor-parallel group).
+    """Working set of one GPU (or one tensor-parallel group).
 
     Args:
         uuid: its name; the highest wins ties.
@@ -67,7 +74,7 @@ class Gpu:
         used_pages: held by the members, never more than ``num_pages``.
         requests_of: members per adapter id, without the plain backbone.
         rank_sum: sum of the ranks of the different adapters of the members.
-        closed: nobody new finds room here, since it is set apart for isolated requests.
+        reserved: it admits only quarantined requests.
     """
 
     uuid: str
@@ -81,7 +88,7 @@ class Gpu:
     used_pages: int = field(default=0, init=False)
     requests_of: Counter[int] = field(default_factory=Counter, init=False)
     rank_sum: int = field(default=0, init=False)
-    closed: bool = field(default=False, init=False)
+    reserved: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_count("max_batch_size", self.max_batch_size)
@@ -91,13 +98,18 @@ class Gpu:
         self._offsets = 0  # sum over decoding members of num_tokens - first_step
 
     @property
+    def capacity(self) -> int:
+        """Tokens of KV cache in all pages."""
+        return self.num_pages * self.page_size
+
+    @property
     def working_set(self) -> int:
         """Number of members."""
         return len(self.members)
 
     @property
     def num_decoding(self) -> int:
-        """Members that were prefilled."""
+        """Prefilled members."""
         return len(self.members) - len(self.pending)
 
     @property
@@ -107,34 +119,33 @@ class Gpu:
 
     @property
     def decoding_kv_tokens(self) -> int:
-        """Tokens in the KV cache of all members that were prefilled."""
+        """Tokens in the KV cache of all prefilled members."""
         return self._offsets + self.num_decoding * self.step
 
     @property
     def padded_rank_sum(self) -> int:
-        """What ``rank_sum`` would be if every adapter of the batch were padded to the largest rank among them."""
+        """``rank_sum`` with every adapter padded to the largest rank of the batch."""
         return len(self.requests_of) * max((member.rank for member in self.members.values()), default=0)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold ``num_tokens`` tokens."""
+        """Return the number of pages that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
 
     def has_room(self, request: ClusterRequest) -> bool:
-        """Room in the batch and pages for its tokens, and beside others one page per request to grow into.
-
-        Without those it would be evicted right away (the same rule as a single engine's).
+        """Check for room in the batch, pages for the request's tokens, and one spare page per request of a shared
+        batch. Without the spare pages it would be evicted right away (the same rule as a single engine's).
         """
-        if self.closed or len(self.members) >= self.max_batch_size:
+        if self.reserved or len(self.members) >= self.max_batch_size or request.final_tokens > self.capacity:
             return False
         spare = len(self.members) + 1 if self.members else 0
-        return self.pages_for(request.num_tokens) + spare <= self.num_pages - self.used_pages
+        return self.pages_for(request.num_tokens) + spare <= self.free_pages
 
     def pages_to_grow(self) -> int:
-        """Pages that the decoding members need for the next step."""
+        """Count the pages that decoding members need for the next step."""
         return self._growing_at[(self.step + 1) % self.page_size]
 
     def place(self, request: ClusterRequest) -> None:
-        """Make it a member, waiting for its prefill, and reserve the pages of its tokens."""
+        """Add a member that waits for its prefill, and reserve the pages of its tokens."""
         request.gpu, request.first_step = self, None
         self.members[request.request_id] = self.pending[request.request_id] = request
         self.used_pages += self.pages_for(request.num_tokens)
@@ -143,7 +154,7 @@ class Gpu:
             self.rank_sum += request.rank if self.requests_of[request.adapter_id] == 1 else 0
 
     def remove(self, request: ClusterRequest) -> None:
-        """Take a member out and free its pages; ``num_tokens`` becomes all it has, to be computed again elsewhere."""
+        """Remove a member and free its pages; ``num_tokens`` becomes all its tokens, to be recomputed elsewhere."""
         held, total = request.kv_tokens, request.total_tokens
         self.used_pages -= self.pages_for(held)
         del self.members[request.request_id]
@@ -159,7 +170,7 @@ class Gpu:
         request.gpu, request.first_step, request.num_tokens = None, None, total
 
     def begin_step(self, prefills: tuple[ClusterRequest, ...]) -> None:
-        """Grow every decoding member by a token and let ``prefills`` begin to decode; the pages must be there."""
+        """Grow every decoding member by a token and start ``prefills``; the pages must be free."""
         self.used_pages += self.pages_to_grow()
         self.step += 1
         self.in_flight = True
@@ -168,13 +179,15 @@ class Gpu:
             request.first_step = self.step
             self._count(request, self.step, 1)
 
-    def hold_back(self, request: ClusterRequest) -> None:
-        """It was to begin in the last step and did not: it waits for its prefill again, before all others."""
+    def defer(self, request: ClusterRequest) -> None:
+        """Undo the prefill of a request that did not start in the last step; it is first among the pending again."""
         self._count(request, self.step, -1)
         request.first_step = None
         self.pending = {request.request_id: request, **self.pending}
 
     def _count(self, request: ClusterRequest, first_step: int, by: int) -> None:
-        """It holds ``num_tokens + step - first_step`` tokens, and needs a page when that is 1 more than full pages."""
+        """Add (or remove, ``by=-1``) a decoding request in the counts of KV tokens and page growth. It holds
+        ``num_tokens + step - first_step`` tokens, and needs a page when that is 1 more than full pages.
+        """
         self._offsets += by * (request.num_tokens - first_step)
         self._growing_at[(first_step - request.num_tokens + 1) % self.page_size] += by

@@ -1,14 +1,14 @@
-"""What one step of one GPU costs: linear in what it has to read and compute, fitted to steps that somebody timed.
+"""Linear cost model of one step on one GPU, fitted to timed steps.
 
     seconds = base + decodes * row + kv_tokens * kv + prefill_tokens * prefill + adapter_ranks * rank
               + join, with a prompt
 
-``base`` is the weights of the backbone and the launches, ``kv_tokens`` the tokens whose keys and values are read,
-``adapter_ranks`` the sum of the ranks of the different adapters in the step, whose bytes are read once each. ``join``
-is what a step with a prompt takes beside the prompt's rows: the device waits for the host, which lays it out, and its
-rows are padded. The coefficients are not negative, and the fit, of all but ``join``, minimises relative errors, so that
-short steps count as much as long ones.
-For a GPU that nobody timed, `roofline_cost` has the same form from bandwidth and arithmetic rate alone.
+``base`` is the weights of the backbone and the launches, ``kv_tokens`` the tokens whose keys and values are read.
+``adapter_ranks`` is the sum of the ranks of the different adapters in the step, whose bytes are read once each.
+``join`` is the constant cost of a step with a prompt: the device waits for the host to prepare it, and its rows are
+padded. The coefficients are not negative. The fit, of all but ``join``, minimises relative errors, so that short steps
+count as much as long ones. `roofline_cost` is the same form from bandwidth and arithmetic rate, for GPUs without timed
+steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from scipy.optimize import nnls
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step: ``decodes`` requests that compute one token each, reading ``kv_tokens`` tokens of KV cache in all, and
-    ``prefill_tokens`` rows of prompts, with adapters of ``adapter_ranks`` in sum.
+    """Work of one step. ``decodes`` requests compute one token each, reading ``kv_tokens`` tokens of KV cache in all;
+    ``prefill_tokens`` are rows of prompts; ``adapter_ranks`` is the sum of the adapters' ranks.
     """
 
     decodes: int = 0
@@ -33,7 +33,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step and how long it took, in seconds."""
+    """Step with its measured time in seconds."""
 
     work: StepWork
     seconds: float
@@ -41,10 +41,9 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step; ``name`` says where the coefficients come from and is written into every simulated row.
-
-    ``base`` is in seconds, the others in seconds per decode row, per token of KV cache, per row of a prompt, and per
-    unit of rank; ``join`` is in seconds again.
+    """Coefficients of the cost model; ``name`` is their source, written into every simulated row. ``base`` and ``join``
+    are in seconds; the others in seconds per decode row, per token of KV cache, per row of a prompt, and per unit of
+    rank.
     """
 
     name: str
@@ -56,7 +55,7 @@ class StepCost:
     join: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        """Of one step."""
+        """Return the predicted seconds of a step."""
         return (
             self.base
             + self.row * work.decodes
@@ -67,14 +66,13 @@ class StepCost:
         )
 
     def slowed(self, factor: float, name: str) -> "StepCost":
-        """The same GPU, every step ``factor`` times as long."""
+        """Return the same GPU with every step ``factor`` times as long."""
         scaled = {key: value * factor for key, value in asdict(self).items() if key != "name"}
         return StepCost(name, **scaled)
 
-
     def at_bandwidth(self, model: "ModelBytes", before: float, after: float, name: str) -> "StepCost":
-        """The same GPU with memory of ``after`` instead of ``before`` bytes/s: what ``model`` reads takes longer or
-        shorter by its bytes; launches and arithmetic stay. ValueError for a bandwidth that is not positive.
+        """Return the same GPU with memory of ``after`` instead of ``before`` bytes/s. The bytes of ``model`` take
+        longer or shorter; launches and arithmetic stay. ValueError for a bandwidth that is not positive.
         """
         if not (before > 0 and after > 0):
             raise ValueError(f"bandwidths must be positive bytes/s, got before={before!r}, after={after!r}")
@@ -90,7 +88,7 @@ COEFFICIENTS = ("base", "row", "kv", "prefill", "rank")
 
 @dataclass(frozen=True)
 class Residuals:
-    """Predicted over timed, minus one, of every step of a fit: [n] float64, and its root mean square and maximum."""
+    """Relative errors of predictions, predicted over timed minus one: [n] float64."""
 
     relative: NDArray[np.float64]
 
@@ -106,17 +104,16 @@ class Residuals:
 
 
 def residuals(cost: StepCost, steps: Sequence[TimedStep]) -> Residuals:
-    """How well ``cost`` tells the time of ``steps``, whether it was fitted to them or not; at least one step."""
+    """Compare ``cost`` with the times of ``steps``, fitted to or not; ValueError without steps."""
     if not steps:
         raise ValueError("steps is empty; residuals need at least one timed step")
     return Residuals(np.array([cost.seconds(step.work) / step.seconds - 1 for step in steps]))
 
 
 def fit_step_cost(name: str, steps: Sequence[TimedStep], known: Mapping[str, float] | None = None) -> StepCost:
-    """Least relative squares over ``steps``, with the coefficients of ``known`` (of `COEFFICIENTS`) held fixed.
-
-    A coefficient whose feature is 0 in all steps cannot be told and must be in ``known``. ValueError for that, for an
-    unknown coefficient, for fewer steps than coefficients, and for a time that is not positive.
+    """Fit by least relative squares over ``steps``, with the coefficients of ``known`` (of `COEFFICIENTS`) held fixed.
+    A coefficient whose feature is 0 in all steps must be in ``known``. ValueError for one that is not, for an unknown
+    coefficient, for fewer steps than coefficients, and for a time that is not positive.
     """
     fixed = dict(known or {})
     if unknown := set(fixed) - set(COEFFICIENTS):
@@ -141,9 +138,9 @@ def fit_step_cost(name: str, steps: Sequence[TimedStep], known: Mapping[str, flo
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a step of a Llama model reads: ``weights`` parameters (``head`` of them the output head's), ``kv`` elements
-    per token of the cache, ``lora`` elements per unit of rank of an adapter on all seven projections, ``itemsize``
-    bytes each. The input embedding, as large as the head, is held and not read: a gather of some rows.
+    """Elements that a step of a Llama model reads. ``weights`` parameters (``head`` of them the output head's), ``kv``
+    per token of the cache, ``lora`` per unit of rank of an adapter on all seven projections; ``itemsize`` bytes each.
+    The input embedding, as large as the head, is held but not read: a gather of some rows.
     """
 
     weights: int
@@ -156,7 +153,7 @@ class ModelBytes:
     def llama(
         cls, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, itemsize: int = 2
     ) -> "ModelBytes":
-        """From the sizes of a Hugging Face config."""
+        """Count from the sizes of a Hugging Face config."""
         kv_width = hidden // heads * kv_heads
         shapes = [(hidden, hidden)] * 2 + [(hidden, kv_width)] * 2 + [(hidden, intermediate)] * 3
         head = hidden * vocab
@@ -164,9 +161,8 @@ class ModelBytes:
         return cls(weights, head, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
 
     def pages(self, memory: float, page_size: int, adapters: int, rank: int) -> int:
-        """KV pages that fit into ``memory`` bytes beside the weights and ``adapters`` slots of ``rank``.
-
-        ValueError when not a single one does.
+        """Count the KV pages that fit into ``memory`` bytes beside the weights and ``adapters`` slots of ``rank``.
+        ValueError when no page fits.
         """
         left = memory - self.itemsize * (self.weights + self.head + adapters * rank * self.lora)
         pages = int(left // (self.itemsize * self.kv * page_size))
@@ -176,11 +172,12 @@ class ModelBytes:
 
 
 def roofline_cost(name: str, model: ModelBytes, bandwidth: float, flops: float, overhead: float = 0.0) -> StepCost:
-    """The least a step can take on a machine with ``bandwidth`` bytes/s and ``flops`` FLOP/s: weights, cache and
-    adapters are read once each, and a row of a prompt costs two operations per weight. ``overhead``: seconds per step.
+    """Build the roofline cost on a machine with ``bandwidth`` bytes/s and ``flops`` FLOP/s; ``overhead``: seconds per
+    step.
 
-    A lower bound of the time for decode steps, which are bound by memory; an upper bound of the prefill's share, whose
-    first rows hide behind the reading of the weights.
+    Weights, cache and adapters are read once each, and a row of a prompt costs two operations per weight. This is a
+    lower bound for decode steps, which are memory-bound. It is an upper bound of the prefill's share, whose first rows
+    hide behind the reading of the weights.
     """
     if not (bandwidth > 0 and flops > 0 and overhead >= 0):
         raise ValueError(f"bandwidth={bandwidth!r} and flops={flops!r} must be positive, overhead={overhead!r} >= 0")

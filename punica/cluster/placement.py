@@ -1,8 +1,8 @@
-"""Scheduling rules of a cluster: which GPU a request goes to, and which one leaves a GPU that is out of pages.
+"""Placement and eviction rules of a cluster.
 
-`punica` is section 5.1 of the paper. `released` is what its released code does where the two differ (disagreement D12
-of ``paper_results/README.md``). The others are what newer systems propose; they share Punica's eviction, so that a
-comparison changes one thing. A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
+`punica` is section 5.1 of the paper. `released` is its released code where the two differ (disagreement D12 of
+``paper_results/README.md``). The others are proposals of newer systems with Punica's eviction, so that a comparison
+changes one thing. A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,21 @@ from punica.registry import Registry
 
 
 class SchedulingRule(Protocol):
-    """``prefills_per_step``: most prompts in one step of a GPU, ``None`` for all that wait there."""
+    """Rule that places and evicts requests. ``prefills_per_step``: most prompts in one step of a GPU, ``None`` for all
+    that are pending there.
+    """
 
     prefills_per_step: int | None
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """One of ``gpus``, which all have room for it; at least one."""
+        """Return one of ``gpus``: at least one, all with room for the request."""
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """True when a member has to leave before the next step; at least when the pages do not suffice for it."""
+        """Return True when a member has to leave before the next step; at least when the pages do not suffice for it.
+        """
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
-        """The member that leaves."""
+        """Return the member to evict."""
 
 
 SCHEDULING_RULES: Registry[type[SchedulingRule]] = Registry("scheduling rule")
@@ -32,9 +35,8 @@ SCHEDULING_RULES: Registry[type[SchedulingRule]] = Registry("scheduling rule")
 
 @SCHEDULING_RULES.register("punica")
 class LargestWorkingSet:
-    """The GPU with the largest working set, ties to the highest UUID: busy GPUs fill up, idle ones can be released.
-
-    The request that arrived last leaves a GPU that is out of pages, which keeps first come first served.
+    """Punica's rule: the GPU with the largest working set, ties to the highest UUID. Busy GPUs fill up and idle ones
+    can be released. The request that arrived last is evicted, which keeps first come first served.
     """
 
     prefills_per_step: int | None = 1
@@ -44,21 +46,22 @@ class LargestWorkingSet:
         return max(gpus, key=lambda gpu: (len(gpu.members), gpu.uuid))
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """Only when the next step would not fit."""
+        """Evict only when the next step would not fit."""
         return gpu.pages_to_grow() > gpu.free_pages
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
-        """The newest."""
+        """Return the newest member."""
         return max(gpu.members.values(), key=lambda request: request.arrival)
 
 
 @SCHEDULING_RULES.register("released")
 class Released(LargestWorkingSet):
-    """The released scheduler (D12 a to c): before the UUID, ties go to more requests of the same adapter, then to fewer
-    free pages; the oldest request is evicted, as soon as there are fewer free pages than requests; all waiting prefills
-    run in one step.
+    """Rule of the released scheduler (D12 a to c).
 
-    One departure: the last request of a GPU stays unless it cannot grow, since it would be evicted for ever.
+    Ties go to more requests of the same adapter, then to fewer free pages, then to the highest UUID. The oldest request
+    is evicted, as soon as there are fewer free pages than requests. All pending prefills run in one step.
+
+    One departure: the last request of a GPU stays unless it cannot grow; otherwise it would be evicted for ever.
     """
 
     prefills_per_step: int | None = None
@@ -69,17 +72,17 @@ class Released(LargestWorkingSet):
         return max(gpus, key=lambda gpu: (len(gpu.members), gpu.requests_of[adapter], -gpu.free_pages, gpu.uuid))
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """As soon as not every request could take a page."""
+        """Evict once there is less than one free page per request."""
         return super().must_evict(gpu) or gpu.free_pages < len(gpu.members) > 1
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
-        """The oldest."""
+        """Return the oldest member."""
         return min(gpu.members.values(), key=lambda request: request.arrival)
 
 
 @SCHEDULING_RULES.register("least_loaded")
 class LeastLoaded(LargestWorkingSet):
-    """The smallest working set: the usual load balancer."""
+    """Smallest working set: the usual load balancer."""
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         """Spread."""
@@ -88,13 +91,13 @@ class LeastLoaded(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("round_robin")
 class RoundRobin(LargestWorkingSet):
-    """In turn, in the order of UUIDs; a GPU without room loses its turn."""
+    """GPUs in turn, in the order of UUIDs; a GPU without room loses its turn."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """The next one after the last choice."""
+        """Return the next one after the last choice."""
         chosen = min(gpus, key=lambda gpu: (gpu.uuid <= self._last, gpu.uuid))
         self._last = chosen.uuid
         return chosen
@@ -102,7 +105,7 @@ class RoundRobin(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("adapter_affinity")
 class AdapterAffinity(LargestWorkingSet):
-    """Where most requests of the same adapter are, then Punica's rule: fewer adapters per batch, fewer loads."""
+    """Most requests of the same adapter, then Punica's rule: fewer adapters per batch, fewer loads."""
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         """Keep adapters together first."""
@@ -112,14 +115,13 @@ class AdapterAffinity(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("rank_aware")
 class RankAware(LargestWorkingSet):
-    """Where it adds least if every row of a batch paid for the batch's largest rank, then Punica's rule.
-
-    Requests of similar ranks meet, so that a high rank does not slow low ones down. Kernels that read each adapter's
-    own rank have no such cost.
+    """Least added cost if every row of a batch paid for the batch's largest rank, then Punica's rule. Requests of
+    similar ranks are batched, so that a high rank does not slow low ones down. Kernels that read each adapter's own
+    rank have no such cost.
     """
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Least added rows times rank."""
+        """Minimise added rows times rank."""
         return max(gpus, key=lambda gpu: (-self._added(request.rank, gpu), len(gpu.members), gpu.uuid))
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Runners as Ray actors: started, asked for steps, ended. The only file that knows Ray.
+"""Runners as Ray actors: start, step, kill. The only file that imports Ray.
 
-A runner is ``tp_size`` actors, one per tensor-parallel rank, in one placement group, so that they start together or not
-at all and lie on one machine where that is possible. All ranks get every `StepCommand`; rank 0 replies. If one of them
-dies the runner is dead, and a new one takes its placement group. Where there is no place for it, it waits for a while.
+A runner is ``tp_size`` actors, one per tensor-parallel rank, in one placement group: they start together or not at all,
+on one machine where possible. All ranks get every `StepCommand`; rank 0 replies. If one rank dies the runner is dead,
+and its replacement takes over the placement group.
 """
 
 import logging
@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 
+from punica.checks import check_count, check_number
 from punica.cluster.runner import Runner, RunnerDescription, StepCommand, StepReply
 from punica.engine import Engine
 from punica.parallel import init_tensor_parallel
 
 OBJECT_STORE_BYTES = 128 << 20
-"""Of a Ray that is started here: it carries adapters and messages, and a container's /dev/shm may be small."""
+"""Object store of a Ray started here, for adapters and messages; a container's /dev/shm may be small."""
 
-_STARTS = 3  # Ray gives a start of its own 30 s, which is too little on a busy machine until its files are in memory
+_STARTS = 3  # attempts: Ray limits a start to 30 s, too little on a busy machine until its files are cached
 
 
 def import_ray() -> ModuleType:
-    """The optional package; ImportError with the command that installs it."""
+    """Import the optional package; ImportError with the command that installs it."""
     try:
         import ray
     except ImportError as error:
@@ -36,11 +37,12 @@ def import_ray() -> ModuleType:
 
 
 def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
-    """Join the Ray cluster at ``address`` (``None``: the one that this process has joined, else a new one on this
-    machine with so many CPUs, a number to reckon with and not of cores); whether one was joined or started.
+    """Join or start a Ray cluster for runners that need ``num_cpus`` and ``num_gpus`` in all; False if it was joined
+    before.
 
-    ValueError for an address where another one was joined, and for a cluster that is too small even if nobody else
-    used it.
+    ``address=None``: the cluster that this process has joined, else a new one on this machine with at least
+    ``num_cpus`` logical CPUs. ValueError for an address where another cluster was joined, and for a cluster whose total
+    is too small.
     """
     ray = import_ray()
     joins = not ray.is_initialized()
@@ -49,15 +51,15 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
     if joins:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing here talks to the internet
-            os.environ.setdefault("RAY_worker_niceness", "0")  # runners are what this machine is for, no background
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no access to the internet
+            os.environ.setdefault("RAY_worker_niceness", "0")  # runners are no background work
             cpus = max(num_cpus, os.cpu_count() or 1)
             quiet |= {"include_dashboard": False, "num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
         for last in (*[False] * (_STARTS - 1), True) if address is None else (True,):
             try:
                 ray.init(address=address or "local", **quiet)
                 break
-            except Exception as error:  # Ray raises nothing narrower; what it has started ends with this process
+            except Exception as error:  # Ray raises nothing narrower; its processes end with this one
                 if last or "timed out during startup" not in str(error):
                     raise
     there = ray.cluster_resources()
@@ -74,7 +76,7 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where the actor of a rank lives: its machine, an address to meet at, and the GPUs that Ray gave it."""
+    """Location of a rank's actor: its machine, an address for the rendezvous, and the GPUs that Ray gave it."""
 
     node: str
     host: str
@@ -83,8 +85,8 @@ class RankPlace:
 
 
 def device_environment(places: Sequence[RankPlace], rank: int) -> dict[str, str]:
-    """Environment variables of a rank among its group. All ranks of a machine see the GPUs of all of them, since those
-    of one process that another one cannot see are out of reach for NCCL's copies between GPUs.
+    """Build the environment variables of a rank. All ranks of a machine see the GPUs of all of them: NCCL cannot copy
+    between GPUs that are hidden from one process.
     """
     here = [place for place in places if place.node == places[rank].node]
     local = sum(place.node == places[rank].node for place in places[:rank])
@@ -94,7 +96,7 @@ def device_environment(places: Sequence[RankPlace], rank: int) -> dict[str, str]
 
 
 class RankActor:
-    """One tensor-parallel rank of a runner, in a process of its own."""
+    """One tensor-parallel rank of a runner, in its own process."""
 
     def __init__(self) -> None:
         self._group = ExitStack()
@@ -102,7 +104,7 @@ class RankActor:
         self._rank = 0
 
     def place(self) -> RankPlace:
-        """Where it is."""
+        """Return its location."""
         ray = import_ray()
         context = ray.get_runtime_context()
         with socket.socket() as probe:
@@ -112,7 +114,7 @@ class RankActor:
         return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
 
     def start(self, build: Callable[[], Engine], rank: int, num_threads: int, *places: RankPlace) -> RunnerDescription:
-        """Meet the other ranks and build the engine."""
+        """Initialise the tensor-parallel group and build the engine."""
         torch.set_num_threads(num_threads)
         self._rank = rank
         if len(places) > 1:
@@ -124,20 +126,36 @@ class RankActor:
         return self._runner.describe()
 
     def step(self, command: StepCommand) -> StepReply | None:
-        """Of rank 0 the reply; the others did the same."""
+        """Run a step; return the reply on rank 0, ``None`` on the others."""
         if self._runner is None:
             raise RuntimeError("the rank was not started; call start first")
         reply = self._runner.step(command)
         return reply if self._rank == 0 else None
 
 
+@dataclass(frozen=True)
+class RankResources:
+    """Resources of each rank of a runner: what Ray reserves, and threads of torch. Ray hides no GPU from ranks that
+    reserve none: their engines' factory must name its device.
+    """
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        check_number("num_cpus", self.num_cpus)
+        check_number("num_gpus", self.num_gpus)
+        check_count("num_threads", self.num_threads)
+
+
 @dataclass(eq=False)
 class RunnerProcesses:
-    """The actors of one runner.
+    """Actors of one runner.
 
     Args:
         build: makes the engine, in every rank.
-        tp_size: ranks. ``num_cpus``, ``num_gpus``: what Ray reserves for each. ``num_threads``: of torch in each.
+        tp_size: ranks. ``resources``: of each.
 
     Attributes:
         actors: handles, in rank order; empty before `start`.
@@ -145,23 +163,22 @@ class RunnerProcesses:
 
     build: Callable[[], Engine]
     tp_size: int
-    num_cpus: float
-    num_gpus: float
-    num_threads: int
+    resources: RankResources
     actors: list[Any] = field(default_factory=list, init=False)
     _placement: Any = field(default=None, init=False)
-    _place: Any = field(default=None, init=False)  # ready when Ray has found one
+    _place: Any = field(default=None, init=False)  # future, ready when the reservation is made
 
     def start(self) -> list[Any]:
-        """New actors; a future `RunnerDescription` of each."""
+        """Start new actors; return a future `RunnerDescription` of each."""
         ray = import_ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        each = self.resources
         if self._placement is None:
-            bundle = {"CPU": self.num_cpus, **({"GPU": self.num_gpus} if self.num_gpus else {})}
+            bundle = {"CPU": each.num_cpus, **({"GPU": each.num_gpus} if each.num_gpus else {})}
             self._placement = ray.util.placement_group([bundle] * self.tp_size, strategy="PACK")
-        self._place = self._placement.ready()  # again: of a new place, if the machine is gone
-        options = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "max_restarts": 0}
+        self._place = self._placement.ready()  # a new reservation if the machine is gone
+        options = {"num_cpus": each.num_cpus, "num_gpus": each.num_gpus, "max_restarts": 0}
         actor = ray.remote(RankActor)
         self.actors = [
             actor.options(
@@ -174,18 +191,18 @@ class RunnerProcesses:
         ]
         places = [one.place.remote() for one in self.actors] if self.tp_size > 1 else [None]
         build = ray.put(self.build)
-        return [one.start.remote(build, rank, self.num_threads, *places) for rank, one in enumerate(self.actors)]
+        return [one.start.remote(build, rank, each.num_threads, *places) for rank, one in enumerate(self.actors)]
 
     @property
     def is_placed(self) -> bool:
-        """Whether Ray has found a place for it."""
+        """True once Ray has reserved the resources."""
         return bool(wait_for([self._place], 0))
 
     def no_place(self, waited_s: float) -> str:
-        """What to say when it has not: wanted, free, and there in all."""
+        """Describe a missing reservation: wanted, free and total resources."""
         ray = import_ray()
         free, total, wanted = ray.available_resources(), ray.cluster_resources(), []
-        for name, each in (("CPU", self.num_cpus), ("GPU", self.num_gpus)):
+        for name, each in (("CPU", self.resources.num_cpus), ("GPU", self.resources.num_gpus)):
             if each:
                 needed = f"{self.tp_size} x {each:g}" if self.tp_size > 1 else f"{each:g}"
                 wanted.append(f"{needed} {name}s ({free.get(name, 0):g} of {total.get(name, 0):g} are free)")
@@ -195,17 +212,17 @@ class RunnerProcesses:
         )
 
     def step(self, command: StepCommand) -> list[Any]:
-        """A step on all ranks; a future reply of each, of which the first is not ``None``."""
+        """Order a step of all ranks; return a future reply of each, ``None`` but for rank 0."""
         return [actor.step.remote(command) for actor in self.actors]
 
     def kill(self) -> None:
-        """End what is left of the actors, without waiting for them."""
+        """Kill the actors without waiting for them."""
         for actor in self.actors:
             import_ray().kill(actor)
         self.actors = []
 
     def close(self) -> None:
-        """`kill`, and give the machine's resources back."""
+        """Kill the actors and release the reservation."""
         self.kill()
         if self._placement is not None:
             import_ray().util.remove_placement_group(self._placement)
@@ -213,11 +230,11 @@ class RunnerProcesses:
 
 
 class Lost(Exception):
-    """What a future stood for will never come; the cause is Ray's error."""
+    """Error for a future of a dead actor; the cause is Ray's error."""
 
 
 def result_of(future: Any) -> Any:
-    """Of a future that is ready. `Lost` when the actor died or raised."""
+    """Return the result of a ready future. `Lost` when the actor died or raised."""
     ray = import_ray()
     try:
         return ray.get(future)
@@ -226,14 +243,16 @@ def result_of(future: Any) -> Any:
 
 
 def wait_for(futures: Sequence[Any], timeout_s: float | None) -> list[Any]:
-    """Those that are ready: at least one, or none when ``timeout_s`` seconds have passed (``None``: no limit)."""
+    """Wait until a future is ready or ``timeout_s`` seconds have passed (``None``: no limit); return all that are
+    ready.
+    """
     ray = import_ray()
     ready, _ = ray.wait(futures, num_returns=1, timeout=timeout_s)
-    if ready:  # others that are ready as well, without waiting for them
+    if ready:  # all others that are ready, without waiting
         ready, _ = ray.wait(futures, num_returns=len(futures), timeout=0)
     return ready
 
 
 def store(content: Any) -> Any:
-    """A reference to ``content`` in Ray's object store, which any actor can turn into it again."""
+    """Put ``content`` into Ray's object store; return its reference."""
     return import_ray().put(content)

@@ -1,13 +1,10 @@
-"""A runner: the engine of one GPU (or of one tensor-parallel rank), taking the steps that the scheduler decided on.
+"""Runner: the engine of one GPU (or one tensor-parallel rank), executing the scheduler's steps. No Ray.
 
-It decides nothing. The scheduler counts batches and pages for all runners (`gpu.py`), so a runner's engine must never
-come to another decision than it: a step has at most one prompt, a slot is there for every request of a batch, and the
-engine has more blocks than the scheduler knows of, by what it wants to see free before somebody joins. One thing it
-cannot foresee: on a GPU a request joins some steps later, while the others go on, if its adapter is not in memory
-(`punica.engine.residency`), or one later, if the next step has begun. Every reply says what really happened, and
-`dispatch.py` compares.
-
-No Ray in here: what an actor wraps can be run in any process.
+The scheduler counts batches and pages for all runners (`gpu.py`), so a runner's engine must never decide otherwise. A
+step has at most one prompt, there is a slot for every request of a batch, and the engine's admission reserve is hidden
+from the scheduler. One thing is unknown in advance: a GPU engine admits a request some steps late while its adapter is
+read, or one step late when the next step is launched already. Every reply says what happened, and `dispatcher.py`
+compares.
 """
 
 import time
@@ -20,7 +17,7 @@ from transformers import PretrainedConfig
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
-from punica.cluster.folders import AdapterFiles, AdapterFolders, StoredFiles
+from punica.cluster.adapter_files import AdapterFiles, AdapterFolderCache, StoredFiles
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestState
 from punica.engine.folder import GenerationDefaults
@@ -32,8 +29,8 @@ def random_engine(
     model: PretrainedConfig, lora_config: LoRAConfig | None = None, engine_config: EngineConfig | None = None,
     dtype: torch.dtype | None = None, device: str | None = None, seed: int = 0,
 ) -> Engine:  # fmt: skip
-    """An engine on a random backbone, the same in every process, as experiments measure; ``device=None``: the GPU where
-    there is one. Of a checkpoint folder it is ``Engine.from_pretrained``.
+    """Build an engine on a random backbone, the same in every process; ``device=None``: the GPU where there is one. For
+    a checkpoint folder use ``Engine.from_pretrained``.
     """
     backbone = LlamaForCausalLM(model, dtype, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backbone.init_random_weights(seed)
@@ -42,10 +39,9 @@ def random_engine(
 
 @dataclass(frozen=True)
 class RunnerDescription:
-    """What the scheduler has to know of a runner.
-
-    ``num_pages`` of ``page_size`` tokens are its engine's blocks without the reserve; ``seed`` is the engine's, from
-    which requests without a seed get theirs; ``tokenizer`` and ``defaults`` are its engine's.
+    """Sizes and settings of a runner, for the scheduler. ``num_pages`` of ``page_size`` tokens are its engine's blocks
+    without the reserve. Requests without a seed get theirs from ``seed``. ``tokenizer`` and ``defaults`` are its
+    engine's.
     """
 
     max_batch_size: int
@@ -60,7 +56,7 @@ class RunnerDescription:
 
     @property
     def kind(self) -> tuple:
-        """What runners of one cluster must have in common."""
+        """Settings that all runners of a cluster share."""
         return (
             self.max_batch_size, self.page_size, self.max_model_len, self.vocab_size, self.has_lora, self.seed,
             self.defaults,
@@ -69,8 +65,8 @@ class RunnerDescription:
 
 @dataclass(frozen=True)
 class JoiningRequest:
-    """A request that is new to a runner. ``generated``: its tokens from elsewhere. ``files``: where the files of its
-    adapter are to be had; ``None``: in the folder that it names.
+    """Request that is new to a runner. ``generated``: its tokens from other runners. ``files``: stored files of its
+    adapter; ``None``: read its folder.
     """
 
     request: Request
@@ -80,7 +76,7 @@ class JoiningRequest:
 
 @dataclass(frozen=True)
 class StepCommand:
-    """What to do next: forget the requests of ``drop``, let ``joins`` join (``None``: nobody), make one step."""
+    """Order for one step: abort the requests of ``drop``, add ``joins`` (``None``: no request), run."""
 
     drop: tuple[str, ...]
     joins: JoiningRequest | None
@@ -88,15 +84,14 @@ class StepCommand:
 
 @dataclass(frozen=True)
 class StepReply:
-    """What a step did.
+    """Result of a step.
 
     Attributes:
         tokens: one for each request that was served; ``logprobs`` of those that ask for them.
-        waiting: the one that was to begin, if its adapter is still being read beside the steps of the others: it
-            begins as soon as it can, and nobody else before it.
-        finished: those that ended with it. ``failed``: those that ended with an error, which is the value.
-        used_blocks: of the KV cache, by what is computed after the step; a GPU has reserved the next tokens' already.
-        seconds: that it took in the runner.
+        waiting: the joining request, if its adapter is still being read; it joins first as soon as it can.
+        finished: requests that ended with this step. ``failed``: errors of those that ended with one.
+        used_blocks: KV blocks of the tokens computed so far; a GPU has also reserved those of the next tokens.
+        seconds: time in the runner.
     """
 
     tokens: dict[str, int]
@@ -109,25 +104,25 @@ class StepReply:
 
 
 class Runner:
-    """An engine under orders.
+    """Engine that executes the scheduler's commands.
 
     Args:
         build: makes the engine; called once, here.
-        fetch: the files of an adapter from `StoredFiles.content`. They are written to a temporary folder; there are as
-            many of these as the engine keeps adapters in memory, and who comes back later is fetched again.
+        fetch: returns the files of an adapter from `StoredFiles.content`. Temporary folders hold as many adapters as
+            the engine keeps in memory; an evicted one is fetched again.
 
-    ValueError for an engine whose decisions the scheduler could not foresee.
+    ValueError for an engine whose decisions the scheduler cannot predict.
     """
 
     def __init__(self, build: Callable[[], Engine], fetch: Callable[[Any], AdapterFiles]) -> None:
         self.engine = engine = build()
         _check_follows(engine)
         in_memory = engine.manager.lora_config.max_cpu_loras if engine.manager is not None else None
-        self.folders = AdapterFolders(fetch, in_memory or engine.config.max_batch_size)
+        self.folders = AdapterFolderCache(fetch, in_memory or engine.config.max_batch_size)
         self._with_logprobs: dict[str, RequestState] = {}
 
     def describe(self) -> RunnerDescription:
-        """For the scheduler."""
+        """Return the description for the scheduler."""
         engine, config = self.engine, self.engine.config
         return RunnerDescription(
             config.max_batch_size, config.total_blocks - _reserve(config), config.block_size, config.max_model_len,
@@ -136,7 +131,7 @@ class Runner:
         )  # fmt: skip
 
     def step(self, command: StepCommand) -> StepReply:
-        """One step. What is wrong with the request that joins is in the reply; any other error is the runner's."""
+        """Run one step. An error of the joining request is in the reply; any other error is raised."""
         start = time.perf_counter()
         failed = {}
         for name in command.drop:
@@ -170,9 +165,7 @@ class Runner:
 
 
 def _reserve(config: EngineConfig) -> int:
-    """Blocks that the engine's own admission wants to see free beside those that it uses: one for each request of a
-    full batch, and one.
-    """
+    """Return the spare blocks that the engine's own admission wants: one for each request of a full batch, and one."""
     return config.max_batch_size + 1
 
 

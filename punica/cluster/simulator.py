@@ -1,12 +1,13 @@
-"""A cluster on a virtual clock: the real policy, requests that arrive over time, and steps that cost what a model says.
+"""Discrete-event simulation of a cluster: the real policy, arrivals over time, and steps that cost what a model
+predicts.
 
-Two kinds of events exist, an arrival and the end of a GPU's step; in between nothing changes. Every GPU with requests
-runs one step after the other; GPUs whose engines work ahead begin the next step before the host has read this one's
-tokens, wherever nobody joins or leaves, and who arrives meanwhile joins a step later. There is no randomness here: the
-same trace gives the same result, to the bit.
+There are two kinds of events: an arrival, and the end of a GPU's step. Every GPU with requests runs one step after the
+other. GPUs whose engines work ahead launch the next step before the host has read this one's tokens, unless the batch
+changes; a request that arrives meanwhile joins one step later. The simulation is deterministic: the same trace gives
+the same result, to the bit.
 
-Left out: the network between scheduler and runners, sampling, and the load of an adapter (2 ms beside a step of 30,
-which it hides behind). What that hides must be in the cost model, see `StepCost.slowed`.
+Left out: the network between scheduler and runners, sampling, and the load of an adapter (2 ms, hidden behind a step of
+30). The cost model must contain the step that hides it, see `StepCost.slowed`.
 """
 
 import heapq
@@ -23,8 +24,9 @@ from punica.workload import RequestLengths
 
 @dataclass(frozen=True)
 class Trace:
-    """What is asked for: ``arrivals`` [n] in seconds, ascending; ``lengths`` of n requests; ``adapters`` [n], from 1 on
-    (0: the plain backbone); ``ranks`` [n] of these adapters. ValueError when the sizes differ or time runs back.
+    """Requests of a simulation, n in all. ``arrivals`` [n] in seconds, ascending; ``lengths`` of the requests;
+    ``adapters`` [n], from 1 on (0: the plain backbone); ``ranks`` [n] of these adapters. ValueError when the sizes
+    differ or arrivals descend.
     """
 
     arrivals: NDArray[np.float64]
@@ -42,17 +44,17 @@ class Trace:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What happened, of ``cost_model`` (its name).
+    """Result of a simulation with ``cost_model`` (its name).
 
     Attributes:
         gpus: names, in the order of the rows of ``batch``.
         first_token_s, finish_s: [n] float64, on the clock of the arrivals.
-        tokens: [seconds] int64, tokens that came out in each second; prompts count when their first token does (the
-            paper's throughput, D13), what is computed again after an eviction does not.
+        tokens: [seconds] int64, tokens in each second; prompts count when their first token does (the paper's
+            throughput, D13), tokens recomputed after an eviction do not.
         batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second, as the released code
-            counts for the heat map of Figure 13: one that leaves and the one that takes its place count both, so that a
-            full GPU has more than its largest batch (`seconds_by_batch` never has).
-        seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps of so many requests; at 0, nothing.
+            counts for the heat map of Figure 13. A request that leaves and its successor both count, so a full GPU can
+            exceed its largest batch.
+        seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps by batch size; 0 at size 0.
         longest_queue: most requests that waited for a GPU. ``steps``, ``evictions``: how many.
     """
 
@@ -69,7 +71,7 @@ class SimulationResult:
 
     @property
     def active_gpus(self) -> NDArray[np.int64]:
-        """[seconds] int64, GPUs that gave a token in each second."""
+        """GPUs that gave a token in each second, [seconds] int64."""
         return (self.batch > 0).sum(axis=0)
 
     @property
@@ -78,18 +80,18 @@ class SimulationResult:
         return float(self.seconds_by_batch.sum())
 
     def share_at_least(self, batch_size: int) -> float:
-        """Share of the busy GPU time in steps of at least ``batch_size`` requests."""
+        """Return the share of busy GPU time in steps of at least ``batch_size`` requests."""
         return float(self.seconds_by_batch[batch_size:].sum()) / self.busy_seconds
 
 
 def simulate(
     trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False
 ) -> SimulationResult:
-    """Serve the whole trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
+    """Serve a trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
 
-    ``padded_ranks``: kernels read every adapter of a batch at its largest rank, and not at its own. ``works_ahead``:
-    the engines do, as ours on a GPU.
-    ValueError when it is not, or when a request is larger than any GPU; RuntimeError when a step takes no time.
+    ``padded_ranks``: kernels read every adapter of a batch at the batch's largest rank. ``works_ahead``: engines launch
+    steps ahead, as ours on a GPU. ValueError for a used policy or a request larger than any GPU; RuntimeError when a
+    step takes no time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(
@@ -121,7 +123,7 @@ class _Simulation:
         self.ends: dict[str, defaultdict[int, list[tuple[str, int]]]] = {
             uuid: defaultdict(list) for uuid in self.policy.gpus
         }
-        self.begun_ahead: set[str] = set()  # GPUs whose next step is that of this one's requests
+        self.launched_ahead: set[str] = set()  # GPUs whose next step has the batch of the present one
         self.tokens: defaultdict[int, int] = defaultdict(int)
         self.batch: dict[str, defaultdict[int, int]] = {uuid: defaultdict(int) for uuid in self.policy.gpus}
         self.by_batch = [0.0] * (self.policy.max_batch_size + 1)
@@ -142,7 +144,7 @@ class _Simulation:
         return self._result()
 
     def _place(self, now: float) -> None:
-        """Place what can be placed, and start the GPUs that had nothing to do."""
+        """Place queued requests, and start idle GPUs that got one."""
         if not self.policy.num_queued:
             return
         for _, uuid in self.policy.place():
@@ -151,8 +153,8 @@ class _Simulation:
         self.longest_queue = max(self.longest_queue, self.policy.num_queued)
 
     def _begin_step(self, now: float, uuid: str) -> None:
-        step = self.policy.begin_step(uuid, joins=uuid not in self.begun_ahead)
-        self.begun_ahead.discard(uuid)
+        step = self.policy.begin_step(uuid, joins=uuid not in self.launched_ahead)
+        self.launched_ahead.discard(uuid)
         if not step.is_empty:
             gpu, requests = self.policy.gpus[uuid], self.policy.requests
             prefill_tokens = 0
@@ -168,7 +170,7 @@ class _Simulation:
                 raise RuntimeError(f"cost model {self.cost.name!r} gives a step of {seconds!r} s; it must be positive")
             self.current[uuid] = now, step
             if self.works_ahead and not (step.prefills or gpu.pending or gpu.step in self.ends[uuid]):
-                self.begun_ahead.add(uuid)
+                self.launched_ahead.add(uuid)
             heapq.heappush(self.events, (now + seconds, uuid))
         if step.evicted:
             self.evictions += len(step.evicted)
@@ -180,7 +182,7 @@ class _Simulation:
         self._record(now, began, uuid, step)
         for name, first_step in self.ends[uuid].pop(self.policy.gpus[uuid].step, ()):
             request = self.policy.requests.get(name)
-            # one that was evicted since then ends elsewhere
+            # after an eviction it ends elsewhere
             if request and request.gpu and request.gpu.uuid == uuid and request.first_step == first_step:
                 self.finish[int(name)] = now
                 self.policy.finish(name)

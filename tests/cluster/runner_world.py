@@ -1,4 +1,4 @@
-"""Runners of a tiny random Llama with adapters on disk, and what a single engine makes of the same requests."""
+"""Runners of a tiny random Llama with adapters on disk, and the tokens of a single engine for the same requests."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 from transformers import LlamaConfig
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.cluster.dispatch import Dispatcher
+from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.runner import Runner, random_engine
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
 from tests.engine.beside_world import reading_beside
@@ -21,7 +21,7 @@ RANKS = {1: 4, 2: 16, 3: 8}
 
 
 def write_adapters(home: Path) -> dict[int, LoRARequest]:
-    """Adapters of several ranks, by id."""
+    """Write adapters of several ranks; return them by id."""
     return {
         i: LoRARequest(f"adapter-{i}", i, str(write_random_adapter(home / f"adapter-{i}", MODEL, rank, i)))
         for i, rank in RANKS.items()
@@ -29,7 +29,7 @@ def write_adapters(home: Path) -> dict[int, LoRARequest]:
 
 
 def factory(max_batch_size: int = 4, num_blocks: int | None = 64, **fields) -> partial[Engine]:
-    """Of a runner's engine, for `RayCluster` or for this process."""
+    """Build a factory of runners' engines, for `RayCluster` or for this process."""
     config = EngineConfig(max_batch_size, 4, 64, num_blocks, **fields)
     return partial(random_engine, MODEL, config.lora_config(16), config, seed=3)
 
@@ -37,8 +37,9 @@ def factory(max_batch_size: int = 4, num_blocks: int | None = 64, **fields) -> p
 def requests(
     adapters: dict[int, LoRARequest], count: int, seed: int = 0, longest: int = 24, seeded: bool = False
 ) -> list[Request]:
-    """Greedy and sampled ones, of several adapters or none; unless ``seeded``, some without a seed of their own, whose
-    tokens depend on how many requests came before.
+    """Build greedy and sampled requests, with several adapters or none.
+
+    Unless ``seeded``, some have no seed of their own: their tokens depend on how many requests came before.
     """
     random = np.random.Generator(np.random.PCG64(seed))
     made = []
@@ -55,7 +56,7 @@ def requests(
 
 
 def undisturbed(asked: list[Request]) -> dict[str, list[int]]:
-    """Tokens of each request from one engine that has room for all."""
+    """Return each request's tokens from one engine that has room for all."""
     engine = factory(num_blocks=None)()
     for request in asked:
         engine.add_request(request)
@@ -68,38 +69,38 @@ def undisturbed(asked: list[Request]) -> dict[str, list[int]]:
 
 @dataclass
 class LocalRunners:
-    """The dispatcher and runners in this process; each `turn` makes a step of one of them."""
+    """Dispatcher and runners in this process."""
 
-    desk: Dispatcher
+    dispatcher: Dispatcher
     runners: dict[str, Runner]
 
     @classmethod
     def of(cls, count: int, max_queued: int = 1000, rule: str = "punica", **engine) -> "LocalRunners":
         runners = {f"runner-{i}": new_runner(**engine) for i in range(count)}
-        desk = Dispatcher(runners["runner-0"].describe(), rule, max_queued)
+        dispatcher = Dispatcher(runners["runner-0"].describe(), rule, max_queued)
         for uuid, runner in runners.items():
-            desk.join(uuid, runner.describe())
-        return cls(desk, runners)
+            dispatcher.join(uuid, runner.describe())
+        return cls(dispatcher, runners)
 
     def replace(self, uuid: str, **engine) -> None:
-        """A new runner in place of one that died."""
+        """Add a new runner in place of one that died."""
         self.runners[uuid] = new_runner(**engine)
-        self.desk.join(uuid, self.runners[uuid].describe())
+        self.dispatcher.join(uuid, self.runners[uuid].describe())
 
 
 def run(world: LocalRunners) -> dict[str, str | None]:
-    """To the end; errors of requests that failed."""
+    """Run to the end; return errors of requests that failed."""
     failed = {}
-    while world.desk.startable:
-        uuid = max(world.desk.startable)
-        command = world.desk.begin(uuid)
+    while world.dispatcher.startable:
+        uuid = max(world.dispatcher.startable)
+        command = world.dispatcher.begin(uuid)
         if command is not None:
-            ended = world.desk.end(uuid, world.runners[uuid].step(command))
+            ended = world.dispatcher.end(uuid, world.runners[uuid].step(command))
             failed |= {state.request_id: state.error for state in ended.failed}
     return failed
 
 
 def new_runner(files: dict | None = None, beside: bool = False, **engine) -> Runner:
-    """One whose adapters' files are in ``files``; ``beside``: they are read beside the steps, as on a GPU."""
+    """Build a runner that fetches adapters from ``files``; ``beside``: they are read during steps, as on a GPU."""
     build = factory(**engine)
     return Runner(lambda: reading_beside(build()) if beside else build(), fetch=lambda key: (files or {})[key])

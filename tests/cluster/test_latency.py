@@ -1,4 +1,4 @@
-"""Cost models: a fit finds what made the times, and says how far off it is; a roofline is arithmetic."""
+"""Cost models: a fit recovers the coefficients behind the times, and its residuals; a roofline is arithmetic."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The rules of section 5.1, one by one."""
+"""Rules of section 5.1, one by one."""
 
 import pytest
 

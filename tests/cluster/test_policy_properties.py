@@ -1,6 +1,6 @@
-"""Whatever happens, in whatever order: limits hold, the queue is fair, and nobody is lost or served twice.
+"""Random events in any order: limits hold, the queue is fair, and every request is served once.
 
-The world here keeps its own books, request by request, and never looks at the counters of the policy.
+The world here keeps its own books, request by request, and never reads the counters of the policy.
 """
 
 import copy
@@ -13,13 +13,11 @@ from punica.cluster import SCHEDULING_RULES, ClusterPolicy
 
 BATCH, PAGE = 4, 4
 PAGES = (12, 10, 7)
-"""Of GPUs, of several sizes."""
+"""KV pages of the GPUs."""
 
 
 class World:
-    """Random events around one policy; after each of them everything is recounted. `closed`: the share of steps that
-    nobody may join.
-    """
+    """Random events around one policy, recounted after each of them; `closed`: share of steps without joins."""
 
     def __init__(self, rule: str, seed: int, page_size: int = PAGE, closed: float = 0.0) -> None:
         self.random, self.doors, self.closed = random.Random(seed), random.Random(seed), closed
@@ -35,9 +33,9 @@ class World:
         self.running: dict[str, tuple[str, ...]] = {}  # of the step in flight
         self.begun: dict[str, str] = {}  # who is prefilled in it
         self.num_pages: dict[str, int] = {}  # of each GPU that there ever was
-        self.alone: set[str] = set()  # the isolated
+        self.alone: set[str] = set()  # the quarantined
         self.done: set[str] = set()
-        self.evictions = self.crashes = self.held = self.isolations = self.asked = self.released = 0
+        self.evictions = self.crashes = self.held = self.quarantines = self.asked = self.released = 0
         for i in range(3):
             self.join(f"gpu-{i}", PAGES[i])
 
@@ -79,7 +77,7 @@ class World:
             assert all(self.members(gpu) for gpu in self.policy.gpus if self.is_large_enough(gpu, left[0][0]))
 
     def queued(self) -> tuple[list[str], list[str]]:
-        """The isolated and the others that wait, each in the order of submission."""
+        """Quarantined and other queued requests, each in the order of submission."""
         waiting = [name for name in self.order if name in self.home and self.home[name] is None]
         return [name for name in waiting if name in self.alone], [name for name in waiting if name not in self.alone]
 
@@ -87,7 +85,7 @@ class World:
         return self.end[name] <= self.num_pages[gpu] * self.page_size
 
     def has_room(self, gpu: str, name: str) -> bool:
-        if self.policy.gpus[gpu].closed or not self.is_large_enough(gpu, name):
+        if self.policy.gpus[gpu].reserved or not self.is_large_enough(gpu, name):
             return False
         members = len(self.members(gpu))
         spare = members + 1 if members else 0  # a page each to grow into
@@ -136,7 +134,7 @@ class World:
         begun = self.begun.pop(gpu, None)
         if begun is not None and self.home.get(begun) == gpu and begun in self.kv and self.random.random() < 0.2:
             self.held += 1
-            self.policy.end_step(gpu, held_back=begun)
+            self.policy.end_step(gpu, deferred=begun)
             del self.kv[begun]
             self.pending[gpu].insert(0, begun)
         else:
@@ -182,12 +180,12 @@ class World:
             self.join(f"gpu-{self.random.randint(100, 10**6)}", self.random.choice(PAGES))
             self.place()
 
-    def isolate(self) -> None:
-        """Serve somebody alone, wherever it is; a third one ends it for one of two."""
+    def quarantine(self) -> None:
+        """Quarantine any request; with two in quarantine, release one instead."""
         if self.home:
             name = self.random.choice(sorted(self.alone if len(self.alone) == 2 else self.home))
-            self.isolations += name not in self.alone
-            (self.policy.end_isolation if name in self.alone else self.policy.isolate)(name)
+            self.quarantines += name not in self.alone
+            (self.policy.end_quarantine if name in self.alone else self.policy.quarantine)(name)
             self.alone ^= {name}
             self.back_to_queue(name)
             self.place()
@@ -210,7 +208,7 @@ class World:
         self.check_signal()
 
     def check_signal(self) -> None:
-        """A GPU is asked for when somebody waits, and none given back whose absence would be noticed at once."""
+        """Check that a GPU is wanted when a request waits, and that released ones are not wanted again at once."""
         signal, idle = self.policy.scale_signal(), [gpu for gpu in self.policy.gpus if not self.members(gpu)]
         _, waiting = self.queued()
         if waiting and not any(self.has_room(gpu, waiting[0]) for gpu in self.policy.gpus):
@@ -238,15 +236,12 @@ class World:
 def test_random_events(rule, seed, page_size, closed):
     world = World(rule, seed, page_size, closed)
     events = [world.submit] * 6 + [world.begin] * 30 + [world.finish_step] * 30
-    events += [world.cancel, world.crash, world.repair, world.repair, world.isolate]
+    events += [world.cancel, world.crash, world.repair, world.repair, world.quarantine]
     for _ in range(2500):
         world.act(world.random.choice(events))
-    assert world.crashes > 3
-    assert world.evictions > 3
-    assert world.held > 3
-    assert world.isolations > 3
-    assert world.asked > 3
-    assert world.released > 3
+    if rule == "punica":  # the events reach every case; another rule may avoid some
+        counts = (world.crashes, world.evictions, world.held, world.quarantines, world.asked, world.released)
+        assert min(counts) > 3
     world.join("gpu-last", max(PAGES))  # all that is left fits there
     while world.home:  # and everybody who was not cancelled is served in the end
         before = sum(world.total.values()), len(world.home)

@@ -1,4 +1,4 @@
-"""The cluster on Ray: real processes, killed ones, ranks that meet. All slow: Ray takes half a minute to start."""
+"""Cluster on Ray: real processes, killed ones, tensor-parallel ranks. All slow: Ray takes half a minute to start."""
 
 import os
 import re
@@ -15,11 +15,11 @@ import transformers
 
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
-from punica.cluster.dispatch import ClusterFull
-from punica.cluster.output import LostRunner
+from punica.cluster.cluster_output import LostRunner
+from punica.cluster.crash_record import MAX_SOLO_CRASHES
+from punica.cluster.dispatcher import ClusterFull
 from punica.cluster.ray_cluster import RayCluster
-from punica.cluster.ray_runners import RankPlace, connect, device_environment, import_ray
-from punica.cluster.suspicion import LOSSES_ALONE
+from punica.cluster.ray_runners import RankPlace, RankResources, connect, device_environment, import_ray
 from punica.engine import Engine, Request, SamplingParams
 from tests.cluster.runner_world import factory, requests, undisturbed, write_adapters
 from tests.engine.text_world import BEGIN, END, VOCAB, save_tokenizer
@@ -48,7 +48,7 @@ def two_runners(ray_here: None) -> Iterator[RayCluster]:
 
 @pytest.fixture
 def pair(two_runners: RayCluster) -> RayCluster:
-    """Two runners that all tests use which leave them alive; steps that the test before has left under way are over."""
+    """Two runners shared by the tests that leave them alive; steps of the test before have ended."""
     while two_runners._awaited:
         two_runners.step()
     return two_runners
@@ -57,8 +57,10 @@ def pair(two_runners: RayCluster) -> RayCluster:
 def serve(
     cluster: RayCluster, asked: list[Request], at_token: int = 0, then=None, lost: list[LostRunner] | None = None
 ) -> tuple[dict, Counter]:
-    """Their tokens, and how often each ended; ``then()`` is called when ``at_token`` tokens have come. Others that the
-    cluster serves as well are passed over. Runners that were lost come to ``lost``.
+    """Serve requests; return their tokens, and how often each ended.
+
+    ``then()`` is called after ``at_token`` tokens. Other requests of the cluster are ignored. Lost runners are added to
+    ``lost``.
     """
     todo, tokens, ended, seen = list(asked), {request.request_id: [] for request in asked}, Counter(), 0
     while todo or cluster.has_unfinished():
@@ -175,7 +177,7 @@ def test_steps_and_decisions_are_accounted_for_and_signals_shown(pair) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("death", ["process", "actor"])
 def test_a_killed_runner_loses_nothing_and_comes_back(ray_here, adapters, death) -> None:
-    """Few pages, so that there are evictions as well."""
+    """Few pages, so that evictions occur as well."""
     asked = requests(adapters, 24, seed=6)
     expected = undisturbed(asked)
     with RayCluster(factory(num_blocks=19), 2) as cluster:
@@ -263,14 +265,14 @@ def test_what_cannot_start_says_why(ray_here) -> None:
 
 @pytest.mark.slow
 def test_a_busy_cluster_is_waited_for_a_while_and_named(pair) -> None:
-    """Built or added: a runner without a place is given up, with what was wanted and what there is."""
+    """A runner without a place, built or added, is given up; the error names wanted and free resources."""
     total = ray.cluster_resources()["CPU"]
     busy = ray.util.placement_group([{"CPU": total - len(pair.runners) - 1}])
     ray.get(busy.ready())
     said = rf"within 1 s for 2 CPUs \(1 of {total:g} are free\)"
     try:
         with pytest.raises(RuntimeError, match=rf"runner-0000 could not be started: no place in .* {said}"):
-            RayCluster(factory(), 1, num_cpus=2, place_timeout_s=1)
+            RayCluster(factory(), 1, resources=RankResources(num_cpus=2), place_timeout_s=1)
         said = rf"within 10 s for 1 CPUs \(0 of {total:g} are free\)"
         with RayCluster(factory(), 1, place_timeout_s=10) as cluster:  # a busy machine's Ray takes seconds to give one
             added = cluster.add_runner()
@@ -295,11 +297,11 @@ def serve_until_lost(cluster: RayCluster, lost: list[LostRunner]) -> LostRunner:
 
 @pytest.mark.slow
 def test_the_reason_of_a_loss_reaches_whoever_waits(ray_here) -> None:
-    """A request that no runner survives, and then no runner."""
+    """A request that crashes every runner."""
     healthy, poison = factory(), 13
 
     def build() -> Engine:
-        """Its steps fail with a request that begins with the token `poison`."""
+        """Build an engine whose steps fail on requests that begin with the token `poison`."""
         engine = healthy()
         real = engine.step
 
@@ -319,7 +321,7 @@ def test_the_reason_of_a_loss_reaches_whoever_waits(ray_here) -> None:
             output = cluster.step()
             lost += output.lost
             failed += output.failed
-        assert [one.runner for one in lost] == ["runner-0000"] * LOSSES_ALONE
+        assert [one.runner for one in lost] == ["runner-0000"] * MAX_SOLO_CRASHES
         assert all("MemoryError: the poison" in one.reason for one in lost)
         assert "3 runners died with this request alone in them, of: MemoryError: the poison" in failed[0].error
         while not cluster.working_sets:

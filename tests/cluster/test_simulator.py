@@ -1,4 +1,4 @@
-"""The virtual clock: small cases by hand, large ones against what must hold for any schedule."""
+"""Simulator: small cases by hand, large ones against invariants of any schedule."""
 
 import numpy as np
 import pytest

@@ -1,17 +1,17 @@
-"""What a step of a `RayCluster` brings to its user."""
+"""Output of a `RayCluster` step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from punica.cluster.dispatch import EndedStep
+from punica.cluster.dispatcher import EndedStep
 from punica.cluster.latency import StepWork
 from punica.engine import GenerationResult, RequestState, StepOutput, StepStatistics
 
 
 @dataclass(frozen=True)
 class RunnerStep:
-    """A step of a runner: what it computed, when it was ordered and when its reply was there (seconds of
-    ``time.perf_counter``), and how long it took in the runner.
+    """Timed step of a runner. ``begin_s`` and ``end_s``: order sent and reply received (seconds of
+    ``time.perf_counter``); ``seconds``: its time in the runner.
     """
 
     runner: str
@@ -23,7 +23,7 @@ class RunnerStep:
 
 @dataclass(frozen=True)
 class LostRunner:
-    """A runner that died, or that could not be started, and the error that told of it."""
+    """Runner that died or could not be started, and the error."""
 
     runner: str
     reason: str
@@ -31,10 +31,9 @@ class LostRunner:
 
 @dataclass(frozen=True)
 class ClusterOutput(StepOutput):
-    """What a `RayCluster.step` brought.
-
-    ``steps`` of runners that ended; ``decisions_s``: how long each decision of the policy took since the last output;
-    ``lost``: runners that died or could not be started, and ``joined`` those that are ready (again).
+    """Output of a `RayCluster.step`. ``steps`` of runners that ended; ``decisions_s``: seconds of each decision of the
+    policy since the last output; ``lost``: runners that died or could not be started; ``joined``: runners that became
+    ready.
     """
 
     steps: tuple[RunnerStep, ...] = ()
@@ -47,7 +46,7 @@ def cluster_output(
     ended: Sequence[tuple[RunnerStep, EndedStep]], failed: Sequence[RequestState], decisions: tuple[float, ...],
     lost: Sequence[LostRunner], joined: Sequence[str], result_of: Callable[[RequestState], GenerationResult],
 ) -> ClusterOutput:  # fmt: skip
-    """Of steps that ended, and of requests that ``failed`` with lost runners."""
+    """Build the output from ended steps, and requests that ``failed`` with lost runners."""
     steps = tuple(step for step, _ in ended)
     statistics = StepStatistics(
         batch_size=sum(len(one.tokens) for _, one in ended),

@@ -1,4 +1,4 @@
-"""Adapters that are read beside the steps, as on a GPU: whoever waits for one joins later, the others go on."""
+"""Adapters that are read during steps, as on a GPU: their requests join later, the others continue."""
 
 import threading
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy
-from punica.cluster.dispatch import EndedStep
+from punica.cluster.dispatcher import EndedStep
 from punica.engine import Request
 from punica.engine.runner import ModelRunner
 from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed, write_adapters
@@ -22,19 +22,19 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
 def works_ahead(request, monkeypatch) -> None:
-    """A CPU's steps, and a GPU's, where a step begins before the host has read the one before."""
+    """Steps one after the other, as on a CPU, and launched ahead, as on a GPU."""
     monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
 
 
 class SlowWorld:
-    """One runner, which has `first` in it; other adapters are read when `disk` is set."""
+    """One runner with `first` in it; other adapters are read when `disk` is set."""
 
     def __init__(self, adapters, monkeypatch) -> None:
         named = (("first", 1), ("second", 2), ("third", 1))
         self.asked = [Request(name, [5, 6, i], 16, adapters[i]) for name, i in named]
         self.expected = undisturbed(self.asked)
         self.world, self.disk = LocalRunners.of(1, beside=True), threading.Event()
-        self.first = self.world.desk.add(self.asked[0])
+        self.first = self.world.dispatcher.add(self.asked[0])
         self.step()
         manager = self.world.runners[NAME].engine.manager
         real = manager.read_adapter
@@ -44,10 +44,10 @@ class SlowWorld:
             return real(adapter)
 
         monkeypatch.setattr(manager, "read_adapter", read)
-        self.second = self.world.desk.add(self.asked[1])
+        self.second = self.world.dispatcher.add(self.asked[1])
 
     def step(self) -> EndedStep:
-        return self.world.desk.end(NAME, self.world.runners[NAME].step(self.world.desk.begin(NAME)))
+        return self.world.dispatcher.end(NAME, self.world.runners[NAME].step(self.world.dispatcher.begin(NAME)))
 
     def open(self) -> None:
         self.disk.set()
@@ -56,8 +56,8 @@ class SlowWorld:
 
 def test_the_batch_goes_on_and_the_scheduler_counts_right(adapters, monkeypatch) -> None:
     slow = SlowWorld(adapters, monkeypatch)
-    third = slow.world.desk.add(slow.asked[2])
-    gpu = slow.world.desk.policy.gpus[NAME]
+    third = slow.world.dispatcher.add(slow.asked[2])
+    gpu = slow.world.dispatcher.policy.gpus[NAME]
     for held in range(5):
         ended = slow.step()
         assert ended.tokens.keys() == {"first"}
@@ -77,14 +77,14 @@ def test_the_batch_goes_on_and_the_scheduler_counts_right(adapters, monkeypatch)
 def test_who_waits_can_be_aborted(adapters, monkeypatch, when) -> None:
     slow = SlowWorld(adapters, monkeypatch)
     slow.step()
-    desk, runner = slow.world.desk, slow.world.runners[NAME]
+    dispatcher, runner = slow.world.dispatcher, slow.world.runners[NAME]
     if when == "in a step":
-        command = desk.begin(NAME)
-        desk.abort("second")
-        desk.end(NAME, runner.step(command))
+        command = dispatcher.begin(NAME)
+        dispatcher.abort("second")
+        dispatcher.end(NAME, runner.step(command))
     else:
-        desk.abort("second")
-    again = desk.add(slow.asked[1])  # its name is free
+        dispatcher.abort("second")
+    again = dispatcher.add(slow.asked[1])  # its name is free
     slow.disk.set()
     assert run(slow.world) == {}
     assert slow.second.output_token_ids == []
@@ -96,7 +96,7 @@ def test_who_waits_goes_on_elsewhere_when_the_runner_dies(adapters, monkeypatch)
     slow = SlowWorld(adapters, monkeypatch)
     slow.step()
     slow.disk.set()
-    assert slow.world.desk.died(NAME, "pulled out") == ()
+    assert slow.world.dispatcher.died(NAME, "pulled out") == ()
     slow.world.replace(NAME, beside=True)
     assert run(slow.world) == {}
     assert [state.output_token_ids for state in (slow.first, slow.second)] == list(slow.expected.values())[:2]
@@ -116,13 +116,13 @@ def test_an_adapter_that_breaks_while_it_is_read_fails_its_own_request(adapters,
 def test_nobody_else_may_wait_in_a_runner(adapters) -> None:
     world = LocalRunners.of(1)
     for request in requests(adapters, 2, seeded=True):
-        world.desk.add(request)
-    world.desk.end(NAME, world.runners[NAME].step(world.desk.begin(NAME)))
-    reply = world.runners[NAME].step(world.desk.begin(NAME))
+        world.dispatcher.add(request)
+    world.dispatcher.end(NAME, world.runners[NAME].step(world.dispatcher.begin(NAME)))
+    reply = world.runners[NAME].step(world.dispatcher.begin(NAME))
     decoding = next(name for name in reply.tokens if name.startswith("request-0"))
     tokens = {name: token for name, token in reply.tokens.items() if name != decoding}
     with pytest.raises(RuntimeError, match="requests that may wait"):
-        world.desk.end(NAME, replace(reply, tokens=tokens, waiting=frozenset({decoding})))
+        world.dispatcher.end(NAME, replace(reply, tokens=tokens, waiting=frozenset({decoding})))
 
 
 def test_who_is_held_back_keeps_its_pages_and_its_tokens() -> None:
@@ -137,7 +137,7 @@ def test_who_is_held_back_keeps_its_pages_and_its_tokens() -> None:
     for _ in range(3):
         step = policy.begin_step("gpu")
         assert (step.prefills, step.num_decodes) == (("b",), 1)
-        policy.end_step("gpu", held_back="b")
+        policy.end_step("gpu", deferred="b")
         assert policy.total_tokens("b") == 4
         assert (gpu.num_decoding, gpu.used_pages) == (1, 2 + 1)
     policy.begin_step("gpu")

@@ -1,4 +1,4 @@
-"""Adapters whose files come from elsewhere, in temporary folders of a runner's machine."""
+"""Adapter files fetched from a store into temporary folders of a runner's machine."""
 
 import hashlib
 import os
@@ -13,34 +13,32 @@ from punica.adapters import LoRARequest, LRUCache
 from punica.parallel import all_ranks_agree
 
 AdapterFiles = Mapping[str, bytes]
-"""The files of a PEFT folder, ``{name: content}``."""
+"""Files of a PEFT folder, ``{name: content}``."""
 
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """Files that are to be had by a runner's ``fetch(content)``; ``digest`` tells them from others."""
+    """Reference to the files of one adapter: a runner's ``fetch(content)`` returns them, ``digest`` identifies them."""
 
     digest: str
     content: Any
 
 
 def digest_of(files: AdapterFiles) -> str:
-    """Sixteen hex digits over names and contents."""
+    """Hash names and contents to sixteen hex digits."""
     found = hashlib.sha256()
     for name, content in sorted(files.items()):
         found.update(f"{name} {len(content)} ".encode() + content)
     return found.hexdigest()[:16]
 
 
-class AdapterFolders:
-    """At most ``capacity`` folders, those used last; who comes back to another one finds it fetched again, under the
-    same path.
+class AdapterFolderCache:
+    """LRU cache of adapter folders; an evicted folder is fetched again, under the same path.
 
-    An engine reads a folder when a request with the adapter is added and joins, one at a time in a runner, and keeps
-    in memory what runs: no folder is missed that makes room for another.
+    Eviction is safe while an adapter runs: an engine reads the folder once, when a request with the adapter joins.
 
     Args:
-        fetch: the files of an adapter from `StoredFiles.content`.
+        fetch: returns the files of an adapter from `StoredFiles.content`.
         capacity: most folders.
     """
 
@@ -53,7 +51,7 @@ class AdapterFolders:
         return len(self._folders)
 
     def local(self, adapter: LoRARequest, files: StoredFiles) -> LoRARequest:
-        """The adapter in a folder of this machine. On all ranks what ``fetch`` raises on one of them."""
+        """Return the adapter with a folder of this machine; an error of ``fetch`` on one rank is raised on all."""
         if self._home is None:
             self._home = tempfile.TemporaryDirectory(prefix="punica-adapters-")
         name = f"{adapter.lora_int_id}-{files.digest}"

@@ -1,4 +1,4 @@
-"""Requests through dispatcher and runners in one process: tokens as of an undisturbed engine, whatever happens."""
+"""Requests through dispatcher and runners in one process: tokens as of an undisturbed engine, under any disturbance."""
 
 import random
 from collections import Counter
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.cluster.dispatch import ClusterFull, Dispatcher
-from punica.cluster.folders import StoredFiles, digest_of
+from punica.cluster.adapter_files import StoredFiles, digest_of
+from punica.cluster.dispatcher import ClusterFull, Dispatcher
 from punica.cluster.runner import Runner, StepCommand
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
 from tests.cluster.runner_world import (
@@ -30,7 +30,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]
 
 class Disturbed:
     """Random events around local runners: steps that end in any order, crashes in the middle of a step, restarts,
-    aborts. It notes what comes, as somebody who streams would.
+    aborts.
+
+    Records tokens as a streaming client would.
     """
 
     def __init__(self, seed: int, **engine) -> None:
@@ -42,30 +44,30 @@ class Disturbed:
         self.evictions = self.crashes = 0
 
     def begin_all(self) -> None:
-        desk = self.world.desk
-        while desk.startable:
-            uuid = self.random.choice(sorted(desk.startable))
-            waiting = desk.policy.num_queued
-            command = desk.begin(uuid)
-            self.evictions += desk.policy.num_queued > waiting
+        dispatcher = self.world.dispatcher
+        while dispatcher.startable:
+            uuid = self.random.choice(sorted(dispatcher.startable))
+            waiting = dispatcher.policy.num_queued
+            command = dispatcher.begin(uuid)
+            self.evictions += dispatcher.policy.num_queued > waiting
             if command is not None:
                 self.in_flight[uuid] = command
 
     def end_one(self) -> None:
         uuid = self.random.choice(sorted(self.in_flight))
-        ended = self.world.desk.end(uuid, self.world.runners[uuid].step(self.in_flight.pop(uuid)))
+        ended = self.world.dispatcher.end(uuid, self.world.runners[uuid].step(self.in_flight.pop(uuid)))
         for name, token in ended.tokens.items():
             self.tokens.setdefault(name, []).append(token)
         assert not ended.failed
         self.ended.update(state.request_id for state in ended.finished)
 
     def crash(self) -> None:
-        """With its step done or not: the reply is lost either way. Another runner joins."""
+        """Crash a runner whose step may have run: its reply is lost either way. Another runner joins."""
         uuid = self.random.choice(sorted(self.world.runners))
         command = self.in_flight.pop(uuid, None)
         if command is not None and self.random.random() < 0.5:
             self.world.runners[uuid].step(command)
-        assert self.world.desk.died(uuid, "a crash") == ()
+        assert self.world.dispatcher.died(uuid, "a crash") == ()
         self.world.replace(uuid, **self.engine)
         self.crashes += 1
 
@@ -77,9 +79,9 @@ def test_tokens_come_once_and_as_undisturbed_whoever_crashes_or_is_evicted(adapt
     expected = undisturbed(asked)
     disturbed = Disturbed(seed, num_blocks=19, beside=beside)
     todo = list(asked)
-    while todo or disturbed.world.desk.num_unfinished:
+    while todo or disturbed.world.dispatcher.num_unfinished:
         if todo and disturbed.random.random() < 0.4:
-            disturbed.world.desk.add(todo.pop(0))
+            disturbed.world.dispatcher.add(todo.pop(0))
         disturbed.begin_all()
         if disturbed.in_flight:
             disturbed.end_one()
@@ -95,33 +97,33 @@ def test_aborts_free_their_place_and_leave_the_others_alone(adapters) -> None:
     asked = requests(adapters, 12, seed=4, longest=16, seeded=True)
     expected = undisturbed(asked)
     world = LocalRunners.of(2)
-    states = {request.request_id: world.desk.add(request) for request in asked}
-    uuid = max(world.desk.startable)
-    command = world.desk.begin(uuid)
+    states = {request.request_id: world.dispatcher.add(request) for request in asked}
+    uuid = max(world.dispatcher.startable)
+    command = world.dispatcher.begin(uuid)
     inside = command.joins.request.request_id.partition("#")[0]
     aborted = {inside, asked[-1].request_id}  # one in a step, one that waits
     for name in aborted:
-        assert world.desk.abort(name).finish_reason == "aborted"
-    again = world.desk.add(next(request for request in asked if request.request_id == inside))  # its name is free
-    world.desk.end(uuid, world.runners[uuid].step(command))
+        assert world.dispatcher.abort(name).finish_reason == "aborted"
+    again = world.dispatcher.add(next(request for request in asked if request.request_id == inside))  # its name is free
+    world.dispatcher.end(uuid, world.runners[uuid].step(command))
     assert run(world) == {}
     assert states[inside].output_token_ids == []
     assert again.output_token_ids == expected[inside]
     for name in expected.keys() - aborted:
         assert states[name].output_token_ids == expected[name]
     with pytest.raises(ValueError, match="no unfinished request 'request-0'"):
-        world.desk.abort("request-0")
+        world.dispatcher.abort("request-0")
 
 
 def test_a_full_queue_refuses_and_says_why(adapters) -> None:
     world = LocalRunners.of(1, max_queued=2)
     asked = requests(adapters, 7)
     for request in asked[:6]:  # four on the GPU, two wait
-        world.desk.add(request)
+        world.dispatcher.add(request)
     with pytest.raises(ClusterFull, match=r"'request-6' is refused: 2 requests wait for a GPU, max_queued is 2"):
-        world.desk.add(asked[6])
+        world.dispatcher.add(asked[6])
     run(world)
-    state = world.desk.add(asked[6])
+    state = world.dispatcher.add(asked[6])
     run(world)
     assert state.output_token_ids == undisturbed(asked)["request-6"]
 
@@ -134,10 +136,10 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_request(adapters, tmp_pa
     (damaged / "adapter_config.json").write_text("{")
     lost = LoRARequest("lost", 8, str(tmp_path / "nowhere"))
     world = LocalRunners.of(1)
-    states = [world.desk.add(request) for request in asked[:3]]
+    states = [world.dispatcher.add(request) for request in asked[:3]]
     for name, adapter in (("damaged", LoRARequest("damaged", 9, str(damaged))), ("lost", lost)):
-        world.desk.add(Request(name, [1, 2], 4, adapter))
-    states += [world.desk.add(request) for request in asked[3:]]
+        world.dispatcher.add(Request(name, [1, 2], 4, adapter))
+    states += [world.dispatcher.add(request) for request in asked[3:]]
     failed = run(world)
     assert failed.keys() == {"damaged", "lost"}
     assert failed["lost"].startswith("FileNotFoundError: adapter 'lost' (id 8) is not registered")
@@ -154,10 +156,10 @@ def test_adapters_from_a_store_need_no_folder(adapters, tmp_path) -> None:
     asked = requests(moved, 8, seed=5)
     runner = new_runner({adapter.lora_int_id: files[adapters[i].source] for i, adapter in moved.items()})
     stored = {i: StoredFiles(digest_of(files[adapter.source]), i) for i, adapter in adapters.items()}
-    desk = Dispatcher(runner.describe(), "punica", 100, files_of=lambda adapter: stored[adapter.lora_int_id])
-    desk.join("runner", runner.describe())
-    states = [desk.add(request) for request in asked]
-    assert run(LocalRunners(desk, {"runner": runner})) == {}
+    dispatcher = Dispatcher(runner.describe(), "punica", 100, files_of=lambda adapter: stored[adapter.lora_int_id])
+    dispatcher.join("runner", runner.describe())
+    states = [dispatcher.add(request) for request in asked]
+    assert run(LocalRunners(dispatcher, {"runner": runner})) == {}
     expected = undisturbed(requests(adapters, 8, seed=5))
     assert [state.output_token_ids for state in states] == list(expected.values())
 
@@ -170,11 +172,11 @@ def test_log_probabilities_are_those_of_an_engine(adapters) -> None:
     while engine.has_unfinished():
         engine.step()
     world = LocalRunners.of(2)
-    state = world.desk.add(request)
+    state = world.dispatcher.add(request)
     for _ in range(4):
-        command = world.desk.begin("runner-1")
-        world.desk.end("runner-1", world.runners["runner-1"].step(command))
-    world.desk.leave("runner-1")  # goes on elsewhere
+        command = world.dispatcher.begin("runner-1")
+        world.dispatcher.end("runner-1", world.runners["runner-1"].step(command))
+    world.dispatcher.leave("runner-1")  # goes on elsewhere
     run(world)
     assert state.output_token_ids == alone.output_token_ids
     assert [list(one) for one in state.logprobs] == [list(one) for one in alone.logprobs]
@@ -184,16 +186,16 @@ def test_log_probabilities_are_those_of_an_engine(adapters) -> None:
 
 def test_scheduler_and_runner_that_disagree_are_refused(adapters) -> None:
     world = LocalRunners.of(1)
-    world.desk.add(Request("r", [1, 2, 3], 8))
-    command = world.desk.begin("runner-0")
+    world.dispatcher.add(Request("r", [1, 2, 3], 8))
+    command = world.dispatcher.begin("runner-0")
     reply = world.runners["runner-0"].step(command)
     with pytest.raises(RuntimeError, match=r"KV blocks in use .* scheduler counts on 1, the runner says 2"):
-        world.desk.end("runner-0", replace(reply, used_blocks=2))
+        world.dispatcher.end("runner-0", replace(reply, used_blocks=2))
     world = LocalRunners.of(1)
-    world.desk.add(Request("r", [1, 2, 3], 8))
-    reply = world.runners["runner-0"].step(world.desk.begin("runner-0"))
+    world.dispatcher.add(Request("r", [1, 2, 3], 8))
+    reply = world.runners["runner-0"].step(world.dispatcher.begin("runner-0"))
     with pytest.raises(RuntimeError, match="requests in the step"):
-        world.desk.end("runner-0", replace(reply, tokens={}))
+        world.dispatcher.end("runner-0", replace(reply, tokens={}))
 
 
 @pytest.mark.parametrize(
@@ -227,20 +229,20 @@ def with_slots(slots: int, admission: str = "fcfs") -> Engine:
 )
 def test_what_no_runner_could_serve_is_refused_at_once(request_of, error) -> None:
     world = LocalRunners.of(1)
-    world.desk.add(Request("used", [1], 4))
+    world.dispatcher.add(Request("used", [1], 4))
     with pytest.raises(ValueError, match=error):
-        world.desk.add(request_of())
-    assert world.desk.num_unfinished == 1
+        world.dispatcher.add(request_of())
+    assert world.dispatcher.num_unfinished == 1
 
 
 def test_rules_and_runners_that_do_not_fit_are_refused(adapters) -> None:
     description = new_runner().describe()
     with pytest.raises(ValueError, match="'released' puts several prompts into a step"):
         Dispatcher(description, "released", 10)
-    desk = Dispatcher(description, "punica", 10)
+    dispatcher = Dispatcher(description, "punica", 10)
     with pytest.raises(ValueError, match="must have the same sizes, seed and end tokens"):
-        desk.join("other", new_runner(max_batch_size=3).describe())
-    assert desk.policy.gpus == {}
+        dispatcher.join("other", new_runner(max_batch_size=3).describe())
+    assert dispatcher.policy.gpus == {}
 
 
 def test_an_engine_goes_on_behind_tokens_from_elsewhere(adapters) -> None:
@@ -271,9 +273,9 @@ def test_an_engine_refuses_what_cannot_go_on(generated, error) -> None:
 
 def test_ranks_reach_the_rule(adapters) -> None:
     world = LocalRunners.of(1)
-    world.desk.add(Request("r", [1], 4, adapters[2]))
-    world.desk.add(Request("s", [1], 4, LoRARequest("nobody", 9, "nowhere")))
-    assert sorted(member.rank for member in world.desk.policy.gpus["runner-0"].members.values()) == [0, 16]
+    world.dispatcher.add(Request("r", [1], 4, adapters[2]))
+    world.dispatcher.add(Request("s", [1], 4, LoRARequest("nobody", 9, "nowhere")))
+    assert sorted(member.rank for member in world.dispatcher.policy.gpus["runner-0"].members.values()) == [0, 16]
 
 
 def test_the_engine_config_says_how_much_the_scheduler_may_use() -> None:

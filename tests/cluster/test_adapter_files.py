@@ -1,12 +1,12 @@
-"""A runner's folders of adapters that come from a store: few, and right whatever comes and goes."""
+"""Folder cache of a runner: bounded, and correct under eviction."""
 
 from pathlib import Path
 
 import pytest
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.cluster.dispatch import Dispatcher
-from punica.cluster.folders import AdapterFolders, StoredFiles, digest_of
+from punica.cluster.adapter_files import AdapterFolderCache, StoredFiles, digest_of
+from punica.cluster.dispatcher import Dispatcher
 from punica.engine import Request
 from tests.cluster.runner_world import MODEL, LocalRunners, new_runner, run, undisturbed
 
@@ -30,14 +30,14 @@ def test_a_runner_keeps_few_folders_and_fetches_again(tmp_path, beside) -> None:
     fetch = runner.folders._fetch
     runner.folders._fetch = lambda key: fetched.append(key) or fetch(key)
     files = {key: StoredFiles(digest_of(content), key) for key, content in stored.items()}
-    desk = Dispatcher(runner.describe(), "punica", 100, files_of=lambda adapter: files[adapter.lora_int_id])
-    desk.join("runner", runner.describe())
+    dispatcher = Dispatcher(runner.describe(), "punica", 100, files_of=lambda adapter: files[adapter.lora_int_id])
+    dispatcher.join("runner", runner.describe())
     asked = [
         Request(f"{turn}-{adapter.lora_int_id}", [1, 2, turn + 3], 3 + adapter.lora_int_id % 3, adapter)
         for turn in range(3) for adapter in adapters
     ]  # fmt: skip
-    states = [desk.add(request) for request in asked]
-    assert run(LocalRunners(desk, {"runner": runner})) == {}
+    states = [dispatcher.add(request) for request in asked]
+    assert run(LocalRunners(dispatcher, {"runner": runner})) == {}
     assert {state.request_id: state.output_token_ids for state in states} == undisturbed(asked)
     kept = runner.engine.manager.lora_config.max_cpu_loras
     assert len(runner.folders) == len(list(Path(runner.folders._home.name).iterdir())) == kept < NUM_ADAPTERS
@@ -47,7 +47,7 @@ def test_a_runner_keeps_few_folders_and_fetches_again(tmp_path, beside) -> None:
 
 def test_another_content_under_the_same_id_is_another_folder(tmp_path) -> None:
     contents = {"a": {"x": b"1"}, "b": {"x": b"2"}}
-    folders = AdapterFolders(contents.__getitem__, 1)
+    folders = AdapterFolderCache(contents.__getitem__, 1)
     adapter = LoRARequest("one", 1, "nowhere")
     found = [folders.local(adapter, StoredFiles(digest_of(contents[key]), key)).lora_path for key in "aab"]
     assert found[0] == found[1] != found[2]
@@ -56,7 +56,7 @@ def test_another_content_under_the_same_id_is_another_folder(tmp_path) -> None:
 
 
 def test_a_fetch_that_fails_leaves_nothing(tmp_path) -> None:
-    folders = AdapterFolders({}.__getitem__, 1)
+    folders = AdapterFolderCache({}.__getitem__, 1)
     with pytest.raises(KeyError):
         folders.local(LoRARequest("one", 1, "nowhere"), StoredFiles("0", "gone"))
     assert list(Path(folders._home.name).iterdir()) == []
