@@ -8,7 +8,7 @@ _MOST_SHOWN = 200  # characters of a value in a message; a request may contain m
 
 
 def clip(value: object) -> str:
-    """Return ``repr(value)`` for a message, truncated; the type where ``repr`` fails (nesting or digits beyond limits).
+    """Return ``repr(value)`` truncated for a message; its type where ``repr`` fails (nesting or digits beyond limits).
     """
     length = ""
     if isinstance(value, (str, bytes, list, tuple)) and len(value) > _MOST_SHOWN:
@@ -33,8 +33,7 @@ def as_int(name: str, value: object) -> int:
 
 
 def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") -> int:
-    """Convert to an int >= ``lowest``; TypeError / ValueError naming the argument otherwise. ``meaning`` explains the
-    limit in the message.
+    """Convert to an int >= ``lowest`` (``meaning``: of that limit, for the message); TypeError / ValueError otherwise.
     """
     number = as_int(name, value)
     if number < lowest:

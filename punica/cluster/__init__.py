@@ -9,11 +9,11 @@ simulator.py        discrete-event simulation of the policy
 
 `punica.cluster.ray_cluster.RayCluster` schedules real engines; it needs torch, and Ray (the extra ``cluster``):
 
-adapter_files.py    adapter files from a store, in temporary folders of a runner's machine
+adapter_files.py    adapter files from a store: LRU cache of folders
 runner.py           engine that executes the scheduler's steps
-crash_record.py     crash history of a request, and its quarantine
+crash_record.py     crash history of a request: quarantine, failure
 dispatcher.py       commands to runners, replies to results, recovery from lost runners
-ray_runners.py      runners as Ray actors
+ray_runners.py      Ray actors: start, step, kill
 cluster_output.py   output of a cluster step
 ray_cluster.py      interface of one large engine
 """

@@ -10,8 +10,8 @@ from punica.engine import GenerationResult, RequestState, StepOutput, StepStatis
 
 @dataclass(frozen=True)
 class RunnerStep:
-    """Timed step of a runner. ``begin_s`` and ``end_s``: order sent and reply received (seconds of
-    ``time.perf_counter``); ``seconds``: its time in the runner.
+    """Timed step of a runner: order sent and reply received (``time.perf_counter`` seconds), and ``seconds`` in the
+    runner.
     """
 
     runner: str
@@ -31,9 +31,8 @@ class LostRunner:
 
 @dataclass(frozen=True)
 class ClusterOutput(StepOutput):
-    """Output of a `RayCluster.step`. ``steps`` of runners that ended; ``decisions_s``: seconds of each decision of the
-    policy since the last output; ``lost``: runners that died or could not be started; ``joined``: runners that became
-    ready.
+    """Output of a `RayCluster.step`: ``steps`` of runners that ended, ``decisions_s`` (seconds of each decision of the
+    policy since the last output), runners ``lost`` (died or not started) and ``joined``.
     """
 
     steps: tuple[RunnerStep, ...] = ()

@@ -160,8 +160,7 @@ class Dispatcher:
         self._place()
 
     def died(self, uuid: str, reason: str) -> tuple[RequestState, ...]:
-        """Remove a runner that crashed with the error ``reason``; return its requests that fail for it
-        (`crash_record.py`).
+        """Remove a runner that crashed with error ``reason``; return its requests that fail for it (`crash_record.py`).
         """
         runner, failed = self._forget(uuid), []
         for key in sorted((runner.inside - runner.drop) & self._entries.keys()):

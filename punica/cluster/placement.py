@@ -13,8 +13,8 @@ from punica.registry import Registry
 
 
 class SchedulingRule(Protocol):
-    """Rule that places and evicts requests. ``prefills_per_step``: most prompts in one step of a GPU, ``None`` for all
-    that are pending there.
+    """Placement and eviction; ``prefills_per_step``: most prompts in one step of a GPU, ``None`` for all that are
+    pending.
     """
 
     prefills_per_step: int | None
@@ -23,8 +23,7 @@ class SchedulingRule(Protocol):
         """Return one of ``gpus``: at least one, all with room for the request."""
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """Return True when a member has to leave before the next step; at least when the pages do not suffice for it.
-        """
+        """Return True when a member has to leave before the next step; at least when the pages do not suffice."""
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
         """Return the member to evict."""

@@ -138,9 +138,8 @@ class ClusterPolicy:
         heapq.heappush(self._queue, (request.arrival, request))
 
     def place(self) -> list[PlacedRequest]:
-        """Place requests in the order of the queue until its head finds no room; before them, quarantined ones. A head
-        that found no room is tried only on GPUs that gained room since: otherwise every step of a full cluster would
-        scan all GPUs.
+        """Place requests in queue order until the head finds no room; before them, quarantined ones. A head without
+        room is tried again only on GPUs that gained room: otherwise every step of a full cluster would scan all GPUs.
         """
         placed, freed = self._quarantine.place(self.gpus.values())
         if freed is not None:
@@ -206,9 +205,7 @@ class ClusterPolicy:
         del self.requests[request_id]
 
     def quarantine(self, request_id: str) -> None:
-        """Serve a request alone from now on, so that it cannot harm others. One such request runs at a time, in the
-        order of submission, on a GPU reserved for them.
-        """
+        """Serve a request alone from now on: one at a time, in order of submission, on a GPU reserved for them."""
         request = self._request(request_id)
         self._remove(request)
         request.quarantined = True
@@ -226,9 +223,9 @@ class ClusterPolicy:
         return self._request(request_id).total_tokens
 
     def scale_signal(self) -> ScaleSignal:
-        """Advise on scaling (section 5.1): add a GPU when none is lightly loaded, release idle ones. Call it after
-        `place`. One idle GPU stays when no other GPU is lightly loaded, since it would be wanted again at once. All
-        idle GPUs stay while requests are queued.
+        """Advise on scaling (section 5.1), after `place`: add a GPU when none is lightly loaded, release idle ones. One
+        idle GPU stays when no other GPU is lightly loaded, since it would be wanted again at once. All idle GPUs stay
+        while requests are queued.
         """
         blocked = self._head_is_blocked()
         idle = [uuid for uuid, gpu in sorted(self.gpus.items()) if not gpu.members]

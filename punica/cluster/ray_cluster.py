@@ -24,20 +24,12 @@ from punica.adapters.peft_config import CONFIG_FILE
 from punica.adapters.read import WEIGHTS_FILE
 from punica.adapters.request import check_same_source, resolve_adapter_path
 from punica.checks import check_count, check_number, clip
+from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles, digest_of
 from punica.cluster.cluster_output import ClusterOutput, LostRunner, RunnerStep, cluster_output
 from punica.cluster.dispatcher import Dispatcher, EndedStep
 from punica.cluster.policy import ScaleSignal
-from punica.cluster.ray_runners import (
-    Lost,
-    RankResources,
-    RunnerProcesses,
-    connect,
-    import_ray,
-    result_of,
-    store,
-    wait_for,
-)
+from punica.cluster.ray_runners import Lost, RankResources, RunnerProcesses, wait_for
 from punica.cluster.runner import RunnerDescription, StepReply
 from punica.engine import Engine, GenerationResult, Request, RequestState
 from punica.engine.generation import Generation
@@ -98,7 +90,8 @@ class RayCluster(Generation):
         self._pending: dict[str, _PendingReply] = {}
         self.runners: dict[str, RunnerProcesses] = {}
         self._open_dispatcher: Dispatcher | None = None
-        self._owns_ray = connect(address, count * ranks * resources.num_cpus, count * ranks * resources.num_gpus)
+        actors = count * ranks
+        self._owns_ray = ray_runners.connect(address, actors * resources.num_cpus, actors * resources.num_gpus)
         try:
             for _ in range(count):
                 self.add_runner()
@@ -124,7 +117,7 @@ class RayCluster(Generation):
             runner.close()
         self.runners, self._pending, self._open_dispatcher = {}, {}, None
         if self._owns_ray:
-            import_ray().shutdown()
+            ray_runners.import_ray().shutdown()
             self._owns_ray = False
 
     def add_request(self, request: Request) -> RequestState:
@@ -160,12 +153,12 @@ class RayCluster(Generation):
         check_same_source(known, adapter)
         folder = resolve_adapter_path(adapter.absolute_path)
         files = {name: Path(folder, name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
-        self._stored[adapter.lora_int_id] = adapter, StoredFiles(digest_of(files), store(files))
+        self._stored[adapter.lora_int_id] = adapter, StoredFiles(digest_of(files), ray_runners.store(files))
 
     def drop_adapter(self, adapter: LoRARequest) -> None:
-        """Serve an adapter from its folder again; its id is then free for another adapter. Its files are freed here
-        now, in the object store with the last request that waits for it, in the runners by eviction. ValueError: it was
-        not put, or another adapter has its id.
+        """Serve an adapter from its folder again, and free its id. Its files are freed here now, in the object store
+        with the last request that waits for it, in the runners by eviction. ValueError: it was not put, or another
+        adapter has its id.
         """
         known, _ = self._stored.get(adapter.lora_int_id, (None, None))
         if known is None:
@@ -234,7 +227,7 @@ class RayCluster(Generation):
         return self._dispatcher.description.num_pages
 
     def add_runner(self) -> str:
-        """Start a runner and return its name. A later :meth:`step` reports it as ``joined``, or as ``lost`` with the
+        """Start a runner; return its name. A later :meth:`step` reports it as ``joined``, or as ``lost`` with the
         reason.
         """
         uuid = f"runner-{next(self._numbers):04}"
@@ -304,7 +297,7 @@ class RayCluster(Generation):
     def _collect(self, uuid: str, future: Any) -> RunnerDescription | StepReply | None:
         """Take the reply of one rank; return the runner's answer once all ranks have replied. `Lost`."""
         pending = self._pending[uuid]
-        answer = result_of(future)
+        answer = ray_runners.result_of(future)
         pending.futures.remove(future)
         pending.answer = answer if pending.answer is None else pending.answer
         if pending.futures:

@@ -243,9 +243,7 @@ def result_of(future: Any) -> Any:
 
 
 def wait_for(futures: Sequence[Any], timeout_s: float | None) -> list[Any]:
-    """Wait until a future is ready or ``timeout_s`` seconds have passed (``None``: no limit); return all that are
-    ready.
-    """
+    """Wait for a future, at most ``timeout_s`` seconds (``None``: no limit); return all that are ready."""
     ray = import_ray()
     ready, _ = ray.wait(futures, num_returns=1, timeout=timeout_s)
     if ready:  # all others that are ready, without waiting

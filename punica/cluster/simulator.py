@@ -70,18 +70,9 @@ class SimulationResult:
     evictions: int
 
     @property
-    def active_gpus(self) -> NDArray[np.int64]:
-        """GPUs that gave a token in each second, [seconds] int64."""
-        return (self.batch > 0).sum(axis=0)
-
-    @property
     def busy_seconds(self) -> float:
         """GPU time in steps, summed over all GPUs."""
         return float(self.seconds_by_batch.sum())
-
-    def share_at_least(self, batch_size: int) -> float:
-        """Return the share of busy GPU time in steps of at least ``batch_size`` requests."""
-        return float(self.seconds_by_batch[batch_size:].sum()) / self.busy_seconds
 
 
 def simulate(
