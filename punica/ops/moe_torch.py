@@ -204,7 +204,7 @@ def rounded(low: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> T
     return (low / factor).clamp(-limit, limit).to(dtype).float() * factor
 
 
-class ExpertCalls:
+class ExpertOps:
     """Alignment and fused op as `punica.wrapper.experts` calls them."""
 
     smallest_block = 1

@@ -32,7 +32,7 @@ class PunicaWrapperCPU(ExpertMethods, PunicaWrapperBase):
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         self._ops = TorchOps()
-        self._experts = moe_torch.ExpertCalls()
+        self._experts = moe_torch.ExpertOps()
 
     def _linear(
         self, buffer: Slices | None, y: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch,

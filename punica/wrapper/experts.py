@@ -28,8 +28,8 @@ Alignment = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class ExpertMethods(MoEMethods):
-    """Checks and errors are those of the ops. ``_experts``: the backend, `ExpertCalls` of `punica.ops.moe_torch` or of
-    `punica.ops.triton_ops.moe_calls`.
+    """Checks and errors are those of the ops. ``_experts``: the backend, `ExpertOps` of `punica.ops.moe_torch` or of
+    `punica.ops.triton_ops.moe_ops`.
     """
 
     batch: LoRABatch
