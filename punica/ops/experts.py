@@ -14,13 +14,14 @@ one per row and group of ``group_k`` columns. Block sizes may be any, and a bloc
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from punica.ops.checks import FLOATS
 from punica.ops.fp8_checks import Scheme
+from punica.ops.quant import validate_scales
 
 NAIVE_SHARE = 8
 """Naive assignment (every pair on its own) where pairs x this are at most experts x slots. A GPU has its own rule
@@ -44,6 +45,13 @@ class Fp8Experts(NamedTuple):
         """The same with scales as kernels read them, one after the other."""
         a, b = (tuple([one.contiguous() for one in each]) for each in (self.a_scale, self.b_scale))
         return self._replace(a_scale=a, b_scale=b, x_scale=None if self.x_scale is None else self.x_scale.contiguous())
+
+    def validate(self) -> None:
+        """For debugging: ValueError unless all scales are finite and >= 0. Waits for the device."""
+        validate_scales(self.a_scale, "lora_a_scale")
+        validate_scales(self.b_scale, "lora_b_scale")
+        if self.x_scale is not None:
+            validate_scales(self.x_scale, "a_scale")
 
 
 class Switches(NamedTuple):
@@ -148,3 +156,38 @@ class ExpertForm(NamedTuple):
     def pairs(self) -> int:
         """T * k."""
         return self.tokens * self.top_k
+
+
+Numbers = tuple[int, ...]
+
+
+class ExpertOps(Protocol):
+    """A backend's operations on experts: those of `punica.ops.moe_torch` and of `punica.ops.triton_ops.moe_ops`.
+
+    ``smallest_block``: fewest rows of a block of an alignment.
+    """
+
+    smallest_block: int
+
+    def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
+        """`punica.ops.quant.quantize_per_token` without its check of values."""
+
+    def align(
+        self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
+        expert_map: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """New flat outputs of `moe_lora_align_block_size` for all slots; ``sizes``: its five numbers."""
+
+    def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
+        """Tell whether pairs are not aligned, for both products of a layer."""
+
+    def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
+        """Rows of a block of the alignment."""
+
+    def add(
+        self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
+        configs: tuple[Numbers, Numbers] | None, active: int, site: str | None,
+    ) -> None:  # fmt: skip
+        """Add one product. ``configs``: the seven numbers each of shrink and expand; None: the backend chooses.
+        ``active``: adapters in use. ``site``: "w13" or "w2" of the tuned files; None: these are not looked up.
+        """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Switches
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_checks import (
     check_aligned_outputs,
@@ -205,7 +205,7 @@ def rounded(low: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> T
 
 
 class ExpertOps:
-    """Alignment and fused op as `punica.wrapper.experts` calls them."""
+    """Alignment and fused op on a CPU (`punica.ops.experts.ExpertOps`)."""
 
     smallest_block = 1
     quantize = staticmethod(partial(quantize_per_token, check=False))
@@ -214,7 +214,7 @@ class ExpertOps:
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
         expert_map: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """New flat outputs of `moe_lora_align_block_size` for all slots; ``sizes``: its five numbers."""
+        """Align the pairs of all slots."""
         _, _, max_loras, padded, blocks = sizes
         new: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
         ids = torch.full((max_loras * padded,), topk_ids.numel(), **new)
@@ -225,16 +225,16 @@ class ExpertOps:
         return ids, experts, counts
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
-        """Tell whether pairs are not aligned."""
+        """Apply the contract's rule."""
         return weights.outnumber(pairs)
 
     def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
-        """Rows of a block of the alignment."""
+        """Return 16."""
         return 16
 
     def add(
         self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
-        configs: tuple[tuple[int, ...], tuple[int, ...]] | None, active: int, site: str | None,
+        configs: tuple[Numbers, Numbers] | None, active: int, site: str | None,
     ) -> None:  # fmt: skip
-        """`fused_moe_lora`. Of ``configs`` only the alignment's block counts."""
+        """Run `fused_moe_lora`; ``configs`` give the alignment's block alone."""
         fused_moe_lora(given, max_lora_rank, top_k, switches, None if configs is None else configs[0][0])

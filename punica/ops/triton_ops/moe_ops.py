@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Fp8Experts, Switches
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Fp8Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_torch import rounded
 from punica.ops.triton_ops import moe_rules
@@ -23,7 +23,7 @@ from punica.ops.triton_ops.configs import Options, load_lora_op_config
 from punica.ops.triton_ops.fp8_device import as_operand, operands
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
-from punica.ops.triton_ops.moe_plan import How, MoEPlan, Numbers, plan_experts, tuned_config
+from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, tuned_config
 from punica.ops.triton_ops.op import custom_op, is_traced, named
 from punica.ops.triton_ops.quantize_rows import quantized_rows
 

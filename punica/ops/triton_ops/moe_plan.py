@@ -11,7 +11,7 @@ from torch import Tensor
 
 from punica.checks import check_count
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Switches
+from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_checks import check_block_size, check_experts
 from punica.ops.quant import FP8_DTYPES
@@ -25,7 +25,6 @@ from punica.ops.triton_ops.moe_shrink import PairShrinkShape, PairShrinkTile, mo
 from punica.ops.triton_ops.moe_tiles import Pairs
 from punica.ops.triton_ops.op import check_runnable
 
-Numbers = tuple[int, ...]
 Config = dict[str, Any]
 
 

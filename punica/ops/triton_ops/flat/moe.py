@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from punica.ops.experts import Experts, Fp8Experts, Switches
+from punica.ops.experts import Experts, Fp8Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.moe_ops import fused
-from punica.ops.triton_ops.moe_plan import How, Numbers
+from punica.ops.triton_ops.moe_plan import How
 from punica.ops.triton_ops.op import custom_op, named
 
 Arguments = dict[str, Any]

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from punica.ops.checks import FLOATS, check_dtype
-from punica.ops.experts import Experts, Fp8Experts, Switches
+from punica.ops.experts import Experts, Fp8Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_torch import rounded
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.flat.moe import Arguments, active_of, experts_of, numbers_of, scales_of, switches_of
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_ops import index_tensors, planned, stored
-from punica.ops.triton_ops.moe_plan import How, MoEPlan, Numbers
+from punica.ops.triton_ops.moe_plan import How, MoEPlan
 from punica.ops.triton_ops.op import custom_op, named
 
 
