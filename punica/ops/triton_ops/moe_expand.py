@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot_of_shrunk, pick, read_shrunk
+from punica.ops.triton_ops.device import dot_of_shrunk, pdl_wait, pdl_wait_then_launch, pick, read_shrunk
 from punica.ops.triton_ops.fp8_device import Quant, expert_scales, real_weights
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.moe_tiles import (
@@ -88,9 +88,7 @@ def _expand_rows(
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if SHAPE.add:
         old = tl.load(y_ptr + pair * stride_y + offs_n, mask=mask_n, other=0.0)
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(TILE.pdl)
     for lane in tl.range(0, num_rows):
         h = read_shrunk(h_ptr + pair * SHAPE.rank + offs_r, mask_r, partial, TILE.partials)  # [BLOCK_R]
         h = live(h, offs_r, rank, SHAPE.has_ranks)
@@ -172,9 +170,7 @@ def _expand_tile(
         b = tl.load(b_ptrs, mask=(offs_r < read)[:, None] & columns, other=0.0)  # [BLOCK_R, BLOCK_N]
         if SHAPE.add:
             old = tl.load(y_ptrs, mask=valid[:, None] & columns, other=0.0)  # [BLOCK_M, BLOCK_N]
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(TILE.pdl)
     factors = tl.full([BLOCK_M], 1.0, tl.float32)
     if SHAPE.weighted:
         factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
@@ -230,9 +226,7 @@ def moe_expand_kernel(
     partial = pairs.to(tl.int64) * (SHAPE.rank * SHAPE.slices)
     h_ptr += slice_id * (pairs.to(tl.int64) * SHAPE.rank)
     y_ptr += SHAPE.offset + slice_id * SHAPE.n
-    if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-        if (tl.program_id(0) == 0) & (tile >= total):
-            tl.extra.cuda.gdc_wait()
+    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))
     while tile < total:
         where = experts_ptr, mapping_ptr, enabled_ptr
         slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
@@ -244,7 +238,5 @@ def moe_expand_kernel(
             else:
                 _expand_tile(found, operands, sorted_ptr, place, first, pairs, rank, partial, strides, SHAPE, TILE)
         else:
-            if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-                if tl.program_id(0) == 0:
-                    tl.extra.cuda.gdc_wait()
+            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles

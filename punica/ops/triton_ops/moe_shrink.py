@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot, pick
+from punica.ops.triton_ops.device import dot, pdl_wait, pdl_wait_then_launch, pick
 from punica.ops.triton_ops.fp8_device import Quant, expert_scales, real_rows, real_weights
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.moe_tiles import (
@@ -89,9 +89,7 @@ def _shrink_rows(
     a_ptrs = a_ptr + offs_r[:, None] * SHAPE.k + offs_k[None, :]
     a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # [BLOCK_R, BLOCK_K]
     pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(TILE.pdl)
     x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)  # [BLOCK_K]
     for lane in tl.range(0, num_rows):
         row = pair // SHAPE.factor
@@ -154,9 +152,7 @@ def _shrink_tile(
     mask_r = (offs_r < ranks_read(tl.maximum(rank, rank_next), SHAPE.rank, 1))[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     acc_next = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(TILE.pdl)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         jump = step * (BLOCK_K * TILE.split_k)
         mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k - jump)
@@ -203,9 +199,7 @@ def moe_shrink_kernel(
     ranks_next = rank_table(ranks_ptr, SHAPE.slices - 1 if TILE.joined else slice_id, SHAPE.has_ranks, PAIRS)
     partial = pairs.to(tl.int64) * SHAPE.rank
     out_ptr += (pid_k * SHAPE.slices + slice_id) * partial
-    if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-        if (tl.program_id(0) == 0) & (tile >= total):  # one waiting program keeps a kernel behind the one in front
-            tl.extra.cuda.gdc_wait()
+    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))  # one waiting program keeps the chain transitive
     while tile < total:
         where = experts_ptr, mapping_ptr, enabled_ptr
         slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
@@ -223,7 +217,5 @@ def moe_shrink_kernel(
                     SHAPE, TILE,
                 )  # fmt: skip
         else:
-            if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-                if tl.program_id(0) == 0:
-                    tl.extra.cuda.gdc_wait()
+            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles
