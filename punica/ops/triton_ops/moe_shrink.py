@@ -4,9 +4,8 @@
 
 for the pairs i of every tile (l, e). Two forms, as in `lora_shrink`:
 
-* **rows**: the block of A is loaded once, and the tile's pairs are multiplied and summed one after the other. An
-  adapter's expert rarely has more than one or two pairs in a decode step, so a 16-row tensor-core tile were padding;
-  and where pairs are grouped, two of one expert read its weights once.
+* **rows**: the block of A is loaded once, and the tile's pairs are multiplied and summed one after the other. In a
+  decode step an adapter's expert has one or two pairs: most of a 16-row tensor-core tile would be padding.
 * **tiles**: block_m pairs at once on the tensor cores, K in a pipelined loop.
 
 Two slices (gate and up) share one read of x in tiles. With a table of ranks, ``ranks_ptr`` int32 [n, L], neither form
@@ -94,9 +93,7 @@ def _shrink_rows(
     for lane in tl.range(0, num_rows):
         row = pair // SHAPE.factor
         real_x = real_rows(x, operands, row, offs_k, mask_k, SHAPE, tl.float32)
-        real_a = real_weights(
-            a, operands, slice_id, index, offs_r[:, None], offs_k[None, :], mask_a, SHAPE, tl.float32
-        )
+        real_a = real_weights(a, operands, slice_id, index, offs_r[:, None], offs_k[None, :], mask_a, SHAPE, tl.float32)
         product = real_a * real_x[None, :]
         for step in tl.range(1, STEPS):
             jump = step * (BLOCK_K * TILE.split_k)
@@ -159,9 +156,7 @@ def _shrink_tile(
         mask_x, mask_a = valid[:, None] & mask_k[None, :], mask_r & mask_k[:, None]
         offs_n, offs_step = offs_r[None, :], (offs_k + jump)[:, None]
         x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # [BLOCK_M, BLOCK_K]
-        x = real_rows(
-            x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE, DTYPE
-        )
+        x = real_rows(x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE, DTYPE)
         a = tl.load(a_ptr + offs_a, mask=mask_a, other=0.0)  # [BLOCK_K, BLOCK_R]
         a = real_weights(a, operands, slice_id, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
         acc = dot(x, a, acc, False, TILE.interpret)
@@ -208,9 +203,7 @@ def moe_shrink_kernel(
         if (slot >= 0) & (first_r < ranks_read(tl.maximum(rank, rank_next), SHAPE.rank, 1)):
             place = slice_id, index, pid_k, first_r
             if TILE.rows:
-                _shrink_rows(
-                    (x_ptr, out_ptr), operands, sorted_ptr, place, first, pairs, rank, strides, SHAPE, TILE
-                )
+                _shrink_rows((x_ptr, out_ptr), operands, sorted_ptr, place, first, pairs, rank, strides, SHAPE, TILE)
             else:
                 _shrink_tile(
                     (x_ptr, out_ptr), operands, sorted_ptr, place, first, pairs, rank, rank_next, partial, strides,
