@@ -162,7 +162,7 @@ Numbers = tuple[int, ...]
 
 
 class ExpertOps(Protocol):
-    """A backend's operations on experts: those of `punica.ops.moe_torch` and of `punica.ops.triton_ops.moe_ops`.
+    """A backend's operations on experts: `TorchExpertOps` of `moe_torch.py`, `TritonExpertOps` of `moe_ops.py`.
 
     ``smallest_block``: fewest rows of a block of an alignment.
     """

@@ -273,7 +273,7 @@ def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None
 
 
 def check_fp8(fp8: Fp8Experts, x: Tensor, weights: tuple[Sequence[Tensor], Sequence[Tensor]], pairs: int) -> None:
-    """Check scales and activations of checked FP8 weights ``[L, E, N, K]``: TypeError for dtypes, ValueError for missing
+    """Check scales and activations of FP8 weights ``[L, E, N, K]``: TypeError for dtypes, ValueError for missing
     scales and other shapes.
     """
     for scheme in (fp8.shrink, fp8.expand):

@@ -191,7 +191,7 @@ def rounded(low: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> T
     return (low / factor).clamp(-limit, limit).to(dtype).float() * factor
 
 
-class ExpertOps:
+class TorchExpertOps:
     """Alignment and fused op on a CPU (`punica.ops.experts.ExpertOps`)."""
 
     smallest_block = 1

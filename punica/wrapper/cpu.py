@@ -19,7 +19,7 @@ class PunicaWrapperCPU(PunicaWrapperBase):
     """
 
     _ops = TorchOps()
-    _experts = moe_torch.ExpertOps()
+    _experts = moe_torch.TorchExpertOps()
 
     def _linear(
         self, buffer: Slices | None, y: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch,

@@ -34,12 +34,12 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         # imported here so that the CPU path never imports triton
         from punica.ops.triton_ops import Options, TritonOps, verify_indices
-        from punica.ops.triton_ops.moe_ops import ExpertOps
+        from punica.ops.triton_ops.moe_ops import TritonExpertOps
 
         tuned_dir = None if lora_config.tuned_dir is None else str(lora_config.tuned_dir)
         options = Options(lora_config.batch_invariant, lora_config.pdl, tuned_dir)
         self._ops = TritonOps(options)
-        self._experts = ExpertOps(options)
+        self._experts = TritonExpertOps(options)
         self._verify_indices = verify_indices if lora_config.debug_checks else None
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta

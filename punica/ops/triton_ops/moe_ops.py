@@ -1,4 +1,4 @@
-"""`ExpertOps`: fused MoE LoRA on the Triton kernels, every (token, expert) pair with its adapter's weights.
+"""`TritonExpertOps`: fused MoE LoRA on the Triton kernels, every (token, expert) pair with its adapter's weights.
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
 
@@ -30,7 +30,7 @@ from punica.ops.triton_ops.quantize_rows import quantized_rows
 _PLANS: dict[tuple, MoEPlan | None] = {}
 
 
-class ExpertOps:
+class TritonExpertOps:
     """Alignment and fused op on a GPU (`punica.ops.experts.ExpertOps`)."""
 
     smallest_block = 16
@@ -158,7 +158,7 @@ def fused_moe_lora_step(
     output: Tensor, tensors: Sequence[Tensor | None], weights: Sequence[Tensor], scales: Sequence[Tensor],
     numbers: Sequence[int], site: str | None, tuned_dir: str | None,
 ) -> None:  # fmt: skip
-    """`ExpertOps.add` as one node of a trace: `fused` on the operands that `_packed` has laid out."""
+    """`TritonExpertOps.add` as one node of a trace: `fused` on the operands that `_packed` has laid out."""
     x, *routing, lora_ranks, x_scale = tensors
     rank, top_k, routed, sharded, offset, add_inputs, active, early, invariant, pdl = numbers[:10]
     schemes = [Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (numbers[10:14], numbers[14:18])]

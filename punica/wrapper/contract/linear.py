@@ -22,49 +22,43 @@ Weights = tuple[torch.Tensor, ...]
 
 
 class PunicaWrapperABC(ABC):
-    """The six methods of the contract. Here they work in place and return None; a platform that cannot update in place
-    returns the result instead, and layers honour it.
+    """The six methods of the contract, as `StepMetadata` and `LinearContract` describe them. These work in place and
+    return None; a platform that cannot update in place returns the result instead, and layers honour it.
     """
 
     @abstractmethod
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
-        """Set the adapters of the next step; called once per model invocation."""
+    ) -> None: ...  # fmt: skip
 
     @abstractmethod
     def add_shrink(
         self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any
-    ) -> torch.Tensor | None:
-        """``y[i] += scale * (x @ A_i)`` for every slice i."""
+    ) -> torch.Tensor | None: ...
 
     @abstractmethod
     def add_expand(
         self, y: torch.Tensor, x: Slices, lora_b_stacked: Weights, output_slices: Sequence[int], offset_start: int = 0,
         add_inputs: bool = True, **kwargs: Any,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """``y[:, o_i : o_i + output_slices[i]] (+)= x[i] @ B_i`` with ``o_0 = offset_start``."""
+    ) -> torch.Tensor | None: ...  # fmt: skip
 
     @abstractmethod
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
-    ) -> torch.Tensor | None:
-        """``y (+)= x @ B`` for rows x ``[T, r]`` already gathered from embedding A."""
+    ) -> torch.Tensor | None: ...
 
     @abstractmethod
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights, scale: float,
         output_slices: Sequence[int], *, buffer: Slices | None = None, **kwargs: Any,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """``y[:, o_i : ...] (+)= scale * (x @ A_i) @ B_i`` for every slice i."""
+    ) -> torch.Tensor | None: ...  # fmt: skip
 
     @abstractmethod
     def add_lora_logits(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, lora_b_stacked: torch.Tensor,
         scale: float, *, buffer: Slices | None = None, **kwargs: Any,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """``y[:, :V] += scale * (x @ A) @ B`` with the slots of the sampled rows."""
+    ) -> torch.Tensor | None: ...  # fmt: skip
 
 
 class LinearContract(LinearMethods, PunicaWrapperABC):
