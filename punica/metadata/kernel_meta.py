@@ -59,9 +59,10 @@ class LoRAKernelMeta:
 
     num_active_loras: int
 
-    def __init__(self, buffer: KernelMetaBuffer, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        self._buffer, self._offsets = buffer, offsets
-        views = [buffer.staging.tensor[start : start + length] for start, length in zip(offsets, lengths, strict=True)]
+    def __init__(self, buffer: KernelMetaBuffer, parts: Sequence[slice]) -> None:
+        self._buffer, self._parts = buffer, parts
+        self._own: dict[int, list[np.ndarray]] = {}
+        views = [buffer.staging.tensor[part] for part in parts]
         self.active_lora_ids, self.num_tokens_per_lora, self.lora_token_start_loc = views[:3]
         self.token_lora_mapping, self.token_indices_sorted_by_lora_ids = views[3:5]
         self.tile_totals, *lists = views[5:]
@@ -69,7 +70,7 @@ class LoRAKernelMeta:
         self.captured_lora_counts = buffer.captured_lora_counts
         self.no_lora_flag_cpu = torch.ones(1, dtype=torch.bool, device="cpu")
         self.num_active_loras_cpu = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self.default_num_active_loras_cpu = torch.full((1,), lengths[0], dtype=torch.int32, device="cpu")
+        self.default_num_active_loras_cpu = torch.full((1,), len(views[0]), dtype=torch.int32, device="cpu")
         self._flag, self._active = self.no_lora_flag_cpu.numpy(), self.num_active_loras_cpu.numpy()
 
     @staticmethod
@@ -123,20 +124,18 @@ class LoRAKernelMeta:
 
     def write(self, host: np.ndarray, rows: RowGroups) -> None:
         """Fill this metadata's part of the buffer's host array, and the host tensors."""
-        (slots, counts), total = rows.present, rows.num_rows
-        used, ids = slots.size, self.active_lora_ids.shape[0]
-        ids_at, counts_at, starts_at, mapping_at, sorted_at, totals_at, *lists_at = self._offsets
-        host[ids_at : ids_at + used] = slots
-        host[ids_at + used : ids_at + ids] = -1
-        host[counts_at : starts_at + ids + 1] = 0
-        host[counts_at : counts_at + used] = counts
-        host[starts_at + 1 : starts_at + 1 + used] = counts.cumsum()
-        host[mapping_at : mapping_at + total] = rows.row_slots
-        host[mapping_at + total : mapping_at + self.token_lora_mapping.shape[0]] = -1
-        host[sorted_at : sorted_at + total] = rows.order
-        host[totals_at : totals_at + len(HEIGHTS)] = rows.tiles.totals
-        for at, records in zip(lists_at, rows.tiles.records, strict=True):
-            host[at : at + 2 * records.size].view(np.int64)[:] = records
+        (slots, found), total = rows.present, rows.num_rows
+        used, own = slots.size, self._own.get(id(host))
+        if own is None:  # of each of the staging buffer's arrays, once
+            own = self._own[id(host)] = [host[part] for part in self._parts]
+        ids, counts, starts, mapping, order, totals, *lists = own
+        ids[:used], ids[used:] = slots, -1
+        counts[:used], counts[used:] = found, 0
+        starts[1 : 1 + used], starts[1 + used :] = found.cumsum(), 0
+        mapping[:total], mapping[total:] = rows.row_slots, -1
+        order[:total], totals[:] = rows.order, rows.tiles.totals
+        for records, tiles in zip(lists, rows.tiles.records, strict=True):
+            records[: 2 * tiles.size].view(np.int64)[:] = tiles
         self._flag[0] = rows.no_lora
         self.num_active_loras = self._active[0] = 0 if rows.no_lora else self._rounded(used)
 
@@ -165,8 +164,8 @@ class KernelMetaBuffer:
         lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens, len(HEIGHTS), *records]
         offsets, total = aligned_offsets(lengths * number)
         self.staging = StagedBuffer((total,), torch.int32, torch.device(device))
-        starts = range(0, len(offsets), len(lengths))
-        self.metas = [LoRAKernelMeta(self, offsets[i : i + len(lengths)], lengths) for i in starts]
+        parts = [slice(start, start + length) for start, length in zip(offsets, lengths * number, strict=True)]
+        self.metas = [LoRAKernelMeta(self, parts[i : i + len(lengths)]) for i in range(0, len(parts), len(lengths))]
         self._rows = dict.fromkeys(self.metas, NO_ROWS)
         self.refill(self._rows)
 
