@@ -21,7 +21,7 @@ Job = tuple[Operator, Schedule, Schedule, bool]  # operator, shrink, expand, pdl
 
 def problem_of(op: Operator) -> Problem:
     """`op` in a layer, as its schedules are chosen for it."""
-    shape = RowGroups.of_runs(range(len(op.sizes)), op.sizes).work.shape
+    shape = RowGroups.of_runs(range(len(op.sizes)), op.sizes).tiles.shape
     return Problem(shape, op.tokens, op.k, op.widths, op.rank)
 
 

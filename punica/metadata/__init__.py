@@ -1,4 +1,4 @@
-"""Which row of a step uses which adapter: the step as one object, and the forms in which callers describe it.
+"""The adapter of every row of a step: the step as one object, and the forms in which callers describe it.
 
 `LoRABatch` is the step that wrapper and ops take. `LoRAMapping`, `convert_mapping`, `compute_meta` and `LoRAKernelMeta`
 are for callers who have adapter ids or tensors of slots.
@@ -17,4 +17,4 @@ from punica.metadata.mapping import (
 )
 from punica.metadata.rows import RowGroups
 from punica.metadata.segment_plan import SegmentPlan
-from punica.metadata.work import HEIGHTS, StepShape, captured_adapters
+from punica.metadata.tiles import HEIGHTS, StepShape, captured_adapters

@@ -1,7 +1,7 @@
-"""`LoRABatch`: one model invocation, as far as LoRA is concerned. Built once per step, read by every layer.
+"""`LoRABatch`: the LoRA metadata of one model invocation. Built once per step, read by every layer.
 
 slots and lengths of the runs of rows  (the engine's layout; or adapter ids, through `mapped_rows`)
-  -> `RowGroups`       which slot each row uses, on the host
+  -> `RowGroups`       slot of each row, on the host
   -> `LoRAKernelMeta`  the same for the Triton kernels: grouped by slot, on the device, at fixed addresses
   -> `SegmentPlan`     the same for the torch operators: runs of rows that one batched product serves
 """
@@ -16,39 +16,33 @@ from punica.checks import check_count
 from punica.metadata.kernel_meta import KernelMetaBuffer, LoRAKernelMeta, MetaArgs, get_captured_lora_counts
 from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
 from punica.metadata.segment_plan import SegmentPlan
-from punica.metadata.work import StepShape
+from punica.metadata.tiles import StepShape
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class LoRABatch:
-    """Which slot every row of the current step uses; ``sampled`` is the same for the rows whose logits are wanted.
+    """The slot of every row of the current step; ``sampled`` is the same for the rows whose logits are wanted.
 
     Args:
         max_num_tokens: most rows, N; bounds the sampled rows too. ``None``: no bound (and no kernels).
         max_loras: slots, L. ``None``: not known (and no kernels).
-        device: where the kernels' tensors lie.
-        specialize_active_lora: count the adapters that are there, rounded up to a count for which a graph may have
-            been captured, instead of all L, for callers of the flat ops.
+        device: of the kernels' tensors.
+        specialize_active_lora: tell flat ops the adapters in use, rounded up to a captured count, instead of all L.
 
     Attributes, of the current step:
         rows: the rows and their runs on the host.
         num_rows: T.
         no_lora: whether no row has an adapter: nothing is to be done then.
 
-    The kernels' tensors are allocated when they are first asked for, at the largest size, and from then on refilled in
-    place: their addresses never change, as a captured CUDA graph needs.
+    The kernels' tensors are allocated at first use, at the largest size, and then refilled in place: captured CUDA
+    graphs keep their addresses.
     """
 
     def __init__(
-        self,
-        max_num_tokens: int | None = None,
-        max_loras: int | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        specialize_active_lora: bool = False,
-        _tokens: LoRABatch | None = None,
-    ) -> None:
+        self, max_num_tokens: int | None = None, max_loras: int | None = None, device: torch.device | str = "cpu",
+        *, specialize_active_lora: bool = False, _tokens: LoRABatch | None = None,
+    ) -> None:  # fmt: skip
         self.max_num_tokens, self.max_loras = max_num_tokens, max_loras
         self.device, self._specialize = torch.device(device), specialize_active_lora
         self._buffer: KernelMetaBuffer | None = None
@@ -56,13 +50,12 @@ class LoRABatch:
         self._tokens = _tokens
         self._hold(NO_ROWS)
         if _tokens is None:
-            self.sampled = LoRABatch(
-                max_num_tokens, max_loras, device, specialize_active_lora=specialize_active_lora, _tokens=self
-            )
+            sizes = (max_num_tokens, max_loras, device)
+            self.sampled = LoRABatch(*sizes, specialize_active_lora=specialize_active_lora, _tokens=self)
 
     @classmethod
     def of_slots(cls, slots: torch.Tensor) -> LoRABatch:
-        """One step for the torch operators from the slot of every row, an integer tensor ``[T]``, -1 = no adapter."""
+        """Build a step of the torch operators from the slot of every row, integers ``[T]``, -1 = no adapter."""
         batch = cls()
         batch.fill(RowGroups.of_rows(check_slots("slots", slots)))
         return batch
@@ -133,34 +126,29 @@ class LoRABatch:
     def tensors(self) -> Tensors:
         """Mapping, sorted rows, counts, starts and ids of `kernel_meta`, at full length."""
         meta = self.kernel_meta
-        return (
-            meta.token_lora_mapping,
-            meta.token_indices_sorted_by_lora_ids,
-            meta.num_tokens_per_lora,
-            meta.lora_token_start_loc,
-            meta.active_lora_ids,
-        )
+        order, counts = meta.token_indices_sorted_by_lora_ids, meta.num_tokens_per_lora
+        return meta.token_lora_mapping, order, counts, meta.lora_token_start_loc, meta.active_lora_ids
 
     @property
     def listed(self) -> bool:
-        """Whether the tiles of the step are listed: see `work`."""
+        """True: the step has tile lists."""
         return True
 
     @property
     def shape(self) -> StepShape:
         """Properties of the step that select kernel schedules."""
-        return self.rows.work.shape
+        return self.rows.tiles.shape
 
-    def work(self, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """For kernels that take tiles of `HEIGHTS[height]` rows: the sorted rows, the records of the tiles, and their
-        numbers: of all heights on the device, of this one on the host.
+    def tiles(self, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """The tiles of `HEIGHTS[height]` rows: sorted rows, records, and numbers of tiles: of all heights on the
+        device, of this one on the host.
         """
-        meta, totals = self.kernel_meta, self.rows.work.totals
-        return meta.token_indices_sorted_by_lora_ids, meta.work_tiles[height], meta.work_totals, totals[height]
+        meta, totals = self.kernel_meta, self.rows.tiles.totals
+        return meta.token_indices_sorted_by_lora_ids, meta.tile_records[height], meta.tile_totals, totals[height]
 
     @cached_property
     def form(self) -> tuple:
-        """What of the tensors decides how kernels are launched: the number of ids, and the device."""
+        """Launch key: number of LoRA ids, and device."""
         ids = self.kernel_meta.active_lora_ids
         return len(ids), ids.device
 
@@ -175,7 +163,7 @@ class LoRABatch:
 
     @property
     def max_segments(self) -> int:
-        """Most distinct slots (-1 counted) that are told to the flat ops."""
+        """Most distinct slots (-1 counted) of a grid."""
         meta = self.kernel_meta
         return meta.num_active_loras if self._specialize else meta.active_lora_ids.shape[0]
 

@@ -1,9 +1,8 @@
 """`LoRAKernelMeta`: the integer tensors that the Triton kernels read, grouped by adapter instead of by position.
 
-The kernels gather rows through an index sorted by slot, so the tokens of one adapter need not be neighbours: position i
-of ``active_lora_ids`` owns sorted positions ``[start[i], start[i] + count[i])``. Everything is allocated once at its
-largest size and refilled in place each step (paper, section 6: segment indices are built once per model invocation, not
-once per operator), which is also what a captured CUDA graph needs.
+Kernels gather rows through an index sorted by slot: position i of ``active_lora_ids`` owns sorted positions
+``[start[i], start[i] + count[i])``. Everything is allocated once at its largest size and refilled in place each step
+(paper, section 6: segment indices are built once per model invocation), as captured CUDA graphs need.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from punica.checks import check_count
 from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
 from punica.metadata.staging import StagedBuffer, aligned_offsets
-from punica.metadata.work import HEIGHTS, capacities
+from punica.metadata.tiles import HEIGHTS, capacities
 
 MetaArgs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -48,7 +47,7 @@ class LoRAKernelMeta:
     - ``num_tokens_per_lora`` ``[L+1]``: tokens of the slot at the same position; rest 0.
     - ``lora_token_start_loc`` ``[L+2]``: prefix sums of the counts, first 0; unused positions 0.
 
-    Of `punica.metadata.work`: ``work_tiles``, int64 records of tiles, per height; ``work_totals``, their numbers.
+    Of `punica.metadata.tiles`: ``tile_records``, int64, per height; ``tile_totals``, their numbers.
 
     Host tensors of one element: ``no_lora_flag_cpu`` (bool, no token has an adapter), ``num_active_loras_cpu`` (int32,
     distinct slots present, rounded up to a captured count; 0 with the flag), ``default_num_active_loras_cpu`` (int32,
@@ -60,26 +59,25 @@ class LoRAKernelMeta:
 
     num_active_loras: int
 
-    def __init__(self, buffer: KernelMetaBuffer, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        self._buffer, self._offsets = buffer, offsets
-        views = [buffer.staging.tensor[start : start + length] for start, length in zip(offsets, lengths, strict=True)]
+    def __init__(self, buffer: KernelMetaBuffer, parts: Sequence[slice]) -> None:
+        self._buffer, self._parts = buffer, parts
+        self._own: dict[int, list[np.ndarray]] = {}
+        views = [buffer.staging.tensor[part] for part in parts]
         self.active_lora_ids, self.num_tokens_per_lora, self.lora_token_start_loc = views[:3]
         self.token_lora_mapping, self.token_indices_sorted_by_lora_ids = views[3:5]
-        self.work_totals, *lists = views[5:]
-        self.work_tiles = [records.view(torch.int64) for records in lists]
+        self.tile_totals, *lists = views[5:]
+        self.tile_records = [records.view(torch.int64) for records in lists]
         self.captured_lora_counts = buffer.captured_lora_counts
         self.no_lora_flag_cpu = torch.ones(1, dtype=torch.bool, device="cpu")
         self.num_active_loras_cpu = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self.default_num_active_loras_cpu = torch.full((1,), lengths[0], dtype=torch.int32, device="cpu")
+        self.default_num_active_loras_cpu = torch.full((1,), len(views[0]), dtype=torch.int32, device="cpu")
         self._flag, self._active = self.no_lora_flag_cpu.numpy(), self.num_active_loras_cpu.numpy()
 
     @staticmethod
     def make(
-        max_loras: int,
-        max_num_tokens: int,
-        device: torch.device | str,
+        max_loras: int, max_num_tokens: int, device: torch.device | str,
         captured_lora_counts: Sequence[int] | None = None,
-    ) -> LoRAKernelMeta:
+    ) -> LoRAKernelMeta:  # fmt: skip
         """Allocate everything, in the state that follows an empty mapping.
 
         ValueError when ``max_loras`` or ``max_num_tokens`` is below 1 or a captured count is outside ``[1, L+1]``.
@@ -126,45 +124,37 @@ class LoRAKernelMeta:
 
     def write(self, host: np.ndarray, rows: RowGroups) -> None:
         """Fill this metadata's part of the buffer's host array, and the host tensors."""
-        (slots, counts), total = rows.present, rows.num_rows
-        used, ids = slots.size, self.active_lora_ids.shape[0]
-        ids_at, counts_at, starts_at, mapping_at, sorted_at, totals_at, *lists_at = self._offsets
-        host[ids_at : ids_at + used] = slots
-        host[ids_at + used : ids_at + ids] = -1
-        host[counts_at : starts_at + ids + 1] = 0
-        host[counts_at : counts_at + used] = counts
-        host[starts_at + 1 : starts_at + 1 + used] = counts.cumsum()
-        host[mapping_at : mapping_at + total] = rows.row_slots
-        host[mapping_at + total : mapping_at + self.token_lora_mapping.shape[0]] = -1
-        host[sorted_at : sorted_at + total] = rows.order
-        work = rows.work
-        host[totals_at : totals_at + len(HEIGHTS)] = work.totals
-        for at, records in zip(lists_at, work.tiles, strict=True):
-            host[at : at + 2 * records.size].view(np.int64)[:] = records
+        (slots, found), total = rows.present, rows.num_rows
+        used, own = slots.size, self._own.get(id(host))
+        if own is None:  # of each of the staging buffer's arrays, once
+            own = self._own[id(host)] = [host[part] for part in self._parts]
+        ids, counts, starts, mapping, order, totals, *lists = own
+        ids[:used], ids[used:] = slots, -1
+        counts[:used], counts[used:] = found, 0
+        starts[1 : 1 + used], starts[1 + used :] = found.cumsum(), 0
+        mapping[:total], mapping[total:] = rows.row_slots, -1
+        order[:total], totals[:] = rows.order, rows.tiles.totals
+        for records, tiles in zip(lists, rows.tiles.records, strict=True):
+            records[: 2 * tiles.size].view(np.int64)[:] = tiles
         self._flag[0] = rows.no_lora
         self.num_active_loras = self._active[0] = 0 if rows.no_lora else self._rounded(used)
 
     def _rounded(self, active: int) -> int:
-        """The smallest captured count >= ``active``; ``active`` itself when there is none."""
+        """Round up to a captured count; above the largest, ``active`` stays."""
         position = bisect_left(self.captured_lora_counts, active)
         return self.captured_lora_counts[position] if position < len(self.captured_lora_counts) else active
 
 
 class KernelMetaBuffer:
-    """The one allocation behind ``number`` kernel metadata of equal size: a refill of all of them is a single copy."""
+    """The allocation of ``number`` kernel metadata of equal size: a refill of all of them is one copy."""
 
     def __init__(
-        self,
-        number: int,
-        max_loras: int,
-        max_num_tokens: int,
-        device: torch.device | str,
+        self, number: int, max_loras: int, max_num_tokens: int, device: torch.device | str,
         captured_lora_counts: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         slots, tokens = check_count("max_loras", max_loras), check_count("max_num_tokens", max_num_tokens)
-        self.captured_lora_counts = sorted(
-            {check_count("captured_lora_counts", count) for count in captured_lora_counts or ()}
-        )
+        counts = {check_count("captured_lora_counts", count) for count in captured_lora_counts or ()}
+        self.captured_lora_counts = sorted(counts)
         if self.captured_lora_counts and self.captured_lora_counts[-1] > slots + 1:
             raise ValueError(
                 f"captured_lora_counts has {self.captured_lora_counts[-1]}, more than max_loras + 1 = {slots + 1} "
@@ -174,13 +164,13 @@ class KernelMetaBuffer:
         lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens, len(HEIGHTS), *records]
         offsets, total = aligned_offsets(lengths * number)
         self.staging = StagedBuffer((total,), torch.int32, torch.device(device))
-        starts = range(0, len(offsets), len(lengths))
-        self.metas = [LoRAKernelMeta(self, offsets[i : i + len(lengths)], lengths) for i in starts]
+        parts = [slice(start, start + length) for start, length in zip(offsets, lengths * number, strict=True)]
+        self.metas = [LoRAKernelMeta(self, parts[i : i + len(lengths)]) for i in range(0, len(parts), len(lengths))]
         self._rows = dict.fromkeys(self.metas, NO_ROWS)
         self.refill(self._rows)
 
     def refill(self, rows: dict[LoRAKernelMeta, RowGroups]) -> None:
-        """New rows for some of the metadata, already checked; what the others hold is sent again."""
+        """Send new rows of some of the metadata, already checked, and the present ones of the others."""
         self._rows.update(rows)
         host = self.staging.begin()
         for meta, current in self._rows.items():

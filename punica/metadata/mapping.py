@@ -1,6 +1,6 @@
-"""Steps described by adapter ids or by slots per token: `LoRAMapping`, `convert_mapping`, `compute_meta`.
+"""Steps given by adapter ids or by slots per token: `LoRAMapping`, `convert_mapping`, `compute_meta`.
 
-The front for callers who have those; a step itself is a `LoRABatch`.
+A step itself is a `LoRABatch`.
 
 An *adapter id* is what the user knows (integer >= 1, 0 = none). A *slot* is the place of its weights on the device
 (index below ``max_loras``, ``-1`` = none). A *segment* is a maximal run of neighbouring tokens with one slot; SGMV
@@ -104,13 +104,9 @@ def embedding_offsets(tokens: np.ndarray, vocab_size: int, extra_vocab_size: int
 
 
 def convert_mapping(
-    mapping: LoRAMapping,
-    lora_index_to_id: Sequence[int | None],
-    max_loras: int,
-    vocab_size: int,
-    extra_vocab_size: int,
-    device: torch.device | str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+    mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,
+    extra_vocab_size: int, device: torch.device | str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:  # fmt: skip
     """Slots and offsets of every row of a step, as int64 tensors on ``device``.
 
     ``lora_index_to_id[s]`` is the adapter id in slot s or None; ``max_loras`` (>= its length) encodes "none" in the
@@ -129,20 +125,17 @@ def convert_mapping(
     tokens, sampled = mapped_rows(mapping, lora_index_to_id, max_loras)
     check_count("vocab_size", vocab_size)
     check_count("extra_vocab_size", extra_vocab_size, lowest=0)
-    arrays = (
-        tokens.row_slots,
-        sampled.row_slots,
-        padded_slots(sampled.row_slots, max_loras),
-        embedding_offsets(tokens.row_slots, vocab_size, extra_vocab_size),
-    )
+    padded = padded_slots(sampled.row_slots, max_loras)
+    offsets = embedding_offsets(tokens.row_slots, vocab_size, extra_vocab_size)
+    arrays = (tokens.row_slots, sampled.row_slots, padded, offsets)
     lengths = [tokens.num_rows, sampled.num_rows, sampled.num_rows, tokens.num_rows]
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     target = torch.device(device)
     if target.type == "cuda":
         packed = packed.pin_memory()
     packed = packed.to(target, non_blocking=True)
-    base, sampler, padded, offsets = packed.split([*lengths[:3], 2 * tokens.num_rows])
-    return base, sampler, padded, offsets.view(2, tokens.num_rows), lengths
+    *slots, offsets = packed.split([*lengths[:3], 2 * tokens.num_rows])
+    return *slots, offsets.view(2, tokens.num_rows), lengths
 
 
 def _slot_table(lora_index_to_id: Sequence[int | None]) -> dict[int, int]:

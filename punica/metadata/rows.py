@@ -1,4 +1,4 @@
-"""`RowGroups`: which slot every row of a step uses, as the host knows it. Everything else is derived from this."""
+"""`RowGroups`: the slot of every row of a step, on the host. All other metadata are derived from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from punica.metadata.work import WorkLists
+from punica.metadata.tiles import TileLists
 
 
 class RowGroups:
@@ -86,19 +86,19 @@ class RowGroups:
         return slots[first], np.add.reduceat(self.lengths[self._by_slot], first)
 
     @cached_property
-    def work(self) -> WorkLists:
-        """The rows cut into pieces for the programs of a kernel."""
-        return WorkLists(*self.present)
+    def tiles(self) -> TileLists:
+        """The rows cut into tiles for the programs of a kernel."""
+        return TileLists(*self.present)
 
     def equals(self, other: RowGroups) -> bool:
-        """Whether both say the same of the same rows."""
+        """Tell whether both have the same slots for the same rows."""
         return self is other or (
             np.array_equal(self.slots, other.slots) and np.array_equal(self.lengths, other.lengths)
         )
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
-    """Where runs of equal neighbours begin, and last how many values there are (at least one)."""
+    """First positions of runs of equal neighbours, then the number of values (at least one)."""
     changes = np.flatnonzero(values[1:] != values[:-1])
     edges = np.zeros(changes.size + 2, np.int64)
     np.add(changes, 1, out=edges[1:-1])
@@ -122,14 +122,11 @@ def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) ->
         raise TypeError(f"{name} has dtype {slots.dtype}; expected an integer dtype (slots, -1 = no adapter)")
     if slots.ndim != 1:
         raise ValueError(f"{name} has shape {tuple(slots.shape)}; expected 1-D, one slot per row")
-    values = slots.cpu().numpy().copy()  # the caller may go on writing into his tensor
+    values = slots.cpu().numpy().copy()  # copied: the caller may reuse the tensor
     if values.size and (values.min() < -1 or (max_loras is not None and values.max() >= max_loras)):
         bad = values < -1 if max_loras is None else (values < -1) | (values >= max_loras)
         row = int(np.flatnonzero(bad)[0])
-        limit = (
-            "slots are >= 0, and -1 means no adapter"
-            if max_loras is None
-            else (f"must be in [-1, {max_loras}): -1 for no adapter, else a slot below max_loras={max_loras}")
-        )
+        limit = f"must be in [-1, {max_loras}): -1 for no adapter, else a slot below max_loras={max_loras}"
+        limit = "slots are >= 0, and -1 means no adapter" if max_loras is None else limit
         raise ValueError(f"{name}[{row}] is {int(values[row])}; {limit}")
     return values

@@ -1,10 +1,8 @@
-"""Rows of each adapter, as runs for the torch operators on a CPU.
+"""`SegmentPlan`: a step's rows grouped into batched matmuls for `punica.ops.torch_ops`, once per step.
 
-The paper builds its segment indices once per invocation and reuses them in all 7 L operator calls; a `SegmentPlan` is
-that for `punica.ops.torch_ops`. It holds *runs*: neighbouring segments of equal length whose slots are consecutive
-(``slot, slot + 1, ...``). A run multiplies a plain view of the rows ``[count, length, in]`` with a plain view of the
-stacked weights ``[count, out, in]``: one batched matmul, nothing gathered. A ragged batch decays into runs of one
-segment.
+A *run* is neighbouring segments of equal length whose slots are consecutive (``slot, slot + 1, ...``). It multiplies a
+plain view of the rows ``[count, length, in]`` with a plain view of the stacked weights ``[count, out, in]``: one
+batched matmul, nothing gathered. A ragged batch decays into runs of one segment.
 """
 
 from __future__ import annotations

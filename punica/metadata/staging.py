@@ -1,10 +1,8 @@
-"""How numbers get from the host to the device without the host waiting: `StagedBuffer` and `send`.
+"""Asynchronous host-to-device copies: `StagedBuffer`, double-buffered in pinned memory, and `send`.
 
-`StagedBuffer` holds integers of one step, allocated once and refilled from the host with a single copy.
-
-Captured CUDA graphs and kernels hold the address of the device tensor, so it never moves. On a CPU the host array *is*
-the tensor and nothing is copied. For a GPU there are two pinned host arrays: the copy is asynchronous, so while it may
-still be reading one of them the next step fills the other, and an event tells when a third step may reuse the first.
+The device tensor of a `StagedBuffer` never moves, since captured CUDA graphs and kernels hold its address. On a CPU the
+host array *is* the tensor. For a GPU there are two pinned host arrays: while the copy of one may still be running, the
+next step fills the other, and an event tells when a third step may reuse the first.
 """
 
 import math
@@ -39,7 +37,7 @@ class StagedBuffer:
         self._turn = 0
 
     def begin(self) -> np.ndarray:
-        """The host array (shape of the buffer) that may be overwritten now; holds what it held two steps ago."""
+        """Return the host array that may be overwritten now; it holds the values of two steps ago."""
         self._turn = (self._turn + 1) % len(self._hosts)
         event = self._copied[self._turn]
         if event is not None and not event.query():
@@ -61,10 +59,10 @@ class StagedBuffer:
 
 
 def send(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of any count as a tensor of their own on `device`; the copy is asynchronous on CUDA.
+    """Copy numbers into a new tensor on ``device``, asynchronously on CUDA.
 
-    It starts from page-locked memory that torch caches, in powers of two, and does not hand out again before the copy
-    has ended: only the first of a size waits for the system.
+    The source is page-locked memory that torch caches, in powers of two, until the copy has ended: only the first of a
+    size waits for the system.
     """
     host = torch.tensor(values, dtype=dtype, device="cpu")
     if device.type == "cuda":
@@ -75,8 +73,8 @@ def send(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device
 def aligned_offsets(lengths: list[int], multiple: int = 32) -> tuple[list[int], int]:
     """Start of each of several arrays packed into one allocation, and the total, in elements.
 
-    Starts are multiples of ``multiple`` (32 int32 = 128 bytes), so that every array is as well aligned as one of its
-    own: Triton compiles a faster kernel for 16-byte aligned pointers.
+    Starts are multiples of ``multiple`` (32 int32 = 128 bytes): Triton compiles a faster kernel for 16-byte aligned
+    pointers.
     """
     padded = [math.ceil(length / multiple) * multiple for length in lengths]
     return [sum(padded[:i]) for i in range(len(padded))], sum(padded)

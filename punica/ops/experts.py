@@ -1,7 +1,7 @@
 """Operands of LoRA on experts: a layer's weights, a step's assignment of pairs, and both as one call of an op.
 
-Symbols: T tokens, k experts per token, pair ``i = t * k + j``, L slots, E experts on this rank, n slices of N columns,
-rank R of this rank's A and R' of B (the full rank where a collective gathers).
+T tokens, k experts per token, pair ``i = t * k + j``, L slots, E experts on this rank, n slices of N columns. R is the
+rank of this rank's A and R' that of B (the full rank where a collective gathers).
 
 Scales of FP8 weights are as in `punica.ops.fp8_checks`, with one dimension more for the experts:
 
@@ -14,23 +14,24 @@ one per row and group of ``group_k`` columns. Block sizes may be any, and a bloc
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from punica.ops.checks import FLOATS
 from punica.ops.fp8_checks import Scheme
+from punica.ops.quant import validate_scales
 
 NAIVE_SHARE = 8
-"""Naive assignment (every pair on its own) where pairs x this are at most experts x slots. A GPU has its own rule
-(`punica.ops.triton_ops.moe_rules.most_alone`) but for batch-invariant and tuned calls.
+"""Naive assignment (one block per pair) where pairs x this are at most experts x slots. On a GPU only for
+batch-invariant and tuned calls, else `punica.ops.triton_ops.moe_rules.most_alone`.
 """
 
 
 class Fp8Experts(NamedTuple):
-    """Scales of both products. ``x_scale``: of an x that is FP8; ``h_scale``: by which what lies between the products
-    is rounded to the format of B, ``[T*k]`` rows that all slices share (None: it is not).
+    """Scales of both products. ``x_scale``: of an x in FP8; ``h_scale``: of the intermediate where that is
+    rounded to the format of B, ``[T*k]`` rows shared by all slices (None: it is not).
     """
 
     a_scale: Sequence[Tensor]
@@ -41,13 +42,20 @@ class Fp8Experts(NamedTuple):
     expand: Scheme = Scheme()
 
     def contiguous(self) -> "Fp8Experts":
-        """The same with scales as kernels read them, one after the other."""
+        """Make the scales contiguous, as kernels read them."""
         a, b = (tuple([one.contiguous() for one in each]) for each in (self.a_scale, self.b_scale))
         return self._replace(a_scale=a, b_scale=b, x_scale=None if self.x_scale is None else self.x_scale.contiguous())
 
+    def validate(self) -> None:
+        """For debugging: ValueError unless all scales are finite and >= 0. Waits for the device."""
+        validate_scales(self.a_scale, "lora_a_scale")
+        validate_scales(self.b_scale, "lora_b_scale")
+        if self.x_scale is not None:
+            validate_scales(self.x_scale, "a_scale")
+
 
 class Switches(NamedTuple):
-    """What of `fused_moe_lora` is neither tensor nor configuration."""
+    """Scalar options of `fused_moe_lora`."""
 
     mul_routed_weight: bool = False
     fully_sharded: bool = False
@@ -83,7 +91,7 @@ class ExpertLoRAWeights:
         return self.lora_a[0].shape[1]
 
     def outnumber(self, pairs: int) -> bool:
-        """Tell whether pairs are so few that an expert of an adapter rarely has two."""
+        """Tell whether an expert of an adapter rarely has two of so few pairs."""
         return pairs * NAIVE_SHARE <= self.experts * self.slots
 
 
@@ -105,8 +113,8 @@ class Experts(NamedTuple):
     """Operands of one fused MoE LoRA call, as `fused_moe_lora` takes them.
 
     ``sorted_ids``, ``expert_ids``, ``counts``, ``mapping``: as in `Assignment`. ``lora_ids``: slots in use, ``[L+1]``
-    (None: all). ``lora_ranks``: true ranks of the slots of every slice, int32 ``[n, L]``, of all ranks of the group
-    together: A and B are not read beyond (None: they are). ``fp8``: scales of weights in FP8.
+    (None: all). ``lora_ranks``: true rank of every slice and slot, int32 ``[n, L]``, not divided over a group; A and B
+    are not read beyond (None: they are). ``fp8``: scales of weights in FP8.
     """
 
     output: Tensor
@@ -125,7 +133,7 @@ class Experts(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype that products are made of."""
+        """Compute dtype of the products."""
         return self.x.dtype if self.fp8 is None or self.x.dtype in FLOATS else self.output.dtype
 
 
@@ -148,3 +156,38 @@ class ExpertForm(NamedTuple):
     def pairs(self) -> int:
         """T * k."""
         return self.tokens * self.top_k
+
+
+Numbers = tuple[int, ...]
+
+
+class ExpertOps(Protocol):
+    """A backend's operations on experts: `TorchExpertOps` of `moe_torch.py`, `TritonExpertOps` of `moe_ops.py`.
+
+    ``smallest_block``: fewest rows of a block of an alignment.
+    """
+
+    smallest_block: int
+
+    def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
+        """`punica.ops.quant.quantize_per_token` without its check of values."""
+
+    def align(
+        self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
+        expert_map: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """New flat outputs of `moe_lora_align_block_size` for all slots; ``sizes``: its five numbers."""
+
+    def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
+        """Tell whether pairs are not aligned, for both products of a layer."""
+
+    def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
+        """Rows of a block of the alignment."""
+
+    def add(
+        self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
+        configs: tuple[Numbers, Numbers] | None, active: int, site: str | None,
+    ) -> None:  # fmt: skip
+        """Add one product. ``configs``: the seven numbers each of shrink and expand; None: the backend chooses.
+        ``active``: adapters in use. ``site``: "w13" or "w2" of the tuned files; None: these are not looked up.
+        """

@@ -1,4 +1,4 @@
-"""Checks of fused MoE LoRA's operands, shared by the torch and the Triton ops. Nothing here reads a device.
+"""Checks of fused MoE LoRA's operands, shared by the torch and the Triton ops. None reads a device.
 
 TypeError for types and dtypes, ValueError for shapes, ranges and what is missing.
 """
@@ -25,7 +25,7 @@ INTEGERS = (torch.int32, torch.int64)
 def check_routing(
     topk_ids: Any, mapping: Any, enabled: Any, max_loras: int, expert_map: Any, num_experts: int = 0
 ) -> None:
-    """The inputs of an alignment: TypeError for dtypes, ValueError for shapes. ``expert_map`` has ``num_experts``."""
+    """Check the inputs of an alignment: TypeError for dtypes, ValueError for shapes."""
     check_dtype("topk_ids", topk_ids, INTEGERS)
     if topk_ids.ndim != 2:
         raise ValueError(f"topk_ids has shape {tuple(topk_ids.shape)}; expected [T, k]")
@@ -42,7 +42,7 @@ def check_routing(
 
 
 def check_mapping(mapping: Any, tokens: int) -> None:
-    """Slot of every token, ``[T]`` int32 without gaps."""
+    """Check the slot of every token, ``[T]`` int32 without gaps."""
     check_dtype("token_lora_mapping", mapping, (torch.int32,))
     if tuple(mapping.shape) != (tokens,):
         raise ValueError(f"token_lora_mapping has shape {tuple(mapping.shape)}; ({tokens},) is needed, one per token")
@@ -50,7 +50,7 @@ def check_mapping(mapping: Any, tokens: int) -> None:
 
 
 def check_enabled(enabled: Any, max_loras: int) -> None:
-    """Which slots carry weights for this layer, ``[L+1]`` int32."""
+    """Check the flags of slots with weights for this layer, ``[L+1]`` int32."""
     if not isinstance(enabled, Tensor):
         raise TypeError(f"adapter_enabled must be a tensor, got {type(enabled).__name__}")
     if enabled.dtype != torch.int32 or tuple(enabled.shape) != (max_loras + 1,):
@@ -62,7 +62,7 @@ def check_enabled(enabled: Any, max_loras: int) -> None:
 
 
 def _check_without_gaps(**tensors: Tensor) -> None:
-    """ValueError for a tensor that the kernels could not read as a list."""
+    """ValueError for a tensor with gaps."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous, pass .contiguous()")
@@ -77,8 +77,8 @@ def check_block_size(block_size: Any, smallest: int) -> None:
 
 
 def check_padded(pairs: int, num_experts: int, block_size: int, padded: int, blocks: int) -> None:
-    """ValueError where one slot's pairs, if their experts fall badly, would not fit into ``padded`` ids and ``blocks``
-    blocks: how they fall is known on the device only.
+    """ValueError where the worst distribution of one slot's pairs over experts would not fit into ``padded`` ids and
+    ``blocks`` blocks.
     """
     groups = min(pairs, num_experts)
     needed = groups + (pairs - groups) // block_size if groups else 0
@@ -90,19 +90,29 @@ def check_padded(pairs: int, num_experts: int, block_size: int, padded: int, blo
 
 
 def check_lora_ids(lora_ids: Any) -> None:
-    """Slots to look at: int32, any number of them."""
+    """Check listed slots: int32, any number of them."""
     check_dtype("lora_ids", lora_ids, (torch.int32,))
     if lora_ids.ndim != 1:
         raise ValueError(f"lora_ids has shape {tuple(lora_ids.shape)}; expected a list of slots")
     _check_without_gaps(lora_ids=lora_ids)
 
 
-def check_aligned_outputs(outputs: dict[str, tuple[Any, int]]) -> None:
-    """int32 and as long as they must be: ``{name: (tensor, length)}``."""
-    for name, (tensor, length) in outputs.items():
+def check_alignment(
+    topk_ids: Any, mapping: Any, enabled: Any, lora_ids: Any, expert_map: Any, sizes: tuple[int, int, int, int, int],
+    outputs: tuple[Any, Any, Any], smallest: int,
+) -> None:  # fmt: skip
+    """Check a call of `moe_lora_align_block_size`. ``sizes``: its five numbers; ``smallest``: least block size."""
+    num_experts, block_size, slots, padded, blocks = sizes
+    check_routing(topk_ids, mapping, enabled, slots, expert_map, num_experts)
+    check_block_size(block_size, smallest)
+    names, lengths = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad"), (slots * padded, slots * blocks, slots)
+    for name, tensor, length in zip(names, outputs, lengths, strict=True):
         check_dtype(name, tensor, (torch.int32,))
         if tensor.numel() != length or not tensor.is_contiguous():
             raise ValueError(f"{name} has {tensor.numel()} elements; {length} contiguous ones are needed")
+    check_padded(topk_ids.numel(), num_experts, block_size, padded, blocks)
+    if lora_ids is not None:
+        check_lora_ids(lora_ids)
 
 
 # --- the fused op ----------------------------------------------------------------------------------------------------
@@ -111,7 +121,7 @@ def check_aligned_outputs(outputs: dict[str, tuple[Any, int]]) -> None:
 def check_experts(
     given: Experts, max_lora_rank: Any, top_k: Any, switches: Switches, block_m: int | None = None
 ) -> ExpertForm:
-    """Everything that can be checked on the host. ``block_m``: of the alignment; None: P / B, where that is whole."""
+    """Check a call on the host; return its sizes. ``block_m``: of the alignment; None: P / B, where that is whole."""
     for name, value in (("mul_routed_weight", switches.mul_routed_weight), ("add_inputs", switches.add_inputs)):
         check_bool(name, value)
     slots, experts, rank, full_rank, hidden, width = _check_weights(given)
@@ -263,8 +273,8 @@ def _check_alignment(given: Experts, slots: int, pairs: int, block_m: int | None
 
 
 def check_fp8(fp8: Fp8Experts, x: Tensor, weights: tuple[Sequence[Tensor], Sequence[Tensor]], pairs: int) -> None:
-    """Checked weights ``[L, E, N, K]`` of one FP8 dtype, their scales, and the activations: TypeError for dtypes,
-    ValueError for what is missing or of another shape.
+    """Check scales and activations of FP8 weights ``[L, E, N, K]``: TypeError for dtypes, ValueError for missing
+    scales and other shapes.
     """
     for scheme in (fp8.shrink, fp8.expand):
         scheme.check()

@@ -18,18 +18,18 @@ DEFAULTS: Config = {
     "NUM_STAGES": 3,
     "SPLIT_K": 1,
 }
-"""What a key that is left out means, in the positional order of `fused_moe_lora`."""
+"""Defaults of all keys, in the positional order of `fused_moe_lora`."""
 OP_TYPES = tuple(f"fused_moe_lora_{site}_{part}" for site in ("w13", "w2") for part in ("shrink", "expand"))
 
 
 def normalize_lora_config_keys(config: Mapping[str, Any]) -> Config:
-    """A copy with upper-case keys: ``block_m`` becomes ``BLOCK_SIZE_M``, ``num_warps`` ``NUM_WARPS``."""
+    """Copy with upper-case keys: ``block_m`` becomes ``BLOCK_SIZE_M``, ``num_warps`` ``NUM_WARPS``."""
     blocks = {f"block_{letter}": f"BLOCK_SIZE_{letter.upper()}" for letter in "mnk"}
     return {blocks.get(key, key.upper()): value for key, value in config.items()}
 
 
 def positional_config(name: str, config: Mapping[str, Any], **overrides: int) -> tuple[int, ...]:
-    """The seven numbers of a config for `fused_moe_lora`. ValueError for keys that it does not know."""
+    """The seven numbers of a config for `fused_moe_lora`. ValueError for unknown keys."""
     given = normalize_lora_config_keys(config)
     if unknown := sorted(set(given) - set(DEFAULTS)):
         raise ValueError(f"{name} has unknown keys {unknown}; known: {list(DEFAULTS)}, or these in lower case")
@@ -43,11 +43,10 @@ def try_get_optimal_moe_lora_config(
     dtype: torch.dtype,
     M: int,
 ) -> Config:  # fmt: skip
-    """A config that suits the base layer's expert product, adjusted to rank ``rank``; the classic choice for callers of
-    `add_lora_fused_moe` who bring no config of their own.
+    """Return a config of the base layer's expert product, adjusted to rank ``rank``, for `add_lora_fused_moe`.
 
-    ``w1_shape``, ``w2_shape``: ``[E, out, in]``; ``M``: tokens; ``top_k`` and ``dtype`` are there for callers of other
-    libraries' function of this name and decide nothing. ValueError for an ``op_type`` not in `OP_TYPES`.
+    ``w1_shape``, ``w2_shape``: ``[E, out, in]``; ``M``: tokens; ``top_k`` and ``dtype`` are vLLM's, and unused.
+    ValueError for an ``op_type`` not in `OP_TYPES`.
     """
     if op_type not in OP_TYPES:
         raise ValueError(f"op_type must be one of {', '.join(OP_TYPES)}, got {op_type!r}")

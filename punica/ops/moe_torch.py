@@ -1,8 +1,8 @@
 """Fused MoE LoRA in plain torch, on any device: alignment, and one pair of products per (adapter, expert).
 
-The meaning is that of `punica.ops.reference.fused_moe_lora`. Both stages go over the groups that the alignment made, so
+The meaning is that of `punica.ops.reference.fused_moe_lora`. Both stages iterate over the groups of the alignment, so
 an adapter's expert is read once however many tokens use it. Products are accumulated in float32 and rounded once into
-the output. Values are read back to the host, which on a CPU costs nothing.
+the output. Values are read back to the host, which is free on a CPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Switches
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
-from punica.ops.moe_checks import (
-    check_aligned_outputs,
-    check_block_size,
-    check_experts,
-    check_lora_ids,
-    check_padded,
-    check_routing,
-)
+from punica.ops.moe_checks import check_alignment, check_experts
 from punica.ops.quant import FP8_MAX, quantize_per_token, upcast
 
 Group = tuple[int, int, Tensor]
@@ -51,16 +44,10 @@ def moe_lora_align_block_size(
     filled up with the sentinel ``T * k``; the expert of every block (-1 past the last); and how many ids that makes.
     Rows of other slots stay as they are. ValueError and TypeError before any write.
     """
-    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map, num_experts)
-    check_block_size(block_size, 1)
-    check_padded(topk_ids.numel(), num_experts, block_size, max_num_tokens_padded, max_num_m_blocks)
-    check_lora_ids(lora_ids)
     padded, blocks = max_num_tokens_padded, max_num_m_blocks
-    check_aligned_outputs({
-        "sorted_token_ids": (sorted_token_ids, max_loras * padded),
-        "expert_ids": (expert_ids, max_loras * blocks),
-        "num_tokens_post_pad": (num_tokens_post_pad, max_loras),
-    })  # fmt: skip
+    outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
+    sizes = (num_experts, block_size, max_loras, padded, blocks)
+    check_alignment(topk_ids, token_lora_mapping, adapter_enabled, lora_ids, expert_map, sizes, outputs, 1)
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     ids = topk_ids.reshape(-1).long()
     legal = (ids >= 0) & (ids < num_experts)
@@ -77,7 +64,7 @@ def moe_lora_align_block_size(
         mine = mine[ids[mine].argsort(stable=True)]
         experts, counts = ids[mine].unique_consecutive(return_counts=True)
         group_blocks = (counts + block_size - 1) // block_size
-        # a pair's place: where its group begins, and how many of the group stand before it
+        # position of a pair: start of its group, plus its number in the group
         begins = (group_blocks.cumsum(0) - group_blocks) * block_size - (counts.cumsum(0) - counts)
         places = torch.arange(mine.numel(), device=mine.device) + begins.repeat_interleave(counts)
         rows[slot].fill_(pairs)
@@ -91,7 +78,7 @@ def moe_lora_align_block_size(
 def fused_moe_lora(
     given: Experts, max_lora_rank: int, top_k_num: int, switches: Switches, block_m: int | None = None
 ) -> None:
-    """`punica.ops.reference.fused_moe_lora` on aligned or naive operands, in place. Checked before any write."""
+    """Run `punica.ops.reference.fused_moe_lora` on aligned or naive operands, in place. Checked before any write."""
     form = check_experts(given, max_lora_rank, top_k_num, switches, block_m)
     if not form.pairs:
         return
@@ -124,14 +111,14 @@ def fused_moe_lora(
 
 
 def _ranks_by_slot(given: Experts, form: ExpertForm) -> list[list[int]]:
-    """Of every slice."""
+    """True ranks ``[slice][slot]``."""
     if given.lora_ranks is None:
         return [[form.full_rank] * form.slots] * form.slices
     return given.lora_ranks.clamp(0, form.full_rank).tolist()
 
 
 def _readers(given: Experts) -> tuple[Reader, Reader]:
-    """What gives A, and B, of (slice, slot, expert) as float32."""
+    """Functions of (slice, slot, expert) that return A, and B, as float32."""
     fp8 = given.fp8
 
     def reader(weights: Sequence[Tensor], scales: Sequence[Tensor] | None, scheme: Scheme | None) -> Reader:
@@ -151,7 +138,7 @@ def _real_rows(given: Experts) -> Tensor:
 
 
 def _groups(given: Experts, form: ExpertForm) -> Iterator[Group]:
-    """The pairs that are computed, by slot and expert."""
+    """Pairs to compute, by slot and expert."""
     enabled = given.enabled.tolist()
     slots = range(form.slots) if given.lora_ids is None else given.lora_ids.tolist()
     active = [slot for slot in slots if 0 <= slot < form.slots and enabled[slot]]
@@ -190,7 +177,7 @@ def real_weight(stored: Tensor, scale: Tensor, slot: int, expert: int, scheme: S
 
 
 def over_columns(scale: Tensor, k: int, scheme: Scheme) -> Tensor:
-    """Scales of rows as what may multiply ``[..., rows, k]``."""
+    """Scales of rows, broadcast to ``[..., rows, k]``."""
     if scale.numel() == 1:
         return scale.reshape(())
     if scale.ndim == 1 or scale.shape[1] == 1:
@@ -199,13 +186,13 @@ def over_columns(scale: Tensor, k: int, scheme: Scheme) -> Tensor:
 
 
 def rounded(low: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """``low [..., T*k, R]`` as the FP8 ``dtype`` holds it by these scales, float32 again."""
+    """Round ``low [..., T*k, R]`` to FP8 ``dtype`` with these scales; float32 again."""
     factor, limit = over_columns(scale, low.shape[-1], scheme), FP8_MAX[dtype]
     return (low / factor).clamp(-limit, limit).to(dtype).float() * factor
 
 
-class ExpertCalls:
-    """Alignment and fused op as `punica.wrapper.experts` calls them."""
+class TorchExpertOps:
+    """Alignment and fused op on a CPU (`punica.ops.experts.ExpertOps`)."""
 
     smallest_block = 1
     quantize = staticmethod(partial(quantize_per_token, check=False))
@@ -214,7 +201,7 @@ class ExpertCalls:
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
         expert_map: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """New flat outputs of `moe_lora_align_block_size` for all slots; ``sizes``: its five numbers."""
+        """Align the pairs of all slots."""
         _, _, max_loras, padded, blocks = sizes
         new: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
         ids = torch.full((max_loras * padded,), topk_ids.numel(), **new)
@@ -225,16 +212,16 @@ class ExpertCalls:
         return ids, experts, counts
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
-        """Tell whether pairs are not aligned."""
+        """Apply the contract's rule."""
         return weights.outnumber(pairs)
 
     def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
-        """Rows of a block of the alignment."""
+        """Return 16."""
         return 16
 
     def add(
         self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
-        configs: tuple[tuple[int, ...], tuple[int, ...]] | None, active: int, site: str | None,
+        configs: tuple[Numbers, Numbers] | None, active: int, site: str | None,
     ) -> None:  # fmt: skip
-        """`fused_moe_lora`. Of ``configs`` only the alignment's block counts."""
+        """Run `fused_moe_lora`; ``configs`` give the alignment's block alone."""
         fused_moe_lora(given, max_lora_rank, top_k, switches, None if configs is None else configs[0][0])

@@ -3,13 +3,13 @@
 These are minimal: enough of a parallel Transformer to test and use the library on its own. Attribute names follow
 vLLM's layers, so that code written against those can be carried over.
 
-    group.py            who shares a layer with whom, and the collectives; launch.py starts the processes
-    agreement.py        what fails on one rank fails on all, or ends the group
-    embedding.py        token ids to rows of the table; the head is its mirror image
+    group.py            tensor-parallel groups and their collectives; launch.py starts the processes
+    agreement.py        failures and arguments compared over the ranks of a group
+    embedding.py        vocabulary-parallel embedding and head
     linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
     matmul.py           their dense product
-    moe.py              experts: who holds which, and their products
-    memory.py           what a rank can still allocate
+    moe.py              router, experts, and their placement on ranks
+    memory.py           free-memory checks before large allocations
     logits.py           hidden states and the head to logits
 """
 

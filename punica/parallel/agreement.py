@@ -1,7 +1,8 @@
-"""What fails on one rank fails on all of them, before any of them goes on; or, inside of a step, ends the group.
+"""Failures and arguments compared over the ranks of a tensor-parallel group, so that no rank computes without another.
 
-Ranks read the same folders, but not the same disks. If one of them cannot load an adapter and the others compute with
-it, the ranks never meet again in the same collective: everybody's requests end in a time-out that names no cause.
+Ranks read the same folders, but not the same disks. If one rank cannot load an adapter and the others compute with it,
+they wait for it in a collective until a time-out that names no cause. Outside of steps `all_ranks_agree` makes a
+failure common to all; inside of one `in_step` ends the group.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,13 @@ _MESSAGE_BYTES = 2048
 
 @contextmanager
 def all_ranks_agree() -> Iterator[None]:
-    """Inside, this rank does what all ranks of the group do; on leaving they tell each other whether it worked.
+    """Make an error of one rank inside the block an error of all ranks at its end.
 
-    If it failed anywhere, every rank raises: the kind of error and the message of the first rank that failed, with its
-    number in front. FileNotFoundError, TypeError, ValueError and what tells of too little memory stay what they are,
-    others become a RuntimeError. With one rank nothing is exchanged. All ranks must come here, in the same order as to
-    their other collectives, so never inside of another agreement: a rank that failed there would not come. Nor may
-    there be collectives inside, in which the others would wait for it: :func:`in_step` is for those.
+    Every rank then raises the error of the first rank that failed, its message preceded by that rank's number.
+    FileNotFoundError, TypeError, ValueError and errors of too little memory keep their type, others become a
+    RuntimeError. With one rank nothing is exchanged. This is a collective: all ranks must reach it, in one order. So it
+    must not be nested, and there must be no collectives inside: a rank that failed would be missing in them
+    (:func:`in_step` is for those).
     """
     group = current_group()
     if group.world_size == 1:
@@ -49,12 +50,12 @@ def all_ranks_agree() -> Iterator[None]:
 
 @contextmanager
 def in_step() -> Iterator[None]:
-    """Inside, ranks meet in collectives as the layers need them, without asking whether all will come: a forward pass.
+    """Break the group on this rank where the block, a forward pass with collectives, fails.
 
-    Of a failure there they cannot tell each other: the others wait in the next collective (on GPUs in kernels that are
-    enqueued already), and would take whatever this rank sends for that. So it breaks the group on this rank, where all
-    further collectives, and steps, are a RuntimeError that says to restart; the others fail by their backend's
-    time-out, or as soon as this process ends. With one rank nothing happens.
+    The other ranks cannot be told: they wait in the next collective (on GPUs in kernels that are enqueued already), and
+    would take any message for it. All further collectives and steps of this rank are a RuntimeError that says to
+    restart; the others fail by their backend's time-out, or as soon as this process ends. With one rank nothing
+    happens.
     """
     try:
         yield
@@ -71,9 +72,9 @@ def check_in_step() -> None:
 
 
 def check_same_on_all_ranks(what: str, values: Sequence[int]) -> None:
-    """RuntimeError on every rank unless all of them come with the same integers, as many on each; ``what`` they are.
+    """RuntimeError on every rank unless all have the same integers, as many on each; ``what`` names them.
 
-    With one rank nothing is exchanged. All ranks must come here, in the same order as to their other collectives.
+    With one rank nothing is exchanged. This is a collective: all ranks must reach it, in one order.
     """
     group = current_group()
     if group.world_size == 1:
@@ -88,7 +89,7 @@ def check_same_on_all_ranks(what: str, values: Sequence[int]) -> None:
 
 
 def _as_bytes(failure: Exception | None) -> torch.Tensor:
-    """The message, uint8 `[1, _MESSAGE_BYTES]`, zeros behind it."""
+    """The message, uint8 `[1, _MESSAGE_BYTES]`, padded with zeros."""
     named = "" if failure is None else str(failure)
     if failure is not None and not isinstance(failure, _KINDS):
         named = f"{type(failure).__name__}: {failure}"

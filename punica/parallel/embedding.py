@@ -77,15 +77,10 @@ class VocabParallelEmbedding(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = 64,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int,
+        params_dtype: torch.dtype | None = None, org_num_embeddings: int | None = None, padding_size: int = 64,
+        tp_rank: int | None = None, tp_size: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         org = num_embeddings if org_num_embeddings is None else org_num_embeddings
         self.num_embeddings = check_count("num_embeddings", num_embeddings)
@@ -112,18 +107,10 @@ class VocabParallelEmbedding(nn.Module):
         """Id ranges of any rank: each part is dealt out in equal padded pieces, rank 0 first."""
         org_rows = divide(self.org_vocab_size_padded, self.tp_size)
         added_rows = divide(self.num_embeddings_padded - self.org_vocab_size_padded, self.tp_size)
-        org_start = rank * org_rows
-        added_start = self.org_vocab_size + rank * added_rows
-        return VocabShardIndices(
-            org_start,
-            org_start + org_rows,
-            added_start,
-            added_start + added_rows,
-            min(org_start, self.org_vocab_size),
-            min(org_start + org_rows, self.org_vocab_size),
-            min(added_start, self.num_embeddings),
-            min(added_start + added_rows, self.num_embeddings),
-        )
+        org_start, added_start = rank * org_rows, self.org_vocab_size + rank * added_rows
+        padded = (org_start, org_start + org_rows, added_start, added_start + added_rows)
+        limits = (self.org_vocab_size, self.org_vocab_size, self.num_embeddings, self.num_embeddings)
+        return VocabShardIndices(*padded, *map(min, padded, limits))
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
         """Copy this rank's rows of the full checkpoint table (or head bias); everything else becomes zero.
@@ -175,9 +162,8 @@ class VocabParallelEmbedding(nn.Module):
             raise ValueError(f"ids must be in [0, {self.num_embeddings}), got {bad}; check the tokenizer's vocabulary")
 
     def column_of_id(self) -> list[int]:
-        """Where each id's row lies when the shards of all ranks are put in rank order, padding last.
-
-        Length ``num_embeddings_padded``: the original ids in order, the added ids in order, then every padding row.
+        """Row of each id in the shards of all ranks in rank order, ``[num_embeddings_padded]``: original ids, added
+        ids, then every padding row.
         """
         org: list[int] = []
         added: list[int] = []
@@ -212,18 +198,14 @@ class ParallelLMHead(VocabParallelEmbedding):
     columns_in_id_order: Tensor | None
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
+        self, num_embeddings: int, embedding_dim: int, bias: bool = False, params_dtype: torch.dtype | None = None,
         **common: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(num_embeddings, embedding_dim, params_dtype, **common)
         self.register_parameter("bias", self._parameter(self.num_embeddings_per_partition) if bias else None)
         order = torch.tensor(self.column_of_id()) if num_embeddings > self.org_vocab_size else None
         self.register_buffer("columns_in_id_order", order, persistent=False)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Not a module to call: a head has no lookup. Always a ``RuntimeError``."""
+        """RuntimeError: a head has no lookup."""
         raise RuntimeError("ParallelLMHead has no forward; pass it to LogitsProcessor(lm_head, hidden_states)")

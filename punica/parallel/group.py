@@ -1,16 +1,15 @@
-"""The tensor-parallel group: who shares a layer with whom, and how partial results meet.
+"""Tensor-parallel groups and their collectives.
 
 Tensor parallelism (Megatron-LM) splits the weight of one layer over ``tp_size`` ranks. A column-parallel layer
-leaves each rank with a slice of the output (joined by an *all-gather*), a row-parallel layer leaves each rank with a
-partial sum (joined by an *all-reduce*). A *group* is any object with ``rank``, ``world_size``, ``all_reduce(t)``,
-``all_gather(t, dim)`` and ``gather(t, dst, dim)``; two are provided, :class:`SingleProcessGroup` (one rank, every
-collective is the identity) and :class:`TorchDistGroup` (``torch.distributed``: gloo on CPUs, NCCL on GPUs). A group
-whose collectives can be part of a CUDA graph says so by ``can_be_captured`` and tells by ``before_close`` when it ends.
-One that ``break_off(reason)`` has told that its ranks no longer meet in the same collectives refuses all further ones;
-``broken`` is the reason.
+leaves each rank with a slice of the output (joined by an *all-gather*), a row-parallel layer with a partial sum (joined
+by an *all-reduce*). A *group* is any object with ``rank``, ``world_size``, ``all_reduce(t)``, ``all_gather(t, dim)``
+and ``gather(t, dst, dim)``: :class:`SingleProcessGroup` (one rank, every collective is the identity) or
+:class:`TorchDistGroup` (``torch.distributed``: gloo on CPUs, NCCL on GPUs). Optional: ``can_be_captured`` (collectives
+in CUDA graphs), ``before_close`` (callbacks), ``break_off(reason)``, after which all collectives fail, and ``broken``,
+that reason.
 
 The layers call the ``tensor_model_parallel_*`` functions, which look the current group up at call time. With one rank
-they return their input untouched, so a single-GPU forward pays nothing for the seam.
+they return their input untouched.
 """
 
 import inspect
@@ -27,7 +26,7 @@ from torch import Tensor
 
 
 class TensorParallelGroup(Protocol):
-    """What a group must offer. Tensors may live on any device the group's backend supports."""
+    """A group's required members. Tensors may be on any device that its backend supports."""
 
     @property
     def rank(self) -> int:
@@ -44,7 +43,7 @@ class TensorParallelGroup(Protocol):
         """Concatenation of every rank's tensor along ``dim``, in rank order."""
 
     def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
-        """As :meth:`all_gather` on rank ``dst``; ``None`` on the others."""
+        """:meth:`all_gather` on rank ``dst``; ``None`` on the others."""
 
 
 class SingleProcessGroup:
@@ -94,13 +93,12 @@ class TorchDistGroup:
     def before_close(self, release: Callable[[], None]) -> None:
         """Call the bound method ``release`` when the group ends, unless its object is gone by then.
 
-        For CUDA graphs with collectives: NCCL waits for the last of them before it lets go of its communicator, for
-        ever if somebody still holds one.
+        For CUDA graphs with collectives: NCCL destroys its communicator only after the last of them.
         """
         self._dependents.append(weakref.WeakMethod(release))
 
     def close(self) -> None:
-        """Let go of the process group, which must not outlive ``torch.distributed``; no collective afterwards."""
+        """Release the process group, which must not outlive ``torch.distributed``; no collective afterwards."""
         for dependent in self._dependents:
             if (release := dependent()) is not None:
                 release()
@@ -108,15 +106,15 @@ class TorchDistGroup:
         self._process_group, self._closed = None, True
 
     def break_off(self, reason: str) -> None:
-        """Every later collective of this rank is a RuntimeError that names ``reason``, the first one that is given.
+        """Make every later collective of this rank a RuntimeError that names the first ``reason``.
 
-        The communicator is left alone: what this rank has sent was met by the others, and to those that wait for more
-        nothing that it could do here would get through. They fail when this process ends, or by their time-out.
+        The communicator is left alone: no message could reach ranks that wait in a collective. They fail when this
+        process ends, or by their time-out.
         """
         self.broken = self.broken or reason
 
     def _rank_and_size(self) -> tuple[int, int]:
-        """This rank's place, asked of ``torch.distributed`` once per world: every layer of every step wants it."""
+        """This rank's place, asked of ``torch.distributed`` once per world."""
         world = dist.group.WORLD if dist.is_available() and not self._closed else None
         if world is None:
             raise RuntimeError(
@@ -156,7 +154,7 @@ class TorchDistGroup:
         return _concatenate(parts, dim)
 
     def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
-        """As :meth:`all_gather`, but only rank ``dst`` of the group receives the result."""
+        """:meth:`all_gather` whose result only rank ``dst`` of the group receives."""
         rank, size = self._rank_and_size()
         check_not_broken(self)
         self._check_same_shape(tensor)
@@ -167,22 +165,22 @@ class TorchDistGroup:
 
     @property
     def message_device(self) -> torch.device:
-        """Where small messages between the ranks may lie: on the CPU if the backend reaches it, else on this GPU."""
+        """Device for small messages between the ranks: the CPU if the backend reaches it, else this GPU."""
         self._rank_and_size()
         reached = dist.get_backend_config(self._process_group)
         return torch.device("cpu") if "cpu" in reached else torch.device("cuda", torch.cuda.current_device())
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether collectives of CUDA tensors can be part of a CUDA graph: NCCL's can."""
+        """True with NCCL: collectives of CUDA tensors can be part of a CUDA graph."""
         self._rank_and_size()
         return "cuda:nccl" in dist.get_backend_config(self._process_group)
 
     def _check_same_shape(self, tensor: Tensor) -> None:
-        """Compare shapes and dtypes over ranks on CPU; on CUDA a read-back would stall the stream, so the caller does.
+        """Compare shapes and dtypes over ranks on CPU (on CUDA a read-back would stall the stream).
 
-        Eight bytes per rank are compared. A rank cannot skip this for a shape that it has sent before, as another rank
-        may hold a new one and would wait for it. The shapes themselves travel only for the message.
+        Hashes of eight bytes are compared at every call, as any rank may have a new shape; the shapes themselves are
+        sent for the message only.
         """
         if tensor.device.type != "cpu":
             return
@@ -224,7 +222,7 @@ def current_group() -> TensorParallelGroup:
 
 
 def process_wide_group() -> TensorParallelGroup:
-    """What :func:`set_tensor_parallel_group` installed last, or the single rank."""
+    """The group that :func:`set_tensor_parallel_group` installed last, or the single rank."""
     return _process_wide
 
 
@@ -272,7 +270,7 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def collectives_can_be_captured() -> bool:
-    """Whether what a step sends between the ranks of the current group can be part of a CUDA graph."""
+    """Tell whether collectives of the current group can be part of a CUDA graph."""
     return bool(getattr(current_group(), "can_be_captured", False))
 
 
@@ -290,7 +288,7 @@ def tensor_model_parallel_all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
 
 
 def tensor_model_parallel_gather(tensor: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """As :func:`tensor_model_parallel_all_gather` on rank ``dst``, ``None`` on the others.
+    """:func:`tensor_model_parallel_all_gather` on rank ``dst``, ``None`` on the others.
 
     Raises ``ValueError`` when ``dst`` is no rank of the group or ``dim`` no dimension of the tensor.
     """

@@ -1,9 +1,8 @@
-"""Starting tensor parallelism: one process per rank, and the group that the layers find.
+"""Start of tensor parallelism: one process per rank, and the group that the layers find.
 
 Tensor parallelism cuts every layer over ``tp_size`` processes that all run *the same program* on *the same requests*.
-Inside :func:`init_tensor_parallel` a layer reads its place from the group when it is built, keeps its part of the
-weight when it is loaded, and meets the other ranks in one collective per pair of layers when it runs; model and engine
-code does not change. The processes come from one of
+Inside :func:`init_tensor_parallel` layers read their place from the group when they are built. Model and engine code
+does not change. The processes come from one of
 
 * **torchrun**, one command per machine::
 
@@ -17,8 +16,8 @@ code does not change. The processes come from one of
 
 * :func:`spawn_tensor_parallel`, from within a Python program on one machine, as tests do.
 
-With more processes than ``tp_size`` the world is cut into groups of consecutive ranks that do not talk to each other:
-``world_size / tp_size`` replicas of the model.
+With more processes than ``tp_size`` the world is cut into groups of consecutive ranks, ``world_size / tp_size``
+replicas of the model.
 """
 
 import importlib
@@ -48,12 +47,9 @@ FIRST_FAILURE = "first-failure"  # file with the traceback of the rank that fail
 @contextmanager
 def init_tensor_parallel(
     tp_size: int | None = None,
-    *,
-    backend: str | None = None,
-    init_method: str | None = None,
-    rank: int | None = None,
+    *, backend: str | None = None, init_method: str | None = None, rank: int | None = None,
     world_size: int | None = None,
-) -> Iterator[TorchDistGroup]:
+) -> Iterator[TorchDistGroup]:  # fmt: skip
     """Make this process one rank of a tensor-parallel group for the ``with`` block; the group is yielded.
 
     Args:
@@ -65,10 +61,9 @@ def init_tensor_parallel(
         rank, world_size: this process's place in the world. ``None``: the environment's ``RANK`` and ``WORLD_SIZE``,
             which torchrun sets.
 
-    With NCCL the current CUDA device becomes ``LOCAL_RANK`` (``rank`` where that is not set) and stays so. All ranks of
-    the world must come here. A world that is initialised already is used as found: leave the keyword arguments out.
-    On exit the previous group is installed again, and what was initialised here is destroyed. Without a ``with`` block:
-    ``stack = contextlib.ExitStack()``, ``stack.enter_context(init_tensor_parallel())``, and later ``stack.close()``.
+    With NCCL the current CUDA device becomes ``LOCAL_RANK`` (``rank`` where that is not set) and stays so. This is a
+    collective of the whole world. A world that is initialised already is used as found: leave the keyword arguments
+    out. On exit the previous group is installed again, and what was initialised here is destroyed.
 
     Raises, before anything changes: TypeError or ValueError for an argument or environment variable out of range or a
     ``tp_size`` that does not divide the world size, RuntimeError for a missing environment or too few GPUs.
@@ -94,7 +89,7 @@ def init_tensor_parallel(
 
 @dataclass(frozen=True)
 class _World:
-    """All processes: this one's rank, how many there are, and, unless they have met already, how they meet."""
+    """All processes: this one's rank, their number and, unless they are connected already, their rendezvous."""
 
     rank: int
     size: int
@@ -118,7 +113,7 @@ def _world_as_found(given: dict[str, Any]) -> _World:
 
 
 def _planned_world(backend: str | None, init_method: str | None, rank: int | None, world_size: int | None) -> _World:
-    """The world that arguments and environment describe, checked."""
+    """The checked world of arguments and environment."""
     needed = [name for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is None]
     if init_method in (None, "env://"):
         needed += ["MASTER_ADDR", "MASTER_PORT"]
@@ -162,12 +157,12 @@ def _from_environment(name: str, default: int = 0) -> int:
 def _start(world: _World) -> None:
     if world.uses_nccl:
         torch.cuda.set_device(world.local_rank)
-    # torch.distributed.nn makes the world of its import time a default argument. Other libraries import it lazily; were
-    # that to happen in this block, it would keep the world alive, and gloo's threads abort a process that ends with it.
+    # torch.distributed.nn keeps the world of its import time alive as a default argument; imported lazily after the
+    # world is made, it would have gloo's threads abort the process at its end.
     importlib.import_module("torch.distributed.nn")
     method = urlsplit(world.init_method or "")
     meeting: dict[str, Any] = {"init_method": world.init_method}
-    if method.scheme == "file":  # torch would take the path as it is quoted and wait for a file that nobody writes
+    if method.scheme == "file":  # torch does not unquote the path, and would wait for another file
         meeting = {"store": dist.FileStore(unquote(method.path), world.size)}
     dist.init_process_group(world.backend, rank=world.rank, world_size=world.size, **meeting)
 
@@ -179,7 +174,7 @@ def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
         process_group, _ = dist.new_subgroups(tp_size)
         undo.callback(dist.destroy_process_group, process_group)
     _meet(world, None)
-    if process_group is not None:  # all ranks meet in this order; another one on some of them would be a deadlock
+    if process_group is not None:  # in this order on all ranks, else a deadlock
         _meet(world, process_group)
     group = TorchDistGroup(process_group)
     undo.callback(group.close)
@@ -187,10 +182,10 @@ def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
 
 
 def _meet(world: _World, process_group: dist.ProcessGroup | None) -> None:
-    """A first collective: all ranks are connected to this one when it returns.
+    """Run a first collective: all ranks are connected to this one when it returns.
 
-    NCCL connects them then, which it must not do while a graph is captured. gloo has done so, but a rank that has its
-    own connections must not leave, and so close them, while another one is still about to see that it has them.
+    NCCL connects then, which it must not do during a graph capture. gloo's ranks are connected, but none may leave, and
+    so close its connections, before the others have seen them.
     """
     for backend, device in (("nccl", "cuda"), ("gloo", "cpu")):
         if backend in world.backend:
@@ -202,8 +197,7 @@ def spawn_tensor_parallel(
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on ``tp_size`` ranks, a new process each; the results in rank order.
 
-    Every process is inside :func:`init_tensor_parallel`, so ``function`` builds and runs sharded layers without
-    further ado::
+    Every process is inside :func:`init_tensor_parallel`::
 
         def logits(rank, folder):                      # at the top level of a module
             model = LlamaForCausalLM(folder)
@@ -268,7 +262,7 @@ def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
 
 
 def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home: Path) -> None:
-    """What a spawned process runs; results and failures go to files in ``home``."""
+    """Run one rank of `spawn_tensor_parallel`; results and failures go to files in ``home``."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(tp_size))
     torch.set_num_threads(threads)
     place: dict[str, Any] = {"rank": rank, "world_size": tp_size, "init_method": (home / "rendezvous").as_uri()}
@@ -278,9 +272,9 @@ def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home:
             function, args = pickle.loads((home / "call").read_bytes())
             (home / f"result-{rank}").write_bytes(pickle.dumps(function(rank, *args)))
         except Exception:
-            # before the group is left: that makes the other ranks fail too, and theirs is not the failure to report
+            # before the group is left, which makes the other ranks fail too
             _note_failure(home, rank, f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}")
-            raise SystemExit(1) from None  # the traceback is told; torch would leave it in a file of its own as well
+            raise SystemExit(1) from None
 
 
 def _note_failure(home: Path, rank: int, text: str) -> None:

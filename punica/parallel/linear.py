@@ -33,7 +33,7 @@ LinearOutput = Tensor | tuple[Tensor, Tensor | None]
 
 
 class UnquantizedLinearMethod:
-    """How a layer multiplies: plain ``x @ weight^T (+ bias)``. Quantised layers replace ``layer.quant_method``."""
+    """Plain product ``x @ weight^T (+ bias)``. Quantised layers replace ``layer.quant_method``."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., in]`` to ``[..., out]`` with the weight of ``layer``."""
@@ -41,8 +41,8 @@ class UnquantizedLinearMethod:
 
 
 class BatchInvariantLinearMethod:
-    """``x @ weight^T (+ bias)`` with one kernel form for any number of rows, so that a row's bits do not depend on what
-    else is in the batch: on a GPU, 64 rows at a time, which costs a prompt several readings of the weights.
+    """``x @ weight^T (+ bias)`` with one kernel form for any number of rows, so that a row's bits do not depend on the
+    batch. On a GPU, 64 rows at a time: a prompt reads the weights several times.
     """
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def check_batch_invariant(layers: Mapping[str, Any]) -> None:
 
 
 def set_batch_invariant(layers: Mapping[str, Any], wanted: bool) -> None:
-    """Whether the products of those ``layers`` that have plain ones are batch invariant from now on."""
+    """Make the plain products of ``layers`` batch invariant, or not."""
     for layer in layers.values():
         if type(layer.quant_method) in PLAIN_METHODS:
             layer.quant_method = PLAIN_METHODS[wanted]()
@@ -157,7 +157,7 @@ class LinearBase(nn.Module):
         self.register_parameter("bias", None if zeros is None else annotated_parameter(zeros, self.weight_loader))
 
     def output_shards(self) -> dict[Hashable, OutputShard]:
-        """Checkpoint matrices in the order in which their parts lie in the weight, by shard id; here one, whole."""
+        """Checkpoint matrices by shard id, in the order of their parts in the weight; here one, whole."""
         return {None: OutputShard(self.output_size, 0, self.output_size)}
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
@@ -211,24 +211,18 @@ class ColumnParallelLinear(LinearBase):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        gather_output: bool = False,
-        output_sizes: Sequence[int] | None = None,
-        **common: Any,
-    ) -> None:
+        self, input_size: int, output_size: int,
+        bias: bool = True, gather_output: bool = False, output_sizes: Sequence[int] | None = None, **common: Any,
+    ) -> None:  # fmt: skip
         super().__init__(input_size, output_size, **common)
         sizes = [output_size] if output_sizes is None else list(output_sizes)
         if sum(sizes) != output_size:
             raise ValueError(f"output_sizes must add up to output_size={output_size}, got {sizes} (sum {sum(sizes)})")
         for i, size in enumerate(sizes):
             check_count(f"output_sizes[{i}]", size)
-        self.gather_output = gather_output
+        self.gather_output, self.input_size_per_partition = gather_output, input_size
         self.output_partition_sizes = [divide(size, self.tp_size) for size in sizes]
         self.output_size_per_partition = sum(self.output_partition_sizes)
-        self.input_size_per_partition = input_size
         self._create_parameters(self.output_size_per_partition, input_size, bias)
 
     def output_shards(self) -> dict[Hashable, OutputShard]:
@@ -291,14 +285,9 @@ class QKVParallelLinear(ColumnParallelLinear):
         sizes = [heads * head_size * tp_size for heads in (num_heads, num_kv_heads, num_kv_heads)]
         place = {"tp_rank": tp_rank, "tp_size": tp_size}
         super().__init__(hidden_size, sum(sizes), bias, gather_output=False, output_sizes=sizes, **place, **common)
-        self.hidden_size = hidden_size
-        self.head_size = head_size
-        self.total_num_heads = total_num_heads
-        self.total_num_kv_heads = total_kv
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.num_kv_head_replicas = replicas
-        self.output_sizes = sizes
+        self.hidden_size, self.head_size, self.output_sizes = hidden_size, head_size, sizes
+        self.total_num_heads, self.total_num_kv_heads = total_num_heads, total_kv
+        self.num_heads, self.num_kv_heads, self.num_kv_head_replicas = num_heads, num_kv_heads, replicas
 
     def output_shards(self) -> dict[Hashable, OutputShard]:
         """``"q"``, ``"k"`` and ``"v"``; k and v without replicas, as the checkpoint has them."""
@@ -322,14 +311,9 @@ class RowParallelLinear(LinearBase):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        input_is_parallel: bool = True,
-        reduce_results: bool = True,
-        **common: Any,
-    ) -> None:
+        self, input_size: int, output_size: int,
+        bias: bool = True, input_is_parallel: bool = True, reduce_results: bool = True, **common: Any,
+    ) -> None:  # fmt: skip
         super().__init__(input_size, output_size, **common)
         if bias and not self.skip_bias_add and not reduce_results and self.tp_size > 1:
             raise ValueError(

@@ -12,10 +12,10 @@ from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model
 def ordered_logits(
     processor: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None, order: Tensor | None = None
 ) -> Tensor | None:
-    """Hidden times the shards of the head, gathered by ``processor``, a column per id: original, added, then padding.
+    """Multiply with the shards of the head and gather by ``processor``, a column per id: original, added, padding.
 
-    ``embedding_bias`` takes the place of the head's own bias, ``order`` (int64, the column of every id) that of its own
-    ``columns_in_id_order``. ``None`` on ranks that do not get the logits.
+    ``embedding_bias`` replaces the head's bias, ``order`` (int64, the column of every id) its ``columns_in_id_order``.
+    ``None`` on ranks that do not get the logits.
     """
     bias = getattr(lm_head, "bias", None) if embedding_bias is None else embedding_bias  # a tied embedding has none
     logits = processor._gather_logits(lm_head.quant_method.apply(lm_head, hidden_states, bias))
@@ -38,13 +38,9 @@ class LogitsProcessor(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        org_vocab_size: int | None = None,
-        scale: float = 1.0,
-        logits_as_input: bool = False,
+        self, vocab_size: int, org_vocab_size: int | None = None, scale: float = 1.0, logits_as_input: bool = False,
         soft_cap: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.vocab_size = vocab_size
         self.org_vocab_size = vocab_size if org_vocab_size is None else org_vocab_size

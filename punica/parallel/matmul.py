@@ -1,16 +1,13 @@
 """The dense product of every base layer: ``x @ weight^T + bias``.
 
-On a GPU a few rows of 16 bits go through the project's own kernel, whose time is that of reading the weight once
-(`skinny_gemm`), and which starts while the kernel in front of it ends.
+On a GPU a few rows of 16 bits go through `skinny_gemm`, which reads the weight once and starts early (PDL).
 
-torch sends float32 products on a CPU to MKL, which on other makers' processors multiplies a few rows against a large
-weight at a fraction of their speed: on an AMD EPYC with two cores the linear layers of ``llama-small`` take 17 ms for
-one row and 81 ms for four, where oneDNN (also in torch, used by ``torch.compile``) takes 19 and 33 ms, and less than
-half of MKL's time up to 512 rows. What batching gains would drown in that, so rows of a batch go to oneDNN and a
-single row stays where torch sends it. On an Intel Xeon the single row is the slower one there (18 ms, where two rows
-through oneDNN take 13): `use_faster_products` measures both and keeps the faster. It is not the default because bits
-would then depend on a clock. The operator is not public API: where torch lacks it, or its answer differs, ``F.linear``
-does all the work.
+torch sends float32 products on a CPU to MKL, which is slow for a few rows on other makers' processors. The linear
+layers of ``llama-small`` on an AMD EPYC with two cores take 17 ms for one row and 81 ms for four; oneDNN (also in
+torch) takes 19 and 33 ms, and less than half of MKL's time up to 512 rows. So batches go to oneDNN and a single row to
+MKL. On an Intel Xeon a single row takes MKL 18 ms and two rows take oneDNN 13 ms: `use_faster_products` measures both
+and keeps the faster. It is not the default, since bits would then depend on a clock. oneDNN's operator is not public
+API: where torch lacks it, or its answer differs, ``F.linear`` serves all.
 """
 
 import functools
@@ -29,7 +26,7 @@ MOST_SKINNY_ROWS = 32
 
 @dataclass
 class _Choice:
-    """Whether oneDNN multiplies one row, and several."""
+    """Row counts that oneDNN multiplies."""
 
     one: bool = False
     several: bool = True
@@ -54,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def is_skinny(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product on a GPU goes through `skinny_gemm`: a few rows, 16 bits, no gradient, nothing being traced."""
+    """Tell whether `skinny_gemm` serves a product on a GPU: few rows, 16 bits, no gradient, no tracer."""
     if x.dim() != 2 or x.shape[0] > MOST_SKINNY_ROWS or x.dtype not in (torch.float16, torch.bfloat16):
         return False
     plain = type(x) is Tensor and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
@@ -70,7 +67,7 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, on a GPU alone, with bits of a row that do not depend on the other rows."""
+    """Multiply as `linear` on a GPU, with bits of a row that do not depend on the other rows."""
     from punica.ops.triton_ops.backbone import MAX_TOKENS, skinny_gemm
 
     rows = x.reshape(-1, x.shape[-1])
@@ -86,11 +83,10 @@ def _through(onednn: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Ten
 
 @functools.cache
 def use_faster_products(hidden: int = 2048, inner: int = 5504, attempts: int = 7) -> dict[str, str]:
-    """Time MKL's and oneDNN's product for one row and for four against ``[inner, hidden]`` float32 weights, and use the
-    faster from now on, for every caller of `linear` in this process; which it is, by ``"one"`` and ``"several"``.
+    """Time MKL and oneDNN for one row and for four against ``[inner, hidden]`` float32 weights, and use the faster for
+    every caller of `linear` in this process. Returns its name for ``"one"`` and ``"several"``.
 
-    For benchmarks, where all that are compared shall have the best product of the machine. Takes a quarter of a second,
-    once per process.
+    For benchmarks: all systems compared get the machine's best product. Takes a quarter of a second, once.
     """
     onednn = _onednn_linear()
     if onednn is None:
@@ -108,7 +104,7 @@ def use_faster_products(hidden: int = 2048, inner: int = 5504, attempts: int = 7
 
 
 def _best_of(products: list[Callable[[Tensor], Tensor]], weights: list[Tensor], attempts: int) -> list[float]:
-    """The least seconds that each takes for all weights, the products in turns."""
+    """Least seconds of each product for all weights, measured in turns."""
     best = [float("inf")] * len(products)
     for _ in range(attempts):
         for index, product in enumerate(products):
@@ -121,7 +117,7 @@ def _best_of(products: list[Callable[[Tensor], Tensor]], weights: list[Tensor], 
 
 @functools.cache
 def _onednn_linear() -> Any | None:
-    """oneDNN's fused linear, if this torch has it and it agrees with ``F.linear`` on a small product; probed once."""
+    """oneDNN's fused linear, if this torch has it and it agrees with ``F.linear``; probed once."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return None
     numbers = torch.linspace(-1, 1, 20, device="cpu")  # wherever tensors are made by default

@@ -1,4 +1,4 @@
-"""What this rank can still allocate, asked before something large is."""
+"""Free-memory checks before large allocations."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from punica.parallel.group import get_tensor_model_parallel_world_size
 
 
 class Need(NamedTuple):
-    """One of several large allocations: ``what`` takes ``nbytes``, ``remedy`` takes fewer."""
+    """A large allocation: ``what`` takes ``nbytes``, ``remedy`` takes fewer."""
 
     what: str
     nbytes: int
@@ -19,12 +19,12 @@ class Need(NamedTuple):
 
 
 class _Accounting(NamedTuple):
-    """Where a version of Linux's control groups tells what the processes of a group may take, and what they have."""
+    """Files in which a version of Linux's control groups reports limit and use of memory."""
 
     root: str
     limit: str
     used: str
-    file_cache: tuple[str, str]  # lines of memory.stat: what the kernel gives back before it refuses anybody
+    file_cache: tuple[str, str]  # lines of memory.stat: reclaimed before an allocation fails
 
 
 _V1 = _Accounting(
@@ -35,9 +35,10 @@ _V2 = _Accounting("sys/fs/cgroup", "memory.max", "memory.current", ("active_file
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device: on CUDA also what torch has reserved and does not use; on a CPU,
-    what the operating system can give without swapping, and the container that this process is in, shared out over the
-    ranks of this group.
+    """Bytes that can still be allocated on a device.
+
+    On CUDA, including what torch has reserved and does not use. On a CPU, what the operating system can give without
+    swapping, within the limits of the container, divided by the ranks of this group.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -47,8 +48,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def container_bytes(root: Path = Path("/")) -> Iterator[int]:
-    """What each control group that this process is in, with a limit or without, leaves it to allocate; nothing where
-    the operating system has none. ``root``: of the file system that tells.
+    """Bytes left in each control group of this process that has a limit; none without control groups. ``root``: of the
+    file system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -60,14 +61,14 @@ def container_bytes(root: Path = Path("/")) -> Iterator[int]:
         accounting = _V1 if controllers else _V2
         top = root / accounting.root
         group = top / path.strip("/")
-        # in a container the path may be that on the host, and all there is to see is the top
+        # in a container the path may be the host's, and only the top is visible
         for level in (group, *group.parents):
             if level.is_relative_to(top) and (left := _left_in(level, accounting)) is not None:
                 yield left
 
 
 def _left_in(group: Path, accounting: _Accounting) -> int | None:
-    """What one group leaves to allocate, ``None`` if it tells of no limit."""
+    """Bytes left in one group, ``None`` without a limit."""
     try:
         limit = int((group / accounting.limit).read_text(encoding="utf-8"))  # "max" is no limit
         used = int((group / accounting.used).read_text(encoding="utf-8"))
@@ -88,7 +89,7 @@ def check_free(what: str, wanted: int, device: torch.device, remedy: str) -> Non
 
 
 def check_free_for_all(needs: Sequence[Need], device: torch.device) -> None:
-    """As :func:`check_free`, for several allocations that are all still to be made."""
+    """ValueError if several allocations together are more than what is free."""
     named = [need.what if len(needs) == 1 else f"{need.what} ({need.nbytes} bytes)" for need in needs]
     remedies = ", or ".join(need.remedy for need in needs)
     check_free(" and ".join(named), sum(need.nbytes for need in needs), device, remedies)

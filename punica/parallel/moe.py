@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, the experts' products, and how experts are spread over ranks.
+"""Mixture of experts: the router, the experts' products, and the placement of experts on ranks.
 
 For a token x and the k experts that its router chose (Shazeer et al., 2017; Mixtral, Qwen3-MoE, gpt-oss):
 
@@ -6,10 +6,9 @@ For a token x and the k experts that its router chose (Shazeer et al., 2017; Mix
 
 ``W13`` holds gate (w1) and up (w3) of a gated expert, or the one up projection (w1) of another; ``W2`` is down. Tensor
 parallelism cuts every expert: a rank has I of its columns, and its result is a partial sum. Expert parallelism gives
-every rank whole experts: a rank computes the pairs of its own and leaves those of the others out. Both ways the ranks'
-results add up to the layer's, by one all-reduce, since all ranks see all tokens.
+every rank whole experts, whose pairs it computes. All ranks see all tokens, and one all-reduce adds up their results.
 
-The products of all (token, expert) pairs stay apart, ``[T, k, width]``, until the last sum: that is where LoRA is added
+The products of all (token, expert) pairs stay apart, ``[T, k, width]``, until the last sum: LoRA is added to them
 (:mod:`punica.layers.fused_moe`), with each token's own adapter.
 """
 
@@ -48,7 +47,7 @@ LAYOUTS = ("concatenated", "interleaved")
 
 @dataclass(frozen=True)
 class MoEParallelConfig:
-    """How the experts are spread. With ``use_ep`` the ranks share the experts out, and ``tp_size`` is 1."""
+    """Placement of the experts. With ``use_ep`` ranks hold whole experts, and ``tp_size`` is 1."""
 
     tp_size: int = 1
     tp_rank: int = 0
@@ -191,7 +190,7 @@ class RoutedExperts(nn.Module):
         return True
 
     def set_lora_context(self, context: Any) -> None:
-        """What a LoRA layer wants added from now on."""
+        """Set the LoRA that is added to the products."""
         self.lora_context = context
 
     def activate(self, product: Tensor) -> Tensor:
@@ -223,7 +222,7 @@ class RoutedExperts(nn.Module):
 
 
 class UnquantizedMoEMethod:
-    """How the experts multiply. A monolithic method (routing and all products in one kernel) could not take LoRA."""
+    """Products of the experts. A monolithic method (routing and all products in one kernel) could not take LoRA."""
 
     is_monolithic = False
 
@@ -236,7 +235,7 @@ class FusedMoE(nn.Module):
         hidden_size, intermediate_size: full sizes.
         params_dtype: of the weights; ``None`` is the default dtype.
         renormalize: the chosen probabilities sum to 1.
-        use_ep: the ranks of the group share the experts out, instead of cutting every one; ``placement`` how.
+        use_ep: every rank holds whole experts, by ``placement``, instead of a part of each.
         is_act_and_mul: experts have a gate. activation: ``"silu"``, or ``"swigluoai"`` of gpt-oss.
         w13_layout: ``"concatenated"`` (gate above up) or ``"interleaved"`` (even rows gate, odd rows up).
         apply_router_weight_on_input: the input is weighted, not the output; for ``top_k`` 1.
@@ -270,11 +269,9 @@ class FusedMoE(nn.Module):
         self.local_experts = place_experts(num_experts, size if use_ep else 1, rank if use_ep else 0, placement)
         shared_out = MoEParallelConfig(ep_size=size, ep_rank=rank, use_ep=True)
         place = shared_out if use_ep else MoEParallelConfig(tp_size=size, tp_rank=rank)
-        self.moe_config = MoEConfig(
-            num_experts, len(self.local_experts), top_k, hidden_size,
-            intermediate_size if use_ep else divide(intermediate_size, size), is_act_and_mul,
-            place,
-        )  # fmt: skip
+        inner = intermediate_size if use_ep else divide(intermediate_size, size)
+        sizes = (num_experts, len(self.local_experts), top_k, hidden_size, inner)
+        self.moe_config = MoEConfig(*sizes, is_act_and_mul, place)
         self._ranks = size
         self._shared_experts: nn.Module | None = None
         self.is_internal_router = False
@@ -290,7 +287,7 @@ class FusedMoE(nn.Module):
 
     @property
     def runner(self) -> nn.Module:
-        """Who runs the experts: this layer itself."""
+        """The module that runs the experts: this layer itself."""
         return self
 
     @property
@@ -300,7 +297,7 @@ class FusedMoE(nn.Module):
 
     @property
     def tp_size(self) -> int:
-        """How many ranks share every expert."""
+        """Number of ranks that share every expert."""
         return self.moe_config.moe_parallel_config.tp_size
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:

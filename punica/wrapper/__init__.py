@@ -1,7 +1,7 @@
 """The wrapper that every LoRA layer calls: it owns the metadata of a step and chooses the ops.
 
 `get_punica_wrapper` picks the backend. A new backend is a subclass of `PunicaWrapperBase` whose ``_ops`` is a
-`punica.ops.interface.Ops` (and `ExpertMethods` for experts), and a factory registered in `BACKENDS`.
+`punica.ops.interface.Ops` (and ``_experts`` a `punica.ops.experts.ExpertOps`), and a factory registered in `BACKENDS`.
 """
 
 import importlib.util

@@ -1,38 +1,25 @@
 """`PunicaWrapperCPU`: the wrapper on plain torch, on any device; products as in `TorchOps`."""
 
-
 import torch
 
-from punica.config import LoRAConfig
 from punica.metadata import LoRABatch
 from punica.ops import moe_torch
 from punica.ops.checks import check_low_rank, check_parts
 from punica.ops.torch_ops import TorchOps
 from punica.ops.weights import LoRAWeights
 from punica.wrapper.base import PunicaWrapperBase
-from punica.wrapper.contract import Slices
-from punica.wrapper.experts import ExpertMethods
+from punica.wrapper.contract.linear import Slices
 
 
-class PunicaWrapperCPU(ExpertMethods, PunicaWrapperBase):
+class PunicaWrapperCPU(PunicaWrapperBase):
     """Products by segment: the layout of the step is planned once and used by every layer.
 
     Prefill and decode take the same path, so they give equal results. Products are accumulated in float32 and rounded
     once into y's dtype; rows without adapter are never computed.
     """
 
-    def __init__(
-        self,
-        max_num_batched_tokens: int,
-        max_batches: int,
-        device: torch.device | str,
-        *,
-        max_loras: int | None = None,
-        lora_config: LoRAConfig | None = None,
-    ) -> None:
-        super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
-        self._ops = TorchOps()
-        self._experts = moe_torch.ExpertCalls()
+    _ops = TorchOps()
+    _experts = moe_torch.TorchExpertOps()
 
     def _linear(
         self, buffer: Slices | None, y: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch,

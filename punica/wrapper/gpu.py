@@ -7,10 +7,9 @@ import torch
 from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
 from punica.wrapper.base import PunicaWrapperBase
-from punica.wrapper.experts import ExpertMethods
 
 
-class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
+class PunicaWrapperGPU(PunicaWrapperBase):
     """One shrink launch and one expand launch per layer, whatever the number of slices and adapters.
 
     Needs ``lora_config``, or ``max_loras`` as a shorthand for its defaults (TypeError without either).
@@ -25,14 +24,9 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
     limits_runs = False  # no kernel reads segments: tokens are grouped by slot instead
 
     def __init__(
-        self,
-        max_num_batched_tokens: int,
-        max_batches: int,
-        device: torch.device | str,
-        *,
-        max_loras: int | None = None,
-        lora_config: LoRAConfig | None = None,
-    ) -> None:
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str,
+        *, max_loras: int | None = None, lora_config: LoRAConfig | None = None,
+    ) -> None:  # fmt: skip
         if lora_config is None:
             if max_loras is None:
                 raise TypeError("PunicaWrapperGPU needs lora_config=LoRAConfig(...) or max_loras=<number of slots>")
@@ -40,12 +34,12 @@ class PunicaWrapperGPU(ExpertMethods, PunicaWrapperBase):
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         # imported here so that the CPU path never imports triton
         from punica.ops.triton_ops import Options, TritonOps, verify_indices
-        from punica.ops.triton_ops.moe_calls import ExpertCalls
+        from punica.ops.triton_ops.moe_ops import TritonExpertOps
 
         tuned_dir = None if lora_config.tuned_dir is None else str(lora_config.tuned_dir)
         options = Options(lora_config.batch_invariant, lora_config.pdl, tuned_dir)
         self._ops = TritonOps(options)
-        self._experts = ExpertCalls(options)
+        self._experts = TritonExpertOps(options)
         self._verify_indices = verify_indices if lora_config.debug_checks else None
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta

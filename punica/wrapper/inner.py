@@ -14,7 +14,7 @@ from punica.wrapper.base import PunicaWrapperBase
 
 
 class InnerForm(Protocol):
-    """`punica.wrapper.base`; a platform that cannot update y in place returns the result."""
+    """`punica.wrapper.linear`; a platform that cannot update y in place returns the result."""
 
     def add_linear(
         self, y: Tensor, x: Tensor, weights: LoRAWeights, add_inputs: bool = True, beside: Beside = ALONE

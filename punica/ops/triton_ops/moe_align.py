@@ -1,13 +1,12 @@
-"""Alignment for mixture-of-experts LoRA: (token, expert) pairs grouped by slot and expert, in blocks for the kernels.
+"""Alignment of mixture-of-experts LoRA: (token, expert) pairs grouped by slot and expert, in blocks for the kernels.
 
     sorted_token_ids[l] = pairs of slot l by expert, each expert's padded to a multiple of block_size with T * k
     expert_ids[l, b]    = expert of block b, -1 past the last;     num_tokens_post_pad[l] = padded ids of slot l
 
-One launch and no synchronisation. A program serves a few experts of one slot: it counts the pairs of *all* experts of
-its slot (a histogram, so that it knows where its own begin), then goes over the pairs again and stores those of its
-experts at running positions. Counts and positions are integers, each position belongs to one pair, and pairs are taken
-in ascending order: the result is the stable sort's, the same every run. Pairs are few (T * k ids, in the L2 cache), so
-that every program reads them all.
+One launch and no synchronisation. A program serves a few experts of one slot: a histogram counts the pairs of *all*
+experts of the slot, which gives the first positions of its own. A second pass stores the pairs of its experts at
+running positions, in ascending order: the result is the stable sort's, the same every run. Every program reads all
+T * k ids, which are few and in the L2 cache.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.moe_checks import check_aligned_outputs, check_block_size, check_lora_ids, check_padded, check_routing
+from punica.ops.moe_checks import check_alignment
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device
 from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced, named
 
@@ -27,8 +26,8 @@ EXPERTS_PER_PROGRAM = 8
 class AlignShape(NamedTuple):
     """Blocks of an alignment and optional operands: a constexpr of the kernel.
 
-    bins: power of two > number of experts. block: pairs read at once. ids: power of two >= length of the slots' list.
-    single_slot: one slot, which all tokens use.
+    bins: power of two > number of experts. block: pairs read at once. ids: power of two >= length of ``lora_ids``.
+    single_slot: one slot, of all tokens.
     """
 
     bins: int
@@ -56,6 +55,17 @@ def _experts_of(topk_ptr, mapping_ptr, map_ptr, offs, slot, pairs, top_k, bucket
     return tl.where(mine, ids, SHAPE.bins - 1)
 
 
+@triton.jit
+def _fill_behind(sorted_ptr, experts_ptr, total, pairs, padded, blocks, SHAPE: tl.constexpr):
+    """Fill a slot's ids from ``total`` on with the padding id, and the experts of its unused blocks with -1."""
+    BLOCK: tl.constexpr = SHAPE.block
+    offs, step = tl.arange(0, BLOCK), tl.num_programs(0) * BLOCK
+    for start in tl.range(total + tl.program_id(0) * BLOCK, padded, step):
+        tl.store(sorted_ptr + start + offs, tl.zeros([BLOCK], tl.int32) + pairs, mask=start + offs < padded)
+    for start in tl.range(total // SHAPE.block_size + tl.program_id(0) * BLOCK, blocks, step):
+        tl.store(experts_ptr + start + offs, tl.full([BLOCK], -1, tl.int32), mask=start + offs < blocks)
+
+
 @triton.jit(
     do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "num_ids"],
     do_not_specialize_on_alignment=["mapping_ptr", "map_ptr", "enabled_ptr", "ids_ptr"],
@@ -64,7 +74,7 @@ def _moe_align_kernel(
     tensors, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, pairs, top_k, buckets, padded, blocks, num_ids,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Slot ``program_id(1)``, if it is one of ``num_ids`` that are listed. Without a list all slots are aligned, and
+    """Align slot ``program_id(1)``, if it is among ``num_ids`` listed ones. Without a list all slots are aligned, and
     those without blocks are filled, too.
     """
     topk_ptr, sorted_ptr, experts_ptr, counts_ptr = tensors
@@ -97,7 +107,7 @@ def _moe_align_kernel(
 
     mine = first + tl.arange(0, EXPERTS)
     is_mine = bins[None, :] == mine[:, None]
-    own = tl.sum(tl.where(is_mine, counts[None, :], 0), 1)
+    own = tl.sum(tl.where(is_mine, counts[None, :], 0), 1)  # [EXPERTS]
     begin = tl.sum(tl.where(bins[None, :] < mine[:, None], used[None, :], 0), 1)
     own_used = (own + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
     if tl.sum(own, 0) > 0:
@@ -116,11 +126,7 @@ def _moe_align_kernel(
             tl.store(experts_ptr + begin // BLOCK_SIZE + block, mine, mask=block < own_used // BLOCK_SIZE)
 
     if active | (not SHAPE.has_ids):
-        step = tl.num_programs(0) * BLOCK
-        for start in tl.range(total + tl.program_id(0) * BLOCK, padded, step):
-            tl.store(sorted_ptr + start + offs, tl.zeros([BLOCK], tl.int32) + pairs, mask=start + offs < padded)
-        for start in tl.range(total // BLOCK_SIZE + tl.program_id(0) * BLOCK, blocks, step):
-            tl.store(experts_ptr + start + offs, tl.full([BLOCK], -1, tl.int32), mask=start + offs < blocks)
+        _fill_behind(sorted_ptr, experts_ptr, total, pairs, padded, blocks, SHAPE)
         if first == 0:
             tl.store(counts_ptr + slot, total)
 
@@ -130,8 +136,8 @@ def _launch(
     topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int],
     outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,
 ) -> None:  # fmt: skip
-    """Checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written. No ``mapping`` and
-    ``enabled``: one slot, which all tokens use.
+    """Launch on checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written. Without
+    ``mapping`` and ``enabled``: one slot, of all tokens.
     """
     check_runnable(topk_ids.device)
     buckets, block_size, max_loras, padded, blocks = sizes
@@ -147,7 +153,7 @@ def _launch(
     launch = Launch(
         _moe_align_kernel, grid, (topk_ids.dtype,), (), {"SHAPE": shape}, num_warps=4, pdl=False, device=topk_ids.device
     )
-    counts = outputs[2]  # stands for what the kernel does not look at
+    counts = outputs[2]  # fills unused operands
     maybe = (mapping, expert_map, enabled, lora_ids)
     tensors = ((topk_ids, *outputs), *[counts if one is None else one for one in maybe])
     numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, num_ids)
@@ -159,9 +165,10 @@ def align_all(
     topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int], adapter_enabled: Tensor | None,
     expert_map: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """New outputs for all slots, flat, every element written by the one launch. Operands are checked already.
-    ``sizes``: the five numbers of `moe_lora_align_block_size`. Without ``mapping`` and ``adapter_enabled`` all tokens
-    use the one slot.
+    """Align checked operands for all slots into new flat outputs, every element written by the one launch.
+
+    ``sizes``: the five numbers of `moe_lora_align_block_size`. Without ``mapping`` and ``adapter_enabled``: one slot,
+    of all tokens.
     """
     _, _, max_loras, padded, blocks = sizes
     lengths = (max_loras * padded, max_loras * blocks, max_loras)
@@ -189,14 +196,7 @@ def moe_lora_align_block_size(
     """Align as `punica.ops.moe_torch.moe_lora_align_block_size`, in blocks of a power of two >= 16. ``lora_ids`` None:
     all slots, and every element is written, also of slots without blocks.
     """
-    check_routing(topk_ids, token_lora_mapping, adapter_enabled, max_loras, expert_map, num_experts)
-    check_block_size(block_size, 16)
     outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
-    lengths = (max_loras * max_num_tokens_padded, max_loras * max_num_m_blocks, max_loras)
-    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")
-    check_aligned_outputs(dict(zip(names, zip(outputs, lengths, strict=True), strict=True)))
-    check_padded(topk_ids.numel(), num_experts, block_size, max_num_tokens_padded, max_num_m_blocks)
-    if lora_ids is not None:
-        check_lora_ids(lora_ids)
     sizes = (num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks)
+    check_alignment(topk_ids, token_lora_mapping, adapter_enabled, lora_ids, expert_map, sizes, outputs, 16)
     _launch(topk_ids, token_lora_mapping, sizes, outputs, adapter_enabled, lora_ids, expert_map)

@@ -4,6 +4,9 @@
 
 for the pairs i of every tile (l, e), in the forms of `moe_shrink`; tiles have their columns in an inner loop. With a
 table of ranks, h and B are not read beyond an adapter's rank. Weights may be FP8 (`fp8_device`).
+
+With PDL the kernel starts while shrink runs. B, and the old y where it fits the registers, are loaded before the wait:
+the writer of y has ended by then, since shrink launches this kernel after its own wait.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot_of_shrunk, pick, read_shrunk
+from punica.ops.triton_ops.device import dot_of_shrunk, pdl_wait, pdl_wait_then_launch, pick, read_shrunk
 from punica.ops.triton_ops.fp8_device import Quant, expert_scales, real_weights
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.moe_tiles import (
@@ -65,13 +68,11 @@ class PairExpandTile(NamedTuple):
 
 @triton.jit
 def _expand_rows(
-    tensors, operands, sorted_ptr, place, first, pairs, rank, partial, strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    tensors, operands, sorted_ptr, place, first, pairs, rank, partial, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
+):
     """The tile's pairs x block_n columns. Their weights are read once, and requested before the pairs are known."""
     h_ptr, y_ptr, weights_ptr = tensors
     slice_id, index, first_n = place
-    stride_y = strides[0]
     QUANT: tl.constexpr = SHAPE.quant
     PAIRS: tl.constexpr = SHAPE.pairs
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -87,24 +88,20 @@ def _expand_rows(
     pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if SHAPE.add:
-        old = tl.load(y_ptr + pair * stride_y + offs_n, mask=mask_n, other=0.0)
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        old = tl.load(y_ptr + pair * strides[0] + offs_n, mask=mask_n, other=0.0)
+    pdl_wait_then_launch(TILE.pdl)
     for lane in tl.range(0, num_rows):
         h = read_shrunk(h_ptr + pair * SHAPE.rank + offs_r, mask_r, partial, TILE.partials)  # [BLOCK_R]
         h = live(h, offs_r, rank, SHAPE.has_ranks)
         if SHAPE.weighted:
             h *= tl.load(weights_ptr + pair).to(tl.float32)
-        real_b = real_weights(
-            b, operands, slice_id, index, offs_n[:, None], offs_r[None, :], mask_b, SHAPE, tl.float32
-        )
+        real_b = real_weights(b, operands, slice_id, index, offs_n[:, None], offs_r[None, :], mask_b, SHAPE, tl.float32)
         product = live(real_b, offs_r[None, :], rank, SHAPE.has_ranks) * h[None, :]
-        before, y_ptrs = old.to(tl.float32), y_ptr + pair * stride_y + offs_n
+        before, y_ptrs = old.to(tl.float32), y_ptr + pair * strides[0] + offs_n
         if not PAIRS.naive:
             pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, PAIRS.naive)
             if SHAPE.add:  # not of the last lane again: that one is being written
-                old = tl.load(y_ptr + pair * stride_y + offs_n, mask=mask_n & (lane + 1 < num_rows), other=0.0)
+                old = tl.load(y_ptr + pair * strides[0] + offs_n, mask=mask_n & (lane + 1 < num_rows), other=0.0)
         total = tl.sum(product, 1)  # [BLOCK_N]
         if QUANT.format > 0:
             total *= scale
@@ -113,9 +110,16 @@ def _expand_rows(
 
 
 @triton.jit
-def _sum_of_rank_blocks(
-    found, operands, place, rank, partial, acc, SHAPE: tl.constexpr, TILE: tl.constexpr
-):
+def _factors_of(weights_ptrs, valid, SHAPE: tl.constexpr):
+    """Routing weights of a tile's pairs, or ones."""
+    factors = tl.full(valid.shape, 1.0, tl.float32)
+    if SHAPE.weighted:
+        factors = tl.load(weights_ptrs, mask=valid, other=0.0).to(tl.float32)
+    return factors
+
+
+@triton.jit
+def _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """acc + h @ B^T of a tile and one block of columns, [BLOCK_M, BLOCK_N], over blocks of the true rank."""
     h_ptrs, b_ptrs, offs_n, valid, mask_n = found
     slice_id, index, _ = place
@@ -138,17 +142,13 @@ def _sum_of_rank_blocks(
 
 @triton.jit
 def _expand_tile(
-    tensors, operands, sorted_ptr, place, first, pairs, rank, partial, strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    tensors, operands, sorted_ptr, place, first, pairs, rank, partial, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
+):
     """The tile's pairs x tiles_n blocks of block_n columns. WHOLE: all ranks fit a block, so partials are summed once.
-
-    AT_ONCE: there is one block, and it and the old y are few enough for registers: they are loaded before shrink has
-    ended. The writer of y has ended by then, since shrink launches this kernel after its own wait.
+    AT_ONCE: it and the old y of one block fit the registers, and are loaded before the wait.
     """
     h_ptr, y_ptr, weights_ptr = tensors
     slice_id, index, first_n = place
-    stride_y = strides[0]
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = SHAPE.dtype
     PAIRS: tl.constexpr = SHAPE.pairs
@@ -165,19 +165,15 @@ def _expand_tile(
     offs_n = first_n + tl.arange(0, BLOCK_N)
     h_ptrs = h_ptr + rows[:, None] * SHAPE.rank + offs_r[None, :]
     b_ptrs = b_ptr + offs_r[:, None] + offs_n[None, :] * SHAPE.rank
-    y_ptrs = y_ptr + rows[:, None] * stride_y + offs_n[None, :]
+    y_ptrs = y_ptr + rows[:, None] * strides[0] + offs_n[None, :]  # [BLOCK_M, BLOCK_N]
     read = ranks_read(rank, SHAPE.rank, SHAPE.vector)
     if AT_ONCE:
         columns = (offs_n < (1 << 30 if EVEN_N else SHAPE.n))[None, :]
         b = tl.load(b_ptrs, mask=(offs_r < read)[:, None] & columns, other=0.0)  # [BLOCK_R, BLOCK_N]
         if SHAPE.add:
             old = tl.load(y_ptrs, mask=valid[:, None] & columns, other=0.0)  # [BLOCK_M, BLOCK_N]
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    factors = tl.full([BLOCK_M], 1.0, tl.float32)
-    if SHAPE.weighted:
-        factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
+    pdl_wait_then_launch(TILE.pdl)
+    factors = _factors_of(weights_ptr + rows, valid, SHAPE)  # [BLOCK_M]
     if WHOLE:
         h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], partial, TILE.partials)  # [BLOCK_M, BLOCK_R]
         h = live(h, offs_r[None, :], rank, SHAPE.has_ranks)
@@ -189,17 +185,14 @@ def _expand_tile(
             mask_b = (offs_r < read)[:, None] & mask_n[None, :]
             if not AT_ONCE:
                 b = tl.load(b_ptrs, mask=mask_b, other=0.0)
-            real_b = real_weights(
-                b, operands, slice_id, index, offs_n[None, :], offs_r[:, None], mask_b, SHAPE, DTYPE
-            )
+            real_b = real_weights(b, operands, slice_id, index, offs_n[None, :], offs_r[:, None], mask_b, SHAPE, DTYPE)
             acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], rank, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
         else:
             found = h_ptrs, b_ptrs, offs_n, valid, mask_n
             acc = _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE, TILE)
         total = acc * factors[:, None]
         if QUANT.format > 0:
-            inside = offs_n < SHAPE.n
-            total *= expert_scales(operands, slice_id, index, offs_n, inside, SHAPE)[None, :]
+            total *= expert_scales(operands, slice_id, index, offs_n, offs_n < SHAPE.n, SHAPE)[None, :]
         if SHAPE.add:
             if not AT_ONCE:
                 old = tl.load(y_ptrs, mask=mask_y, other=0.0)
@@ -216,9 +209,7 @@ def moe_expand_kernel(
     pairs, num_tiles, padded, blocks, strides,
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A persistent loop over tiles x (runs of tiles_n column blocks, slices), as in `moe_shrink`. With PDL it
-    starts while shrink runs: rows, and tiles of one block, request weights and the old y, then wait for h.
-    """
+    """A persistent loop over tiles x (runs of tiles_n column blocks, slices), as in `moe_shrink`."""
     PAIRS: tl.constexpr = SHAPE.pairs
     RUN: tl.constexpr = TILE.block_n * TILE.tiles_n
     N_BLOCKS: tl.constexpr = (SHAPE.n + RUN - 1) // RUN
@@ -230,9 +221,7 @@ def moe_expand_kernel(
     partial = pairs.to(tl.int64) * (SHAPE.rank * SHAPE.slices)
     h_ptr += slice_id * (pairs.to(tl.int64) * SHAPE.rank)
     y_ptr += SHAPE.offset + slice_id * SHAPE.n
-    if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-        if (tl.program_id(0) == 0) & (tile >= total):
-            tl.extra.cuda.gdc_wait()
+    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))
     while tile < total:
         where = experts_ptr, mapping_ptr, enabled_ptr
         slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
@@ -244,7 +233,5 @@ def moe_expand_kernel(
             else:
                 _expand_tile(found, operands, sorted_ptr, place, first, pairs, rank, partial, strides, SHAPE, TILE)
         else:
-            if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-                if tl.program_id(0) == 0:
-                    tl.extra.cuda.gdc_wait()
+            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles

@@ -1,9 +1,9 @@
-"""The experts' own product, for every (token, expert) pair in one launch.
+"""The base product of experts, for every (token, expert) pair in one launch.
 
     y[i] = x[i // factor] @ W[e_i]^T                x [rows, K], W [E, N, K], y [T*k, N]; 0 where e_i is not here
 
-Pairs are grouped by expert by the alignment of the LoRA kernels, with one "adapter" that all tokens use. A program
-takes one block of pairs and one block of columns, so an expert's weights are read once per block of its pairs.
+Pairs are aligned by expert as in the LoRA kernels, with one slot for all tokens. A program computes one block of pairs
+and one of columns, so an expert's weights are read once per block of its pairs.
 """
 
 from typing import NamedTuple
@@ -42,9 +42,7 @@ class PairGemmShape(NamedTuple):
 @triton.jit(
     do_not_specialize=["pairs", "num_tiles"], do_not_specialize_on_alignment=["sorted_ptr", "experts_ptr", "total_ptr"]
 )
-def _moe_gemm_kernel(
-    tensors, sorted_ptr, experts_ptr, total_ptr, pairs, num_tiles, strides, SHAPE: tl.constexpr
-):
+def _moe_gemm_kernel(tensors, sorted_ptr, experts_ptr, total_ptr, pairs, num_tiles, strides, SHAPE: tl.constexpr):
     """Tiles vary fastest, so that programs of one block of columns, which may share an expert, run together."""
     x_ptr, w_ptr, y_ptr = tensors
     stride_xt, stride_xk = strides
@@ -79,7 +77,7 @@ def _moe_gemm_kernel(
 class PairGroups:
     """The pairs of a routing, grouped by expert once for all products of a layer. No host synchronisation.
 
-    ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank; ``whole``: there is none of these.
+    ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank; ``whole``: no -1 occurs.
     """
 
     def __init__(self, topk_ids: Tensor, experts: int, whole: bool = False) -> None:
@@ -92,7 +90,7 @@ class PairGroups:
         self.aligned = align_all(topk_ids, None, sizes, None, None) if pairs else None
 
     def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
-        """``x [T*k / factor, K]``, ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype.
+        """Multiply ``x [T*k / factor, K]`` and ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype.
 
         Pair i reads row ``i // factor``; the row of a pair whose expert is not here is zero.
         """
@@ -109,8 +107,8 @@ def moe_pair_gemm(
     num_tokens_post_pad: Tensor,
     factor: int, block_m: int,
 ) -> None:  # fmt: skip
-    """The product of one aligned routing, ``output [T, k, N]``; operands are those of `PairGroups.multiply`, which has
-    made the alignment in blocks of ``block_m``.
+    """The product of one aligned routing, ``output [T, k, N]``; operands as of `PairGroups.multiply`, aligned in blocks
+    of ``block_m``.
     """
     _, width, hidden = weights.shape
     pairs, blocks, size = output.shape[0] * output.shape[1], expert_ids.numel(), x.element_size()

@@ -1,6 +1,6 @@
 """Plan of a fused MoE LoRA call: kernels, grids and blocks from the checked forms of its operands.
 
-`moe_rules` chooses, or the numbers that the caller gives, or the tuned files. Launches hold numbers only.
+Schedules are the caller's, those of tuned files, or `moe_rules`'. Launches hold numbers only.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from punica.checks import check_count
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Switches
+from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_checks import check_block_size, check_experts
 from punica.ops.quant import FP8_DTYPES
@@ -25,15 +25,14 @@ from punica.ops.triton_ops.moe_shrink import PairShrinkShape, PairShrinkTile, mo
 from punica.ops.triton_ops.moe_tiles import Pairs
 from punica.ops.triton_ops.op import check_runnable
 
-Numbers = tuple[int, ...]
 Config = dict[str, Any]
 
 
 class How(NamedTuple):
     """Options of a call, besides its operands. ``configs``: the seven numbers each of shrink and expand (None: the
     rules choose, or the tuned files of ``site``, "w13" or "w2"). ``active``: adapters in use, as far as the host knows.
-    ``early``: shrink may start before the kernel in front has ended, as nothing that it reads first is from there.
-    ``low``: dtype of the intermediate.
+    ``early``: shrink may start early (PDL), as its first loads do not depend on the predecessor. ``low``: dtype of the
+    intermediate.
     """
 
     configs: tuple[Numbers, Numbers] | None = None
@@ -55,7 +54,7 @@ class MoEPlan(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """Operands of both launches, and the tiles that their grids are for."""
+    """Operands of both launches, and the number of tiles of their grids."""
 
     form: ExpertForm
     given: Experts
@@ -67,7 +66,7 @@ class _Common(NamedTuple):
 
     @property
     def pairs(self) -> Pairs:
-        """Assignment, as the kernels are compiled for it."""
+        """The kernels' constexpr of the assignment."""
         form, naive = self.form, self.given.sorted_ids is None
         has_ids = self.given.lora_ids is not None and not naive
         block_slots = block_at_least(form.slots + 1, 2)
@@ -112,8 +111,8 @@ def _quant(weights: Tensor, scheme: Scheme, x: Tensor | None = None, x_scale: Te
 
 
 def _stage_bytes(quant: Quant, itemsize: int, x: int, weights: int) -> int:
-    """Shared memory of a stage of a loop that loads so many elements of x and of weights, ``itemsize`` bytes each once
-    upcast: scales that multiply elements are beside them, 4 bytes each.
+    """Shared memory of a loop stage with so many elements of x and of weights, ``itemsize`` bytes each once upcast, and
+    4 bytes for each scale of an element.
     """
     return x * (itemsize + 4 * quant.has_a) + weights * (itemsize + 4 * (quant.group_k > 0))
 
@@ -168,7 +167,7 @@ def _plan_expand(common: _Common, config: Config, partials: int, pdl: bool) -> L
 def _plan_both(common: _Common, shrink: Config, expand: Config, how: How) -> MoEPlan:
     form, sharded = common.form, common.switches.fully_sharded
     rounds = common.given.fp8 is not None and common.given.fp8.h_scale is not None
-    # between the two stands a collective, or torch
+    # a collective or torch op between the two ends the chain
     pdl = how.options.pdl and supports_pdl(common.device) and not sharded and not rounds
     shrink = shrink | {"split_k": 1} if sharded else shrink
     launches = (
@@ -179,7 +178,7 @@ def _plan_both(common: _Common, shrink: Config, expand: Config, how: How) -> MoE
 
 
 def _of_numbers(numbers: Numbers, is_shrink: bool) -> Config:
-    """The tiled form of the seven numbers of the op; tiles are not grouped, whatever the fourth."""
+    """Schedule of the op's seven numbers, in tiles; the fourth (group size) is unused."""
     _, block_n, block_k, _, num_warps, num_stages, split_k = numbers
     config = {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "num_stages": num_stages}
     return config | {"rows": False} | ({"split_k": split_k} if is_shrink else {"tiles_n": 1})
@@ -216,7 +215,7 @@ def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options
 
 
 def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
-    """All checks, then the launches; None when there is nothing to do."""
+    """Check a call and plan its launches; None when there is nothing to do."""
     if how.active is not None and how.active < 0:
         raise ValueError(f"num_active_loras is {how.active}; it must be at least 0, or None for all slots")
     if how.configs is not None:

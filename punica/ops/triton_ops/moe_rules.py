@@ -1,14 +1,14 @@
-"""Schedules of fused MoE LoRA where no tuned file has one: forms and blocks from what the host knows of a call.
+"""Schedules of fused MoE LoRA where no tuned file has one: forms and blocks from a call's sizes.
 
-Shaped by a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; the times are in
+From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; times in
 results/h200/operator_tables.md):
 
-* Pairs of one adapter's expert are grouped only where they are several, or each on its own would read much again: the
-  alignment costs 3 to 9 us, and each kernel two loads behind one another before it knows its tile.
-* With one or two pairs per adapter's expert multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs beat
-  32 and 64 even with 32 pairs per expert.
-* K and columns are cut so that there are `PROGRAMS` programs, and no further: each cut costs partial sums, or reads of
-  the tile's place. Where tiles alone are more, small blocks of few warps let all of them run at once.
+* Pairs are aligned only if an (adapter, expert) group has several, or redundant weight reads would dominate. The
+  alignment costs 3 to 9 us, and each kernel two dependent loads before it knows its tile.
+* With one or two pairs per group multiply and sum beats a 16-row tensor-core tile; blocks of 16 pairs beat 32 and 64
+  even with 32 pairs per expert.
+* K and columns are cut into `PROGRAMS` programs, and no further: each cut costs partial sums, or another search for the
+  tile. Where tiles alone are more, small blocks of few warps let all of them run at once.
 """
 
 from bisect import bisect_right
@@ -23,17 +23,17 @@ from punica.ops.triton_ops.launch import block_at_least
 Config = dict[str, Any]
 
 HEIGHT = 16
-"""Rows, and ranks, of the smallest product of the tensor cores; also the most parts of K."""
+"""Rows, and ranks, of the smallest tensor-core product; also the most K splits."""
 BLOCK = 128
 """Columns of an expand's block, and elements of K of a shrink's: 256 bytes of a row, eight lines of the L2 cache."""
 PROGRAMS = 320
 """Programs whose loads occupy the memory of an H200: 2.4 for each of its 132 multiprocessors."""
 LEAST_SPAN, MOST_SPAN = 2 * BLOCK, 1024
-"""Elements of K of one program: fewer do not pay for its partial sums, more are a long chain of loads."""
+"""Elements of K of one program: partial sums dominate below, a long chain of loads above."""
 ROW_WEIGHTS = 4096
 """Weights of B of a program by rows, in registers: 64 for each thread of two warps. Of wide outputs twice as many."""
 ALONE_BYTES, ALONE_MEAN = 40_000_000, 2.5
-"""Most bytes of weights that naive pairs read again (from the 50 MB of L2 cache), and most pairs per group."""
+"""Limits of naive assignment: redundant weight reads in bytes (from the 50 MB of L2 cache), and pairs per group."""
 ROWS_MEAN = 1.6
 """Pairs per group of one slice up to which multiply and sum, a row at a time, beats a block of 16 rows."""
 STAGES, NARROW_STAGES = 4, 6
@@ -45,8 +45,8 @@ MOST_SUMMED = 4
 
 
 class Work(NamedTuple):
-    """Numbers of a call that decide its schedule. ``active``: adapters in use, as far as the host knows. ``invariant``:
-    one form and one split whatever the batch is, so that a pair has the same bits in all of them.
+    """Problem size of a fused MoE LoRA call. ``active``: adapters in use, as far as the host knows. ``invariant``: one
+    form and split for all batches, so that a pair has the same bits in all of them.
     """
 
     form: ExpertForm
@@ -73,14 +73,14 @@ class Work(NamedTuple):
         return max(1.0, self.groups, self.form.pairs / max(HEIGHT, self.form.block_m))
 
     def narrow(self, ranks: int) -> bool:
-        """Tell whether products of ``ranks`` are no more than two warps' work: small blocks of few bytes."""
+        """Tell whether two warps suffice for products of ``ranks``: small blocks of few bytes."""
         small = self.form.block_m <= HEIGHT and self.itemsize <= 2
         return small and not self.invariant and block_at_least(self.form.full_rank) <= ranks
 
 
 @lru_cache
 def most_alone(active: int, experts: int, pair_bytes: int) -> int:
-    """The most pairs that are naive rather than grouped; ``pair_bytes``: weights that one reads, of both products."""
+    """Most pairs of naive assignment; ``pair_bytes``: weights that a pair reads, of both products."""
     most = max(1, active * experts)
 
     def too_many(pairs: int) -> bool:
@@ -104,7 +104,7 @@ def block_size(pairs: int, active: int, experts: int, invariant: bool = False) -
 
 
 def shrinks_by_rows(work: Work) -> bool:
-    """Tell whether shrink multiplies pairs one by one: little of K is then read again for the second pair of a tile."""
+    """Tell whether shrink multiplies pairs one by one; with several pairs of a tile, only where K is short."""
     return not work.invariant and (work.naive or (work.mean < ROWS_MEAN and work.form.hidden <= MOST_SPAN))
 
 
@@ -120,7 +120,7 @@ def shrink_config(work: Work) -> Config:
 
 
 def _shrink_of_rows(work: Work) -> Config:
-    """A quarter of K for a program, at once or in two steps; where programs are too many, half of it."""
+    """A quarter of K per program, in one or two steps; half of it where programs are too many."""
     form = work.form
     span = max(LEAST_SPAN, _power_below(form.hidden / 2 / 2, MOST_SPAN))
     many = work.naive and form.pairs * form.slices * cdiv(form.hidden, span) >= 2 * PROGRAMS
@@ -135,7 +135,7 @@ def _shrink_of_rows(work: Work) -> Config:
 
 
 def _shrink_of_tiles(work: Work) -> Config:
-    """K in as many parts as fill the device, each of `LEAST_SPAN` to `MOST_SPAN` elements where tiles are few."""
+    """K splits that fill the device, of `LEAST_SPAN` to `MOST_SPAN` elements where tiles are few."""
     form, narrow = work.form, work.narrow(HEIGHT)
     tiles = form.experts if work.invariant else work.tiles
     few = work.invariant or work.mean < HEIGHT

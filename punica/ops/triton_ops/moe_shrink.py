@@ -4,9 +4,8 @@
 
 for the pairs i of every tile (l, e). Two forms, as in `lora_shrink`:
 
-* **rows**: the block of A is loaded once, and the tile's pairs are multiplied and summed one after the other. An
-  adapter's expert rarely has more than one or two pairs in a decode step, so a 16-row tensor-core tile were padding;
-  and where pairs are grouped, two of one expert read its weights once.
+* **rows**: the block of A is loaded once, and the tile's pairs are multiplied and summed one after the other. In a
+  decode step an adapter's expert has one or two pairs: most of a 16-row tensor-core tile would be padding.
 * **tiles**: block_m pairs at once on the tensor cores, K in a pipelined loop.
 
 Two slices (gate and up) share one read of x in tiles. With a table of ranks, ``ranks_ptr`` int32 [n, L], neither form
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import dot, pick
+from punica.ops.triton_ops.device import dot, pdl_wait, pdl_wait_then_launch, pick
 from punica.ops.triton_ops.fp8_device import Quant, expert_scales, real_rows, real_weights
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.moe_tiles import (
@@ -89,16 +88,12 @@ def _shrink_rows(
     a_ptrs = a_ptr + offs_r[:, None] * SHAPE.k + offs_k[None, :]
     a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # [BLOCK_R, BLOCK_K]
     pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(TILE.pdl)
     x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)  # [BLOCK_K]
     for lane in tl.range(0, num_rows):
         row = pair // SHAPE.factor
         real_x = real_rows(x, operands, row, offs_k, mask_k, SHAPE, tl.float32)
-        real_a = real_weights(
-            a, operands, slice_id, index, offs_r[:, None], offs_k[None, :], mask_a, SHAPE, tl.float32
-        )
+        real_a = real_weights(a, operands, slice_id, index, offs_r[:, None], offs_k[None, :], mask_a, SHAPE, tl.float32)
         product = real_a * real_x[None, :]
         for step in tl.range(1, STEPS):
             jump = step * (BLOCK_K * TILE.split_k)
@@ -154,18 +149,14 @@ def _shrink_tile(
     mask_r = (offs_r < ranks_read(tl.maximum(rank, rank_next), SHAPE.rank, 1))[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     acc_next = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    if TILE.pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(TILE.pdl)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         jump = step * (BLOCK_K * TILE.split_k)
         mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k - jump)
         mask_x, mask_a = valid[:, None] & mask_k[None, :], mask_r & mask_k[:, None]
         offs_n, offs_step = offs_r[None, :], (offs_k + jump)[:, None]
         x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # [BLOCK_M, BLOCK_K]
-        x = real_rows(
-            x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE, DTYPE
-        )
+        x = real_rows(x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE, DTYPE)
         a = tl.load(a_ptr + offs_a, mask=mask_a, other=0.0)  # [BLOCK_K, BLOCK_R]
         a = real_weights(a, operands, slice_id, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
         acc = dot(x, a, acc, False, TILE.interpret)
@@ -203,9 +194,7 @@ def moe_shrink_kernel(
     ranks_next = rank_table(ranks_ptr, SHAPE.slices - 1 if TILE.joined else slice_id, SHAPE.has_ranks, PAIRS)
     partial = pairs.to(tl.int64) * SHAPE.rank
     out_ptr += (pid_k * SHAPE.slices + slice_id) * partial
-    if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-        if (tl.program_id(0) == 0) & (tile >= total):  # one waiting program keeps a kernel behind the one in front
-            tl.extra.cuda.gdc_wait()
+    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))  # one waiting program keeps the chain transitive
     while tile < total:
         where = experts_ptr, mapping_ptr, enabled_ptr
         slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
@@ -214,16 +203,12 @@ def moe_shrink_kernel(
         if (slot >= 0) & (first_r < ranks_read(tl.maximum(rank, rank_next), SHAPE.rank, 1)):
             place = slice_id, index, pid_k, first_r
             if TILE.rows:
-                _shrink_rows(
-                    (x_ptr, out_ptr), operands, sorted_ptr, place, first, pairs, rank, strides, SHAPE, TILE
-                )
+                _shrink_rows((x_ptr, out_ptr), operands, sorted_ptr, place, first, pairs, rank, strides, SHAPE, TILE)
             else:
                 _shrink_tile(
                     (x_ptr, out_ptr), operands, sorted_ptr, place, first, pairs, rank, rank_next, partial, strides,
                     SHAPE, TILE,
                 )  # fmt: skip
         else:
-            if TILE.pdl:  # noqa: SIM102 (decided at compile time)
-                if tl.program_id(0) == 0:
-                    tl.extra.cuda.gdc_wait()
+            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles

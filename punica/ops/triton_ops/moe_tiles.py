@@ -1,9 +1,8 @@
 """Device functions of fused MoE LoRA: slot, expert, pairs and true rank of a tile.
 
-A *tile* is a block of the alignment, up to ``block_m`` pairs of one (slot, expert); naive, it is one pair. Their number
-is known on the device alone: every slot has ``counts / block_m`` of them, and a running sum over the slots finds the
-slot of tile number ``tile``. So tiles are numbered without gaps, however far apart their slots are in the alignment.
-A grid need not cover the worst case of every slot: programs loop while there are tiles.
+A *tile* is a block of the alignment, up to ``block_m`` pairs of one (slot, expert); naive, it is one pair. Only the
+device knows their number: every slot has ``counts / block_m``, and a running sum over the slots finds the slot of tile
+number ``tile``, numbered without gaps. Programs loop while there are tiles, so a grid need not cover the worst case.
 """
 
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import triton.language as tl
 INDEX_POINTERS = ["sorted_ptr", "experts_ptr", "counts_ptr", "mapping_ptr", "enabled_ptr", "ids_ptr", "ranks_ptr"]
 """Arguments whose address may be any multiple of 4."""
 COUNTS = ["pairs", "num_tiles", "padded", "blocks"]
-"""Arguments that differ from step to step: a kernel is not specialised on them."""
+"""Arguments that differ from step to step: kernels are not specialised on them."""
 
 
 class Pairs(NamedTuple):
@@ -48,7 +47,7 @@ def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.conste
         total = pairs
     else:
         enabled = tl.load(enabled_ptr + slots, mask=here, other=0) != 0
-        counts = tl.load(counts_ptr + slots, mask=here, other=0)  # beside the other load, not behind it
+        counts = tl.load(counts_ptr + slots, mask=here, other=0)  # issued beside the other load
         tiles = tl.where(enabled, tl.minimum(tl.maximum(counts, 0), padded) // PAIRS.block_m, 0)
         until = tl.cumsum(tiles, 0)
         total = tl.sum(tiles, 0)
@@ -116,7 +115,7 @@ def first_pair(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
 
 @triton.jit
 def rank_table(ranks_ptr, slice_id, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr):
-    """True ranks of all slots, [block_slots]: loaded at once, so that no tile waits for its own."""
+    """True ranks of all slots, [block_slots], loaded before the tile is known."""
     BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
     slots = tl.arange(0, BLOCK_SLOTS)
     ranks = tl.zeros([BLOCK_SLOTS], tl.int32)
@@ -139,8 +138,8 @@ def rank_in(ranks, slot, FIRST: tl.constexpr, RANK: tl.constexpr, HAS_RANKS: tl.
 
 @triton.jit
 def ranks_read(rank, RANK: tl.constexpr, VECTOR: tl.constexpr):
-    """Number of ranks that are loaded. Slots of up to 16 are read whole, so that reading does not wait for the table;
-    of others ``rank`` up to the next multiple of VECTOR, which the compiler sees to be one. `live` drops the rest.
+    """Number of ranks to load. Slots of up to 16 are read whole, without waiting for the table; of others ``rank``
+    rounded up to VECTOR, visibly to the compiler. `live` drops the rest.
     """
     if RANK <= 16:
         read = tl.full([], RANK, tl.int32)
@@ -151,7 +150,7 @@ def ranks_read(rank, RANK: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def live(values, offs_r, rank, HAS_RANKS: tl.constexpr):
-    """``values`` with zeros beyond the rank, whatever is there."""
+    """``values`` with zeros beyond the rank."""
     if HAS_RANKS:
         values = tl.where(offs_r < rank, values, 0.0)
     return values

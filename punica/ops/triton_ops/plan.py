@@ -16,7 +16,7 @@ class Batch(Protocol):
     """A step as kernels read it: a `punica.metadata.LoRABatch`, or its tensors (`flat.tensor_batch.TensorBatch`).
 
     ``tensors``: mapping, sorted rows, counts, starts and ids; ``max_segments``: most entries of the ids in use;
-    ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``listed``: `work` has
+    ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``listed``: `tiles` has
     lists of tiles.
     """
 
@@ -32,7 +32,7 @@ class Batch(Protocol):
     def shape(self) -> StepShape: ...
     @property
     def listed(self) -> bool: ...
-    def work(self, height: int) -> tuple[Any, ...]:
+    def tiles(self, height: int) -> tuple[Any, ...]:
         """Sorted rows, records of tiles of `HEIGHTS[height]` rows, numbers of tiles on the device and on the host."""
 
     def check_rows(self, rows: int) -> None:
@@ -110,7 +110,7 @@ class ListedPlan(NamedTuple):
         """Launch with the grid of the step at hand. In a captured graph it stays so; a later step with more to do is
         served too, since the kernel's loop is persistent.
         """
-        order, tiles, totals, number = batch.work(self.height)
+        order, tiles, totals, number = batch.tiles(self.height)
         number = max(1, number)
         self.launch(
             ((source, target), tuple(weights), None, order, tiles, totals, None, lora_ranks),

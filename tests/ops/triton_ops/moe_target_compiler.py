@@ -4,7 +4,6 @@
 
 import json
 import sys
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.triton_ops import moe_align, moe_plan
 from punica.ops.triton_ops.moe_gemm import PairGroups
+from punica.ops.triton_ops.moe_ops import fused
 
 LAYERS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "odd": (10, 3, 1000, 100)}
 """Experts, experts per token, hidden and inner size."""
@@ -22,7 +22,6 @@ SLOTS = 4
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
     """Alignment, the LoRA of one product, and the product itself."""
-    module: Any = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
     (experts, top_k, hidden, inner), height = LAYERS[case["layer"]], case["height"]
     tokens, rank, dtype, down = case["tokens"], case["rank"], getattr(torch, case["dtype"]), case["down"]
     slices, (k, n) = (1, (inner, hidden)) if down else (2, (hidden, inner))
@@ -46,7 +45,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
         x = empty(*x.shape, dtype=torch.float8_e4m3fn)
     given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None, ranks, fp8)
     before = len(done.records)
-    module.fused(given, rank, top_k, Switches(down), moe_plan.How(early=down))
+    fused(given, rank, top_k, Switches(down), moe_plan.How(early=down))
     if down:
         PairGroups(ids, experts).multiply(x, empty(experts, n, k, dtype=dtype), 1)
     return [{"case": case, **record} for record in done.records[before:]]

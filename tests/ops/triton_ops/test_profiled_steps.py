@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align
-from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.launch import Launch
+from punica.ops.triton_ops.moe_ops import fused
 from tests.ops import moe_cases
 
 

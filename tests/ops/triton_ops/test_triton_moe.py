@@ -1,6 +1,5 @@
 """Fused MoE LoRA kernels: all forms agree with a float64 reference, and nobody reads what is not his."""
 
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -10,13 +9,17 @@ import torch
 from punica.ops import collectives
 from punica.ops.collectives import Collectives
 from punica.ops.experts import ExpertForm
-from punica.ops.triton_ops import moe_align, moe_rules
-from punica.ops.triton_ops.fused_moe_lora import fused, fused_moe_lora
+from punica.ops.triton_ops import moe_align, moe_ops, moe_rules
+from punica.ops.triton_ops.fused_moe_lora import (
+    _run_fused_moe_lora_one_shot,
+    _run_fused_moe_lora_small_batch,
+    fused_moe_lora,
+)
+from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
 from punica.parallel.group import _concatenate
 from tests.ops.moe_cases import CASES, Case, World
 
-module = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
 NUMBERS = (16, 32, 32, 1, 4, 2, 1)
 FORMS: dict[str, dict[str, Any]] = {
     "rows": {
@@ -47,7 +50,7 @@ def run(world: World, how: How) -> torch.Tensor:
 @pytest.fixture
 def use_form(monkeypatch: pytest.MonkeyPatch):
     def use(form: str) -> None:
-        monkeypatch.setattr(module, "_PLANS", {})
+        monkeypatch.setattr(moe_ops, "_PLANS", {})
         for name, config in FORMS[form].items():
             full = {"num_warps": 4} | config
             monkeypatch.setattr(moe_rules, name, lambda work, full=full: full)
@@ -139,12 +142,12 @@ def test_single_launch_names_of_the_contract(name: str, device: str):
     world = World(CASES[name], device)
     given = world.given(moe_align.moe_lora_align_block_size)
     case, (down, _, offset, add_inputs) = world.case, world.switches
-    module._run_fused_moe_lora_one_shot(
+    _run_fused_moe_lora_one_shot(
         *given[:9], case.rank, case.top_k, given.lora_ids, None, given.enabled, down, 16, add_inputs, offset
     )
     world.check(given.output)
     output = world.y.clone()
-    module._run_fused_moe_lora_small_batch(
+    _run_fused_moe_lora_small_batch(
         output, *given[1:5], world.topk_ids.reshape(-1), given.mapping, case.top_k, given.enabled, down, add_inputs,
         offset,
     )  # fmt: skip
@@ -392,4 +395,4 @@ class TestRefusals:
         world, given = self.given(device, naive=True, rank=72)
         operands = (given.expert_ids, given.mapping, world.case.top_k, given.enabled, False)
         with pytest.raises(ValueError, match="small-batch"):
-            module._run_fused_moe_lora_small_batch(*given[:5], *operands)
+            _run_fused_moe_lora_small_batch(*given[:5], *operands)

@@ -1,18 +1,16 @@
 """Fused MoE LoRA kernels on FP8 weights: every form agrees with float64 on what the values stand for."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
 from punica.ops import quant
-from punica.ops.triton_ops import fused_moe_lora_fp8, moe_align, moe_rules
-from punica.ops.triton_ops.fused_moe_lora import fused
+from punica.ops.triton_ops import fused_moe_lora_fp8, moe_align, moe_ops, moe_rules
+from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
 from tests.ops.moe_cases import CASES, E4M3, FP8_CASES, SCHEMES, Case, World
 
-module = import_module("punica.ops.triton_ops.fused_moe_lora")  # the package has the op under this name
 NUMBERS = (16, 32, 32, 1, 4, 2, 1)
 QUICK = ("per channel, naive", "e5m2", "blocks", "true ranks", "w8a8, blocks")
 EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FP8_CASES]
@@ -38,7 +36,7 @@ def run(world: World, how: How) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", EVERY)
 def test_two_stages(name: str, form: str, device: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(moe_ops, "_PLANS", {})
     usual = {"num_warps": 4, "num_stages": 2}
     for op, config in zip(("shrink_config", "expand_config"), FORMS[form], strict=True):
         monkeypatch.setattr(moe_rules, op, lambda work, full=usual | {"block_k": 16} | config: full)

@@ -15,8 +15,8 @@ from punica.ops.experts import Switches
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.configs import Options
-from punica.ops.triton_ops.fused_moe_lora import fused
 from punica.ops.triton_ops.launch import supports_pdl
+from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
 from punica.wrapper import PunicaWrapperGPU
 from tests.ops.moe_cases import E4M3, E5M2, Case, World

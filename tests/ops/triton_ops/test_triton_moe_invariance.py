@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from punica.ops.triton_ops import Options, moe_align
-from punica.ops.triton_ops.fused_moe_lora import fused
+from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
 from tests.ops.moe_cases import Case, World
 

@@ -99,9 +99,9 @@ def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_sch
     use_schedules(shrink=SHRINKS[form], expand=EXPANDS[form])
 
     class Replayed(LoRABatch):
-        def work(self, height: int):
-            grid = RowGroups.of_rows(np.array(STEPS[captured])).work.totals
-            return (*super().work(height)[:-1], grid[height])
+        def tiles(self, height: int):
+            grid = RowGroups.of_rows(np.array(STEPS[captured])).tiles.totals
+            return (*super().tiles(height)[:-1], grid[height])
 
     batch = made(PROMPT, device)
     step = Replayed(64, 6, device)

@@ -55,10 +55,10 @@ class TensorBatch(NamedTuple):
 
     @property
     def listed(self) -> bool:
-        """False: the tensors come without lists of tiles (`punica.metadata.work`)."""
+        """False: the tensors come without lists of tiles (`punica.metadata.tiles`)."""
         return False
 
-    def work(self, height: int) -> tuple[Any, ...]:
+    def tiles(self, height: int) -> tuple[Any, ...]:
         """RuntimeError: there are no lists."""
         raise RuntimeError("a step given by its tensors has no lists of tiles")
 

@@ -1,10 +1,10 @@
-"""The work lists of a step against a slow definition, its shape, and the graphs worth capturing."""
+"""The tile lists of a step against a slow definition, its shape, and the graphs worth capturing."""
 
 import numpy as np
 import pytest
 
 from punica.metadata import HEIGHTS, LoRABatch, RowGroups, StepShape, captured_adapters
-from punica.metadata.work import WorkLists, capacities
+from punica.metadata.tiles import TileLists, capacities
 
 
 def fields(record: int) -> tuple[int, int, int]:
@@ -20,9 +20,9 @@ def steps() -> list[list[int]]:
 @pytest.mark.parametrize("slots", steps(), ids=len)
 def test_tiles_cover_every_row_of_an_adapter_once_longest_segments_first(slots):
     rows = RowGroups.of_rows(np.array(slots, dtype=np.int64))
-    work, order = rows.work, rows.order
+    lists, order = rows.tiles, rows.order
     counts = {slot: slots.count(slot) for slot in set(slots) - {-1}}
-    for height, tiles, total, most in zip(HEIGHTS, work.tiles, work.totals, capacities(8, 200), strict=True):
+    for height, tiles, total, most in zip(HEIGHTS, lists.records, lists.totals, capacities(8, 200), strict=True):
         seen, lengths = [], []
         assert total == tiles.size <= most + 200
         for record in tiles.tolist():
@@ -37,8 +37,8 @@ def test_tiles_cover_every_row_of_an_adapter_once_longest_segments_first(slots):
 
 def test_the_shape_is_rounded_up_to_powers_of_two():
     rows = RowGroups.of_runs([5, 0, 1, 2, -1], [100, 64, 1, 2, 7])
-    assert rows.work.shape == StepShape(adapters=4, longest=128)
-    assert RowGroups.of_runs([], []).work.shape == StepShape(0, 0)
+    assert rows.tiles.shape == StepShape(adapters=4, longest=128)
+    assert RowGroups.of_runs([], []).tiles.shape == StepShape(0, 0)
     assert StepShape.even(5, 64) == StepShape(8, 16)
     assert StepShape.even(64, 10) == StepShape(16, 1)
     assert StepShape.even(0, 10) == StepShape(0, 0)
@@ -46,18 +46,18 @@ def test_the_shape_is_rounded_up_to_powers_of_two():
 
 def test_kernels_find_the_lists_of_every_step_at_fixed_addresses():
     batch = LoRABatch(256, 6)
-    addresses = [tensor.data_ptr() for tensor in batch.work(0)[:-1]]
+    addresses = [tensor.data_ptr() for tensor in batch.tiles(0)[:-1]]
     for slots in ([0, 0, 3, -1, 5], [1] * 250, [-1]):
         rows = RowGroups.of_rows(np.array(slots))
         batch.fill(rows)
         for height in range(len(HEIGHTS)):
-            order, tiles, totals, number = batch.work(height)
-            expected = WorkLists(*rows.present)
+            order, tiles, totals, number = batch.tiles(height)
+            expected = TileLists(*rows.present)
             assert totals.tolist() == expected.totals
             assert number == expected.totals[height]
-            assert tiles[:number].tolist() == expected.tiles[height].tolist()
+            assert tiles[:number].tolist() == expected.records[height].tolist()
             assert order[: len(slots)].tolist() == rows.order.tolist()
-    assert [tensor.data_ptr() for tensor in batch.work(0)[:-1]] == addresses
+    assert [tensor.data_ptr() for tensor in batch.tiles(0)[:-1]] == addresses
 
 
 @pytest.mark.parametrize(

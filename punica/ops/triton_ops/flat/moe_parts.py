@@ -1,4 +1,4 @@
-"""Shrink and expand of fused MoE LoRA as ops of their own, for callers that do something in between.
+"""`fused_moe_lora_shrink` and `fused_moe_lora_expand`: the two products of fused MoE LoRA as ops of their own.
 
     fused_moe_lora_shrink:  h[s, t, j] = x @ A_s[l, e]^T                      pair (t, j): slot l, expert e
     fused_moe_lora_expand:  y[t, j, o + s*N :] (+)= w * h[s, t, j] @ B_s[l, e]^T
@@ -6,8 +6,8 @@
 The intermediate is [n, T, k, R], or [split_k, n, T, k, R] for partial sums, which expand adds up in order; any float
 dtype. Shrink writes the rows of pairs with an adapter, up to its rank, and expand reads no others.
 
-Each is planned as a whole call whose other product has one column. Neither starts early (PDL): the kernel in front may
-have written anything. Ops that end in ``_fp8`` take FP8 weights with scales as `fused_moe_lora_fp8` does.
+Each is planned as a whole call whose other product has one column. Neither starts early (PDL): the predecessor may have
+written any operand. Ops that end in ``_fp8`` take FP8 weights with scales as `fused_moe_lora_fp8` does.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,15 @@ import torch
 from torch import Tensor
 
 from punica.ops.checks import FLOATS, check_dtype
-from punica.ops.experts import Experts, Fp8Experts, Switches
+from punica.ops.experts import Experts, Fp8Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_torch import rounded
 from punica.ops.triton_ops.configs import Options
-from punica.ops.triton_ops.fused_moe_lora import planned, stored, where
-from punica.ops.triton_ops.fused_moe_lora_fp8 import scales_of, scheme_of
+from punica.ops.triton_ops.flat.moe import Arguments, active_of, experts_of, numbers_of, scales_of, switches_of
 from punica.ops.triton_ops.launch import all_aligned, on_device
-from punica.ops.triton_ops.moe_plan import How, MoEPlan, Numbers
+from punica.ops.triton_ops.moe_ops import index_tensors, planned, stored
+from punica.ops.triton_ops.moe_plan import How, MoEPlan
 from punica.ops.triton_ops.op import custom_op, named
-
-Routing = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
-"""topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded, token_lora_mapping."""
-Slots = tuple[int, int, Tensor, int | Tensor | None, Tensor, Tensor | None]
-"""max_lora_rank, top_k_num, lora_ids, num_active_loras, adapter_enabled, lora_ranks."""
 
 
 def _stand_ins(weights: Sequence[Tensor], rows: int | None, scheme: Scheme | None) -> tuple[list, list]:
@@ -49,66 +44,60 @@ def _stand_ins(weights: Sequence[Tensor], rows: int | None, scheme: Scheme | Non
     return stacks, scales
 
 
-def _plan(
-    given: Experts, slots: Slots, switches: Switches, intermediate: Tensor, numbers: Numbers
-) -> MoEPlan | None:
+def _plan(given: Arguments, experts: Experts, switches: Switches, numbers: Numbers) -> MoEPlan | None:
     """The plan of a call, with ``intermediate`` checked. ``numbers`` are those of either product."""
-    rank, top_k, _, active, _, _ = slots
-    count = None if active is None else int(active)
-    how = How((numbers, numbers), count, options=Options(pdl=False), low=intermediate.dtype)
-    plan = planned(given, rank, top_k, switches, how)
+    intermediate = given["intermediate"]
+    how = How((numbers, numbers), active_of(given), options=Options(pdl=False), low=intermediate.dtype)
+    plan = planned(experts, given["max_lora_rank"], given["top_k_num"], switches, how)
     if plan is not None:
         planes, slices, _, width = plan.partials
-        shape = (slices, *given.topk_weights.shape, width)
+        shape = (slices, *experts.topk_weights.shape, width)
         legal = tuple(intermediate.shape) == (planes, *shape) or (planes == 1 and tuple(intermediate.shape) == shape)
-        if not legal or not intermediate.is_contiguous() or intermediate.device != given.x.device:
+        if not legal or not intermediate.is_contiguous() or intermediate.device != experts.x.device:
             raise ValueError(
                 f"intermediate is {tuple(intermediate.shape)} on {intermediate.device}; contiguous {(planes, *shape)} "
-                f"on {given.x.device} is needed, split_k planes of [n, T, k, R]"
+                f"on {experts.x.device} is needed, split_k planes of [n, T, k, R]"
             )
     return plan
 
 
 @named("fused_moe_lora_shrink")
-def _shrink(
-    intermediate: Tensor, x: Tensor, lora_a: Sequence[Tensor], routing: Routing, slots: Slots, numbers: Numbers,
-    mul_routed_weight: bool, fp8: Fp8Experts | None = None,
-) -> None:  # fmt: skip
+def _shrink(given: Arguments, fp8: Fp8Experts | None = None) -> None:
+    intermediate, topk_weights, lora_a = given["intermediate"], given["topk_weights"], given["lora_a_stacked"]
     check_dtype("intermediate", intermediate, FLOATS)
-    check_dtype("topk_weights", routing[0], FLOATS)
+    check_dtype("topk_weights", topk_weights, FLOATS)
     lora_b, b_scale = _stand_ins(lora_a, 1, fp8.expand if fp8 else None)
-    output = intermediate.new_empty(*routing[0].shape, len(lora_b))
+    output = intermediate.new_empty(*topk_weights.shape, len(lora_b))
     fp8 = fp8._replace(b_scale=b_scale) if fp8 else None
-    given = Experts(output, x, lora_a, lora_b, *routing, slots[4], slots[2], slots[5], fp8)
-    plan = _plan(given, slots, Switches(mul_routed_weight), intermediate, numbers)
+    experts = experts_of(given | {"lora_b_stacked": lora_b, "output": output}, fp8)
+    plan = _plan(given, experts, switches_of(given), numbers_of(given))
     if plan is not None:
-        x, a, _ = stored(given)
+        x, a, _ = stored(experts)
         with on_device(x.get_device()):
-            plan.shrink(((x, intermediate), a, *where(given)), plan.counts, all_aligned(x, intermediate, *a))
+            plan.shrink(((x, intermediate), a, *index_tensors(experts)), plan.counts, all_aligned(x, intermediate, *a))
 
 
 @named("fused_moe_lora_expand")
-def _expand(
-    output: Tensor, intermediate: Tensor, lora_b: Sequence[Tensor], routing: Routing, slots: Slots, numbers: Numbers,
-    switches: Switches, fp8: Fp8Experts | None = None,
-) -> None:  # fmt: skip
+def _expand(given: Arguments, fp8: Fp8Experts | None = None) -> None:
+    intermediate, topk_weights, lora_b = given["intermediate"], given["topk_weights"], given["lora_b_stacked"]
+    output, switches = given["output"], switches_of(given)
     check_dtype("intermediate", intermediate, FLOATS)
-    check_dtype("topk_weights", routing[0], FLOATS)
+    check_dtype("topk_weights", topk_weights, FLOATS)
     lora_a, a_scale = _stand_ins(lora_b, None, fp8.shrink if fp8 else None)
-    rows = routing[0].numel() if switches.mul_routed_weight else len(routing[0])
+    rows = topk_weights.numel() if switches.mul_routed_weight else len(topk_weights)
     dtype = output.dtype if fp8 or not lora_a else lora_a[0].dtype
     fp8 = fp8._replace(a_scale=a_scale) if fp8 else None
-    x = routing[0].new_empty(rows, 1, dtype=dtype)
-    given = Experts(output, x, lora_a, lora_b, *routing, slots[4], slots[2], slots[5], fp8)
+    x = topk_weights.new_empty(rows, 1, dtype=dtype)
+    experts = experts_of(given | {"lora_a_stacked": lora_a, "qcurr_hidden_states": x}, fp8)
     planes = intermediate.shape[0] if intermediate.ndim == 5 else 1
-    plan = _plan(given, slots, switches, intermediate, (*numbers[:6], planes))
+    plan = _plan(given, experts, switches, (*numbers_of(given)[:6], planes))
     if plan is not None:
         if fp8 is not None and fp8.h_scale is not None:
             total = intermediate.view(plan.partials).float().sum(0, keepdim=True)
             intermediate = rounded(total, fp8.h_scale, fp8.expand, lora_b[0].dtype).to(intermediate.dtype)
-        tensors, (_, _, b) = (intermediate, output, routing[0]), stored(given)
+        tensors, (_, _, b) = (intermediate, output, topk_weights), stored(experts)
         with on_device(output.get_device()):
-            plan.expand((tensors, b, *where(given)), plan.counts, all_aligned(*tensors, *b))
+            plan.expand((tensors, b, *index_tensors(experts)), plan.counts, all_aligned(*tensors, *b))
 
 
 @custom_op(mutates="intermediate")
@@ -124,10 +113,7 @@ def fused_moe_lora_shrink(
     *, lora_ranks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``intermediate[s, t, j] = x @ A_s[l, e]^T`` for every pair, in place; the rest as in `fused_moe_lora`."""
-    routing = (topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded, token_lora_mapping)
-    slots = (max_lora_rank, top_k_num, lora_ids, num_active_loras, adapter_enabled, lora_ranks)
-    numbers = (block_size_m, block_size_n, block_size_k, group_size_m, num_warps, num_stages, split_k)
-    _shrink(intermediate, qcurr_hidden_states, lora_a_stacked, routing, slots, numbers, mul_routed_weight)
+    _shrink(locals())
 
 
 @custom_op(mutates="intermediate")
@@ -145,12 +131,8 @@ def fused_moe_lora_shrink_fp8(
     *, lora_ranks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`fused_moe_lora_shrink` of A in FP8. FP8 activations are multiplied in the dtype of ``intermediate``."""
-    scheme = scheme_of(block_shape, use_fp8_w8a8, per_channel_quant)
-    fp8 = scales_of(lora_a_stacked, (lora_a_scale_stacked, None), (act_scale, None), scheme)
-    routing = (topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded, token_lora_mapping)
-    slots = (max_lora_rank, top_k_num, lora_ids, num_active_loras, adapter_enabled, lora_ranks)
-    numbers = (block_size_m, block_size_n, block_size_k, group_size_m, num_warps, num_stages, split_k)
-    _shrink(intermediate, qcurr_hidden_states, lora_a_stacked, routing, slots, numbers, mul_routed_weight, fp8)
+    given = locals()
+    _shrink(given, scales_of(given | {"shrink_act_scale": act_scale}))
 
 
 @custom_op(mutates="output")
@@ -170,11 +152,7 @@ def fused_moe_lora_expand(
     ``intermediate`` has as many planes as there are partial sums; ``split_k`` is not used. The rest is as in
     `fused_moe_lora`.
     """
-    routing = (topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded, token_lora_mapping)
-    slots = (max_lora_rank, top_k_num, lora_ids, num_active_loras, adapter_enabled, lora_ranks)
-    numbers = (block_size_m, block_size_n, block_size_k, group_size_m, num_warps, num_stages, split_k)
-    switches = Switches(mul_routed_weight, False, offset, add_inputs)
-    _expand(output, intermediate, lora_b_stacked, routing, slots, numbers, switches)
+    _expand(locals())
 
 
 @custom_op(mutates="output")
@@ -192,10 +170,5 @@ def fused_moe_lora_expand_fp8(
     *, lora_ranks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`fused_moe_lora_expand` of B in FP8; with ``act_scale`` [T*k] ``intermediate`` is rounded to its format first."""
-    scheme = scheme_of(block_shape, False, per_channel_quant)
-    fp8 = scales_of(lora_b_stacked, (None, lora_b_scale_stacked), (None, act_scale), scheme)
-    routing = (topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded, token_lora_mapping)
-    slots = (max_lora_rank, top_k_num, lora_ids, num_active_loras, adapter_enabled, lora_ranks)
-    numbers = (block_size_m, block_size_n, block_size_k, group_size_m, num_warps, num_stages, split_k)
-    switches = Switches(mul_routed_weight, False, offset, add_inputs)
-    _expand(output, intermediate, lora_b_stacked, routing, slots, numbers, switches, fp8)
+    given = locals()
+    _expand(given, scales_of(given | {"expand_act_scale": act_scale}))

@@ -1,14 +1,10 @@
-"""The wrapper's contract: `PunicaWrapperABC`, and its methods for callers who hold the weights' tensors.
-
-The methods of `ContractMethods` turn tensors and keywords into weights as objects (`punica.ops.weights`) and call the
-backend's operations. The library's own layers build the objects once and call the inner form (`punica.wrapper.base`).
+"""`PunicaWrapperABC` and its methods on dense layers, with the weights given by their tensors.
 
 Notation: T tokens and S sampled rows in the step, L slots, n slices packed in one layer (q/k/v), rank r. "x @ A" means
 ``x @ A[slot]^T``. The slot of a row is -1 when it has no adapter: `add_shrink` and every expand then leave the row
 untouched, whether they accumulate or overwrite.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,63 +12,56 @@ from typing import Any
 import torch
 
 from punica.metadata import LoRABatch, LoRAMapping
-from punica.ops.checks import FLOATS, check_bool, check_dtype, check_keywords, check_output, check_parts, check_slices
-from punica.ops.interface import Ops
-from punica.ops.quant import FP8_DTYPES
+from punica.ops.checks import check_bool, check_output, check_parts, check_slices
 from punica.ops.weights import LoRAWeights, Stack
-from punica.wrapper.fp8 import FP8_KEYWORDS, NOTHING, Fp8Keywords
+from punica.wrapper.contract.keywords import KEYWORDS, Keywords
+from punica.wrapper.linear import LinearMethods, flattened, viewed_as_rows
 
 Slices = torch.Tensor | Sequence[torch.Tensor]
 Weights = tuple[torch.Tensor, ...]
 
 
 class PunicaWrapperABC(ABC):
-    """The six methods of the contract. Here they work in place and return None; a platform that cannot update in place
-    returns the result instead, and layers honour it.
+    """The six methods of the contract, as `StepMetadata` and `LinearContract` describe them. These work in place and
+    return None; a platform that cannot update in place returns the result instead, and layers honour it.
     """
 
     @abstractmethod
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
-        """Set the adapters of the next step; called once per model invocation."""
+    ) -> None: ...  # fmt: skip
 
     @abstractmethod
     def add_shrink(
         self, y: Slices, x: torch.Tensor, lora_a_stacked: Weights, scale: float, **kwargs: Any
-    ) -> torch.Tensor | None:
-        """``y[i] += scale * (x @ A_i)`` for every slice i."""
+    ) -> torch.Tensor | None: ...
 
     @abstractmethod
     def add_expand(
         self, y: torch.Tensor, x: Slices, lora_b_stacked: Weights, output_slices: Sequence[int], offset_start: int = 0,
         add_inputs: bool = True, **kwargs: Any,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """``y[:, o_i : o_i + output_slices[i]] (+)= x[i] @ B_i`` with ``o_0 = offset_start``."""
+    ) -> torch.Tensor | None: ...  # fmt: skip
 
     @abstractmethod
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
-    ) -> torch.Tensor | None:
-        """``y (+)= x @ B`` for rows x ``[T, r]`` already gathered from embedding A."""
+    ) -> torch.Tensor | None: ...
 
     @abstractmethod
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights, scale: float,
         output_slices: Sequence[int], *, buffer: Slices | None = None, **kwargs: Any,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """``y[:, o_i : ...] (+)= scale * (x @ A_i) @ B_i`` for every slice i."""
+    ) -> torch.Tensor | None: ...  # fmt: skip
 
     @abstractmethod
     def add_lora_logits(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, lora_b_stacked: torch.Tensor,
         scale: float, *, buffer: Slices | None = None, **kwargs: Any,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """``y[:, :V] += scale * (x @ A) @ B`` with the slots of the sampled rows."""
+    ) -> torch.Tensor | None: ...  # fmt: skip
 
 
-class ContractMethods(PunicaWrapperABC):
+class LinearContract(LinearMethods, PunicaWrapperABC):
     """The ``add_*`` methods on the current step.
 
     Every check precedes the first write. TypeError: a wrong type or dtype, an unknown keyword. ValueError: a wrong
@@ -85,19 +74,17 @@ class ContractMethods(PunicaWrapperABC):
 
         y: ``[n, T', r]`` or n tensors ``[T', r]``, any floating dtype (float32 keeps the precision). x: ``[T', in]`` or
         higher rank, dtype of A. A: n x ``[L, (1,) r, in]``. T' >= T, rows past T are padding. ``lora_ranks``: int32
-        ``[n, L]``, each adapter's true rank (None: r). A in FP8 needs the keywords of `punica.wrapper.fp8`; x then is
+        ``[n, L]``, each adapter's true rank (None: r). A in FP8 needs the keywords of `keywords.py`; x then is
         any floating dtype, or FP8 with ``a_scale``.
         """
-        check_keywords("add_shrink", kwargs, ("lora_ranks", *FP8_KEYWORDS))
-        batch, fp8 = self._step(), self._fp8_keywords(kwargs)
+        given, batch = self._keywords("add_shrink", kwargs), self._step()
         if batch.no_lora:
             return
         x = flattened("x", x)
         if not x.shape[0]:
             return
-        a = Stack.of_a(lora_a_stacked, kwargs.get("lora_ranks"), fp8.lora_a_scale, fp8.shrink)
-        for _, part, own in _calls("y", y, a):
-            self.ops.shrink(part, x, own, batch, scale, True, fp8.a_scale)
+        for _, part, own in _calls("y", y, given.a(lora_a_stacked)):
+            self.ops.shrink(part, x, own, batch, scale, True, given.a_scale)
 
     def add_expand(
         self, y: torch.Tensor, x: Slices, lora_b_stacked: Weights, output_slices: Sequence[int], offset_start: int = 0,
@@ -109,8 +96,7 @@ class ContractMethods(PunicaWrapperABC):
         dtype of B. B: n x ``[L, (1,) output_slices[i], r]``. ``add_inputs=False`` overwrites. ``lora_ranks`` as in
         `add_shrink`, B in FP8 too; x then is any floating dtype, or FP8 with ``a_scale``.
         """
-        check_keywords("add_expand", kwargs, ("lora_ranks", *FP8_KEYWORDS))
-        batch, fp8 = self._step(), self._fp8_keywords(kwargs)
+        given, batch = self._keywords("add_expand", kwargs), self._step()
         if batch.no_lora:
             return
         check_bool("add_inputs", add_inputs)
@@ -118,13 +104,13 @@ class ContractMethods(PunicaWrapperABC):
         check_slices(output_slices, lora_b_stacked)
         if not y.shape[0]:
             return
-        b = Stack.of_b(lora_b_stacked, kwargs.get("lora_ranks"), fp8.lora_b_scale, fp8.expand)
+        b = given.b(lora_b_stacked)
         if not isinstance(x, torch.Tensor):  # slice by slice: all must be sure to fit before the first is written
             batch.check_rows(y.shape[0])
             check_output("y", y, b.form.stored, offset_start)
         for first, part, own in _calls("x", x, b):
             start = offset_start + sum(output_slices[:first])
-            self.ops.expand(y, part, own, batch, start, add_inputs, fp8.a_scale)
+            self.ops.expand(y, part, own, batch, start, add_inputs, given.a_scale)
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
@@ -132,15 +118,14 @@ class ContractMethods(PunicaWrapperABC):
         """``y[t] (+)= x[t] @ B[slot_t]^T``: x ``[T', r]`` are the rows already gathered from embedding A; with B in FP8
         they are real, and ``lora_b_scale`` is its scales, in a list.
         """
-        check_keywords("add_lora_embedding", kwargs, ("lora_ranks", "lora_b_scale", "quant_args"))
-        batch, fp8 = self._step(), self._fp8_keywords(kwargs)
+        given = self._keywords("add_lora_embedding", kwargs, ("lora_ranks", "lora_b_scale", "quant_args"))
+        batch = self._step()
         if batch.no_lora:
             return
         check_bool("add_inputs", add_inputs)
         rows, y = flattened("x", x).unsqueeze(0), viewed_as_rows("y", y)
         if y.shape[0]:
-            b = Stack.of_b((lora_b_stacked,), kwargs.get("lora_ranks"), fp8.lora_b_scale, fp8.expand)
-            self.ops.expand(y, rows, b, batch, 0, add_inputs)
+            self.ops.expand(y, rows, given.b((lora_b_stacked,)), batch, 0, add_inputs)
 
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Weights, lora_b_stacked: Weights, scale: float,
@@ -152,19 +137,19 @@ class ContractMethods(PunicaWrapperABC):
         ``buffer`` (CPU only): n float32 tensors ``[T', r]``, which then hold the intermediate. Keywords: ``add_inputs``
         (default True), ``lora_ranks``. A and B must have one rank: rank-sharded weights go through `add_shrink`, a
         collective, `add_expand`. A step without any adapter adds nothing at all. A and B in FP8 need the keywords of
-        `punica.wrapper.fp8`; with ``use_fp8_w8a8`` an x that is not FP8 is quantised per token (leave ``a_scale``
+        `keywords.py`; with ``use_fp8_w8a8`` an x that is not FP8 is quantised per token (leave ``a_scale``
         out), and so is the intermediate.
         """
-        check_keywords("add_lora_linear", kwargs, ("add_inputs", "lora_ranks", *FP8_KEYWORDS))
-        check_bool("add_inputs", kwargs.get("add_inputs", True))
-        batch, fp8 = self._step(), self._fp8_keywords(kwargs)
+        given = self._keywords("add_lora_linear", kwargs, ("add_inputs", *KEYWORDS))
+        batch, add_inputs = self._step(), kwargs.get("add_inputs", True)
+        check_bool("add_inputs", add_inputs)
         if buffer is None and batch.no_lora:
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
         check_slices(output_slices, lora_b_stacked)
         if buffer is not None or x.shape[0] or y.shape[0]:
-            weights = fp8.weights(lora_a_stacked, lora_b_stacked, kwargs.get("lora_ranks"))
-            self._linear(buffer, y, x, weights, batch, scale, kwargs.get("add_inputs", True), fp8.a_scale)
+            weights = given.weights(lora_a_stacked, lora_b_stacked)
+            self._linear(buffer, y, x, weights, batch, scale, add_inputs, given.a_scale)
 
     def add_lora_logits(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, lora_b_stacked: torch.Tensor,
@@ -176,23 +161,20 @@ class ContractMethods(PunicaWrapperABC):
         A, B: one tensor each, ``[L, (1,) r, hidden]`` and ``[L, (1,) V, r]``. ``buffer`` and FP8 as in
         `add_lora_linear`.
         """
-        check_keywords("add_lora_logits", kwargs, ("lora_ranks", *FP8_KEYWORDS))
-        batch, fp8 = self._step().sampled, self._fp8_keywords(kwargs)
+        given, batch = self._keywords("add_lora_logits", kwargs), self._step().sampled
         if buffer is None and batch.no_lora:
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
         parts = buffer.unsqueeze(0) if isinstance(buffer, torch.Tensor) and buffer.ndim == 2 else buffer
         if buffer is not None or x.shape[0] or y.shape[0]:
-            weights = fp8.weights((lora_a_stacked,), (lora_b_stacked,), kwargs.get("lora_ranks"))
-            self._linear(parts, y, x, weights, batch, scale, True, fp8.a_scale)
+            weights = given.weights((lora_a_stacked,), (lora_b_stacked,))
+            self._linear(parts, y, x, weights, batch, scale, True, given.a_scale)
 
-    def _fp8_keywords(self, kwargs: dict[str, Any]) -> Fp8Keywords:
-        """The keywords of FP8, validated with ``debug_checks``."""
-        fp8 = Fp8Keywords.of(kwargs)
-        if fp8 is None:
-            return NOTHING
-        self._look_at(fp8)
-        return fp8
+    def _keywords(self, method: str, kwargs: dict[str, Any], allowed: Sequence[str] = KEYWORDS) -> Keywords:
+        """The keywords of a call, their values verified with ``debug_checks``."""
+        given = Keywords.of(method, kwargs, allowed)
+        self._debug_check(given)
+        return given
 
     def _linear(
         self, buffer: Slices | None, y: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch,
@@ -202,50 +184,6 @@ class ContractMethods(PunicaWrapperABC):
         if buffer is not None:
             raise ValueError(f"buffer is created internally by {type(self).__name__}; call without it")
         self.ops.linear(y, x, weights, batch, scale, add_inputs, x_scale)
-
-    # --- supplied by `punica.wrapper.base` ---------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def ops(self) -> Ops:
-        """The backend's operations."""
-
-    @abstractmethod
-    def _step(self) -> LoRABatch:
-        """The current step."""
-
-    @abstractmethod
-    def _look_at(self, given: Any) -> None:
-        """Verify the values of scales, with ``debug_checks``."""
-
-
-def flattened(name: str, x: torch.Tensor) -> torch.Tensor:
-    """``x`` with its leading dimensions flattened to rows (a copy where the strides demand it: it is only read)."""
-    if isinstance(x, torch.Tensor) and x.ndim == 2:
-        return x
-    check_rows_of(name, x)
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def viewed_as_rows(name: str, y: torch.Tensor) -> torch.Tensor:
-    """``y`` as a 2-D view of its memory; ValueError where only a copy would do, since y is written in place."""
-    if isinstance(y, torch.Tensor) and y.ndim == 2:
-        return y
-    check_rows_of(name, y)
-    try:
-        return y.view(math.prod(y.shape[:-1]), y.shape[-1])
-    except RuntimeError:
-        raise ValueError(
-            f"{name} with shape {tuple(y.shape)} and strides {y.stride()} cannot be viewed as 2-D rows without a copy, "
-            "so it cannot be updated in place; pass a contiguous tensor"
-        ) from None
-
-
-def check_rows_of(name: str, value: Any) -> None:
-    """TypeError unless ``value`` is a floating tensor, ValueError unless it has rows."""
-    check_dtype(name, value, (*FLOATS, *FP8_DTYPES))
-    if value.ndim < 2:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected rows: at least 2 dimensions")
 
 
 def _calls(name: str, value: Slices, stack: Stack) -> Iterator[tuple[int, torch.Tensor, Stack]]:

@@ -1,0 +1,171 @@
+"""`TritonExpertOps`: fused MoE LoRA on the Triton kernels, every (token, expert) pair with its adapter's weights.
+
+    y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
+
+(`punica.ops.reference.fused_moe_lora` is the full definition.) Two launches (`moe_shrink`, `moe_expand`): shrink leaves
+fp32 partial sums, expand adds them up. Fully sharded, a collective joins those of all ranks in between. `moe_rules`
+chooses schedules, `moe_plan` makes launches. Nothing is added atomically; a pair's result depends on its row and
+weights alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from punica.ops import collectives
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Fp8Experts, Numbers, Switches
+from punica.ops.fp8_checks import Scheme
+from punica.ops.moe_torch import rounded
+from punica.ops.triton_ops import moe_rules
+from punica.ops.triton_ops.configs import Options, load_lora_op_config
+from punica.ops.triton_ops.fp8_device import as_operand, operands
+from punica.ops.triton_ops.launch import all_aligned, on_device
+from punica.ops.triton_ops.moe_align import align_all
+from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, tuned_config
+from punica.ops.triton_ops.op import custom_op, is_traced, named
+from punica.ops.triton_ops.quantize_rows import quantized_rows
+
+_PLANS: dict[tuple, MoEPlan | None] = {}
+
+
+class TritonExpertOps:
+    """Alignment and fused op on a GPU (`punica.ops.experts.ExpertOps`)."""
+
+    smallest_block = 16
+    quantize = staticmethod(quantized_rows)
+    align = staticmethod(align_all)
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
+        """Tell whether pairs are not aligned, through w13 of these weights and the w2 that follows. The numbers of a
+        tuned file are for aligned pairs.
+        """
+        folder = self.options.tuned_dir if weights.site is not None else None
+        tuned = folder is not None and load_lora_op_config("fused_moe_lora_w13_shrink", None, folder) is not None
+        if tuned or self.options.batch_invariant:
+            return weights.outnumber(pairs)
+        (_, experts, rank, hidden), width = weights.lora_a[0].shape, weights.lora_b[0].shape[-2]
+        pair_bytes = (len(weights.lora_a) + 1) * rank * (hidden + width) * weights.lora_a[0].element_size()
+        return pairs <= moe_rules.most_alone(int(active), int(experts), int(pair_bytes))  # symbols cannot be remembered
+
+    def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
+        """Rows of a block of the alignment: of the tuned file of the first product if there is one, else the rule's."""
+        if weights.site is not None:
+            (slots, experts, rank, hidden), width = weights.lora_a[0].shape, weights.lora_b[0].shape[-2]
+            sizes = (tokens, top_k, len(weights.lora_a), slots, experts, rank, rank, hidden, width)
+            found = tuned_config(weights.site, "shrink", ExpertForm(*sizes, factor=top_k, block_m=1), self.options)
+            if found is not None:
+                return found["block_m"]
+        return moe_rules.block_size(tokens * top_k, active, weights.experts, self.options.batch_invariant)
+
+    def add(
+        self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
+        configs: tuple[Numbers, Numbers] | None, active: int, site: str | None,
+    ) -> None:  # fmt: skip
+        """Add one product. After the activation shrink may start early: alignment and weights are older than that."""
+        early = switches.mul_routed_weight and configs is None
+        call = (given, max_lora_rank, top_k, switches, How(configs, active, early, site, self.options))
+        if is_traced():
+            fused_moe_lora_step(*_packed(*call))
+        else:
+            fused(*call)
+
+
+@named("fused_moe_lora")
+def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
+    """Run a fused MoE LoRA call."""
+    plan = planned(given, max_lora_rank, top_k, switches, how)
+    if plan is None:
+        return
+    with on_device(given.x.get_device()):
+        _run(plan, given, switches)
+
+
+def planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
+    """Return the plan of a call, made once for all operands of the same forms. It keeps no operand alive."""
+    key = (*map(_form, given), max_lora_rank, top_k, switches, how)
+    if switches.fully_sharded:
+        key += (collectives.current().world_size(), collectives.current().rank())
+    if key not in _PLANS:
+        if len(_PLANS) >= 4096:
+            _PLANS.clear()
+        _PLANS[key] = plan_experts(given, max_lora_rank, top_k, switches, how)
+    return _PLANS[key]
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else value
+
+
+def index_tensors(given: Experts) -> tuple[Tensor, ...]:
+    """sorted ids, experts, counts, mapping, enabled, slot ids, ranks; unused ones are filled with the mapping."""
+    mapping, slots = given.mapping, given.lora_a[0].shape[0]
+    ids = mapping if given.sorted_ids is None else given.sorted_ids
+    counts = mapping if given.counts is None else given.counts
+    listed = mapping if given.lora_ids is None else given.lora_ids
+    if given.lora_ids is not None and len(listed) <= slots:  # kernels read L + 1; -1 is none
+        listed = torch.nn.functional.pad(listed, (0, slots + 1 - len(listed)), value=-1)
+    ranks = mapping if given.lora_ranks is None else given.lora_ranks
+    return ids, given.expert_ids, counts, mapping, given.enabled, listed, ranks
+
+
+def stored(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """x, and the operands of shrink and expand."""
+    if given.fp8 is None:
+        return given.x, tuple(given.lora_a), tuple(given.lora_b)
+    fp8 = given.fp8.contiguous()
+    a = operands(given.lora_a, fp8.a_scale, fp8.x_scale)
+    return as_operand(given.x), a, operands(given.lora_b, fp8.b_scale, None)
+
+
+def _run(plan: MoEPlan, given: Experts, switches: Switches) -> None:
+    (x, a, b), pairs, fp8 = stored(given), index_tensors(given), given.fp8
+    aligned = all_aligned(x, given.output, given.topk_weights, *a, *b)
+    fill = torch.zeros if switches.fully_sharded else torch.empty  # what travels between ranks is defined everywhere
+    partials = fill(plan.partials, dtype=torch.float32, device=given.x.device)
+    plan.shrink(((x, partials), a, *pairs), plan.counts, aligned)
+    if switches.fully_sharded:
+        ranks = collectives.current()
+        partials = ranks.all_reduce(partials) if plan.form.rank == plan.form.full_rank else ranks.all_gather(partials)
+        partials = partials.contiguous()  # gathered from one rank of A each, a view of what arrived
+    if fp8 is not None and fp8.h_scale is not None:
+        partials = rounded(partials.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
+    tensors = (partials, given.output, given.topk_weights)
+    plan.expand((tensors, b, *pairs), plan.counts, aligned and all_aligned(partials))
+
+
+# --- a call as one node of a trace -----------------------------------------------------------------------------------
+
+
+def _packed(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> tuple:
+    """The arguments of `fused_moe_lora_step`."""
+    fp8 = given.fp8 or Fp8Experts((), ())
+    flags: tuple[Any, ...] = (*switches, how.active, how.early, *how.options[:2], *fp8.shrink, *fp8.expand)
+    numbers = [max_lora_rank, top_k, *map(int, flags), *[n for config in how.configs or () for n in config]]
+    tensors = (given.x, *given[4:10], given.lora_ranks, fp8.x_scale)
+    weights, scales = [*given.lora_a, *given.lora_b], [*fp8.a_scale, *fp8.b_scale]
+    return given.output, tensors, weights, scales, numbers, how.site, how.options.tuned_dir
+
+
+@custom_op(mutates="output")
+def fused_moe_lora_step(
+    output: Tensor, tensors: Sequence[Tensor | None], weights: Sequence[Tensor], scales: Sequence[Tensor],
+    numbers: Sequence[int], site: str | None, tuned_dir: str | None,
+) -> None:  # fmt: skip
+    """`TritonExpertOps.add` as one node of a trace: `fused` on the operands that `_packed` has laid out."""
+    x, *routing, lora_ranks, x_scale = tensors
+    rank, top_k, routed, sharded, offset, add_inputs, active, early, invariant, pdl = numbers[:10]
+    schemes = [Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (numbers[10:14], numbers[14:18])]
+    (a, b), (a_scale, b_scale) = ((one[: len(one) // 2], one[len(one) // 2 :]) for one in (weights, scales))
+    fp8 = Fp8Experts(a_scale, b_scale, x_scale, None, *schemes) if scales else None
+    given = Experts._make((output, x, a, b, *routing, None, lora_ranks, fp8))
+    switches = Switches(bool(routed), bool(sharded), offset, bool(add_inputs))
+    configs = (tuple(numbers[18:25]), tuple(numbers[25:])) if len(numbers) > 18 else None
+    how = How(configs, active, bool(early), site, Options(bool(invariant), bool(pdl), tuned_dir))
+    fused(given, rank, top_k, switches, how)

@@ -1,0 +1,152 @@
+"""`ExpertContract`: fused MoE LoRA with the weights and the routing given by their tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches
+from punica.ops.moe_checks import check_block_size, check_routing
+from punica.ops.moe_configs import positional_config
+from punica.wrapper.contract.keywords import Keywords
+from punica.wrapper.experts import ExpertMethods, by_slot
+
+Alignment = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class ExpertContract(ExpertMethods):
+    """The methods of experts on the current step.
+
+    Slots that serve no expert weights are switched off by ``adapter_enabled``; ``token_lora_mapping`` None takes the
+    slots of the current step. The three that multiply take the keywords of `keywords.py`; for weights in FP8 their x is
+    not FP8, or FP8 with ``a_scale``. TypeError for any other keyword. NotImplementedError, naming the class, of a
+    wrapper whose backend has no experts.
+    """
+
+    def moe_lora_align_block_size(
+        self, topk_ids: Tensor,
+        num_tokens: int, block_size: int, num_experts: int, max_loras: int,
+        adapter_enabled: Tensor,
+        expert_map: Tensor | None = None, pad_sorted_ids: bool = False, naive_block_assignment: bool = False,
+        token_lora_mapping: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """Group (token, expert) pairs by adapter and expert in blocks of ``block_size``.
+
+        Returns ``(token_lora_mapping, sorted_ids, expert_ids, num_tokens_post_pad)``, the last three flat int32: ids
+        ``[L * P]`` with the sentinel ``T * k`` where there is no pair, experts ``[L * B]`` with -1 where there is no
+        block, counts ``[L]``. Naive: no ids, every pair's expert, no counts.
+        """
+        check_block_size(block_size, self._expert_ops("moe_lora_align_block_size").smallest_block)
+        mapping = self._slots_of_tokens(token_lora_mapping, num_tokens)
+        check_routing(topk_ids, mapping, adapter_enabled, max_loras, expert_map)
+        if topk_ids.shape[0] != num_tokens:
+            raise ValueError(f"num_tokens is {num_tokens}, topk_ids has {topk_ids.shape[0]} rows; they must be equal")
+        if naive_block_assignment:
+            if expert_map is not None:
+                raise ValueError("naive_block_assignment with an expert_map: experts would be global numbers; pass one "
+                                 "of the two")  # fmt: skip
+            return mapping, None, topk_ids.contiguous().view(-1), None
+        sizes = (num_experts, block_size, max_loras)
+        return mapping, *self._aligned(topk_ids, mapping, adapter_enabled, expert_map, sizes, pad_sorted_ids)
+
+    def add_lora_fused_moe(
+        self, y: Tensor, x: Tensor, lora_a_stacked: tuple[Tensor, ...], lora_b_stacked: tuple[Tensor, ...],
+        topk_weights: Tensor, sorted_token_ids: Tensor | None, expert_ids: Tensor,
+        num_tokens_post_padded: Tensor | None,
+        max_lora_rank: int, top_k_num: int,
+        shrink_config: Mapping[str, Any], expand_config: Mapping[str, Any], adapter_enabled: Tensor,
+        mul_routed_weight: bool = False, fully_sharded: bool = False, offset: int = 0,
+        token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """``y[t, j, offset + s*N : ...] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T``, see
+        `punica.ops.reference.fused_moe_lora`. The configs hold `punica.ops.moe_configs.DEFAULTS`, or some of them.
+        """
+        ops = self._expert_ops("add_lora_fused_moe")
+        switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
+        weights = self._weights("add_lora_fused_moe", lora_a_stacked, lora_b_stacked, adapter_enabled, switches, kwargs)
+        configs = (positional_config("shrink_config", shrink_config), positional_config("expand_config", expand_config))
+        mapping = self._slots_of_tokens(token_lora_mapping, topk_weights.shape[0])
+        if self.no_lora and self._is_own(mapping):
+            return
+        slots = weights.slots if weights.lora_a else 1
+        aligned = by_slot(slots, sorted_token_ids, expert_ids, num_tokens_post_padded)
+        given = self._operands(y, x, weights, Assignment(topk_weights, *aligned, mapping))
+        ops.add(given, max_lora_rank, top_k_num, switches, configs, self._active(mapping, slots), None)
+
+    def add_lora_w13(
+        self, y: Tensor, x: Tensor, lora_a_stacked: tuple[Tensor, ...], lora_b_stacked: tuple[Tensor, ...],
+        topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, w1: Tensor, w2: Tensor,
+        num_tokens: int, top_k_num: int, max_loras: int,
+        adapter_enabled: Tensor,
+        local_num_experts: int, top_k: int, num_slices: int, fully_sharded: bool, use_tuned_config: bool,
+        token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> Alignment:  # fmt: skip
+        """Add the up and gate projections to y, ``[T, k, n*N]`` or ``[T*k, n*N]``; x is ``[T, hidden]``.
+
+        Aligns once and returns the alignment for `add_lora_w2`: ``(sorted_token_ids_lora, expert_ids_lora,
+        num_tokens_post_padded_lora, token_lora_mapping)``.
+        """
+        self._expert_ops("add_lora_w13")
+        switches, site = Switches(False, fully_sharded, 0, add_inputs), "w13" if use_tuned_config else None
+        weights = self._weights("add_lora_w13", lora_a_stacked, lora_b_stacked, adapter_enabled, switches, kwargs, site)
+        _check_counts(topk_ids, num_tokens, (top_k_num, top_k), len(lora_a_stacked), num_slices)
+        assignment = self.assign_pairs(topk_ids, topk_weights, expert_map, weights, token_lora_mapping)
+        _, ids, experts, counts, mapping = assignment
+        if not self._is_idle(mapping):
+            self.add_lora_experts(y.view(num_tokens, top_k, -1), x, weights, assignment)
+        return None if ids is None else ids.view(-1), experts.view(-1), counts, mapping
+
+    def add_lora_w2(
+        self, y: Tensor, x: Tensor, lora_a_stacked: tuple[Tensor, ...], lora_b_stacked: tuple[Tensor, ...],
+        topk_weights: Tensor,
+        sorted_token_ids_lora: Tensor | None, expert_ids_lora: Tensor | None,
+        num_tokens_post_padded_lora: Tensor | None, token_lora_mapping: Tensor | None,
+        num_tokens: int,
+        w1: Tensor, w2: Tensor,
+        top_k_num: int, max_loras: int,
+        adapter_enabled: Tensor,
+        top_k: int, fully_sharded: bool, tp_rank: int, use_tuned_config: bool,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Add the down projection to y ``[T, k, hidden]``, weighted already, with the alignment that `add_lora_w13`
+        returned; x is ``[T*k, intermediate]``.
+        """
+        self._expert_ops("add_lora_w2")
+        offset = tp_rank * lora_b_stacked[0].shape[-2] if fully_sharded else 0
+        switches, site = Switches(True, fully_sharded, offset, add_inputs), "w2" if use_tuned_config else None
+        weights = self._weights("add_lora_w2", lora_a_stacked, lora_b_stacked, adapter_enabled, switches, kwargs, site)
+        _check_counts(topk_weights, num_tokens, (top_k_num, top_k), 1, 1)
+        if num_tokens == 0:
+            return
+        mapping = self._slots_of_tokens(token_lora_mapping, num_tokens)
+        if self._is_idle(mapping):
+            return
+        if expert_ids_lora is None:
+            raise ValueError("expert_ids_lora is None; pass on what add_lora_w13 returned for these tokens")
+        aligned = by_slot(weights.slots, sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora)
+        assignment = Assignment(topk_weights, *aligned, mapping)
+        self.add_lora_experts(y.view(num_tokens, top_k, -1), x, weights, assignment)
+
+    def _weights(
+        self, method: str, lora_a: tuple[Tensor, ...], lora_b: tuple[Tensor, ...], enabled: Tensor, switches: Switches,
+        kwargs: Mapping[str, Any], site: str | None = None,
+    ) -> ExpertLoRAWeights:  # fmt: skip
+        """The operands of a call and its keywords as one object."""
+        given = Keywords.of(method, kwargs)
+        fp8 = given.experts()
+        self._debug_check(fp8)
+        return ExpertLoRAWeights(lora_a, lora_b, enabled, given.lora_ranks, fp8, switches, site)
+
+
+def _check_counts(routing: Tensor, num_tokens: int, top_k: tuple[int, int], slices: int, num_slices: int) -> None:
+    wanted = (num_tokens, top_k[0])
+    if routing.ndim != 2 or tuple(routing.shape) != wanted or top_k[0] != top_k[1]:
+        raise ValueError(
+            f"num_tokens, top_k_num and top_k are {num_tokens}, {top_k[0]} and {top_k[1]}; the routing has shape "
+            f"{tuple(routing.shape)}"
+        )
+    if slices != num_slices:
+        raise ValueError(f"num_slices is {num_slices}, lora_a_stacked has {slices} tensors")
