@@ -108,8 +108,8 @@ class RecordedCluster:
 
     built: ClassVar[list[tuple]] = []
 
-    def __init__(self, build, num_runners, *, num_gpus, **others) -> None:
-        self.built.append((build, num_runners, num_gpus))
+    def __init__(self, build, num_runners, *, resources, **others) -> None:
+        self.built.append((build, num_runners, resources.num_gpus))
 
     def __enter__(self) -> "RecordedCluster":
         return self
