@@ -29,7 +29,7 @@ def clear(engine: Engine) -> None:
             engine.abort_request(state.request_id)
     for state in list(scheduler.running):
         if state in scheduler.running:  # the members of an inseparable batch leave together
-            scheduler.take_out(state)
+            scheduler.remove(state)
     engine.runner.forget_ahead()
     if engine.runner.model.lm_head.weight.is_cuda:
         torch.cuda.synchronize()  # a step that it had begun is not to be part of what is timed next

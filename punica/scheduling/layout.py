@@ -1,13 +1,13 @@
-"""Laying out a step: from the scheduled requests to the rows of one model invocation. Plain lists.
+"""Layout of a step: from the scheduled requests to the rows of one model invocation, as plain lists.
 
     rows:   prompt of the newly admitted request | one row per decoding request, sorted by adapter slot
             p0 p1 p2 p3 ...                      | d d d d d ...
 
-Sorting makes the rows of one adapter neighbours, so that SGMV sees one segment per adapter, with ascending slots. The
-layout and the segments are made once per invocation and used by every LoRA layer of the model (7 L of them).
+Sorting makes the rows of one adapter adjacent: one SGMV segment per adapter, with ascending slots. Layout and segments
+are made once per invocation and shared by all LoRA layers of the model (7 L of them).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,15 +16,14 @@ from punica.scheduling.request import RequestState, RequestStatus
 from punica.scheduling.scheduler import StepPlan
 
 ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
-"""Whose adapter a decode row takes, see :func:`lay_out`."""
+"""Rules for the adapter of a decode row, see :func:`lay_out`."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows ``[start, start + length)`` of a step belong to one request, whose cache then holds ``kv_length`` tokens
-    in the blocks of ``block_table``.
+    """Rows ``[start, start + length)`` of one request: a whole prompt (``length == kv_length``) or one decode row.
 
-    A span is either a whole prompt (``length == kv_length``) or one decode row.
+    ``kv_length``: tokens of the request in the cache after the step, in the blocks of ``block_table``.
     """
 
     start: int
@@ -38,7 +37,7 @@ class Span:
         return range(self.kv_length - self.length, self.kv_length)
 
     def kv_rows(self, block_size: int) -> list[int]:
-        """Row of the cache that each of its rows writes: ``block * block_size + offset``."""
+        """Return the cache row written by each of its rows: ``block * block_size + offset``."""
         return [self.block_table[p // block_size] * block_size + p % block_size for p in self.positions]
 
 
@@ -46,9 +45,8 @@ class Span:
 class StepLayout:
     """One model invocation over T rows of S requests.
 
-    ``requests``, ``spans``, ``sampled_slots``: length S, in row order; the slot of the adapter that the LoRA layers
-    apply to the request (-1: none).
-    ``token_ids``, ``positions``, ``kv_rows``: length T; ``kv_rows`` say where in the cache a row's key and value go.
+    ``requests``, ``spans``, ``sampled_slots``: length S, in row order; slot -1 applies no adapter.
+    ``token_ids``, ``positions``, ``kv_rows``: length T; cache row that each row's key and value are written to.
     ``num_prefill_rows``: rows of prompts, which come first.
     """
 
@@ -67,10 +65,9 @@ class StepLayout:
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """``(slot, number of rows)`` of every run of rows with one slot, in row order; slot -1: rows without adapter,
-        or of no span.
+        """``(slot, number of rows)`` of maximal runs with one slot, in row order, up to the last span's row.
 
-        Neighbouring segments have different slots, and the lengths sum to the rows up to the last span's.
+        Slot -1: rows without adapter, or of no span.
         """
         runs: list[list[int]] = []
         end = 0
@@ -84,9 +81,7 @@ class StepLayout:
         return tuple((slot, length) for slot, length in runs)
 
     def padded(self, prompt_rows: int) -> "StepLayout":
-        """The same step with rows of no span behind those of its prompts, which take ``prompt_rows`` together: token 0
-        at position 0, and no row of the cache (-1).
-        """
+        """Pad the prompts to ``prompt_rows`` rows, with rows of no span: token 0, position 0, cache row -1 (none)."""
         first, gap = self.num_prefill_rows, prompt_rows - self.num_prefill_rows
         if not gap:
             return self
@@ -102,17 +97,28 @@ class StepLayout:
         """Segments with an adapter."""
         return sum(slot >= 0 for slot, _ in self.segments)
 
+    @property
+    def is_greedy(self) -> bool:
+        """All tokens are argmaxes without log-probabilities: none depends on tokens read by the host."""
+        return all(request.params.is_greedy and request.params.logprobs is None for request in self.requests)
 
-def one_token_later(layout: StepLayout, blocks: BlockManager) -> StepLayout | None:
-    """The step behind ``layout`` if nobody joins, leaves or stops: every request computes its next token (whichever
-    that is: its id stands as 0), and idle members of a batch their last one again. ``None`` where somebody's output
-    ends with this step, the step has a prompt, or blocks run out. Blocks for the new tokens are reserved.
+    def is_same_step(self, other: "StepLayout") -> bool:
+        """Check for the same requests, spans and slots, whatever the token ids."""
+        return (self.requests, self.spans, self.sampled_slots) == (other.requests, other.spans, other.sampled_slots)
+
+
+def next_decode_step(layout: StepLayout, blocks: BlockManager) -> StepLayout | None:
+    """Lay out the decode step after ``layout``, before its tokens are known; reserves their blocks.
+
+    Each request computes one more token, whose id is 0 here. Idle members of a batch compute their last one again.
+    ``None`` if ``layout`` has a prompt, an output ends with it by length, or blocks run out.
     """
     grows = [request.status is RequestStatus.RUNNING for request in layout.requests]
     if layout.num_prefill_rows or any(
-        request.num_generated + 1 >= request.params.max_new_tokens if running else not _is_idle(request)
+        request.num_generated + 1 >= request.params.max_new_tokens if running
+        else request.status is not RequestStatus.FINISHED
         for request, running in zip(layout.requests, grows, strict=True)
-    ):
+    ):  # fmt: skip
         return None
     spans = []
     for request, span, more in zip(layout.requests, layout.spans, grows, strict=True):
@@ -132,15 +138,15 @@ def lay_out(
     plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request",
     expected: StepLayout | None = None,
 ) -> StepLayout:  # fmt: skip
-    """Rows of ``plan``: prompts first, then decode rows by ascending slot, those without adapter before them.
+    """Lay out the rows of ``plan``: prompts, then decode rows without adapter, then decode rows by ascending slot.
 
-    ``slots``: ``weights_id`` to slot, for every request of the plan; ``None`` when nothing applies adapters.
-    ``expected``: what :func:`one_token_later` made of the step before; if that came true its parts are returned, with
-    the token ids that are known now.
+    ``slots``: ``weights_id`` to slot, for every request of the plan; ``None`` when no adapters are applied.
+    ``expected``: the layout that :func:`next_decode_step` made of the step before. If ``plan`` is that step, its spans
+    are reused with the token ids known now.
 
     ``index_rule="last_admitted"`` reproduces the released text-generation harness (disagreement D04 of
-    ``paper_results/README.md``): every decode row takes the adapter of the request admitted last, so each step has a
-    single LoRA segment and *wrong outputs* for everyone else. It exists to measure what that did to Figure 11.
+    ``paper_results/README.md``): every decode row takes the adapter of the request admitted last. Each step then has a
+    single LoRA segment, and *wrong outputs* for all other adapters. It exists to measure the effect on Figure 11.
     """
 
     def slot_of(request: RequestState) -> int:
@@ -151,12 +157,18 @@ def lay_out(
     if index_rule == "last_admitted":
         newest = (plan.prefills or plan.decodes)[-1]
         sampled_slots = (slot_of(newest),) * len(requests)
-    if expected is not None and not plan.prefills and _came_true(expected, requests, sampled_slots):
-        return replace(expected, token_ids=[request.token_at(_end_of(request) - 1) for request in requests])
+    ends = [request.next_kv_length for request in requests]
+    if (
+        expected is not None
+        and not plan.prefills
+        and (expected.requests, expected.sampled_slots) == (requests, sampled_slots)
+        and ends == [span.kv_length for span in expected.spans]
+    ):
+        token_ids = [request.token_at(end - 1) for request, end in zip(requests, ends, strict=True)]
+        return replace(expected, token_ids=token_ids)
     spans: list[Span] = []
-    token_ids: list[int] = []
-    for request in requests:
-        end = _end_of(request)
+    token_ids = []
+    for request, end in zip(requests, ends, strict=True):
         length = end if request in plan.prefills else 1
         spans.append(Span(len(token_ids), length, end, blocks.block_table(request.request_id)))
         token_ids += [request.token_at(end - 1)] if length == 1 else request.token_ids[end - length : end]
@@ -169,27 +181,3 @@ def lay_out(
         kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
         num_prefill_rows=sum(request.num_tokens for request in plan.prefills),
     )
-
-
-def is_where(layout: StepLayout, requests: Collection[RequestState]) -> bool:
-    """Whether ``layout`` has the next token of each of ``requests``, members of it that are still in the batch."""
-    spans = dict(zip(layout.requests, layout.spans, strict=True))
-    return all(_end_of(request) == spans[request].kv_length for request in requests)
-
-
-def _came_true(expected: StepLayout, requests: tuple[RequestState, ...], sampled_slots: tuple[int, ...]) -> bool:
-    return (expected.requests, expected.sampled_slots) == (requests, sampled_slots) and all(
-        _end_of(request) == span.kv_length for request, span in zip(requests, expected.spans, strict=True)
-    )
-
-
-def _is_idle(request: RequestState) -> bool:
-    """A finished member of a batch that leaves together."""
-    return request.status is RequestStatus.FINISHED
-
-
-def _end_of(request: RequestState) -> int:
-    """Tokens that a request has once the step is computed; of an idle one, whose last token was never computed, those
-    before it.
-    """
-    return max(request.num_tokens - 1, 1) if _is_idle(request) else request.num_tokens

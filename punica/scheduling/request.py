@@ -164,6 +164,11 @@ class RequestState:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def next_kv_length(self) -> int:
+        """Tokens in the cache after the next step; for an idle request, without its last, never computed token."""
+        return max(self.num_tokens - 1, 1) if self.status is RequestStatus.FINISHED else self.num_tokens
+
+    @property
     def num_generated(self) -> int:
         """Length of ``output_token_ids``."""
         return len(self.output_token_ids)

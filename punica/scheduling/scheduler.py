@@ -1,7 +1,7 @@
-"""Which requests run in the next step: admission, growth and preemption.
+"""Continuous batching: the queue, the running batch, and which requests run in the next step.
 
-Only the *admission rule* differs from one serving system to another. Everything here is the same for all of them: the
-queue is in order of arrival, the batch is bounded, a request needs KV blocks and, with LoRA, a slot.
+Serving systems differ in their *admission rule* alone. All share a queue in order of arrival, a bounded batch, KV
+blocks for each request and, with LoRA, adapter slots.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from punica.scheduling.request import RequestState, RequestStatus
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What runs in one model invocation.
+    """Requests of one model invocation.
 
     ``prefills`` compute all their tokens, ``decodes`` one token each. ``idle`` are finished requests of an
-    inseparable batch: they cost a decode row each and their output is thrown away. ``preempted`` left the batch in
-    this step, for want of blocks or of a slot that was pinned for another adapter.
+    inseparable batch: each costs a decode row, whose output is discarded. ``preempted`` left the batch in this step,
+    for want of blocks or of a slot pinned for another adapter.
     """
 
     prefills: tuple[RequestState, ...]
@@ -30,8 +30,21 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to run."""
+        """No request to compute."""
         return not (self.prefills or self.decodes)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with rows in the step."""
+        return len(self.prefills) + len(self.decodes) + len(self.idle)
+
+    def without(self, left: Collection[RequestState]) -> "StepPlan":
+        """The plan without the requests ``left``, which are out of the batch."""
+        prefills, decodes, idle = (
+            tuple(request for request in part if request not in left)
+            for part in (self.prefills, self.decodes, self.idle)
+        )
+        return StepPlan(prefills, decodes, idle, self.preempted)
 
 
 @dataclass(eq=False)
@@ -42,14 +55,13 @@ class Scheduler:
         rule: the admission rule.
         blocks: the KV blocks; their owners are request ids.
         max_batch_size: most requests in the batch.
-        max_tokens: most token rows in one invocation; only rules with several prefills per step meet it.
+        max_tokens: most token rows in one invocation; only rules with several prefills per step reach it.
         max_adapters: distinct adapters that can be active at once (``None``: no limit, the engine runs no LoRA).
 
-    ``on_leave`` may be set; it is told of every request that is in neither queue nor batch any more. ``is_resident``
-    and ``is_loaded`` too, where adapters come and go: the first tells rules whose adapter lies in a slot, the second
-    whether a request that could join has to wait for its adapter so that those who run need not.
+    Optional hooks: ``on_leave`` is called with every request that left both queue and batch. ``is_resident`` tells
+    rules which adapters are in a slot. ``is_loaded`` keeps a request queued while its adapter's files are being read.
 
-    After every call, a request is in the queue or in the batch or gone, and exactly those in the batch own blocks.
+    After every call each request is queued, in the batch or gone, and exactly those in the batch own blocks.
     """
 
     rule: AdmissionRule
@@ -59,38 +71,41 @@ class Scheduler:
     max_adapters: int | None = None
     waiting: deque[RequestState] = field(default_factory=deque, init=False)
     running: list[RequestState] = field(default_factory=list, init=False)
-    on_leave: Callable[[RequestState], None] = field(default_factory=lambda: _nobody_asks, init=False)
+    on_leave: Callable[[RequestState], None] = field(default_factory=lambda: _ignore, init=False)
     is_resident: IsResident = field(default_factory=lambda: _always, init=False)
     is_loaded: IsResident = field(default_factory=lambda: _always, init=False)
 
     def add(self, request: RequestState) -> None:
-        """Put a request at the end of the queue."""
+        """Append a request to the queue."""
         self.waiting.append(request)
 
     def schedule(self, pinned: Collection[int] = ()) -> StepPlan:
-        """Give every decoding request room for one more token, then admit from the queue; the requests of the next
-        step. ``pinned``: adapters that keep their slot whether or not a request uses it.
+        """Reserve one more token for every decoding request, admit from the queue, and return the next step.
 
-        When blocks run out the newest request is preempted: it loses its blocks and returns to the head of the queue,
-        to be computed again later. Nobody joins in such a step: the blocks left over are fewer than the head needs.
-        When adapters were pinned over the heads of running requests, those whose adapter joined last are preempted.
+        ``pinned``: adapters that keep their slot without a request. If they leave fewer slots than the batch needs,
+        the requests whose adapters joined last are preempted.
+
+        When blocks run out the newest request is preempted: it loses its blocks and is computed again later, from the
+        head of the queue. Such a step admits no request: the free blocks are fewer than the head needs.
         """
-        preempted = [*self._yield_slots(pinned), *self._grow()]
+        preempted = self._preempt_for_pins(pinned) if pinned else []
+        preempted += self._grow()
         decoding = tuple(request for request in self.running if request.status is RequestStatus.RUNNING)
         idle = tuple(self._finished())
-        admitted = self._admit(len(self.running), pinned)
+        admitted = self._admit(len(self.running), pinned) if self.waiting else []
         return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
 
-    def somebody_may_join(self, pinned: Collection[int] = ()) -> bool:
-        """Whether :meth:`schedule` would admit from the queue if the batch stayed as it is."""
+    def can_admit(self, pinned: Collection[int] = ()) -> bool:
+        """Check if :meth:`schedule` would admit from the queue, were the batch unchanged."""
         if not self.waiting:
             return False
         request = self.rule.candidate(self.waiting, self.is_resident)
-        return self._may_join(request, [], len(self.running), pinned)
+        return self._is_admissible(request, [], len(self.running), pinned)
 
-    def go_on(self, requests: Collection[RequestState]) -> StepPlan:
-        """The step of those of ``requests`` that are still in the batch, their blocks reserved; nobody joins, or is
-        preempted for somebody's pin.
+    def continue_batch(self, requests: Collection[RequestState]) -> StepPlan:
+        """Return the step of those ``requests`` still in the batch, without admission or preemption.
+
+        Their blocks are reserved already.
         """
         here = set(self.running)
         members = [request for request in requests if request in here]
@@ -101,59 +116,59 @@ class Scheduler:
         return StepPlan((), decoding, idle, ())
 
     def retire_finished(self) -> None:
-        """Free the blocks and the places of finished requests; of an inseparable batch, once all are finished."""
+        """Release finished requests; those of an inseparable batch once all members are finished."""
         finished = self._finished()
         if not self.rule.inseparable or len(finished) == len(self.running):
             for request in finished:
-                self._dismiss(request)
+                self._release(request)
 
     def preempt(self, request: RequestState) -> None:
-        """Put a running request back because blocks or slots ran out; counted."""
-        self.put_back(request)
+        """Requeue a running request for want of blocks or slots, and count it."""
+        self.requeue(request)
         request.preemptions += 1
 
-    def put_back(self, request: RequestState) -> None:
-        """Take a running request out of the batch and put it at the head of the queue, with its output so far."""
-        self.drop(request)
+    def requeue(self, request: RequestState) -> None:
+        """Move a running request to the head of the queue, with its output so far."""
+        self._drop(request)
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
 
-    def drop(self, request: RequestState) -> None:
-        """Take a running request out of the batch and free its blocks."""
-        self.running.remove(request)
-        self.blocks.release(request.request_id)
-
-    def take_out(self, request: RequestState) -> None:
-        """Remove a request for good, wherever it is: in the queue, running, or a finished member of the batch."""
+    def remove(self, request: RequestState) -> None:
+        """Remove a request for good: from the queue, or from the batch, running or finished."""
         if request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
             self.on_leave(request)
         else:
-            self._dismiss(request)
-            self.retire_finished()  # of an inseparable batch it may have been the last unfinished member
+            self._release(request)
+            self.retire_finished()  # the rest of an inseparable batch may be finished
 
     def has_slot(self, candidate: RequestState, pinned: Collection[int]) -> bool:
-        """Whether the adapters of the batch, the candidate's and the pinned ones can be active together.
+        """Check if the adapters of the batch, the candidate and the pins fit the slots together.
 
-        A new version of an adapter takes the slot of the one before, unless a running request still uses that.
+        A new version of an adapter replaces the previous one in its slot, unless a running request uses that one.
         """
         in_use = {request.weights_id for request in self.running}
         replaces = not candidate.has_weights and candidate.adapter_id not in in_use
         adapters = {*in_use, candidate.adapter_id if replaces else candidate.weights_id} - {0}
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
 
-    def _dismiss(self, request: RequestState) -> None:
+    def _drop(self, request: RequestState) -> None:
+        """Take a request out of the batch and free its blocks."""
+        self.running.remove(request)
+        self.blocks.release(request.request_id)
+
+    def _release(self, request: RequestState) -> None:
         """Take a member of the batch out for good."""
-        self.drop(request)
+        self._drop(request)
         self.on_leave(request)
 
     def _finished(self) -> list[RequestState]:
         return [request for request in self.running if request.status is RequestStatus.FINISHED]
 
-    def _yield_slots(self, pinned: Collection[int]) -> list[RequestState]:
-        """Take running requests out until their adapters and the pinned ones fit; whose adapter joined last goes first.
+    def _preempt_for_pins(self, pinned: Collection[int]) -> list[RequestState]:
+        """Preempt until the adapters of the batch and the pinned ones fit: those whose adapter joined last go first.
 
-        They wait again in their old order. Finished members of an inseparable batch go before all others, for good.
+        They are queued again in their old order. Finished members of an inseparable batch leave first, for good.
         """
         if self.max_adapters is None:
             return []
@@ -164,14 +179,15 @@ class Scheduler:
         preempted: list[RequestState] = []
         for request in [request for request in reversed(self.running) if request.weights_id in leaving]:
             if request.status is RequestStatus.FINISHED:
-                self._dismiss(request)
+                self._release(request)
             else:
                 self.preempt(request)
                 preempted.append(request)
-        self.retire_finished()  # what is left of an inseparable batch may have nothing to do
+        self.retire_finished()  # the rest of an inseparable batch may be finished
         return preempted
 
     def _grow(self) -> list[RequestState]:
+        """Reserve a block for the next token of each running request; return the requests preempted for it."""
         preempted: list[RequestState] = []
         for request in list(self.running):
             while request.status is RequestStatus.RUNNING:
@@ -185,9 +201,9 @@ class Scheduler:
         admitted: list[RequestState] = []
         while self.waiting:
             request = self.rule.candidate(self.waiting, self.is_resident)
-            if not self._may_join(request, admitted, num_rows, pinned):
+            if not self._is_admissible(request, admitted, num_rows, pinned):
                 break
-            self._take_from_queue(request)
+            self._dequeue(request)
             self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
@@ -195,14 +211,14 @@ class Scheduler:
             num_rows += request.num_tokens
         return admitted
 
-    def _take_from_queue(self, request: RequestState) -> None:
-        """It leaves the queue to join; those before it, who came earlier, are overtaken."""
+    def _dequeue(self, request: RequestState) -> None:
+        """Take a request out of the queue, and count it as an overtake for each one before it."""
         place = self.waiting.index(request)
         for earlier in itertools.islice(self.waiting, place):
             earlier.overtaken += 1
         del self.waiting[place]
 
-    def _may_join(
+    def _is_admissible(
         self, candidate: RequestState, admitted: list[RequestState], num_rows: int, pinned: Collection[int]
     ) -> bool:
         return (
@@ -218,18 +234,18 @@ class Scheduler:
         return request.final_kv_length if self.rule.inseparable else request.num_tokens
 
     def _has_blocks(self, candidate: RequestState) -> bool:
-        """Room for its tokens, and beside others one block per request to grow into.
+        """Check for blocks of its tokens and, in a batch, one spare block per request.
 
-        Without those it would be preempted right away.
+        Without the spare ones it would be preempted right away.
         """
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
         return self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare <= self.blocks.num_free
 
 
-def _nobody_asks(request: RequestState) -> None:
-    """Nothing is to be done when a request leaves."""
+def _ignore(request: RequestState) -> None:
+    """Ignore a request that left."""
 
 
 def _always(request: RequestState) -> bool:
-    """Nothing has to be loaded for anybody."""
+    """Answer yes: no adapter has to be loaded."""
     return True

@@ -3,7 +3,7 @@
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.scheduling import BlockManager, Request, RequestState, RequestStatus, StepPlan, lay_out, one_token_later
+from punica.scheduling import BlockManager, Request, RequestState, RequestStatus, StepPlan, lay_out, next_decode_step
 
 SLOTS = {10: 2, 20: 0, 30: 1}
 
@@ -125,24 +125,24 @@ def test_last_admitted_rule_gives_every_row_one_adapter(plan, blocks) -> None:
     assert decode.segments == ((2, 4),)  # d was admitted last
 
 
-def test_the_step_one_token_later(plan, blocks) -> None:
+def test_the_next_decode_step(plan, blocks) -> None:
     decodes = StepPlan((), plan.decodes, (), ())
     layout = lay_out(decodes, blocks, SLOTS)
-    expected = one_token_later(layout, blocks)
+    expected = next_decode_step(layout, blocks)
     for request, token in zip(layout.requests, (70, 71, 72, 73), strict=True):
         request.append(token)
     assert lay_out(decodes, blocks, SLOTS, expected=expected) == lay_out(decodes, blocks, SLOTS)
     assert lay_out(decodes, blocks, SLOTS, expected=expected).spans is expected.spans
 
 
-def test_the_step_one_token_later_of_a_batch_with_idle_members(plan, blocks) -> None:
+def test_the_next_decode_step_of_a_batch_with_idle_members(plan, blocks) -> None:
     """They stay where they are; that another one is done is not foreseen."""
     idle, decodes = plan.decodes[1], (plan.decodes[0], *plan.decodes[2:])
     idle.status = RequestStatus.FINISHED
     batch = StepPlan((), decodes, (idle,), ())
     for round in range(2):
         layout = lay_out(batch, blocks, SLOTS)
-        expected = one_token_later(layout, blocks)
+        expected = next_decode_step(layout, blocks)
         for request in decodes:
             request.append(70 + round)
         assert lay_out(batch, blocks, SLOTS, expected=expected) == lay_out(batch, blocks, SLOTS)
@@ -155,7 +155,7 @@ def test_the_step_one_token_later_of_a_batch_with_idle_members(plan, blocks) -> 
 @pytest.mark.parametrize("change", ["a token too few", "another slot", "somebody left", "a prompt"])
 def test_what_did_not_come_true_is_laid_out_anew(plan, blocks, change) -> None:
     decodes = StepPlan((), plan.decodes, (), ())
-    expected = one_token_later(lay_out(decodes, blocks, SLOTS), blocks)
+    expected = next_decode_step(lay_out(decodes, blocks, SLOTS), blocks)
     for request in plan.decodes[1 if change == "a token too few" else 0 :]:
         request.append(70)
     slots = SLOTS | ({10: 3} if change == "another slot" else {})
@@ -167,12 +167,12 @@ def test_what_did_not_come_true_is_laid_out_anew(plan, blocks, change) -> None:
 
 
 def test_no_step_is_foreseen_behind_a_prompt_the_end_of_an_output_or_a_full_cache(plan, blocks) -> None:
-    assert one_token_later(lay_out(plan, blocks, SLOTS), blocks) is None
+    assert next_decode_step(lay_out(plan, blocks, SLOTS), blocks) is None
     layout = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS)
     full = BlockManager(4, 4)
     for request in plan.decodes:
         assert full.reserve(request.request_id, 4)
-    assert one_token_later(layout, full) is None  # b needs a second block for its sixth token
+    assert next_decode_step(layout, full) is None  # b needs a second block for its sixth token
     for token in range(8 - plan.decodes[3].num_generated):
         plan.decodes[3].append(token)
-    assert one_token_later(layout, blocks) is None  # its ninth token is the last
+    assert next_decode_step(layout, blocks) is None  # its ninth token is the last

@@ -188,9 +188,9 @@ def test_a_request_is_taken_out_wherever_it_is(rule) -> None:
         scheduler.add(request)
     for _ in range(2):
         advance(scheduler)
-    scheduler.take_out(requests[2])
+    scheduler.remove(requests[2])
     check_invariants(scheduler)
-    scheduler.take_out(requests[1])
+    scheduler.remove(requests[1])
     assert scheduler.running == []
     assert [names(plan.prefills) for plan in drain(scheduler)] == ["d", ""]
 
@@ -201,6 +201,6 @@ def test_a_finished_member_of_a_batch_can_be_taken_out() -> None:
     for request in (short, long):
         scheduler.add(request)
     advance(scheduler)
-    scheduler.take_out(short)
+    scheduler.remove(short)
     plan = advance(scheduler)
     assert (names(plan.decodes), names(plan.idle)) == ("b", "")
