@@ -62,7 +62,7 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
 
 
 def _time_on_gpu(bench: EngineSteps, count: int, case: Case) -> None:
-    with launch_times(bench.engine.runner) as launches:
+    with launch_times(bench.engine) as launches:
         steps = [bench.step() for _ in range(count)]
     for step, launched in zip(steps, launches, strict=True):
         _note(step, case)

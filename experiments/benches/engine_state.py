@@ -30,6 +30,6 @@ def clear(engine: Engine) -> None:
     for state in list(scheduler.running):
         if state in scheduler.running:  # the members of an inseparable batch leave together
             scheduler.remove(state)
-    engine.runner.forget_ahead()
+    engine.forget_next()
     if engine.runner.model.lm_head.weight.is_cuda:
         torch.cuda.synchronize()  # a step that it had begun is not to be part of what is timed next

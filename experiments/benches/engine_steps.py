@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from experiments.benches.engine_state import clear, put
 from experiments.benches.model_steps import fill_with_noise, random_llama
@@ -21,11 +21,11 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request
-from punica.engine.output import StepStatistics
-from punica.engine.runner import ModelRunner, StepTokens
+from punica.engine.engine import NextStep
+from punica.engine.outputs import StepStatistics
+from punica.engine.runner import InFlight
 from punica.measure.timing import Protocol
 from punica.models import LlamaForCausalLM
-from punica.scheduling import StepLayout
 
 ROOM = 64
 """Tokens that a request may get before it ends and its step would be a smaller one."""
@@ -150,7 +150,7 @@ class EngineSteps:
     @property
     def is_ahead(self) -> bool:
         """Whether the device has begun the next step."""
-        return self.engine.runner.is_ahead
+        return self.engine.is_ahead
 
     def wait(self) -> None:
         """Until the device has nothing to do."""
@@ -213,22 +213,21 @@ class Launched(NamedTuple):
 
 
 @contextmanager
-def launch_times(runner: ModelRunner) -> Iterator[list[Launched]]:
+def launch_times(engine: Engine) -> Iterator[list[Launched]]:
     """Inside, every step adds one."""
-    run, seen = runner.run, list[Launched]()
+    launch, prepare, given, seen = engine._launch, engine._prepare_next, [0.0], list[Launched]()
 
-    def noted(layout: StepLayout, meanwhile: Callable[[Tensor], None]) -> StepTokens:
+    def timed_launch(*arguments: Any) -> InFlight:
         started = time.perf_counter()
+        in_flight = launch(*arguments)
+        given[0] = time.perf_counter() - started
+        return in_flight
 
-        def given(tokens: Tensor) -> None:
-            launched = time.perf_counter()
-            meanwhile(tokens)
-            seen.append(Launched(launched - started, time.perf_counter() - launched))
+    def timed_prepare(*arguments: Any) -> NextStep | None:
+        started = time.perf_counter()
+        upcoming = prepare(*arguments)
+        seen.append(Launched(given[0], time.perf_counter() - started))
+        return upcoming
 
-        return run(layout, given)
-
-    runner.run = noted  # type: ignore[method-assign]
-    try:
+    with patch.multiple(engine, _launch=timed_launch, _prepare_next=timed_prepare):
         yield seen
-    finally:
-        del runner.run  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from experiments.benches.captured import CapturedRun
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
-from punica.engine.kernel_attention import attention_for
+from punica.engine.gpu_attention import attention_for
 from punica.engine.kv_cache import KVCache
 from punica.models import LlamaForCausalLM
 from punica.scheduling import Span

@@ -118,7 +118,7 @@ class EngineSystem(ServingSystem):
         for prompt_rows, decode_rows, adapters in sorted(step_shapes(timeline, first, end), reverse=True):
             if self.index_rule == "last_admitted":
                 adapters = min(adapters, 1)
-            self.engine.runner.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.lora)
+            self.engine.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.lora)
 
     def _graphs(self) -> int:
         """How many are captured, or found no memory."""

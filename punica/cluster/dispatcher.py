@@ -21,7 +21,7 @@ from punica.cluster.crash_record import CrashRecord
 from punica.cluster.latency import StepWork
 from punica.cluster.policy import ClusterPolicy
 from punica.cluster.runner import JoiningRequest, RunnerDescription, StepCommand, StepReply
-from punica.engine.arrival import Arrivals, check_tokens
+from punica.engine.intake import StateFactory, check_tokens
 from punica.engine.text import TextCodec
 from punica.scheduling import Request, RequestState
 
@@ -93,7 +93,7 @@ class Dispatcher:
         if self.policy.rule.prefills_per_step != 1:
             raise ValueError(f"scheduling rule {rule!r} puts several prompts into a step; the engine runs one per step")
         self.codec = None if description.tokenizer is None else TextCodec(description.tokenizer)
-        self._arrivals = Arrivals(description.seed, description.defaults, self.codec)
+        self._states = StateFactory(description.seed, description.defaults, self.codec)
         self.startable: set[str] = set()
         self.decisions_s: list[float] = []
         self._files_of = files_of
@@ -125,7 +125,7 @@ class Dispatcher:
         `ClusterFull`.
         """
         self._check(request)
-        key, state = f"{request.request_id}#{next(self._numbers)}", self._arrivals.note(request)
+        key, state = f"{request.request_id}#{next(self._numbers)}", self._states.make(request)
         adapter = request.adapter
         files, rank = (self._files_of(adapter), self._rank(adapter)) if isinstance(adapter, LoRARequest) else (None, 0)
         self.policy.submit(key, state.num_tokens, state.final_kv_length, request.adapter_id, rank)

@@ -33,7 +33,6 @@ from punica.cluster.ray_runners import Lost, RankResources, RunnerProcesses, wai
 from punica.cluster.runner import RunnerDescription, StepReply
 from punica.engine import Engine, GenerationResult, Request, RequestState
 from punica.engine.generation import Generation
-from punica.engine.results import result_of as generation_result
 
 _ONE_CPU = RankResources()
 
@@ -201,10 +200,6 @@ class RayCluster(Generation):
         decisions, self._dispatcher.decisions_s = tuple(self._dispatcher.decisions_s), []
         output = cluster_output(ended, failed, decisions, lost, joined, self.result_of)
         return cast(ClusterOutput, self._with_kept(output))
-
-    def result_of(self, state: RequestState) -> GenerationResult:
-        """Return the result of a request that has ended. RuntimeError for one that has not."""
-        return generation_result(state, self.codec)
 
     @property
     def scale_signal(self) -> ScaleSignal:

@@ -20,7 +20,7 @@ from punica.checks import clip
 from punica.cluster.adapter_files import AdapterFiles, AdapterFolderCache, StoredFiles
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestState
-from punica.engine.folder import GenerationDefaults
+from punica.engine.pretrained import GenerationDefaults
 from punica.models import LlamaForCausalLM
 from punica.scheduling.admission import FirstComeFirstServed
 

@@ -20,6 +20,5 @@ The way of a request; what it may join, and when, is decided in :mod:`punica.sch
 
 from punica.engine.config import EngineConfig
 from punica.engine.engine import Engine
-from punica.engine.output import StepOutput, StepStatistics
-from punica.engine.results import GenerationChunk, GenerationResult
+from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, StepStatistics
 from punica.scheduling import ADMISSION_RULES, Request, RequestState, RequestStatus, SamplingParams

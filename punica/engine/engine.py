@@ -2,33 +2,31 @@
 
 Sections 5 and 6 of the paper.
 
-    step:  schedule -> activate adapters -> lay out rows -> metadata, model, sampling -> deliver, retire the finished
+    step:  schedule -> activate adapters -> lay out rows -> stage, launch -> [prepare next step] -> read tokens, deliver
 
-Continuous batching: requests join and leave between steps, whatever their adapters are. On a GPU the next step begins
-before the host has read the tokens of this one, where nobody may join: who arrives after that joins a step later.
+Continuous batching: requests join and leave between steps, whatever their adapters. On a GPU scheduling overlaps
+execution: the next decode step is laid out, staged and, unless a request could join, launched while the tokens of the
+current one are still on the device. A request that arrives after such a launch joins one step later.
 """
 
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
-from punica.engine.arrival import Arrivals, check_generated, check_length, check_tokens
-from punica.engine.config import EngineConfig
-from punica.engine.construction import check_fits, check_types
-from punica.engine.folder import GenerationDefaults
+from punica.engine.config import EngineConfig, check_fits, check_types
 from punica.engine.generation import Generation
+from punica.engine.intake import Intake
 from punica.engine.kv_cache import KVCache
-from punica.engine.output import StepOutput, StepStatistics
-from punica.engine.pretrained import as_requests, load_pretrained
+from punica.engine.outputs import GenerationResult, StepOutput, StepStatistics, no_token_error
+from punica.engine.pretrained import GenerationDefaults, as_requests, load_pretrained
 from punica.engine.residency import AdapterResidency
-from punica.engine.results import GenerationResult, no_token_error, result_of
-from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
+from punica.engine.runner import InFlight, ModelRunner, StagedStep, StepTokens, max_step_rows
 from punica.engine.sampler import NO_TOKEN
 from punica.engine.sizes import EngineMemory, check_cache, check_memory, memory_of
 from punica.engine.text import TextCodec
@@ -50,10 +48,22 @@ from punica.scheduling import (
     Scheduler,
     StepLayout,
     StepPlan,
-    is_where,
     lay_out,
-    one_token_later,
+    next_decode_step,
 )
+
+
+class NextStep(NamedTuple):
+    """Decode step prepared while the device computes the one before it; valid until a step fails or graphs change.
+
+    ``layout`` has no token ids yet. ``staged``: its inputs, unless its graph has to be captured first. ``in_flight``:
+    set once it is launched. ``adapter_uses``: ``manager.uses`` at that time.
+    """
+
+    layout: StepLayout
+    staged: StagedStep | None
+    in_flight: InFlight | None
+    adapter_uses: int
 
 
 class Engine(Generation):
@@ -126,12 +136,11 @@ class Engine(Generation):
         if self._residency is not None:
             self.scheduler.on_leave, self.scheduler.is_resident = self._residency.release, self._residency.is_resident
             self.scheduler.is_loaded = self._residency.is_loaded
-        self._expected: StepLayout | None = None  # the next step, unless somebody joins, leaves or stops
-        self._begun_at = 0  # `manager.uses` when the device was given it
+        self._next: NextStep | None = None
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer)
         self.defaults = defaults or GenerationDefaults()
-        self._arrivals = Arrivals(config.seed, self.defaults, self.codec)
+        self._intake = Intake(config, self.vocab_size, self.blocks, self._residency, self.defaults, self.codec)
 
     @classmethod
     def from_pretrained(
@@ -198,21 +207,17 @@ class Engine(Generation):
             FileNotFoundError: its adapter is neither registered nor in a folder.
             RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
         """
-        self._check(request)
-        check_generated(request, generated, self.vocab_size)
-        self._check_folder(request)
+        self._check(request, generated)
+        self._intake.check_folder(request)
         return self._queue(request, generated)
 
     def add_or_fail(self, request: Request, generated: Sequence[int] = ()) -> RequestState:
-        """As :meth:`add_request`, but an adapter's folder that is refused fails the request, which has ended then."""
-        self._check(request)
-        check_generated(request, generated, self.vocab_size)
+        """Queue a request as :meth:`add_request` does, but return it as FAILED if its adapter's folder is refused."""
+        self._check(request, generated)
         try:
-            self._check_folder(request)
+            self._intake.check_folder(request)
         except (OSError, TypeError, ValueError) as error:
-            state = self._arrivals.note(request)
-            state.fail(f"{type(error).__name__}: {error}")
-            return state
+            return self._intake.refuse(request, error)
         return self._queue(request, generated)
 
     def is_in_use(self, request_id: str) -> bool:
@@ -228,7 +233,7 @@ class Engine(Generation):
         if not isinstance(request_id, str) or request_id not in self._requests:
             raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._requests))}")
         request = self._requests.pop(request_id)
-        self.scheduler.take_out(request)
+        self.scheduler.remove(request)
         request.abort()
         return self.result_of(request)
 
@@ -247,27 +252,27 @@ class Engine(Generation):
         """
         check_in_step()
         start = time.perf_counter()
+        upcoming, self._next = self._next, None
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
-        plan, layout = self._next_step(pinned)
-        failed = self._fail_shut_out(pinned) if plan.is_empty else []
+        plan, layout = self._schedule(upcoming, pinned)
+        failed = self._fail_unschedulable(pinned) if plan.is_empty else []
         try:
-            if self._residency is not None:
-                self._activate(self._residency, plan, failed)
-                plan = self._without(plan, failed)
+            plan = self._activate(plan, failed)
             if plan.is_empty:
                 idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
                 return self._with_kept(StepOutput({}, (), idle, tuple(map(self.result_of, failed))))
             if layout is None:
                 slots = None if self._residency is None else self._residency.slots()
-                layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, self._expected)
-            step, scheduled = layout, time.perf_counter()
-            tokens = self.runner.run(step, lambda tokens: self._work_ahead(step, plan, tokens, pinned))
+                expected = None if upcoming is None else upcoming.layout
+                layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, expected)
+            scheduled = time.perf_counter()
+            current = self._launch(layout, upcoming)
+            upcoming = self._prepare_next(current, plan, pinned)
+            tokens = current.tokens()
         except BaseException:
-            for request in reversed(plan.prefills):  # the keys and values of their prompts are not in the cache
-                if request.request_id in self._requests:
-                    self.scheduler.put_back(request)
-            self._keep(map(self.result_of, failed))
+            self._requeue(plan, failed)
             raise
+        ready = max(scheduled, current.metadata_ready_s)
         statistics = StepStatistics(
             batch_size=len(layout.requests),
             num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
@@ -275,14 +280,21 @@ class Engine(Generation):
             num_segments=layout.num_segments,
             num_preempted=len(plan.preempted),
             schedule_s=scheduled - start,
-            metadata_s=tokens.metadata_s,
-            model_s=tokens.model_s,
+            metadata_s=ready - scheduled,
+            model_s=time.perf_counter() - ready,
         )
-        return self._deliver(layout, tokens, statistics, failed)
+        output = self._deliver(layout, tokens, statistics, failed)
+        self._next = upcoming
+        return output
 
-    def result_of(self, state: RequestState) -> GenerationResult:
-        """The result of a request that has ended. RuntimeError for one that has not."""
-        return result_of(state, self.codec)
+    @property
+    def is_ahead(self) -> bool:
+        """The next step is launched already."""
+        return self._next is not None and self._next.in_flight is not None
+
+    def forget_next(self) -> None:
+        """Drop the step that was prepared or launched ahead; its requests compute it again."""
+        self._next = None
 
     @property
     def memory(self) -> EngineMemory:
@@ -303,97 +315,105 @@ class Engine(Generation):
         those steps. Nothing happens without graphs. All ranks must come here. TypeError, ValueError: not an integer of
         at least 0.
         """
-        self.runner.capture_graphs(check_count("prompt_tokens", prompt_tokens, 0))
+        count = check_count("prompt_tokens", prompt_tokens, 0)
+        self.forget_next()
+        self.runner.capture_graphs(count)
+
+    def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
+        """Capture the CUDA graph of one shape of step now; arguments as of :meth:`ModelRunner.capture_step`."""
+        self.forget_next()
+        self.runner.capture_step(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _next_step(self, pinned: Collection[int]) -> tuple[StepPlan, StepLayout | None]:
-        """What runs next: the step that the device has begun already, for those who are still in it, or a new one, to
-        be laid out once its adapters are active (``None``).
+    def _schedule(self, upcoming: NextStep | None, pinned: Collection[int]) -> tuple[StepPlan, StepLayout | None]:
+        """Return the plan of this step: of the one launched ahead, with its layout, or a new one, without.
 
-        Not the begun one if anybody has touched adapters since: one that was pinned may need a running request's slot,
-        one that was loaded may have another slot now.
+        A launched step is continued unless adapters were used since: a pin may need the slot of a running request.
         """
-        begun = self._expected
-        if begun is not None and self.runner.has_begun(begun) and self._begun_at == self._adapter_uses():
-            plan = self.scheduler.go_on(begun.requests)
-            if not plan.is_empty and is_where(begun, plan.decodes):
-                return plan, begun
+        if upcoming is not None and upcoming.in_flight is not None and upcoming.adapter_uses == self._adapter_uses():
+            plan = self.scheduler.continue_batch(upcoming.layout.requests)
+            if not plan.is_empty:
+                return plan, upcoming.layout
         return self.scheduler.schedule(pinned), None
 
-    def _activate(self, residency: AdapterResidency, plan: StepPlan, failed: list[RequestState]) -> None:
-        """Make the adapters of the step active; requests that fail because theirs cannot be come to ``failed``.
+    def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
+        """Activate the adapters of the step; return the plan without requests that failed, appended to ``failed``.
 
-        Those of running requests come first, so that none of them makes room for one that joins.
+        Adapters of running requests come first, so that none of them is evicted for one that joins.
         """
-        wanted = [*plan.decodes, *plan.idle, *plan.prefills]
-        if residency.are_active(wanted):
-            return
+        residency, wanted = self._residency, [*plan.decodes, *plan.idle, *plan.prefills]
+        if residency is None or residency.are_active(wanted):
+            return plan
         for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
             if request not in self.scheduler.running:
-                continue  # it went with the last unfinished member of its batch
+                continue  # it left with the last unfinished member of its batch
             try:
                 residency.activate(request)
             except (OSError, TypeError, ValueError, RuntimeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
-                    raise  # no fault of the adapter
+                    raise  # not caused by the adapter
                 failed += self._fail(request, f"{type(error).__name__}: {error}")
         if not failed:
             residency.note_active(wanted)
-
-    def _fail(self, request: RequestState, error: str) -> list[RequestState]:
-        """Take a request out for good, as failed unless it is a finished member of the batch; those that failed."""
-        unfinished = self._requests.pop(request.request_id, None)
-        self.scheduler.take_out(request)
-        if unfinished is None:
-            return []
-        request.fail(error)
-        return [request]
-
-    def _without(self, plan: StepPlan, failed: Collection[RequestState]) -> StepPlan:
-        """What is left of a plan when these, and finished members of their batch perhaps, have left."""
-        if not failed:
             return plan
-        running = set(self.scheduler.running)
-        prefills, decodes, idle = (
-            tuple(request for request in part if request in running)
-            for part in (plan.prefills, plan.decodes, plan.idle)
-        )
-        return StepPlan(prefills, decodes, idle, plan.preempted)
+        return plan.without({*wanted} - {*self.scheduler.running})
 
-    def _work_ahead(self, layout: StepLayout, plan: StepPlan, tokens: torch.Tensor, pinned: Collection[int]) -> None:
-        """While the device computes the step ``layout`` of ``plan`` and its ``tokens``: load what joins next, lay out
-        and send the next step, as far as that can be foreseen, and have the device begin it if nobody may join.
+    def _launch(self, layout: StepLayout, upcoming: NextStep | None) -> InFlight:
+        """Return the step in flight: launched ahead, staged ahead and launched now, or staged and launched now."""
+        if upcoming is not None and upcoming.layout.is_same_step(layout):
+            if upcoming.in_flight is not None:
+                return upcoming.in_flight
+            if upcoming.staged is not None and self.runner.can_launch(upcoming.staged):
+                return self.runner.launch(upcoming.staged)
+        return self.runner.launch(self.runner.stage(layout))
 
-        Who arrives after that joins a step later. Who stops with this step has a row in the next one all the same,
-        which nobody reads.
+    def _prepare_next(self, current: InFlight, plan: StepPlan, pinned: Collection[int]) -> NextStep | None:
+        """Prepare what follows while the device computes ``current``: load the next adapter, stage the next decode step.
+
+        The step is launched, too, if no request can join it and no choice of a token waits for the host. A request that
+        finishes now still has a row in it, whose output is discarded.
         """
         self._prefetch(pinned)
-        members = len(plan.prefills) + len(plan.decodes) + len(plan.idle)
-        complete = members == len(layout.requests) == len(self.scheduler.running)
-        foreseen = complete and self.runner.works_ahead
-        self._expected = one_token_later(layout, self.blocks) if foreseen else None
-        if self._expected is not None:
-            self.runner.stage_ahead(self._expected, tokens)
-            if not self.scheduler.somebody_may_join(pinned):
-                self.runner.begin_ahead(self._expected)
-                self._begun_at = self._adapter_uses()
+        is_complete = plan.num_requests == len(current.layout.requests) == len(self.scheduler.running)
+        layout = next_decode_step(current.layout, self.blocks) if self.runner.works_ahead and is_complete else None
+        if layout is None:
+            return None
+        staged, in_flight = self.runner.stage_ahead(layout, current.device_tokens), None
+        if not self.scheduler.can_admit(pinned) and staged is not None and layout.is_greedy:
+            in_flight = self.runner.launch(staged)
+        return NextStep(layout, staged, in_flight, self._adapter_uses())
 
     def _adapter_uses(self) -> int:
         return 0 if self.manager is None else self.manager.uses
 
     def _prefetch(self, pinned: Collection[int]) -> None:
-        """Load the adapter of the head of the queue if there is a slot to spare.
+        """Load the adapter of the head of the queue into a spare slot (section 5.2 of the paper).
 
-        On a GPU this happens while the device computes the step: reading, checking and copying hide behind it (section
-        5.2 of the paper).
+        On a GPU reading, checking and copying overlap with the step.
         """
         waiting = self.scheduler.waiting
         if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
             self._residency.prefetch(waiting[0])
 
-    def _fail_shut_out(self, pinned: Collection[int]) -> list[RequestState]:
-        """With nothing running, fail the head of the queue if pins keep it out."""
+    def _requeue(self, plan: StepPlan, failed: list[RequestState]) -> None:
+        """Queue the prompts of a step that raised again, as their keys and values are not cached; keep its failures."""
+        for request in reversed(plan.prefills):
+            if request.request_id in self._requests:
+                self.scheduler.requeue(request)
+        self._keep(map(self.result_of, failed))
+
+    def _fail(self, request: RequestState, error: str) -> list[RequestState]:
+        """Take a request out for good, as failed unless it is a finished member of the batch; those that failed."""
+        unfinished = self._requests.pop(request.request_id, None)
+        self.scheduler.remove(request)
+        if unfinished is None:
+            return []
+        request.fail(error)
+        return [request]
+
+    def _fail_unschedulable(self, pinned: Collection[int]) -> list[RequestState]:
+        """Fail the head of the queue if nothing runs and pins leave it no slot."""
         scheduler = self.scheduler
         if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
             return []
@@ -430,32 +450,16 @@ class Engine(Generation):
         new_tokens = {request.request_id: token for request, token in served.items()}
         return self._with_kept(StepOutput(new_tokens, results, statistics, failures))
 
-    def _check(self, request: Request) -> None:
-        """All that is refused on arrival, except for what is in the adapter's folder."""
+    def _check(self, request: Request, generated: Sequence[int]) -> None:
+        """Check everything that is refused on arrival except the adapter's folder."""
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         name = request.request_id
         if self.is_in_use(name):
             raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
-        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
-        check_length(request, self.config, self.blocks)
-        if request.adapter is None or self.config.ignore_adapters:
-            return
-        if self._residency is None:
-            raise ValueError(
-                f"request {clip(name)} names an adapter, but this engine has no LoRA layers; pass lora_config to "
-                "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
-            )
-        self._residency.check(request.adapter)
-
-    def _check_folder(self, request: Request) -> None:
-        if self._residency is not None and request.adapter is not None:
-            self._residency.check_folder(request.adapter)
+        self._intake.check(request, generated)
 
     def _queue(self, request: Request, generated: Sequence[int]) -> RequestState:
-        state = self._requests[request.request_id] = self._arrivals.note(request)
-        state.resume(generated)
-        if self._residency is not None:
-            self._residency.add(state)
+        state = self._requests[request.request_id] = self._intake.accept(request, generated)
         self.scheduler.add(state)
         return state

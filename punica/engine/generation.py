@@ -10,9 +10,8 @@ from tqdm import tqdm
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
-from punica.engine.folder import GenerationDefaults
-from punica.engine.output import StepOutput
-from punica.engine.results import GenerationChunk, GenerationResult
+from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, result_of
+from punica.engine.pretrained import GenerationDefaults
 from punica.engine.text import GrowingText, TextCodec
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
 
@@ -36,8 +35,8 @@ class Generation(ABC):
 
     def __init__(self) -> None:
         self._names = itertools.count()
-        self._own: set[str] = set()  # names of the requests of calls that are not over
-        self._kept: list[GenerationResult] = []  # of requests of nobody's call
+        self._own: dict[str, GenerationResult | None] = {}  # requests of open calls; their results, once made
+        self._kept: list[GenerationResult] = []  # of requests added one by one, for the next step() to return
 
     @abstractmethod
     def add_or_fail(self, request: Request) -> RequestState:
@@ -55,9 +54,14 @@ class Generation(ABC):
     def abort_request(self, request_id: str) -> GenerationResult:
         """Take an unfinished request out."""
 
-    @abstractmethod
     def result_of(self, state: RequestState) -> GenerationResult:
-        """The result of a request that has ended."""
+        """Return the result of a request that has ended. RuntimeError for one that has not."""
+        result = self._own.get(state.request_id)
+        if result is None:
+            result = result_of(state, self.codec)
+            if state.request_id in self._own:
+                self._own[state.request_id] = result
+        return result
 
     def generate(
         self, prompts: Any, adapters: Adapters = None, params: Params = None, *, progress: bool = False
@@ -91,9 +95,9 @@ class Generation(ABC):
                         bar.update()
                     else:
                         self._step_for_all()
+                return [self.result_of(state) for state in states]
             finally:
                 self._let_go(states)
-        return [self.result_of(state) for state in states]
 
     def stream(self, prompts: Any, adapters: Adapters = None, params: Params = None) -> Iterator[GenerationChunk]:
         """As :meth:`generate`, but what comes as it comes: after every step a chunk for each prompt that has something
@@ -117,7 +121,7 @@ class Generation(ABC):
     def _take(self, request: Request) -> RequestState:
         """A request of a call."""
         state = self.add_or_fail(request)
-        self._own.add(state.request_id)
+        self._own[state.request_id] = None
         return state
 
     def _let_go(self, states: Sequence[RequestState]) -> None:
@@ -125,7 +129,7 @@ class Generation(ABC):
         for state in states:
             if not state.has_ended:
                 self.abort_request(state.request_id)
-            self._own.discard(state.request_id)
+            self._own.pop(state.request_id, None)
 
     def _step_for_all(self) -> None:
         """A step for a call, which finds its own results in its requests' states."""
@@ -143,6 +147,8 @@ class Generation(ABC):
 
     def _with_kept(self, output: StepOutput) -> StepOutput:
         """What a step brings, after what was kept for it."""
+        if not self._kept:
+            return output
         kept, self._kept = self._kept, []
         finished = [result for result in kept if result.error is None]
         failed = [result for result in kept if result.error is not None]
@@ -157,6 +163,7 @@ class Generation(ABC):
             if not state.has_ended:
                 self.abort_request(state.request_id)
             state.fail(f"{type(error).__name__}: {error}")
+            self._own[state.request_id] = None  # made again, as failed
             return tail.last_chunk(self.result_of(state))
 
     def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:

@@ -1,7 +1,7 @@
 """From a checkpoint folder to the parts of an engine, in sizes that fit the adapters and the machine."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,23 @@ from punica.adapters.request import loading
 from punica.checks import check_count, check_number, clip
 from punica.config import LoRAConfig
 from punica.engine.config import EngineConfig
-from punica.engine.folder import GenerationDefaults, read_generation_defaults
 from punica.engine.sizes import DEFAULT_MODEL_LEN, fit_blocks, slot_bytes
 from punica.engine.text import TextCodec, load_codec
 from punica.models import LlamaForCausalLM, load_model
-from punica.models.families import how_to_load
+from punica.models.families import how_to_load, read_json
 from punica.parallel import all_ranks_agree
+from punica.scheduling import SamplingParams
+
+GENERATION_FILE = "generation_config.json"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """``eos_token_ids``: tokens that end generation (Llama 3 has several). ``params``: the folder's own sampling."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,31 @@ def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: di
     return LoRAConfig(**given)
 
 
+def read_generation_defaults(folder: str | Path, model_config: Any) -> GenerationDefaults:
+    """From ``generation_config.json``; what it does not say about the end comes from the model's config.
+
+    Without ``do_sample`` the default is greedy, as transformers decodes it. ValueError, TypeError: a damaged file,
+    values out of range, an end token outside of the vocabulary.
+    """
+    path = Path(folder).expanduser() / GENERATION_FILE
+    values = read_json(path, "a generation config") if path.is_file() else {}
+    found = values.get("eos_token_id")
+    ends = _end_tokens(getattr(model_config, "eos_token_id", None) if found is None else found, model_config, path)
+    params = SamplingParams()
+    keys = ("repetition_penalty", *(_SAMPLING if values.get("do_sample") else ()))
+    chosen = {key: values[key] for key in keys if values.get(key) is not None}
+    if values.get("do_sample"):
+        chosen.setdefault("temperature", 1.0)
+    if chosen.get("top_k") == 0:
+        del chosen["top_k"]  # transformers' way to switch it off
+    if values.get("max_new_tokens") is not None:
+        chosen["max_new_tokens"] = values["max_new_tokens"]
+    try:
+        return GenerationDefaults(ends, replace(params, **chosen))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{str(path)!r}: {error}") from error
+
+
 def as_requests(adapters: LoRARequest | Iterable[LoRARequest]) -> list[LoRARequest]:
     """Adapters that an engine is built for. TypeError for anything but LoRARequests."""
     found = [adapters] if isinstance(adapters, LoRARequest) else adapters
@@ -107,6 +143,17 @@ def _check_folder(folder: object) -> None:
             f"model folder {clip(str(folder))} does not exist or is not a folder; nothing is downloaded here: for the "
             "name of a repository, pass what huggingface_hub.snapshot_download(name) returns"
         )
+
+
+def _end_tokens(value: Any, model_config: Any, path: Path) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for token in ids:
+        if check_count(f"eos_token_id (of {str(path)!r} or config.json)", token, 0) >= model_config.vocab_size:
+            raise ValueError(
+                f"eos_token_id is {clip(token)} in {str(path)!r} or config.json, the vocabulary has "
+                f"{model_config.vocab_size} ids; correct it, or generation would never end with it"
+            )
+    return ids
 
 
 def _widest(request: LoRARequest) -> int:

@@ -1,62 +1,66 @@
-"""Running a laid-out step: buffers and metadata once, the model once, one token for each request."""
+"""Model runner: stages a step's inputs, launches the model, and hands out tokens once the device has them."""
 
 import time
 import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from punica.adapters import LoRAModelManager
-from punica.engine.buffers import StepBuffers, StepRows
 from punica.engine.config import EngineConfig
 from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, decode_sizes, prompt_sizes
-from punica.engine.kernel_attention import INVARIANT_SPLITS, KernelAttention, attention_for
+from punica.engine.gpu_attention import INVARIANT_SPLITS, KernelAttention, attention_for
 from punica.engine.kv_cache import KVCache
 from punica.engine.sampler import PendingLogprobs, PendingTokens, choose_tokens, greedy_tokens, token_logprobs
+from punica.engine.step_inputs import StepInputs, StepRows
 from punica.metadata import RowGroups
 from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, in_step
-from punica.scheduling import Span, StepLayout
+from punica.scheduling import StepLayout
 
 
-class StepTokens(NamedTuple):
-    """Next token of each of the S requests, ``{row: {token id: logprob}}`` of those that ask for it, and the seconds
-    spent on metadata and on the model (host clock).
+class StagedStep(NamedTuple):
+    """Step whose inputs are on the device: its layout, the same padded for the graph of ``shape``, and its rows.
+
+    ``shape=None``: no graph, no padding; the host launches each kernel. The next staging or capture overwrites it.
     """
 
-    token_ids: list[int]
-    logprobs: dict[int, dict[int, float]]
-    metadata_s: float
-    model_s: float
-
-
-def max_step_rows(config: EngineConfig) -> int:
-    """Most rows of a step: the longest prompt beside a full batch, padded as its graphs are."""
-    return prompt_sizes(config.max_num_batched_tokens)[-1] + decode_sizes(config.max_batch_size)[-1]
-
-
-class _StagedStep(NamedTuple):
-    """A step whose buffers are filled: its spans as laid out (which identify it), as padded for the graph of ``shape``
-    (``None``: no graph, no padding), and its rows.
-    """
-
-    spans: tuple[Span, ...]
+    layout: StepLayout
     padded: StepLayout
     shape: GraphShape | None
     rows: StepRows
 
 
-class _BegunStep(NamedTuple):
-    """A step that the device was given: its spans as laid out, its tokens where the next step may read them, and what
-    the host will get.
+class StepTokens(NamedTuple):
+    """Next token of each of the S requests, and ``{row: {token id: logprob}}`` of those that ask for it."""
+
+    token_ids: list[int]
+    logprobs: dict[int, dict[int, float]]
+
+
+class InFlight(NamedTuple):
+    """Step launched on the device, whose tokens the host has not read.
+
+    ``device_tokens``: int64 ``[S]``, for the next step to read. ``metadata_ready_s``: when all metadata was sent, on
+    the clock of ``time.perf_counter``.
     """
 
-    spans: tuple[Span, ...]
-    tokens: Tensor
+    layout: StepLayout
+    device_tokens: Tensor
     token_ids: PendingTokens
     logprobs: PendingLogprobs
+    metadata_ready_s: float
+
+    def tokens(self) -> StepTokens:
+        """Return the tokens; the host waits for the device. A failure on one of several ranks puts it out of step."""
+        with in_step():
+            return StepTokens(self.token_ids.read(), self.logprobs.read())
+
+
+def max_step_rows(config: EngineConfig) -> int:
+    """Return the most rows of a step: the longest prompt beside a full batch, padded as its graphs are."""
+    return prompt_sizes(config.max_num_batched_tokens)[-1] + decode_sizes(config.max_batch_size)[-1]
 
 
 class ModelRunner:
@@ -74,99 +78,78 @@ class ModelRunner:
         device, self._max_requests = cache.keys[0].device, decode_sizes(config.max_batch_size)[-1]
         splits = INVARIANT_SPLITS if config.batch_invariant else None
         self.attention = attention_for(cache, self._max_requests, -(-config.max_model_len // cache.block_size), splits)
-        self.buffers = StepBuffers(max_step_rows(config), device)
+        self.inputs = StepInputs(max_step_rows(config), device)
         modules = [] if manager is None else manager.modules.values()
         self._ends = [layer for layer in modules if layer.skips_when_empty]
         self.graphs: StepGraphs | None = None
-        self._staged: _StagedStep | None = None
-        self._begun: _BegunStep | None = None
         self._results: StepResult | None = None
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
             slots = 0 if manager is None else manager.lora_slots
             prompt_rows = config.max_num_batched_tokens if self.attention.takes_prompts_in_graphs else 0
             this = weakref.proxy(self)  # a cycle would keep the KV cache of a dropped engine
             self.graphs = StepGraphs(
-                lambda shape: this._begin_any(shape), lambda shape: this._forward_shape(shape),
+                lambda shape: this._stage_dummy(shape), lambda shape: this._forward_shape(shape),
                 config.max_batch_size, prompt_rows, slots, device,
             )  # fmt: skip
 
-    @torch.inference_mode()
-    def run(self, layout: StepLayout, meanwhile: Callable[[Tensor], None]) -> StepTokens:
-        """Tokens of a step; how they are chosen is the matter of ``sampler.py``. ``meanwhile`` is called with them when
-        all has been given to the device, and before the host reads them, which waits for it. What fails on one of
-        several ranks, ``meanwhile`` aside, puts them out of step (:func:`~punica.parallel.in_step`). What was sent
-        ahead of a step that fails is forgotten.
-        """
-        start = ready = time.perf_counter()
-        begun = self._begun if self.has_begun(layout) else None
-        self._begun = None
-        try:
-            if begun is None:
-                staged = self._take_staged(layout)
-                with in_step():
-                    self._announce(staged)
-                    ready = time.perf_counter()
-                    begun = self._launch(staged, layout)
-            meanwhile(begun.tokens)
-            with in_step():
-                token_ids, logprobs = begun.token_ids.read(), begun.logprobs.read()
-            return StepTokens(token_ids, logprobs, ready - start, time.perf_counter() - ready)
-        except BaseException:
-            self.forget_ahead()
-            raise
-
     @property
     def works_ahead(self) -> bool:
-        """Whether :meth:`stage_ahead` saves time: steps are graphs, which leave the host idle while the device runs. A
-        host that launches every kernel itself, on a CPU or with ``cuda_graphs=False``, has no time to spare.
+        """Staging ahead saves time: steps are graphs, which leave the host idle while the device runs.
+
+        A host that launches each kernel itself, on a CPU or with ``cuda_graphs=False``, has no time to spare.
         """
         return self.graphs is not None
 
     @torch.inference_mode()
-    def stage_ahead(self, layout: StepLayout, tokens: Tensor) -> None:
-        """Send what the next step needs while the device is busy with this one. ``layout``: one decode row for each of
-        the requests of this step, in their order; ``tokens [S]``: those that it continues with, on the device, where
-        this step leaves them. A next step that is another one is staged anew.
-        """
+    def stage(self, layout: StepLayout) -> StagedStep:
+        """Send the inputs of a step, and capture its graph if it is the first of its shape."""
         shape = self._shape_of(layout)
-        if self._has(shape):
-            self._staged = self._stage(layout, shape)
-            self._staged.rows.token_ids[: len(tokens)].copy_(tokens.clamp(min=0))  # NO_TOKEN: an idle row
+        if shape is not None and self.graphs is not None and not self.graphs.prepare(shape):
+            shape = None
+        return self._stage(layout, shape)
 
     @torch.inference_mode()
-    def begin_ahead(self, layout: StepLayout) -> None:
-        """Give the device the step that was staged ahead, behind the one that it is at, so that it goes on at once
-        while the host reads that one's tokens. Not where a choice of tokens needs what the host has yet to read: all
-        must be greedy, and want no log-probabilities.
+    def stage_ahead(self, layout: StepLayout, tokens: Tensor) -> StagedStep | None:
+        """Send the inputs of the next decode step while the device computes this one; ``None`` if it lacks its graph.
+
+        ``tokens [S]``: this step's tokens on the device, in the order of the rows of ``layout``.
         """
-        staged = self._staged
-        if staged is None or staged.spans is not layout.spans:
-            return
-        if all(request.params.is_greedy and request.params.logprobs is None for request in layout.requests):
-            self._staged = None
-            with in_step():
-                self._announce(staged)
-                self._begun = self._launch(staged, layout)
+        shape = self._shape_of(layout)
+        if not self._has(shape):
+            return None
+        staged = self._stage(layout, shape)
+        staged.rows.token_ids[: len(tokens)].copy_(tokens.clamp(min=0))  # NO_TOKEN: an idle row
+        return staged
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the device was given a step whose tokens nobody has read yet."""
-        return self._begun is not None
+    def can_launch(self, staged: StagedStep) -> bool:
+        """Check that the step's graph was not released since it was staged."""
+        return self._has(staged.shape)
 
-    def has_begun(self, layout: StepLayout) -> bool:
-        """Whether the device was given this step by :meth:`begin_ahead`, and it was not forgotten since."""
-        return self._begun is not None and self._begun.spans is layout.spans
+    @torch.inference_mode()
+    def launch(self, staged: StagedStep) -> InFlight:
+        """Launch the step that was staged last. A failure on one of several ranks puts it out of step.
 
-    def forget_ahead(self) -> None:
-        """Nothing was sent or begun ahead; what the device is at ends all the same."""
-        self._staged = self._begun = None
+        See :func:`~punica.parallel.in_step`.
+        """
+        layout, padded = staged.layout, staged.padded
+        with in_step():
+            if self.manager is not None:
+                is_prefill = padded.num_prefill_rows > 0
+                self.manager.begin_step(padded.segments, padded.sampled_slots, is_prefill=is_prefill)
+            ready = time.perf_counter()
+            if staged.shape is None or self.graphs is None:
+                logits, best = self._forward(staged.rows, samples_all=not layout.num_prefill_rows)
+            else:
+                logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
+            tokens = choose_tokens(logits, layout.requests, best)
+            logprobs = token_logprobs(logits, tokens, layout.requests)
+            return InFlight(layout, tokens, PendingTokens(tokens), logprobs, ready)
 
     @torch.inference_mode()
     def capture_graphs(self, prompt_rows: int) -> None:
         """Capture the graphs of all steps with up to that many rows of prompts now, instead of when a first step needs
         each; nothing where there are none.
         """
-        self.forget_ahead()
         if self.graphs is not None:
             for shape in self.graphs.shapes(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends)):
                 self.graphs.prepare(shape)
@@ -177,49 +160,21 @@ class ModelRunner:
         different adapters (``uses_lora``: any row of the step has one), none of them for the embedding or the head;
         nothing where the host launches such a step.
         """
-        self.forget_ahead()
         if self.graphs is not None:
             shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
             if shape is not None:
                 self.graphs.prepare(shape)
 
-    def _announce(self, staged: _StagedStep) -> None:
-        """Tell the adapters' manager which step the device is given next."""
-        if self.manager is not None:
-            padded = staged.padded
-            is_prefill = padded.num_prefill_rows > 0
-            self.manager.begin_step(padded.segments, padded.sampled_slots, is_prefill=is_prefill)
-
-    def _launch(self, staged: _StagedStep, layout: StepLayout) -> _BegunStep:
-        """Give the device all of a step that was announced."""
-        if staged.shape is None or self.graphs is None:
-            logits, best = self._forward(staged.rows, samples_all=not layout.num_prefill_rows)
-        else:
-            logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
-        tokens = choose_tokens(logits, layout.requests, best)
-        logprobs = token_logprobs(logits, tokens, layout.requests)
-        return _BegunStep(layout.spans, tokens, PendingTokens(tokens), logprobs)
-
-    def _take_staged(self, layout: StepLayout) -> _StagedStep:
-        """The step as sent ahead, if it is this one and its graph has not been released since; else sent now."""
-        staged, self._staged = self._staged, None
-        if staged is not None and staged.spans is layout.spans and self._has(staged.shape):
-            return staged
-        shape = self._shape_of(layout)
-        if shape is not None and self.graphs is not None and not self.graphs.prepare(shape):
-            shape = None
-        return self._stage(layout, shape)
-
     def _has(self, shape: GraphShape | None) -> bool:
         """Whether a step of that shape can run: its graph is there, or the host launches it."""
         return shape is None or (self.graphs is not None and self.graphs.has(shape))
 
-    def _stage(self, layout: StepLayout, shape: GraphShape | None) -> _StagedStep:
+    def _stage(self, layout: StepLayout, shape: GraphShape | None) -> StagedStep:
         """Fill the buffers, as the graph of ``shape`` wants them (captured before: that overwrites them)."""
         padded = layout if shape is None else layout.padded(shape.prompt_rows)
-        rows = self.buffers.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
+        rows = self.inputs.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
         self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
-        return _StagedStep(layout.spans, padded, shape, rows)
+        return StagedStep(layout, padded, shape, rows)
 
     def _shape_of(self, layout: StepLayout) -> GraphShape | None:
         """Of the graph that runs the step; ``None``: the host launches it."""
@@ -233,13 +188,13 @@ class ModelRunner:
             uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
         )  # fmt: skip
 
-    def _begin_any(self, shape: GraphShape) -> None:
+    def _stage_dummy(self, shape: GraphShape) -> None:
         """Fill the buffers with a step of this shape that writes nothing: one prompt, and decode rows among which slots
         are shared out evenly.
         """
         prompts, decodes, adapters, _ = shape
         num_rows, num_sampled = self._rows_of(shape)
-        rows = self.buffers.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
+        rows = self.inputs.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
         self.attention.begin((), rows.kv_rows, prompts)
         if self.manager is None:
             return
@@ -257,7 +212,7 @@ class ModelRunner:
 
     def _forward_shape(self, shape: GraphShape) -> StepResult:
         """The result of any shape in the same place: graphs that kept theirs would share less memory."""
-        found = self._forward(self.buffers.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
+        found = self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
         if self._results is None:
             self._results = StepResult(*(part.new_empty(self._max_requests, *part.shape[1:]) for part in found))
         kept = StepResult(*(whole[: len(part)] for whole, part in zip(self._results, found, strict=True)))

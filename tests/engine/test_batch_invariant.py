@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from punica.engine import Engine, EngineConfig, engine
-from punica.engine.construction import check_fits
+from punica.engine.config import check_fits
 from punica.engine.kv_cache import KVCache
 from punica.parallel import dense_layers, set_batch_invariant
 from punica.parallel.linear import BatchInvariantLinearMethod, UnquantizedLinearMethod
@@ -44,7 +44,7 @@ def test_nobody_may_be_preempted(backbone) -> None:
 def test_at_most_two_ranks_add_in_one_order(backbone, monkeypatch) -> None:
     config = EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
     for size in (1, 2, 3):
-        monkeypatch.setattr("punica.engine.construction.get_tensor_model_parallel_world_size", lambda size=size: size)
+        monkeypatch.setattr("punica.engine.config.get_tensor_model_parallel_world_size", lambda size=size: size)
         if size < 3:
             check_fits(config, None, backbone.model())
             continue

@@ -63,16 +63,16 @@ def test_a_failed_model_invocation_changes_no_token(backbone, monkeypatch, rule,
     wishes = [((1, 2, 3), 1), ((4, 5, 9, 7), 2), ((6, 8), 1)]
     requests = [Request(str(i), prompt, 6, backbone.adapters[a]) for i, (prompt, a) in enumerate(wishes)]
     requests = [engine.add_request(request) for request in requests]
-    real, calls = engine.runner.run, 0
+    real, calls = engine.runner.launch, 0
 
-    def every_third_fails(batch, meanwhile):
+    def every_third_fails(staged):
         nonlocal calls
         calls += 1
         if calls % 3 == 2:
             raise error
-        return real(batch, meanwhile)
+        return real(staged)
 
-    monkeypatch.setattr(engine.runner, "run", every_third_fails)
+    monkeypatch.setattr(engine.runner, "launch", every_third_fails)
     failures = 0
     while engine.has_unfinished():
         try:

@@ -11,7 +11,7 @@ import transformers
 
 from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
-from punica.engine.folder import GenerationDefaults
+from punica.engine.pretrained import GenerationDefaults
 from punica.models import load_model
 from punica.parallel import spawn_tensor_parallel
 from tests.engine.helpers import tokens_of

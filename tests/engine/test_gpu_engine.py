@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from punica.engine import Engine, EngineConfig, Request, kernel_attention
+from punica.engine import Engine, EngineConfig, Request, gpu_attention
 from punica.engine import runner as runner_module
 from punica.engine.sizes import graph_reserve
 from punica.metadata import LoRABatch
@@ -94,7 +94,7 @@ def test_prompts_in_graphs_change_no_logit_beyond_rounding(backbone, mixed_wishe
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner_module, "choose_tokens", noted)
-            patch.setattr(kernel_attention.KernelAttention, "takes_prompts_in_graphs", graphs)
+            patch.setattr(gpu_attention.KernelAttention, "takes_prompts_in_graphs", graphs)
             for i, wish in enumerate(mixed_wishes):
                 engine.add_request(Request(str(i), wish.prompt, 1, backbone.adapters.get(wish.adapter_id)))
             while engine.has_unfinished():

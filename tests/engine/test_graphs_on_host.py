@@ -12,7 +12,7 @@ from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine import runner as runner_module
 from punica.engine.attention import PagedAttention
 from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured
-from punica.engine.kernel_attention import KernelAttention
+from punica.engine.gpu_attention import KernelAttention
 from punica.ops.heads import PackedHeads
 from tests.engine.helpers import adapter_of_the_ends, torch_without_gpu
 
@@ -111,20 +111,21 @@ def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_the_host_and_n
     assert graphs.statistics.refused == 0
 
 
-@pytest.mark.parametrize("begins", [False, True], ids=["sent", "begun"])
-def test_graphs_released_under_a_step_that_was_sent_ahead_are_captured_again(
-    begins, engine, backbone, monkeypatch
+@pytest.mark.parametrize("launches", [False, True], ids=["staged", "launched"])
+def test_graphs_released_under_a_step_that_was_staged_ahead_are_captured_again(
+    launches, engine, backbone, monkeypatch
 ) -> None:
-    if not begins:
-        monkeypatch.setattr(runner_module.ModelRunner, "begin_ahead", lambda *_: None)
+    if not launches:
+        monkeypatch.setattr(engine.scheduler, "can_admit", lambda pinned: True)
 
     def release(step: int) -> None:
         if step == 3:
-            assert (engine.runner._begun if begins else engine.runner._staged) is not None
+            assert engine._next.staged is not None
+            assert engine.is_ahead == launches
             engine.runner.graphs.release()
 
     serve(engine, backbone, release)
-    assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == (1 if begins else 2), "a begun step needs none"
+    assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == (1 if launches else 2), "a launched step needs none"
 
 
 def test_results_of_all_graphs_lie_in_one_place(engine, backbone) -> None:

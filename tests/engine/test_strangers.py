@@ -111,14 +111,14 @@ def test_a_step_that_raises_loses_no_failure(backbone, tmp_path, monkeypatch, wh
         engine.add_request(Request(name, PROMPT, 4, adapter))
     writer, write = engine.manager._writer, engine.manager._writer.write
 
-    def run(*given) -> None:
+    def fail(*given) -> None:
         raise torch.OutOfMemoryError("none left")
 
     with monkeypatch.context() as patched:
         if where == "in the model":
-            patched.setattr(engine.runner, "run", run)
+            patched.setattr(engine.runner, "launch", fail)
         else:
-            patched.setattr(writer, "write", lambda slot, lora: write(slot, lora) if lora.id == 1 else run())
+            patched.setattr(writer, "write", lambda slot, lora: write(slot, lora) if lora.id == 1 else fail())
         with pytest.raises(torch.OutOfMemoryError):
             engine.step()
     first, *later = steps(engine)

@@ -1,4 +1,4 @@
-"""Laying out and sending the next step while the device is at this one: what was foreseen wrongly costs no token."""
+"""Overlap scheduling: the next step is staged and launched during this one; a wrong guess costs no token."""
 
 from dataclasses import replace
 
@@ -20,16 +20,16 @@ def as_on_a_gpu(monkeypatch) -> None:
 
 @pytest.fixture
 def foreseen(monkeypatch) -> list:
-    """The steps that were sent ahead, and whether each was the next one."""
-    steps, ahead, run = [], ModelRunner.stage_ahead, ModelRunner.run
+    """Steps staged ahead, and whether each was the next one."""
+    steps, ahead, launch = [], ModelRunner.stage_ahead, Engine._launch
 
-    def noted(runner, layout, meanwhile):
+    def noted(engine, layout, upcoming):
         if steps and steps[-1][1] is None:
-            steps[-1][1] = steps[-1][0] is layout.spans
-        return run(runner, layout, meanwhile)
+            steps[-1][1] = steps[-1][0].is_same_step(layout)
+        return launch(engine, layout, upcoming)
 
-    monkeypatch.setattr(ModelRunner, "stage_ahead", lambda *of: steps.append([of[1].spans, None]) or ahead(*of))
-    monkeypatch.setattr(ModelRunner, "run", noted)
+    monkeypatch.setattr(ModelRunner, "stage_ahead", lambda *of: steps.append([of[1], None]) or ahead(*of))
+    monkeypatch.setattr(Engine, "_launch", noted)
     return steps
 
 
@@ -101,9 +101,16 @@ def test_who_arrives_joins_in_the_step_that_the_cluster_s_simulator_says(
 
 @pytest.fixture
 def begun(monkeypatch) -> list:
-    """The steps that the device was given ahead."""
-    steps, launch = [], ModelRunner.begin_ahead
-    monkeypatch.setattr(ModelRunner, "begin_ahead", lambda *given: steps.append(given[1]) or launch(*given))
+    """Layouts of the steps launched ahead."""
+    steps, prepare = [], Engine._prepare_next
+
+    def noted(engine, *given):
+        upcoming = prepare(engine, *given)
+        if upcoming is not None and upcoming.in_flight is not None:
+            steps.append(upcoming.layout)
+        return upcoming
+
+    monkeypatch.setattr(Engine, "_prepare_next", noted)
     return steps
 
 
@@ -177,7 +184,7 @@ def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) 
         patched.setattr(PendingTokens, "read", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    assert engine.runner._begun is None
+    assert not engine.is_ahead
     while engine.has_unfinished():
         engine.step()
     assert state.output_token_ids == backbone.generate_merged((5, 1), 1, 12)
@@ -189,7 +196,7 @@ def test_choices_that_need_what_the_host_reads_are_not_begun(wish, backbone, beg
     engine.add_request(Request("a", [5, 1], SamplingParams(max_new_tokens=6, **wish)))
     while engine.has_unfinished():
         engine.step()
-        assert engine.runner._begun is None
+        assert not engine.is_ahead
 
 
 def test_who_may_join_is_not_kept_waiting(backbone, begun) -> None:
@@ -209,7 +216,7 @@ def pair(backbone):
     states = [engine.add_request(Request(f"r{i}", [3 + i, 1], 12, backbone.adapters[i])) for i in (1, 2)]
     for _ in range(4):
         engine.step()
-    assert engine.runner.is_ahead
+    assert engine.is_ahead
 
     def go_on() -> None:
         while engine.has_unfinished():

@@ -80,16 +80,16 @@ def test_a_copy_that_goes_elsewhere_is_refused(migration):
 
 
 def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypatch):
-    run_step = ModelRunner.run
+    launch = ModelRunner.launch
 
-    def spoilt(runner, layout, meanwhile):
-        tokens = run_step(runner, layout, meanwhile)
+    def spoilt(runner, staged):
+        layout, in_flight = staged.layout, launch(runner, staged)
         if layout.num_prefill_rows > 12:  # the second request, not the first one's prompt
             runner.attention.cache.keys[1][layout.spans[0].block_table[0] * 16 + 3] += 1
-        return tokens
+        return in_flight
 
     check_recomputed(migration.steps.engine)
-    monkeypatch.setattr(ModelRunner, "run", spoilt)
+    monkeypatch.setattr(ModelRunner, "launch", spoilt)
     with pytest.raises(CheckFailed, match="recomputed keys and values differ by"):
         check_recomputed(migration.steps.engine)
 

@@ -122,17 +122,18 @@ def test_an_engine_lays_a_window_out_as_the_stream_does(name, world, monkeypatch
     jobs = paper_stream("Skewed", 9, 96, 256)
     line = timeline_of(jobs, system.admission, 4)
     seen = []
-    run = system.engine.runner.run
+    launch = system.engine.runner.launch
 
-    def noted(layout, meanwhile):
+    def noted(staged):
+        layout = staged.layout
         spans = sorted((span.length, span.kv_length) for span in layout.spans)
         rows = Counter[int]()
         for slot, length in layout.segments:
             rows[slot] += length
         seen.append((spans, layout.num_prefill_rows, sorted(rows.values())))
-        return run(layout, meanwhile)
+        return launch(staged)
 
-    monkeypatch.setattr(system.engine.runner, "run", noted)
+    monkeypatch.setattr(system.engine.runner, "launch", noted)
     system.serve(jobs)
     whole, seen[:] = list(seen), []
     assert len(whole) == line.steps
@@ -147,21 +148,22 @@ def test_shapes_of_steps_are_those_that_the_engine_lays_out(world, monkeypatch):
         system = SYSTEMS.get(name)(world)
         jobs = paper_stream("Skewed", 9, 96, 256)
         line, seen, captured = timeline_of(jobs, system.admission, 4), set(), set()
-        run = system.engine.runner.run
+        launch = system.engine.runner.launch
 
-        def noted(layout, meanwhile, run=run, seen=seen):
+        def noted(staged, launch=launch, seen=seen):
+            layout = staged.layout
             prompts = layout.num_prefill_rows
             decoding = zip(layout.sampled_slots, layout.spans, strict=True)
             slots = [slot for slot, span in decoding if span.start >= prompts]
             seen.add((prompts, len(slots), len({*slots} - {-1})))
-            return run(layout, meanwhile)
+            return launch(staged)
 
         def capture(*shape, uses_lora, captured=captured, system=system):
             assert uses_lora == system.lora
             captured.add(shape if uses_lora else (*shape[:2], 0))
 
-        monkeypatch.setattr(system.engine.runner, "run", noted)
-        monkeypatch.setattr(system.engine.runner, "capture_step", capture)
+        monkeypatch.setattr(system.engine.runner, "launch", noted)
+        monkeypatch.setattr(system.engine, "capture_step", capture)
         system.serve(jobs)
         assert seen == captured
         seen.clear()
@@ -297,16 +299,17 @@ def many_draws(bench):
 @pytest.fixture
 def work_clock(monkeypatch):
     """The clock goes on with the work of every invocation of a model, and with nothing else."""
-    now, run, logits = [0.0], ModelRunner.run, hf_decoding.Decoding.logits
+    now, launch, logits = [0.0], ModelRunner.launch, hf_decoding.Decoding.logits
 
     def add(tokens, rows, context, adapters, prompts):
         now[0] += 1e-3 * float(cost(np.array([[tokens, rows, context, adapters, prompts, prompts > 0]])).item())
 
-    def counted_run(runner, layout, meanwhile):
+    def counted_launch(runner, staged):
+        layout = staged.layout
         context = sum(span.kv_length for span in layout.spans)
         tokens, prompts = sum(span.length for span in layout.spans), layout.num_prefill_rows
         add(tokens, len(layout.spans), context, layout.num_segments, prompts)
-        return run(runner, layout, meanwhile)
+        return launch(runner, staged)
 
     def counted_logits(decoding):
         rows, tokens = decoding._ids.shape
@@ -315,7 +318,7 @@ def work_clock(monkeypatch):
         return logits(decoding)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(ModelRunner, "run", counted_run)
+    monkeypatch.setattr(ModelRunner, "launch", counted_launch)
     monkeypatch.setattr(hf_decoding.Decoding, "logits", counted_logits)
 
 

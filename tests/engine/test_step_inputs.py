@@ -3,7 +3,7 @@
 import torch
 
 from punica.engine import Request
-from punica.engine.buffers import StepBuffers, StepRows
+from punica.engine.step_inputs import StepInputs, StepRows
 from punica.scheduling import Span, StepLayout
 
 
@@ -15,15 +15,15 @@ def layout(token_ids: list[int], lengths: list[int]) -> StepLayout:
 
 
 def test_views_hold_the_layout_and_stay_where_they_are() -> None:
-    buffers = StepBuffers(8, torch.device("cpu"))
-    first = buffers.fill(layout([5, 6, 7, 8, 9, 3, 2, 1], [5, 1, 2]))
+    inputs = StepInputs(8, torch.device("cpu"))
+    first = inputs.fill(layout([5, 6, 7, 8, 9, 3, 2, 1], [5, 1, 2]))
     assert StepRows(*(row.tolist() for row in first)) == (
         [5, 6, 7, 8, 9, 3, 2, 1],
         [0, 1, 2, 3, 4, 0, 0, 1],
         [16, 17, 18, 19, 20, 16, 16, 17],
         [4, 5, 7],
     )
-    second = buffers.fill(layout([4], [1]))
+    second = inputs.fill(layout([4], [1]))
     assert StepRows(*(row.tolist() for row in second)) == ([4], [0], [16], [0])
     for before, after in zip(first, second, strict=True):
         assert (after.data_ptr(), after.dtype, after.is_contiguous()) == (before.data_ptr(), torch.int64, True)

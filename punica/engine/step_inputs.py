@@ -1,4 +1,4 @@
-"""`StepBuffers`: the integers of a step where the model reads them, allocated once and refilled by every step."""
+"""`StepInputs`: the integers of a step where the model reads them, allocated once and refilled by every step."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class StepRows(NamedTuple):
     sampled_rows: Tensor
 
 
-class StepBuffers:
+class StepInputs:
     """Token ids, positions, cache rows and sampled rows of up to ``max_tokens`` rows, 32 bytes for each.
 
     Their addresses never change, which is what a captured CUDA graph needs, and one copy sends them to the device,

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about generation, and sizes that fit the machine."""
+"""Generation defaults of a checkpoint folder, and sizes that fit the machine."""
 
 import json
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig
 
 from punica.engine import EngineConfig, sizes
-from punica.engine.folder import read_generation_defaults
 from punica.engine.kv_cache import KVCache, token_bytes
+from punica.engine.pretrained import read_generation_defaults
 from punica.models import LlamaForCausalLM
 from punica.scheduling import SamplingParams
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from punica.engine.attention import PagedAttention
-from punica.engine.kernel_attention import KernelAttention, attention_for
+from punica.engine.gpu_attention import KernelAttention, attention_for
 from punica.engine.kv_cache import KVCache
 from punica.ops.heads import HeadNorms, PackedHeads
 from punica.scheduling import Span

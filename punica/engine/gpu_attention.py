@@ -6,12 +6,14 @@ kernels are told (where prompts begin, lengths, block tables) lies in buffers th
 a step can be captured in a CUDA graph.
 """
 
+import functools
+import inspect
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from punica.engine import varlen
 from punica.engine.attention import PagedAttention, attend_prompt
 from punica.engine.kv_cache import KVCache
 from punica.metadata.staging import StagedBuffer, aligned_offsets
@@ -19,6 +21,7 @@ from punica.ops.checks import FLOATS
 from punica.ops.heads import MAX_HEAD_SIZE, PackedHeads
 from punica.scheduling import Span
 
+_MAX_VARLEN_HEAD = 256
 INVARIANT_SPLITS = 4
 """Parts of a request's tokens where bits shall not depend on the batch: some for few requests, few for many."""
 
@@ -54,7 +57,7 @@ class KernelAttention:
     def takes_prompts_in_graphs(self) -> bool:
         """Whether steps with prompts can be captured: the library has a kernel that finds prompts on the device."""
         keys = self.cache.keys[0]
-        return varlen.is_supported(keys.device, self.cache.model_dtype, keys.shape[-1])
+        return has_varlen(keys.device, self.cache.model_dtype, keys.shape[-1])
 
     def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
         """Start a step.
@@ -98,7 +101,7 @@ class KernelAttention:
 
     def _attend_prompts(self, output: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.takes_prompts_in_graphs:
-            output.copy_(varlen.attend(q, k, v, self._prompt_starts))
+            output.copy_(attend_prompts(q, k, v, self._prompt_starts))
             return
         for span in self._prompts:
             rows = slice(span.start, span.start + span.length)
@@ -135,3 +138,37 @@ def attention_for(
     if keys.is_cuda and cache.model_dtype in FLOATS and keys.shape[-1] <= MAX_HEAD_SIZE:
         return KernelAttention(cache, max_rows, max_blocks, splits)
     return PagedAttention(cache)
+
+
+@functools.cache
+def _parameters() -> frozenset[str]:
+    """Of the library's function; empty where torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether it takes heads ``[T, H, size]`` of this dtype on this device."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and half and size <= _MAX_VARLEN_HEAD and size % 8 == 0 and "window_size" in _parameters()
+
+
+def attend_prompts(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    """Causal attention within each prompt: ``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]`` to ``[T, H, D]``.
+
+    ``starts``: int32 ``[N + 1]``, prompt i is rows ``[starts[i], starts[i + 1])``; what comes out for rows of no prompt
+    is not defined.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in _parameters():
+            options["enable_gqa"] = True
+        else:
+            k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
+    rows = q.shape[0]
+    return cast(Tensor, varlen_attn(q, k, v, starts, starts, rows, rows, window_size=(-1, 0), **options))

@@ -1,37 +1,83 @@
-"""Requests that arrive: what is refused of them, before anything changes, and what is noted about those that stay."""
+"""Intake of requests: checks on arrival, before anything changes, and the state of those accepted."""
 
 import itertools
 from collections.abc import Sequence
 
 from punica.checks import check_count, clip
 from punica.engine.config import EngineConfig
-from punica.engine.folder import GenerationDefaults
+from punica.engine.pretrained import GenerationDefaults
+from punica.engine.residency import AdapterResidency
 from punica.engine.sampler import derived_seed
 from punica.engine.text import GrowingText, TextCodec
 from punica.scheduling import BlockManager, Request, RequestState, as_sampling_params
 
 
-class Arrivals:
-    """What is noted about the requests that come, in their order.
+class StateFactory:
+    """Makes the states of requests, in order of arrival.
 
     Args:
-        seed: from which those that sample and bring no seed get theirs, each another one.
+        seed: base of the seeds derived for requests that sample without one.
         defaults: the model's end tokens.
-        codec: of the text in which stop strings are looked for, if there is one.
+        codec: text codec for stop strings; ``None`` without a tokenizer.
     """
 
     def __init__(self, seed: int, defaults: GenerationDefaults, codec: TextCodec | None) -> None:
         self._seed, self._defaults, self._codec = seed, defaults, codec
         self._numbers = itertools.count()
 
-    def note(self, request: Request) -> RequestState:
-        """The next one, as it waits."""
+    def make(self, request: Request) -> RequestState:
+        """Return the state of the next request to arrive."""
         params, number = as_sampling_params(request.params), next(self._numbers)
         seed = params.seed
         if seed is None:
             seed = 0 if params.is_greedy else derived_seed(self._seed, number)
         text = GrowingText(self._codec, params.stop) if self._codec is not None and params.stop else None
         return RequestState(request, seed, self._defaults.eos_token_ids, text)
+
+
+class Intake:
+    """Checks and states of the requests of one engine; ``residency`` is ``None`` without LoRA."""
+
+    def __init__(
+        self, config: EngineConfig, vocab_size: int, blocks: BlockManager, residency: AdapterResidency | None,
+        defaults: GenerationDefaults, codec: TextCodec | None,
+    ) -> None:  # fmt: skip
+        self._config, self._vocab_size, self._blocks, self._residency = config, vocab_size, blocks, residency
+        self._has_tokenizer = codec is not None
+        self._states = StateFactory(config.seed, defaults, codec)
+
+    def check(self, request: Request, generated: Sequence[int]) -> None:
+        """Check everything except the adapter's folder: TypeError, ValueError, RuntimeError (no slot)."""
+        name = clip(request.request_id)
+        check_tokens(request, self._vocab_size, has_tokenizer=self._has_tokenizer)
+        check_length(request, self._config, self._blocks)
+        if request.adapter is not None and not self._config.ignore_adapters:
+            if self._residency is None:
+                raise ValueError(
+                    f"request {name} names an adapter, but this engine has no LoRA layers; pass lora_config to "
+                    "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
+                )
+            self._residency.check(request.adapter)
+        check_generated(request, generated, self._vocab_size)
+
+    def check_folder(self, request: Request) -> None:
+        """Check the adapter's id and folder: FileNotFoundError, ValueError, TypeError."""
+        if self._residency is not None and request.adapter is not None:
+            self._residency.check_folder(request.adapter)
+
+    def accept(self, request: Request, generated: Sequence[int]) -> RequestState:
+        """Return the state of a checked request, whose adapter id stands for its folder from now on."""
+        state = self._states.make(request)
+        state.resume(generated)
+        if self._residency is not None:
+            self._residency.add(state)
+        return state
+
+    def refuse(self, request: Request, error: Exception) -> RequestState:
+        """Return the state of a request that failed on arrival."""
+        state = self._states.make(request)
+        state.fail(f"{type(error).__name__}: {error}")
+        return state
 
 
 def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> None:
