@@ -21,8 +21,8 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request
-from punica.engine.engine import NextStep
 from punica.engine.outputs import StepStatistics
+from punica.engine.overlap import NextStep
 from punica.engine.runner import InFlight
 from punica.measure.timing import Protocol
 from punica.models import LlamaForCausalLM
@@ -215,7 +215,8 @@ class Launched(NamedTuple):
 @contextmanager
 def launch_times(engine: Engine) -> Iterator[list[Launched]]:
     """Inside, every step adds one."""
-    launch, prepare, given, seen = engine._launch, engine._prepare_next, [0.0], list[Launched]()
+    overlap, given, seen = engine._overlap, [0.0], list[Launched]()
+    launch, prepare = overlap.launch, overlap.prepare_next
 
     def timed_launch(*arguments: Any) -> InFlight:
         started = time.perf_counter()
@@ -227,7 +228,8 @@ def launch_times(engine: Engine) -> Iterator[list[Launched]]:
         started = time.perf_counter()
         upcoming = prepare(*arguments)
         seen.append(Launched(given[0], time.perf_counter() - started))
+        given[0] = 0.0  # of a step launched ahead
         return upcoming
 
-    with patch.multiple(engine, _launch=timed_launch, _prepare_next=timed_prepare):
+    with patch.multiple(overlap, launch=timed_launch, prepare_next=timed_prepare):
         yield seen

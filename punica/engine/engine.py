@@ -12,7 +12,7 @@ current one are still on the device. A request that arrives after such a launch 
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,9 +24,10 @@ from punica.engine.generation import Generation
 from punica.engine.intake import Intake
 from punica.engine.kv_cache import KVCache
 from punica.engine.outputs import GenerationResult, StepOutput, StepStatistics, no_token_error
+from punica.engine.overlap import NextStep, Overlap
 from punica.engine.pretrained import GenerationDefaults, as_requests, load_pretrained
 from punica.engine.residency import AdapterResidency
-from punica.engine.runner import InFlight, ModelRunner, StagedStep, StepTokens, max_step_rows
+from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
 from punica.engine.sampler import NO_TOKEN
 from punica.engine.sizes import EngineMemory, check_cache, check_memory, memory_of
 from punica.engine.text import TextCodec
@@ -49,63 +50,40 @@ from punica.scheduling import (
     StepLayout,
     StepPlan,
     lay_out,
-    next_decode_step,
 )
 
 
-class NextStep(NamedTuple):
-    """Decode step prepared while the device computes the one before it; valid until a step fails or graphs change.
-
-    ``layout`` has no token ids yet. ``staged``: its inputs, unless its graph has to be captured first. ``in_flight``:
-    set once it is launched. ``adapter_uses``: ``manager.uses`` at that time.
-    """
-
-    layout: StepLayout
-    staged: StagedStep | None
-    in_flight: InFlight | None
-    adapter_uses: int
-
-
 class Engine(Generation):
-    """One model on one device (or one tensor-parallel rank of it; all ranks take the same steps).
+    """One model on one device, or one tensor-parallel rank of it (all ranks take the same steps).
 
-    :meth:`from_pretrained` builds one from a checkpoint folder, :meth:`generate` and :meth:`stream` are what most users
-    call; :meth:`add_request`, :meth:`step` and :meth:`abort_request` are what those are made of.
+    :meth:`from_pretrained` builds one from a checkpoint folder. :meth:`generate` and :meth:`stream` are built on
+    :meth:`add_request`, :meth:`step` and :meth:`abort_request`.
 
-    Requests are served first come, first served, and nobody overtakes. So none starves: with L the longest
-    ``max_new_tokens``, one that has n unfinished requests before it when it arrives joins within (n + 1) L steps,
-    however many adapters, slots and pins there are (a preempted request keeps its place and its tokens). Under
-    ``"resident_first"`` at most 32 later ones overtake it, and the bound is (n + 33) L. On a GPU the time comes on top
-    in which folders are read that are not in host memory: it passes in the queue, the steps of others go on.
+    Requests are served first come, first served, without starvation. Let L be the longest ``max_new_tokens``: a request
+    with n unfinished ones before it joins within (n + 1) L steps, whatever the adapters, slots and pins. Preempted
+    requests keep their place and tokens. ``"resident_first"`` allows 32 overtakes, so its bound is (n + 33) L. On a
+    GPU, reading an adapter's folder takes further time in the queue, during which other requests keep running.
 
     Args:
-        model: a backbone with its weights. With LoRA its layers are replaced in place, so it belongs to this engine.
-        lora_config: slots and ranks, e.g. ``engine_config.lora_config(max_lora_rank=16)``; ``None`` serves the
-            backbone alone, with no LoRA layer at all.
+        model: a backbone with its weights. With LoRA its layers are replaced in place: it belongs to this engine.
+        lora_config: slots and ranks, e.g. ``engine_config.lora_config(max_lora_rank=16)``; ``None``: no LoRA layers.
         engine_config: sizes.
         admission: name of an admission rule: ``"fcfs"`` (Punica), ``"fcfs_many"``, ``"resident_first"`` (more adapters
             than slots), ``"single_adapter"``, ``"static"``.
         tokenizer: a transformers tokenizer, for text in and text out.
-        defaults: end tokens of the model, and how tokens are chosen where ``generate`` is not told; without it there
-            are no end tokens, and decoding is greedy.
-        cache: keys and values; ``None`` makes one of ``engine_config``'s size. Engines that take turns, none of which
-            has requests while another one serves, may share one, on one CUDA stream: give each the same.
+        defaults: the model's end tokens and default sampling; without it no end tokens, and greedy decoding.
+        cache: keys and values; ``None`` allocates ``engine_config``'s size. Engines on one CUDA stream may share one if
+            only one of them has requests at a time.
 
-    Raises TypeError for a model or config of another class, ValueError for an unknown rule or a
-    ``max_model_len`` beyond the model's positions, for a cache and slots that take more memory than is free (on any
-    rank: then all of them raise), for a given ``cache`` of other blocks or of too few.
+    Raises TypeError for a model or config of another class. ValueError: an unknown rule; ``max_model_len`` beyond the
+    model's positions; cache and slots beyond free memory, on any rank; a given ``cache`` of other or too few blocks.
     """
 
     def __init__(
-        self,
-        model: LlamaForCausalLM,
-        lora_config: LoRAConfig | None = None,
-        engine_config: EngineConfig | None = None,
-        admission: str = "fcfs",
-        tokenizer: Any = None,
-        defaults: GenerationDefaults | None = None,
+        self, model: LlamaForCausalLM, lora_config: LoRAConfig | None = None, engine_config: EngineConfig | None = None,
+        admission: str = "fcfs", tokenizer: Any = None, defaults: GenerationDefaults | None = None,
         cache: KVCache | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         rule = ADMISSION_RULES.get(admission)()
         check_types(model, lora_config, engine_config)
@@ -113,7 +91,7 @@ class Engine(Generation):
         check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
-        with all_ranks_agree():  # first: what does not fit on one rank changes nothing on any
+        with all_ranks_agree():  # first: a refusal on one rank must change nothing on any
             if cache is None:
                 check_memory(model, lora_config, config)
                 cache = KVCache(model, config.total_blocks, config.block_size, fp8=config.fp8_kv_cache)
@@ -136,6 +114,7 @@ class Engine(Generation):
         if self._residency is not None:
             self.scheduler.on_leave, self.scheduler.is_resident = self._residency.release, self._residency.is_resident
             self.scheduler.is_loaded = self._residency.is_loaded
+        self._overlap = Overlap(self.runner, self.scheduler, self.manager)
         self._next: NextStep | None = None
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer)
@@ -150,29 +129,26 @@ class Engine(Generation):
         num_blocks: int | None = None, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
         batch_invariant: bool = False, seed: int = 0, admission: str = "fcfs", **lora: Any,
     ) -> "Engine":  # fmt: skip
-        """An engine for the checkpoint in ``folder`` (nothing is downloaded), with these adapters loaded.
+        """Build an engine for the checkpoint in ``folder`` (nothing is downloaded), and load ``adapters``.
 
-        The folder is one that transformers writes: ``config.json`` and safetensors (one file or several with an index)
-        of a Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE; ``generation_config.json`` (end tokens, default
-        sampling) and the tokenizer (text in, text out, chats) where it has them.
+        The folder is in transformers' format: ``config.json`` and safetensors of a Llama, Mistral, Qwen2, Qwen3,
+        Mixtral or Qwen3-MoE, and optionally ``generation_config.json`` and a tokenizer.
 
         Args:
-            adapters: those that will be served, for which room is made; others may come later as far as they fit.
+            adapters: adapters to size the engine for; others may be served later as far as they fit.
             dtype: of weights and cache; ``None``: the checkpoint's.
-            device: ``None``: the current GPU, or the CPU where there is none.
-            max_model_len: most tokens of a request; ``None``: what the model means (its positions, its sliding window),
-                8192 and what the cache holds, whichever is least.
-            memory_fraction: how much of the memory that is free once the weights are loaded slots and cache may take;
-                less on a GPU where CUDA graphs would not fit beside them.
+            device: ``None``: the current GPU, or the CPU if there is none.
+            max_model_len: most tokens of a request; ``None``: the least of the model's positions or sliding window,
+                8192, and what the cache holds.
+            memory_fraction: fraction of the memory free after loading weights for slots and cache; less on a GPU if
+                CUDA graphs would not fit beside them.
             max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, seed: as in
-                :class:`EngineConfig`; ``num_blocks=None``: enough for all requests of a full batch at full length, or
-                what fits.
-            lora: fields of a :class:`LoRAConfig`. Unless given, ``max_lora_rank`` is that of the widest adapter and
-                ``max_loras`` the number of adapters, at most one more than ``max_batch_size``. Without adapters and
-                without any of these the engine has no LoRA layers.
+                :class:`EngineConfig`; ``num_blocks=None``: a full batch at full length, or what fits.
+            lora: fields of a :class:`LoRAConfig`. Defaults: ``max_lora_rank`` of the widest adapter, ``max_loras`` the
+                number of adapters, at most ``max_batch_size + 1``. Without adapters and fields: no LoRA layers.
 
-        What it costs is in :attr:`memory`: a slot takes ``max_lora_rank`` times the sum of all inputs and outputs of
-        the adapted layers, whatever the rank of what it holds.
+        The memory taken is in :attr:`memory`. A slot takes ``max_lora_rank`` times the sum of all inputs and outputs of
+        the adapted layers, whatever its adapter's rank.
 
         Raises FileNotFoundError, ValueError, TypeError (folder, adapters, arguments), RuntimeError (memory).
         """
@@ -190,46 +166,45 @@ class Engine(Generation):
         return engine
 
     def add_request(self, request: Request, generated: Sequence[int] = ()) -> RequestState:
-        """Queue a request; returns what the engine knows about it from now on: its status and its output so far.
+        """Queue a request; return its state, which holds status and output from now on.
 
-        ``generated``: tokens that it has generated already, in another engine. They are computed again with its prompt
-        and generation goes on behind them, as after a preemption; with a seed of its own it goes on as it would have
-        there. Log-probabilities are only of what is generated here.
+        ``generated``: tokens already generated by another engine. They are recomputed with the prompt, as after a
+        preemption, and generation continues identically if the request has a seed. They get no log-probabilities.
 
-        All checks are made here and change nothing when they fail, so that a queued request can always run. If its
-        adapter breaks all the same before it is loaded (its files are damaged meanwhile), the request ends as FAILED.
+        All checks are made here, before anything changes. If the adapter's files are damaged later, before they are
+        loaded, the request ends as FAILED.
 
         Raises:
             TypeError: not a Request; its adapter is no LoRARequest.
             ValueError: its id is in use; a token or stop token outside the vocabulary; stop strings without a
-                tokenizer; longer than ``max_model_len`` or than the whole KV cache; an adapter for an engine without
-                LoRA; an adapter that is not legal here; generated tokens with which it would have ended.
+                tokenizer; longer than ``max_model_len`` or the whole KV cache; an adapter for an engine without LoRA;
+                an illegal adapter; generated tokens that would have ended it.
             FileNotFoundError: its adapter is neither registered nor in a folder.
-            RuntimeError: its adapter would need a slot, and every slot is pinned for another one.
+            RuntimeError: its adapter needs a slot, and every slot is pinned for another one.
         """
         self._check(request, generated)
         self._intake.check_folder(request)
         return self._queue(request, generated)
 
-    def add_or_fail(self, request: Request, generated: Sequence[int] = ()) -> RequestState:
+    def add_or_fail(self, request: Request) -> RequestState:
         """Queue a request as :meth:`add_request` does, but return it as FAILED if its adapter's folder is refused."""
-        self._check(request, generated)
+        self._check(request, ())
         try:
             self._intake.check_folder(request)
         except (OSError, TypeError, ValueError) as error:
             return self._intake.refuse(request, error)
-        return self._queue(request, generated)
+        return self._queue(request, ())
 
     def is_in_use(self, request_id: str) -> bool:
-        """Whether a request of this name has not left yet, or belongs to a call that is not over."""
+        """Check for a request of this name that has not left, or whose ``generate`` or ``stream`` call is open."""
         return request_id in self._requests or request_id in self._own or bool(self.blocks.block_table(request_id))
 
     def has_unfinished(self) -> bool:
-        """True while :meth:`step` has something to bring: a request waits or runs, or a result is kept for it."""
+        """Check for requests that wait or run, and for results kept for the next :meth:`step`."""
         return bool(self._requests or self._kept)
 
     def abort_request(self, request_id: str) -> GenerationResult:
-        """Take an unfinished request out; its result, with the output it has so far. ValueError for an unknown id."""
+        """Remove an unfinished request; return its result, with its output so far. ValueError for an unknown id."""
         if not isinstance(request_id, str) or request_id not in self._requests:
             raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._requests))}")
         request = self._requests.pop(request_id)
@@ -238,51 +213,40 @@ class Engine(Generation):
         return self.result_of(request)
 
     def step(self) -> StepOutput:
-        """One model invocation over everything that can run; with nothing to run, an empty output.
+        """Run one model invocation over all runnable requests; without any, return an empty output.
 
-        A request whose adapter turns out to be unloadable ends as FAILED, with the error, and costs nobody else
-        anything. So does one whose logits hold NaN, as those of an adapter with huge weights may, and the head of the
-        queue when pinned adapters leave it no slot and nothing runs that could give its own up: no later step would
-        change that. While others run it waits for them.
+        These requests end as FAILED, with the error and without effect on others: one whose adapter cannot be loaded;
+        one whose logits hold NaN (e.g. by an adapter's huge weights); the head of the queue, if nothing runs and pinned
+        adapters leave it no slot.
 
-        After any other error (out of memory, an interrupt) no request has lost anything: those that were to join wait
-        again at the head of the queue, and the next ``step`` goes on. Its output begins with results that nobody has
-        seen yet, see :class:`StepOutput`. Only on several tensor-parallel ranks one that failed while the model ran is
-        out of step with the others: every further ``step`` is a RuntimeError there; restart the processes.
+        After any other error (out of memory, an interrupt) no request has lost anything: those that were joining are
+        requeued at the head, and the next ``step`` continues and returns the results not returned yet. With several
+        tensor-parallel ranks, a rank whose model failed is out of step: each further ``step`` is a RuntimeError there,
+        and the processes have to be restarted.
         """
         check_in_step()
         start = time.perf_counter()
         upcoming, self._next = self._next, None
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
-        plan, layout = self._schedule(upcoming, pinned)
+        plan, current = self._overlap.schedule(upcoming, pinned)
         failed = self._fail_unschedulable(pinned) if plan.is_empty else []
         try:
             plan = self._activate(plan, failed)
             if plan.is_empty:
                 idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
                 return self._with_kept(StepOutput({}, (), idle, tuple(map(self.result_of, failed))))
-            if layout is None:
-                slots = None if self._residency is None else self._residency.slots()
-                expected = None if upcoming is None else upcoming.layout
-                layout = lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, expected)
+            layout = self._lay_out(plan, upcoming) if current is None else current.layout
             scheduled = time.perf_counter()
-            current = self._launch(layout, upcoming)
-            upcoming = self._prepare_next(current, plan, pinned)
+            if current is None:
+                current = self._overlap.launch(layout, upcoming)
+            self._prefetch(pinned)
+            upcoming = self._overlap.prepare_next(current, plan, pinned)
             tokens = current.tokens()
         except BaseException:
             self._requeue(plan, failed)
             raise
         ready = max(scheduled, current.metadata_ready_s)
-        statistics = StepStatistics(
-            batch_size=len(layout.requests),
-            num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
-            num_prefill_tokens=layout.num_prefill_rows,
-            num_segments=layout.num_segments,
-            num_preempted=len(plan.preempted),
-            schedule_s=scheduled - start,
-            metadata_s=ready - scheduled,
-            model_s=time.perf_counter() - ready,
-        )
+        statistics = StepStatistics.of(plan, layout, scheduled - start, ready - scheduled, time.perf_counter() - ready)
         output = self._deliver(layout, tokens, statistics, failed)
         self._next = upcoming
         return output
@@ -298,22 +262,18 @@ class Engine(Generation):
 
     @property
     def memory(self) -> EngineMemory:
-        """Bytes that this engine holds on its device."""
+        """Bytes held on the device."""
         graphs = self.runner.graphs
         return memory_of(self.runner.model, self.manager, self.config, 0 if graphs is None else graphs.statistics.bytes)
 
     def capture_graphs(self, prompt_tokens: int = 0) -> None:
-        """On a GPU, capture now the CUDA graphs that steps would else capture when the first of them needs each: those
-        of all steps that only decode, and of all with up to ``prompt_tokens`` tokens of prompts (with ``"fcfs_many"``
-        and the static rules, those of several prompts together), beside decodes and alone.
+        """Capture now, on a GPU, the CUDA graphs of all decode steps and of steps with up to ``prompt_tokens`` tokens.
 
-        It costs two steps launched by the host for each graph, and the time to compile kernels that are new. With LoRA
-        there are up to four for each of ``decode_sizes(max_batch_size)`` and up to six for each of
-        ``prompt_sizes(prompt_tokens)`` (`punica.engine.cuda_graph`): 24 and 48 for 32 requests and 512 tokens; without,
-        one and two. Steps with an adapter of the embedding or the head have graphs of their own: to have those, too,
-        activate such an adapter first. What they hold is in :attr:`memory`; where that ends, the host launches
-        those steps. Nothing happens without graphs. All ranks must come here. TypeError, ValueError: not an integer of
-        at least 0.
+        Otherwise the first step of each shape captures its graph. Each costs two steps launched by the host, and the
+        compilation of new kernels. With LoRA there are up to four graphs for each of ``decode_sizes(max_batch_size)``
+        and six for each of ``prompt_sizes(prompt_tokens)`` (`punica.engine.cuda_graph`), without LoRA one and two.
+        Graphs for adapters of embedding or head are included if such an adapter is active. When memory ends, the host
+        launches the remaining shapes. All ranks must call it. TypeError, ValueError: not an integer of at least 0.
         """
         count = check_count("prompt_tokens", prompt_tokens, 0)
         self.forget_next()
@@ -323,19 +283,6 @@ class Engine(Generation):
         """Capture the CUDA graph of one shape of step now; arguments as of :meth:`ModelRunner.capture_step`."""
         self.forget_next()
         self.runner.capture_step(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
-
-    # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _schedule(self, upcoming: NextStep | None, pinned: Collection[int]) -> tuple[StepPlan, StepLayout | None]:
-        """Return the plan of this step: of the one launched ahead, with its layout, or a new one, without.
-
-        A launched step is continued unless adapters were used since: a pin may need the slot of a running request.
-        """
-        if upcoming is not None and upcoming.in_flight is not None and upcoming.adapter_uses == self._adapter_uses():
-            plan = self.scheduler.continue_batch(upcoming.layout.requests)
-            if not plan.is_empty:
-                return plan, upcoming.layout
-        return self.scheduler.schedule(pinned), None
 
     def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
         """Activate the adapters of the step; return the plan without requests that failed, appended to ``failed``.
@@ -359,39 +306,13 @@ class Engine(Generation):
             return plan
         return plan.without({*wanted} - {*self.scheduler.running})
 
-    def _launch(self, layout: StepLayout, upcoming: NextStep | None) -> InFlight:
-        """Return the step in flight: launched ahead, staged ahead and launched now, or staged and launched now."""
-        if upcoming is not None and upcoming.layout.is_same_step(layout):
-            if upcoming.in_flight is not None:
-                return upcoming.in_flight
-            if upcoming.staged is not None and self.runner.can_launch(upcoming.staged):
-                return self.runner.launch(upcoming.staged)
-        return self.runner.launch(self.runner.stage(layout))
-
-    def _prepare_next(self, current: InFlight, plan: StepPlan, pinned: Collection[int]) -> NextStep | None:
-        """Prepare what follows while the device computes ``current``: load the next adapter, stage the next decode step.
-
-        The step is launched, too, if no request can join it and no choice of a token waits for the host. A request that
-        finishes now still has a row in it, whose output is discarded.
-        """
-        self._prefetch(pinned)
-        is_complete = plan.num_requests == len(current.layout.requests) == len(self.scheduler.running)
-        layout = next_decode_step(current.layout, self.blocks) if self.runner.works_ahead and is_complete else None
-        if layout is None:
-            return None
-        staged, in_flight = self.runner.stage_ahead(layout, current.device_tokens), None
-        if not self.scheduler.can_admit(pinned) and staged is not None and layout.is_greedy:
-            in_flight = self.runner.launch(staged)
-        return NextStep(layout, staged, in_flight, self._adapter_uses())
-
-    def _adapter_uses(self) -> int:
-        return 0 if self.manager is None else self.manager.uses
+    def _lay_out(self, plan: StepPlan, upcoming: NextStep | None) -> StepLayout:
+        slots = None if self._residency is None else self._residency.slots()
+        expected = None if upcoming is None else upcoming.layout
+        return lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, expected)
 
     def _prefetch(self, pinned: Collection[int]) -> None:
-        """Load the adapter of the head of the queue into a spare slot (section 5.2 of the paper).
-
-        On a GPU reading, checking and copying overlap with the step.
-        """
+        """Load the adapter of the head of the queue into a spare slot, beside the step (section 5.2 of the paper)."""
         waiting = self.scheduler.waiting
         if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
             self._residency.prefetch(waiting[0])
@@ -404,7 +325,7 @@ class Engine(Generation):
         self._keep(map(self.result_of, failed))
 
     def _fail(self, request: RequestState, error: str) -> list[RequestState]:
-        """Take a request out for good, as failed unless it is a finished member of the batch; those that failed."""
+        """Remove a request as FAILED, and return it; a finished member of the batch is removed alone."""
         unfinished = self._requests.pop(request.request_id, None)
         self.scheduler.remove(request)
         if unfinished is None:
@@ -427,6 +348,7 @@ class Engine(Generation):
     def _deliver(
         self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
     ) -> StepOutput:
+        """Append the tokens to their requests, retire those that end, and return the output of the step."""
         pairs = zip(layout.requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
         for request in [request for request, token in served.items() if token == NO_TOKEN]:
@@ -438,12 +360,13 @@ class Engine(Generation):
         for request, token in served.items():
             try:
                 request.append(token)
-            except Exception as error:  # whatever a tokenizer raises
+            except Exception as error:  # any exception of a tokenizer
                 failed += self._fail(request, f"{type(error).__name__}: {error}")
         finished = [request for request in served if request.status is RequestStatus.FINISHED]
         for request in finished:
             del self._requests[request.request_id]
-        self.scheduler.retire_finished()
+        if finished:
+            self.scheduler.retire_finished()
         ended = [self.result_of(request) for request in (*finished, *failed)]
         results = tuple(result for result in ended if result.error is None)
         failures = tuple(result for result in ended if result.error is not None)

@@ -153,7 +153,8 @@ def _parameters() -> frozenset[str]:
 def has_varlen(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Whether it takes heads ``[T, H, size]`` of this dtype on this device."""
     half = dtype in (torch.float16, torch.bfloat16)
-    return device.type == "cuda" and half and size <= _MAX_VARLEN_HEAD and size % 8 == 0 and "window_size" in _parameters()
+    fits = half and size <= _MAX_VARLEN_HEAD and size % 8 == 0
+    return device.type == "cuda" and fits and "window_size" in _parameters()
 
 
 def attend_prompts(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from punica.checks import clip
 from punica.engine.text import TextCodec
-from punica.scheduling import FinishReason, RequestState
+from punica.scheduling import FinishReason, RequestState, StepLayout, StepPlan
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,16 @@ class StepStatistics:
     schedule_s: float = 0.0
     metadata_s: float = 0.0
     model_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, layout: StepLayout, schedule_s: float, metadata_s: float, model_s: float
+    ) -> "StepStatistics":
+        """Count the requests and rows of a step."""
+        size = len(layout.requests)
+        idle = size - len(plan.prefills) - len(plan.decodes)
+        counts = size, idle, layout.num_prefill_rows, layout.num_segments, len(plan.preempted)
+        return cls(*counts, schedule_s, metadata_s, model_s)
 
 
 @dataclass(frozen=True)

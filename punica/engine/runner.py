@@ -115,15 +115,15 @@ class ModelRunner:
         ``tokens [S]``: this step's tokens on the device, in the order of the rows of ``layout``.
         """
         shape = self._shape_of(layout)
-        if not self._has(shape):
+        if not self.has_graph(shape):
             return None
         staged = self._stage(layout, shape)
         staged.rows.token_ids[: len(tokens)].copy_(tokens.clamp(min=0))  # NO_TOKEN: an idle row
         return staged
 
-    def can_launch(self, staged: StagedStep) -> bool:
-        """Check that the step's graph was not released since it was staged."""
-        return self._has(staged.shape)
+    def has_graph(self, shape: GraphShape | None) -> bool:
+        """Check that a step of ``shape`` can be launched: its graph is captured, or it needs none (``None``)."""
+        return shape is None or (self.graphs is not None and self.graphs.has(shape))
 
     @torch.inference_mode()
     def launch(self, staged: StagedStep) -> InFlight:
@@ -164,10 +164,6 @@ class ModelRunner:
             shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
             if shape is not None:
                 self.graphs.prepare(shape)
-
-    def _has(self, shape: GraphShape | None) -> bool:
-        """Whether a step of that shape can run: its graph is there, or the host launches it."""
-        return shape is None or (self.graphs is not None and self.graphs.has(shape))
 
     def _stage(self, layout: StepLayout, shape: GraphShape | None) -> StagedStep:
         """Fill the buffers, as the graph of ``shape`` wants them (captured before: that overwrites them)."""

@@ -122,9 +122,12 @@ def next_decode_step(layout: StepLayout, blocks: BlockManager) -> StepLayout | N
         return None
     spans = []
     for request, span, more in zip(layout.requests, layout.spans, grows, strict=True):
-        if more and not blocks.reserve(request.request_id, span.kv_length + 1):
-            return None
-        spans.append(Span(span.start, 1, span.kv_length + more, blocks.block_table(request.request_id)))
+        table, length = span.block_table, span.kv_length + more
+        if length > len(table) * blocks.block_size:
+            if not blocks.reserve(request.request_id, length):
+                return None
+            table = blocks.block_table(request.request_id)
+        spans.append(Span(span.start, 1, length, table))
     return replace(
         layout,
         spans=tuple(spans),

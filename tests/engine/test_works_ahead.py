@@ -7,6 +7,7 @@ import pytest
 
 from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
 from punica.engine import Engine, EngineConfig, Request
+from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingTokens
 from punica.scheduling import SamplingParams
@@ -21,15 +22,15 @@ def as_on_a_gpu(monkeypatch) -> None:
 @pytest.fixture
 def foreseen(monkeypatch) -> list:
     """Steps staged ahead, and whether each was the next one."""
-    steps, ahead, launch = [], ModelRunner.stage_ahead, Engine._launch
+    steps, ahead, prepare = [], ModelRunner.stage_ahead, Overlap.prepare_next
 
-    def noted(engine, layout, upcoming):
+    def noted(overlap, current, *given):
         if steps and steps[-1][1] is None:
-            steps[-1][1] = steps[-1][0].is_same_step(layout)
-        return launch(engine, layout, upcoming)
+            steps[-1][1] = steps[-1][0].is_same_step(current.layout)
+        return prepare(overlap, current, *given)
 
     monkeypatch.setattr(ModelRunner, "stage_ahead", lambda *of: steps.append([of[1], None]) or ahead(*of))
-    monkeypatch.setattr(Engine, "_launch", noted)
+    monkeypatch.setattr(Overlap, "prepare_next", noted)
     return steps
 
 
@@ -102,15 +103,15 @@ def test_who_arrives_joins_in_the_step_that_the_cluster_s_simulator_says(
 @pytest.fixture
 def begun(monkeypatch) -> list:
     """Layouts of the steps launched ahead."""
-    steps, prepare = [], Engine._prepare_next
+    steps, prepare = [], Overlap.prepare_next
 
-    def noted(engine, *given):
-        upcoming = prepare(engine, *given)
+    def noted(overlap, *given):
+        upcoming = prepare(overlap, *given)
         if upcoming is not None and upcoming.in_flight is not None:
             steps.append(upcoming.layout)
         return upcoming
 
-    monkeypatch.setattr(Engine, "_prepare_next", noted)
+    monkeypatch.setattr(Overlap, "prepare_next", noted)
     return steps
 
 
