@@ -1,21 +1,21 @@
 """Serving on one GPU (or one tensor-parallel group): continuous batches over many adapters.
 
-The way of a request; what it may join, and when, is decided in :mod:`punica.scheduling`.
+Modules in the order of a request's path; admission and preemption are policies of :mod:`punica.scheduling`.
 
-    pretrained.py       an engine for a checkpoint folder: what the folder says (folder.py), what fits (sizes.py)
-    generation.py       prompts in, results out: ``generate`` and ``stream``; text.py between text and token ids
-    engine.py           ``add_request`` checks and queues it; every ``step`` schedules, runs, delivers and retires
-    arrival.py          what is refused, before anything changes
-    config.py           how large batch and cache are
-    residency.py        its adapter: checked on arrival, loaded and made active when it is admitted, or one step ahead
-    runner.py           the step's rows through the model, one token for each request; the next step sent meanwhile
-    buffers.py          token ids, positions, cache rows and sampled rows, in tensors that every step refills
-    cuda_graph.py       on a GPU: steps captured once for padded sizes, then replayed
-    attention.py        each request attends to its own blocks in
-    kernel_attention.py the same on a GPU, varlen.py: the library's part of it
-    kv_cache.py         the keys and values of all layers
-    sampler.py          the token of each row of logits
-    output.py           what a step gives back, results.py: what a request gives back
+    config.py        sizes of batch and cache, and their checks against the model
+    pretrained.py    parts of an engine for a checkpoint folder; sizes.py: sizes that fit the memory
+    generation.py    prompts in, results out: ``generate`` and ``stream``; text.py: text to token ids and back
+    engine.py        the loop: ``add_request`` queues, every ``step`` schedules, runs, delivers and retires
+    intake.py        checks on arrival, and the states of accepted requests
+    residency.py     adapters on demand: loaded and activated at admission, or one step ahead
+    overlap.py       the next step, staged and launched while the device computes the current one
+    runner.py        stages and launches a step: one model invocation, one token per request
+    step_inputs.py   token ids, positions, cache rows and sampled rows, refilled in place by every step
+    cuda_graph.py    steps captured for padded sizes, then replayed
+    attention.py     attention over the paged cache in plain torch; gpu_attention.py: the same by GPU kernels
+    kv_cache.py      keys and values of all layers
+    sampler.py       tokens from logits
+    outputs.py       results of requests, outputs and statistics of steps
 """
 
 from punica.engine.config import EngineConfig

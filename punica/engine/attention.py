@@ -1,9 +1,8 @@
-"""Attention over the paged cache, in plain torch: the CPU path, and the meaning of `kernel_attention.py`.
+"""Attention over the paged cache in plain torch: the CPU path, and the reference for `gpu_attention.py`.
 
 For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens:
-``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Requests have different lengths, so this is the one part of a
-step that runs per request; it reads each request's blocks in place, without copying or padding the cache (at batch 32 a
-gather would move several times the bytes that the attention itself reads).
+``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Requests differ in length, so this part of a step runs per
+request. It reads each request's blocks in place: at batch 32 a gather would move several times the bytes.
 """
 
 from collections.abc import Sequence
@@ -25,14 +24,16 @@ class PagedAttention:
         self._kv_rows: Tensor | None = None
 
     def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
-        """Start a step. ``spans``: its requests in row order. ``kv_rows``: row of the cache that each of the T rows
-        writes, int64 ``[T]`` on the device. ``num_prompt_rows`` is for kernels; here every span says what it is.
+        """Start a step.
+
+        ``spans``: its requests in row order. ``kv_rows``: cache row written by each of the T rows, int64 ``[T]`` on the
+        device. ``num_prompt_rows``: unused here, each span tells a prompt by its length.
         """
         self._spans = spans
         self._kv_rows = kv_rows
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
-        """Heads of T rows to ``[T, H, D]``; keys and values are stored in the cache first.
+        """Store keys and values of T rows in the cache, and return the attention output ``[T, H, D]``.
 
         RuntimeError before the first ``begin``.
         """
@@ -43,7 +44,7 @@ class PagedAttention:
         tokens, heads, size = q.shape
         kv_heads = k.shape[1]
         output = q.new_empty(q.shape)
-        # The queries that share a kv head are rows of one small matrix: grouped heads without repeating K and V.
+        # queries that share a kv head are rows of one matrix: no repeated K and V
         grouped = (tokens, 1, kv_heads, heads // kv_heads, size)
         q_rows, output_rows = q.view(grouped).unbind(0), output.view(grouped).unbind(0)
         for span in self._spans:
@@ -58,7 +59,7 @@ class PagedAttention:
 
 
 def attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A whole prompt, causal: ``[n, H, D]``, ``[n, Hkv, D]`` to ``[n, H, D]``."""
+    """Attend causally within a whole prompt: ``[n, H, D]``, ``[n, Hkv, D]`` to ``[n, H, D]``."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
     return attended.squeeze(0).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""`EngineConfig`: how large the batch and the KV cache are, and which rows carry which adapter."""
+"""`EngineConfig`: sizes and switches of an engine, and their checks against model and adapters."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +21,19 @@ class EngineConfig:
         max_batch_size: most requests in one step (32 in the paper).
         block_size: tokens per KV block, the paper's page (16 in the released code).
         max_model_len: most tokens of one request, prompt and output.
-        num_blocks: KV blocks; ``None`` is enough for ``max_batch_size`` requests of ``max_model_len`` tokens, so that
-            no request is ever preempted.
+        num_blocks: KV blocks; ``None``: a full batch of the longest requests, so that none is ever preempted.
         adapter_index_rule: ``"per_request"``: every row is computed with its own adapter. ``"last_admitted"``: the
-            rule of the released harness (disagreement D04), for a comparison with Figure 11 only: its outputs are
-            wrong.
-        ignore_adapters: for an engine without LoRA: requests may name adapters, which then steer admission and
-            nothing else. This is how backbone-only baselines serve the stream of a multi-LoRA workload. Without it
-            such a request is refused.
-        cuda_graphs: on GPUs, run steps as CUDA graphs (`punica.engine.cuda_graph`), on tensor-parallel ranks with their
-            NCCL collectives; without them every kernel is launched by the host, which then has no time to prepare the
-            next step meanwhile.
-        batch_invariant: on a GPU, a request's logits have the same bits whatever else is in its batch: dense products
-            and attention keep one form each. Adapters must have ``LoRAConfig.batch_invariant`` then, and nobody may be
-            preempted, so ``num_blocks`` must be enough for all; on at most 2 tensor-parallel ranks.
-        fp8_kv_cache: keys and values take one byte per element (float8_e4m3fn) instead of the model's two or four:
-            twice the requests or context in the same memory, for tokens that may differ from the model's.
-        seed: of the draws of requests that name none; each gets its own from this and the number of its arrival.
+            rule of the released harness (disagreement D04), for a comparison with Figure 11; its outputs are wrong.
+        ignore_adapters: for an engine without LoRA: requests may name adapters, which affect admission only.
+            Backbone-only baselines serve a multi-LoRA workload this way; otherwise such requests are refused.
+        cuda_graphs: on GPUs, run steps as CUDA graphs (`punica.engine.cuda_graph`), NCCL collectives included. Without
+            them the host launches each kernel, and has no time to prepare the next step.
+        batch_invariant: on a GPU, bits of a request's logits do not depend on its batch: dense products and attention
+            keep one form each. Needs ``LoRAConfig.batch_invariant``, ``num_blocks`` for a full batch (no preemption),
+            and at most 2 tensor-parallel ranks.
+        fp8_kv_cache: one byte per element of keys and values (float8_e4m3fn) instead of the model's two or four; tokens
+            may differ from the model's.
+        seed: base of the seeds derived, with the arrival number, for requests that have none.
     """
 
     max_batch_size: int = 32
@@ -71,12 +67,12 @@ class EngineConfig:
 
     @property
     def total_blocks(self) -> int:
-        """``num_blocks``, or the number that never runs out."""
+        """``num_blocks``, or its default, which never runs out."""
         return self.num_blocks or self.full_blocks
 
     @property
     def full_blocks(self) -> int:
-        """What a full batch of the longest requests takes, so that none is ever preempted."""
+        """Blocks of a full batch of the longest requests."""
         return self.max_batch_size * -(-self.max_model_len // self.block_size)
 
     @property
@@ -86,19 +82,20 @@ class EngineConfig:
 
     @property
     def full_slots(self) -> int:
-        """Adapter slots with which no request ever waits for one: one per place in the batch, and one into which the
-        adapter of the request that joins next is copied beside the steps before (section 5.2 of the paper).
+        """Adapter slots with which no request waits: one per request of the batch, and one for prefetching.
+
+        The adapter that joins next is copied into it beside the steps before (section 5.2 of the paper).
         """
         return self.max_batch_size + 1
 
     def lora_config(self, max_lora_rank: int = 16, **fields: Any) -> LoRAConfig:
-        """A ``LoRAConfig`` with :attr:`full_slots`."""
+        """Return a ``LoRAConfig`` with :attr:`full_slots`."""
         sizes = {"max_lora_rank": max_lora_rank, "max_loras": self.full_slots}
         return LoRAConfig(**{**sizes, "batch_invariant": self.batch_invariant, **fields})
 
 
 def check_types(model: object, lora_config: object, engine_config: object) -> None:
-    """TypeError for parts of another class, with advice for a transformers model."""
+    """Check the classes of an engine's parts: TypeError, with advice for a transformers model."""
     if isinstance(model, nn.Module) and not isinstance(model, LlamaForCausalLM):
         raise TypeError(f"model is not of this library: {how_to_load(model)}")
     for name, value, wanted, optional in (
@@ -114,8 +111,10 @@ def check_types(model: object, lora_config: object, engine_config: object) -> No
 
 
 def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
-    """ValueError for more positions than the model has, for adapters to be both served and ignored, for adapters,
-    blocks or ranks with which nothing can be batch invariant, or for a model without weights.
+    """Check the config against model and adapters: ValueError.
+
+    Refused are more positions than the model has, adapters both served and ignored, adapters, blocks or ranks that
+    prevent batch invariance, and a model without weights.
     """
     limit, positions = model.max_context, model.config.max_position_embeddings
     if config.max_model_len > limit:

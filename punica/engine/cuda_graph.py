@@ -1,21 +1,21 @@
-"""Steps as CUDA graphs: what the host says once, the device repeats.
+"""CUDA graphs of steps: captured once per padded shape, then replayed.
 
-A step of a 7B model launches several hundred kernels, more than the host can in the time that the device needs for
-them. A graph replays them all. It is captured for a shape, to which steps are padded:
+A step of a 7B model has several hundred kernels, which the host launches more slowly than the device runs them. A graph
+replays them all. It is captured for a shape, to which steps are padded:
 
-* rows of prompts: none, or one of `prompt_sizes`; rows that no prompt fills write nothing and are read by nobody;
-* decode rows: one of `decode_sizes`; beside a prompt, where a few rows more cost nothing, the largest;
-* adapters, for which the LoRA kernels are chosen (`captured_adapters`: one, a quarter of the decode rows, as many as
-  rows); a step takes the first that is enough. Steps without any adapter have graphs of their own, with no LoRA kernel;
-* whether any of the step's adapters is for the embedding or the head. Few are, and else their LoRA work is left out.
+* rows of prompts: none, or one of `prompt_sizes`; padding rows write nothing and their outputs are not read;
+* decode rows: one of `decode_sizes`; with a prompt the largest, as a few more rows cost nothing there;
+* adapters, which select the LoRA kernels (`captured_adapters`: one, a quarter of the decode rows, all rows); a step
+  takes the first count that is enough. Steps without adapters have graphs without LoRA kernels;
+* vocabulary: LoRA kernels of embedding and head, which few adapters need.
 
-Whatever differs from step to step lies in buffers that are refilled in place.
+All inputs that differ between steps are refilled in place.
 
-On several tensor-parallel ranks a graph holds the collectives of its step, so every rank has to capture, and to replay,
-the same shapes in the same order. Shapes follow from a step's layout, which is the same on all ranks, and from nothing
-that a rank measures for itself; before a capture the ranks compare them all the same.
+On several tensor-parallel ranks a graph contains the collectives of its step, so all ranks capture and replay the same
+shapes in the same order. Shapes depend on the step's layout alone, which is the same on all ranks; the ranks compare
+them before each capture.
 
-A step whose graph finds no memory is one that the host launches, from then on.
+If capture runs out of memory, that shape runs eagerly from then on.
 """
 
 import bisect
@@ -40,8 +40,9 @@ class StepResult(NamedTuple):
 
 
 class GraphShape(NamedTuple):
-    """What a graph was captured for: rows of prompts, then rows that decode, and among these distinct adapters (0: no
-    row of the step has any); ``vocabulary``: with the LoRA work of embedding and head.
+    """Shape of a captured step: rows of prompts, decode rows, distinct adapters of the latter.
+
+    ``adapters=0``: no row of the step has one. ``vocabulary``: with LoRA kernels of embedding and head.
     """
 
     prompt_rows: int
@@ -52,8 +53,9 @@ class GraphShape(NamedTuple):
 
 @dataclass
 class CaptureStatistics:
-    """What graphs cost: how many there are, the bytes of device memory that they hold, and the seconds it took to make
-    them (kernels that had to be compiled first included); ``refused``: for how many shapes there was no memory.
+    """Number of graphs, their device memory in bytes, and seconds of their capture (compilation included).
+
+    ``refused``: shapes without memory for a graph.
     """
 
     graphs: int = 0
@@ -71,15 +73,13 @@ class StepGraphs:
     """Graphs of steps of up to ``max_batch_size`` requests, each captured when the first step needs it.
 
     Args:
-        begin: fills the step's buffers with any step of a shape.
-        forward: runs the model on the buffers' rows of a shape, and leaves the result where it leaves that of every
-            shape: what a graph kept for itself, no other could use. Neither may own the graphs, else both stay until
-            somebody collects cycles.
+        begin: stages a dummy step of a shape.
+        forward: runs the model on the staged rows of a shape, and returns a result in memory shared by all shapes.
+            Neither callable may hold the graphs: a reference cycle would delay their release.
         max_prompt_rows: most rows of prompts in one step; 0: only steps without prompts are captured.
         max_loras: slots; 0 without LoRA.
 
-    A result holds until the next replay of any graph: they share their memory. Built on several ranks, the graphs end
-    with the group at the latest.
+    A result is valid until the next replay of any graph. On several ranks the graphs are released with the group.
     """
 
     def __init__(
@@ -93,14 +93,15 @@ class StepGraphs:
         self._refused: set[GraphShape] = set()
         self._pool = torch.cuda.graph_pool_handle()
         if (group := current_group()).world_size > 1:
-            group.before_close(self.release)  # type: ignore[attr-defined]  # who can be captured has it
+            group.before_close(self.release)  # type: ignore[attr-defined]  # of groups that can be captured
 
     def shape(
         self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool
     ) -> GraphShape | None:
-        """The smallest shape for a step; ``None``: there is none, or no memory for its graph. ``adapters``: of the
-        decode rows; ``uses_lora``: whether any row has one; ``vocabulary``: whether any row has one for embedding or
-        head.
+        """Return the smallest shape for a step; ``None``: too many rows of prompts, or no memory for its graph.
+
+        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row has one; ``vocabulary``: any row has one
+        for embedding or head.
         """
         if prompt_rows > (self._prompt_sizes or [0])[-1]:
             return None
@@ -114,15 +115,15 @@ class StepGraphs:
         return None if shape in self._refused else shape
 
     def has(self, shape: GraphShape) -> bool:
-        """Whether the graph of ``shape`` is captured."""
+        """Check that the graph of ``shape`` is captured."""
         return shape in self._captured
 
     def prepare(self, shape: GraphShape) -> bool:
-        """Capture the graph of ``shape`` unless that is done; whether it is there. The step's buffers are overwritten.
+        """Capture the graph of ``shape`` if it is missing, and return whether it exists; overwrites staged inputs.
 
-        It is not there, and not tried again before :meth:`release`, when memory ends on this rank, or on any rank once
-        all have rehearsed. RuntimeError, on every rank, for whatever else ends a capture. A rehearsal that fails on one
-        of several ranks puts them out of step (:func:`~punica.parallel.in_step`).
+        Out of memory, on this rank or after the warm-up on any, the shape is refused until :meth:`release`. Other
+        errors of a capture are a RuntimeError on every rank. A warm-up that fails on one of several ranks puts them out
+        of step (:func:`~punica.parallel.in_step`).
         """
         if shape in self._captured or shape in self._refused:
             return shape in self._captured
@@ -137,9 +138,10 @@ class StepGraphs:
         return shape in self._captured
 
     def shapes(self, prompt_rows: int, *, vocabulary: bool) -> list[GraphShape]:
-        """Of all steps of up to that many rows of prompts, the largest first, whose memory the others share: decodes,
-        and prompts, beside decodes and alone; each with adapters and without, and with ``vocabulary`` also with those
-        of embedding and head.
+        """List the shapes of all steps with up to ``prompt_rows`` rows of prompts, the largest first to share memory.
+
+        Prompts come with and without decode rows, all shapes with and without adapters. ``vocabulary`` adds those for
+        adapters of embedding and head.
         """
         prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
         rows = [(size, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
@@ -152,7 +154,7 @@ class StepGraphs:
         ]
 
     def replay(self, shape: GraphShape) -> StepResult:
-        """Run the graph of ``shape`` on what the buffers hold."""
+        """Run the graph of ``shape`` on the staged inputs."""
         captured = self._captured[shape]
         captured.graph.replay()
         return captured.result
@@ -161,9 +163,7 @@ class StepGraphs:
         return captured_adapters(rows, self._max_loras) or [1]
 
     def release(self) -> None:
-        """Forget all graphs, and which found no memory; the next step that needs one captures it again. Waits for the
-        device, which may be at one.
-        """
+        """Wait for the device, and release all graphs and refusals; later steps capture theirs again."""
         torch.cuda.synchronize(self._device)
         self._captured.clear()
         self._refused.clear()
@@ -173,10 +173,10 @@ class StepGraphs:
         start, stream = time.perf_counter(), torch.cuda.Stream(self._device)
         with capturing_vocabulary(shape.vocabulary):
             with in_step():
-                self._rehearse(shape, stream)
-            torch.cuda.empty_cache()  # the capture does so too; what it gives back is no graph's
+                self._warm_up(shape, stream)
+            torch.cuda.empty_cache()  # as the capture does: freed memory is not counted for the graph
             free = torch.cuda.mem_get_info(self._device)[0]
-            with all_ranks_agree():  # a graph that one rank has not can be replayed by none; none has sent anything yet
+            with all_ranks_agree():  # all or none; no collective has been sent yet
                 captured = self._record(shape, stream)
         torch.cuda.synchronize(self._device)
         self.statistics.graphs += 1
@@ -184,8 +184,8 @@ class StepGraphs:
         self.statistics.seconds += time.perf_counter() - start
         return captured
 
-    def _rehearse(self, shape: GraphShape, stream: torch.cuda.Stream) -> None:
-        """Run the step once: compiles and loads what is needed, and connects the ranks, which a capture cannot."""
+    def _warm_up(self, shape: GraphShape, stream: torch.cuda.Stream) -> None:
+        """Warm up: compile and load kernels, and connect the ranks, which a capture cannot."""
         self._begin(shape)
         current = torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
@@ -196,13 +196,13 @@ class StepGraphs:
             current.wait_stream(stream)
 
     def _record(self, shape: GraphShape, stream: torch.cuda.Stream) -> _Captured:
-        """Thread-local, as NCCL's watchdog asks for events of earlier collectives meanwhile, in a thread of its own.
+        """Capture in thread-local mode, as NCCL's watchdog thread queries events of earlier collectives.
 
-        torch.OutOfMemoryError also where CUDA, not torch, had none: for the graph itself.
+        torch.OutOfMemoryError also if CUDA, not torch, lacks memory for the graph itself.
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # the stream outside, too: a capture that ends with an error does not leave it
+            # the stream outside, too: a failed capture does not restore it
             with (
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
@@ -216,15 +216,14 @@ class StepGraphs:
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Numbers of decode rows for which graphs are captured, ascending: powers of two up to 8, then multiples of 8; the
-    last is at least ``max_rows``.
-    """
+    """List the captured numbers of decode rows: powers of two to 8, then multiples of 8, up to at least ``max_rows``."""
     return [rows for rows in (1, 2, 4, 8) if rows < 2 * max_rows] + list(range(16, max_rows + 8, 8))
 
 
 def prompt_sizes(max_rows: int) -> list[int]:
-    """Numbers of prompt rows for which graphs are captured, ascending: multiples of 64, from 1024 on every eighth of a
-    power of two; the last is at least ``max_rows``. What padding adds is at most 63 rows, or an eighth.
+    """List the captured numbers of prompt rows: multiples of 64, from 1024 on eighths of a power of two.
+
+    The last is at least ``max_rows``. Padding adds at most 63 rows, or an eighth.
     """
     sizes = [0]
     while sizes[-1] < max_rows:
@@ -233,5 +232,5 @@ def prompt_sizes(max_rows: int) -> list[int]:
 
 
 def _at_least(wanted: int, sizes: list[int]) -> int:
-    """The first of ascending ``sizes`` that is enough, else the last."""
+    """Return the first of ascending ``sizes`` that is enough, else the last."""
     return sizes[min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)]

@@ -2,7 +2,7 @@
 
 Sections 5 and 6 of the paper.
 
-    step:  schedule -> activate adapters -> lay out rows -> stage, launch -> [prepare next step] -> read tokens, deliver
+    step:  schedule -> activate adapters -> lay out -> stage, launch -> [prepare next step] -> read tokens, deliver
 
 Continuous batching: requests join and leave between steps, whatever their adapters. On a GPU scheduling overlaps
 execution: the next decode step is laid out, staged and, unless a request could join, launched while the tokens of the

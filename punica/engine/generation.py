@@ -1,4 +1,4 @@
-"""`Generation`: prompts in, results out, all at once or as they come; on top of requests and steps."""
+"""`Generation`: the user interface, prompts in and results out, on top of requests and steps."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -20,14 +20,13 @@ Params = SamplingParams | int | Sequence[SamplingParams | int | None] | None
 
 
 class Generation(ABC):
-    """What users call; the engine below it takes requests and makes steps.
+    """``generate`` and ``stream`` for a subclass that queues requests and makes steps.
 
     A prompt is a text, a chat (a list of messages with role and content) or a list of token ids; the first two need a
     tokenizer.
 
-    Whose steps these are does not matter: a call of :meth:`generate` or :meth:`stream` makes steps for all requests of
-    the engine, and its own go on in whatever steps others make. Results of requests that were added one by one and end
-    in steps of such a call, or in a step that raises, are kept for the next :meth:`step` that somebody makes himself.
+    Steps serve all requests of the engine, of every open call and added one by one. Results of the latter that end in a
+    step of ``generate`` or ``stream``, or in one that raises, are kept for the caller's next :meth:`step`.
     """
 
     codec: TextCodec | None
@@ -35,50 +34,48 @@ class Generation(ABC):
 
     def __init__(self) -> None:
         self._names = itertools.count()
-        self._own: dict[str, GenerationResult | None] = {}  # requests of open calls; their results, once made
+        self._own: set[str] = set()  # names of the requests of open calls
+        self._results: dict[RequestState, GenerationResult | None] = {}  # of the same, once they have ended
         self._kept: list[GenerationResult] = []  # of requests added one by one, for the next step() to return
 
     @abstractmethod
     def add_or_fail(self, request: Request) -> RequestState:
-        """Queue a request; one whose adapter's folder is refused has failed."""
+        """Queue a request; return it as failed if its adapter's folder is refused."""
 
     @abstractmethod
     def is_in_use(self, request_id: str) -> bool:
-        """Whether a request of this name has not left yet."""
+        """Check for a request of this name that has not left."""
 
     @abstractmethod
     def step(self) -> StepOutput:
-        """One model invocation."""
+        """Run one model invocation."""
 
     @abstractmethod
     def abort_request(self, request_id: str) -> GenerationResult:
-        """Take an unfinished request out."""
+        """Remove an unfinished request."""
 
     def result_of(self, state: RequestState) -> GenerationResult:
         """Return the result of a request that has ended. RuntimeError for one that has not."""
-        result = self._own.get(state.request_id)
-        if result is None:
-            result = result_of(state, self.codec)
-            if state.request_id in self._own:
-                self._own[state.request_id] = result
+        result = self._results.get(state) or result_of(state, self.codec)
+        if state in self._results:
+            self._results[state] = result
         return result
 
     def generate(
         self, prompts: Any, adapters: Adapters = None, params: Params = None, *, progress: bool = False
     ) -> list[GenerationResult]:
-        """Continue every prompt with its adapter; the results, in the order of the prompts.
+        """Continue every prompt with its adapter; return the results in the order of the prompts.
 
         Args:
-            prompts: a list of them, or one text or chat.
+            prompts: a list of prompts, or one text or chat.
             adapters: one for all prompts, or a list with one each; ``None`` is the plain backbone.
             params: one for all prompts, or a list with one each; an integer is greedy decoding of so many tokens,
                 ``None`` the engine's defaults (the folder's, for :meth:`Engine.from_pretrained`).
             progress: show a bar on standard error, with finished prompts and generated tokens.
 
-        Other requests of the engine go on meanwhile. A request that fails has a result that says so; the others of the
-        call end as they would without it. That includes one whose adapter's folder is refused on arrival. Raises what
-        else :meth:`add_request` and :meth:`step` raise, and ValueError when the lengths differ; none of these requests
-        is left behind then.
+        Other requests of the engine run in the same steps. A request that fails, also by its adapter's folder, has a
+        result with the error, without effect on the others. Raises all other errors of :meth:`add_request` and
+        :meth:`step`, and ValueError for different lengths; the requests of the call are removed then.
         """
         requests = self._requests_of(prompts, adapters, params)
         states: list[RequestState] = []
@@ -87,7 +84,7 @@ class Generation(ABC):
                 for request in requests:
                     states.append(self._take(request))
                 tokens, ended = 0, 0
-                while ended < len(states):  # in their order, so that a step costs no look at each of them
+                while ended < len(states):  # in their order: no scan of all requests per step
                     if states[ended].has_ended:
                         ended += 1
                         tokens += states[ended - 1].num_generated
@@ -100,9 +97,10 @@ class Generation(ABC):
                 self._let_go(states)
 
     def stream(self, prompts: Any, adapters: Adapters = None, params: Params = None) -> Iterator[GenerationChunk]:
-        """As :meth:`generate`, but what comes as it comes: after every step a chunk for each prompt that has something
-        new. Steps are made while you iterate; whoever stops early aborts the rest. A request whose tokens cannot be
-        decoded fails, and nobody else.
+        """Generate as :meth:`generate` does, but yield after every step a chunk for each prompt with new output.
+
+        Iterating makes the steps; closing the iterator aborts the rest. A request whose tokens cannot be decoded fails
+        alone.
         """
         states: list[RequestState] = []
         try:
@@ -111,7 +109,7 @@ class Generation(ABC):
             tails = [_Tail(index, state, self.codec) for index, state in enumerate(states)]
             while tails:
                 self._step_for_all()
-                for tail in tails:  # also of what somebody else's steps have added
+                for tail in tails:  # also tokens of other callers' steps
                     if tail.has_news:
                         yield self._chunk_of(tail)
                 tails = [tail for tail in tails if not tail.is_complete]
@@ -119,21 +117,23 @@ class Generation(ABC):
             self._let_go(states)
 
     def _take(self, request: Request) -> RequestState:
-        """A request of a call."""
+        """Queue a request of a call."""
         state = self.add_or_fail(request)
-        self._own[state.request_id] = None
+        self._own.add(state.request_id)
+        self._results[state] = None
         return state
 
     def _let_go(self, states: Sequence[RequestState]) -> None:
-        """A call is over; what it left unfinished is aborted."""
+        """Abort the unfinished requests of a call that ends."""
         for state in states:
             if not state.has_ended:
                 self.abort_request(state.request_id)
-            self._own.pop(state.request_id, None)
+            self._own.discard(state.request_id)
+            self._results.pop(state, None)
 
     def _step_for_all(self) -> None:
-        """A step for a call, which finds its own results in its requests' states."""
-        kept, self._kept = self._kept, []  # not for this step to bring
+        """Make a step for a call, and keep the results of requests that are not of any call."""
+        kept, self._kept = self._kept, []  # not for this step to return
         try:
             output = self.step()
             self._keep((*output.finished, *output.failed))
@@ -142,11 +142,11 @@ class Generation(ABC):
             self._kept = kept
 
     def _keep(self, results: Iterable[GenerationResult]) -> None:
-        """Let the next step bring results that nobody would see otherwise."""
+        """Keep results of requests added one by one, for the next ``step``."""
         self._kept += [result for result in results if result.request_id not in self._own]
 
     def _with_kept(self, output: StepOutput) -> StepOutput:
-        """What a step brings, after what was kept for it."""
+        """Return a step's output with the kept results in front."""
         if not self._kept:
             return output
         kept, self._kept = self._kept, []
@@ -155,15 +155,15 @@ class Generation(ABC):
         return replace(output, finished=(*finished, *output.finished), failed=(*failed, *output.failed))
 
     def _chunk_of(self, tail: "_Tail") -> GenerationChunk:
-        """What is new of a request; if that is no text, the request has failed."""
+        """Return the new output of a request; the request fails if it cannot be decoded."""
         state = tail.state
         try:
             return tail.chunk(self.result_of(state) if state.has_ended else None)
-        except Exception as error:  # whatever a tokenizer raises
+        except Exception as error:  # any exception of a tokenizer
             if not state.has_ended:
                 self.abort_request(state.request_id)
             state.fail(f"{type(error).__name__}: {error}")
-            self._own[state.request_id] = None  # made again, as failed
+            self._results[state] = None  # to be made again, as failed
             return tail.last_chunk(self.result_of(state))
 
     def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:
@@ -189,12 +189,12 @@ class Generation(ABC):
         ]
 
     def _free_name(self) -> str:
-        """Not one that somebody has given to a request of his own."""
+        """Return a request name that is not in use."""
         names = (f"generate-{number}" for number in self._names)
         return next(name for name in names if not self.is_in_use(name))
 
     def _token_ids(self, prompt: Any) -> Any:
-        """Of a text or a chat; whatever else it is, the request checks it."""
+        """Encode a text or a chat; anything else is returned as it is, for the request to check."""
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return prompt
         if self.codec is None:
@@ -206,7 +206,7 @@ class Generation(ABC):
 
 
 class _Tail:
-    """How much of a request has been streamed."""
+    """Position in the output of a request up to which it was streamed."""
 
     def __init__(self, index: int, state: RequestState, codec: TextCodec | None) -> None:
         self.state, self.is_complete = state, False
@@ -216,11 +216,11 @@ class _Tail:
 
     @property
     def has_news(self) -> bool:
-        """There are new tokens, or it has ended."""
+        """New tokens, or the end."""
         return self.state.num_generated > self._tokens or self.state.has_ended
 
     def chunk(self, result: GenerationResult | None) -> GenerationChunk:
-        """What is new; the last one has the result. Raises what the tokenizer raises, and is none the wiser then."""
+        """Return the new output; the last chunk has the result. A tokenizer's error leaves the position unchanged."""
         start, text = self._tokens, None
         if self._text is not None:
             for token in self.state.text_token_ids[start:]:
@@ -232,7 +232,7 @@ class _Tail:
         return GenerationChunk(self._index, self.state.output_token_ids[start:], text, result)
 
     def last_chunk(self, result: GenerationResult) -> GenerationChunk:
-        """What is new when it cannot be decoded: tokens and the result, without text."""
+        """Return new tokens and the result without text, after a decoding error."""
         self.is_complete = True
         return GenerationChunk(self._index, self.state.output_token_ids[self._tokens :], None, result)
 
@@ -242,7 +242,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """``values`` as a list; TypeError when there is nothing to iterate over."""
+    """Return ``values`` as a list; TypeError if it is not iterable."""
     if not isinstance(values, (bytes, Mapping)):
         try:
             return list(values)
@@ -252,7 +252,7 @@ def _listed(name: str, values: Any) -> list[Any]:
 
 
 def _per_prompt(name: str, values: Any, count: int, *kinds: type) -> list[Any]:
-    """One value for all prompts, if it is of such a kind or ``None``, or a list of them."""
+    """Repeat a single value (of one of ``kinds``, or ``None``) for all prompts, or list one each."""
     if values is None or isinstance(values, kinds) or (int in kinds and hasattr(values, "__index__")):
         return [values] * count
     return _listed(name, values)

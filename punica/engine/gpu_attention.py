@@ -1,9 +1,11 @@
-"""Attention over the paged cache on a GPU: a Triton kernel for decode rows, the library's for prompts.
+"""Attention over the paged cache on a GPU: a Triton kernel for decode rows, torch's FlashAttention for prompts.
 
-Rows of a step: whole prompts, then one row for each request that decodes. A prompt attends to itself, so it reads what
-the projections made of it and not the cache; every other row reads its blocks in place (`decode_attention`). What the
-kernels are told (where prompts begin, lengths, block tables) lies in buffers that every step refills in place, so that
-a step can be captured in a CUDA graph.
+Rows of a step: whole prompts, then one row per decoding request. A prompt attends to its own projections, a decode row
+to its blocks in place (`decode_attention`). Prompt starts, lengths and block tables are refilled in place, so that a
+step can be captured in a CUDA graph.
+
+:func:`torch.nn.attention.varlen.varlen_attn` (torch 2.11 and newer) takes 16-bit elements and heads of up to 256. It
+reads the prompt starts on the device, so one graph serves prompts of all lengths that fit its rows.
 """
 
 import functools
@@ -23,18 +25,18 @@ from punica.scheduling import Span
 
 _MAX_VARLEN_HEAD = 256
 INVARIANT_SPLITS = 4
-"""Parts of a request's tokens where bits shall not depend on the batch: some for few requests, few for many."""
+"""KV splits under batch invariance: a fixed compromise between small and large batches."""
 
 
 class KernelAttention:
     """Implements ``punica.models.Attention``, as :class:`~punica.engine.attention.PagedAttention` does.
 
     Args:
-        cache: keys and values; of a dtype and a head size that the kernels have.
-        max_rows: most requests of a step, rows that pad a captured batch counted.
+        cache: keys and values, of a dtype and head size that the kernels support.
+        max_rows: most requests of a step, padding rows included.
         max_blocks: most blocks of a request.
-        splits: parts that a request's tokens are cut into; ``None``: as many as suit the number of rows. A number makes
-            a row's bits independent of its batch.
+        splits: KV splits per request; ``None`` chooses by the number of rows. A number makes a row's bits independent
+            of its batch.
     """
 
     def __init__(self, cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None) -> None:
@@ -55,7 +57,7 @@ class KernelAttention:
 
     @property
     def takes_prompts_in_graphs(self) -> bool:
-        """Whether steps with prompts can be captured: the library has a kernel that finds prompts on the device."""
+        """Steps with prompts can be captured: torch has a kernel that reads prompt starts on the device."""
         keys = self.cache.keys[0]
         return has_varlen(keys.device, self.cache.model_dtype, keys.shape[-1])
 
@@ -64,9 +66,8 @@ class KernelAttention:
 
         Args:
             spans: its requests in row order, prompts first.
-            kv_rows: row of the cache that each of the T rows writes, int64 ``[T]`` on the device; rows of no span write
-                none (-1).
-            num_prompt_rows: rows up to which spans are prompts; ``None``: up to the last span of several rows.
+            kv_rows: cache row written by each of the T rows, int64 ``[T]`` on the device; -1: none (padding).
+            num_prompt_rows: rows of prompts; ``None``: up to the last span of several rows.
         """
         if num_prompt_rows is None:
             num_prompt_rows = max((span.start + span.length for span in spans if span.length > 1), default=0)
@@ -75,7 +76,7 @@ class KernelAttention:
         self._stage(spans[len(self._prompts) :])
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
-        """Heads of T rows, which are rotated in place, to ``[T, H, D]``; stores keys and values in the cache first.
+        """Rotate the heads of T rows in place, store keys and values, and return the attention output ``[T, H, D]``.
 
         RuntimeError before the first ``begin``.
         """
@@ -108,9 +109,7 @@ class KernelAttention:
             output[rows] = attend_prompt(q[rows], k[rows], v[rows])
 
     def _stage(self, spans: Sequence[Span]) -> None:
-        """Send where prompts begin, and lengths, order and block tables of the decode rows, 0 tokens for all behind
-        them.
-        """
+        """Send prompt starts, and lengths, order and block tables of the decode rows; padding rows have 0 tokens."""
         host = self._staged.begin()
         prompts = len(self._prompts)
         host[:prompts] = [span.start for span in self._prompts]
@@ -118,7 +117,7 @@ class KernelAttention:
         lengths, order = (host[at:][: self._max_rows] for at in (self._lengths_at, self._order_at))
         lengths[: len(spans)] = [span.kv_length for span in spans]
         lengths[len(spans) :] = 0
-        order[:] = (-lengths).argsort(kind="stable")  # what pads the step stays behind its rows
+        order[:] = (-lengths).argsort(kind="stable")  # padding rows stay last
         tables = host[self._tables_at :]
         written = self._written.setdefault(host.ctypes.data, [()] * self._max_rows)
         for row, span in enumerate(spans):
@@ -131,8 +130,9 @@ class KernelAttention:
 def attention_for(
     cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None
 ) -> PagedAttention | KernelAttention:
-    """The attention of the device that ``cache`` is on, plain torch for dtypes and heads (above 256) that no kernel
-    takes; arguments as of :class:`KernelAttention`.
+    """Return the attention for the device of ``cache``; arguments as of :class:`KernelAttention`.
+
+    Plain torch for dtypes and head sizes (above 256) without a kernel.
     """
     keys = cache.keys[0]
     if keys.is_cuda and cache.model_dtype in FLOATS and keys.shape[-1] <= MAX_HEAD_SIZE:
@@ -142,7 +142,7 @@ def attention_for(
 
 @functools.cache
 def _parameters() -> frozenset[str]:
-    """Of the library's function; empty where torch has none."""
+    """Return the parameters of torch's ``varlen_attn``; empty if torch has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -151,17 +151,16 @@ def _parameters() -> frozenset[str]:
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether it takes heads ``[T, H, size]`` of this dtype on this device."""
+    """Check that ``varlen_attn`` supports heads ``[T, H, size]`` of this dtype on this device."""
     half = dtype in (torch.float16, torch.bfloat16)
     fits = half and size <= _MAX_VARLEN_HEAD and size % 8 == 0
     return device.type == "cuda" and fits and "window_size" in _parameters()
 
 
 def attend_prompts(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    """Causal attention within each prompt: ``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]`` to ``[T, H, D]``.
+    """Attend causally within each prompt: ``q [T, H, D]``, ``k`` and ``v`` ``[T, Hkv, D]`` to ``[T, H, D]``.
 
-    ``starts``: int32 ``[N + 1]``, prompt i is rows ``[starts[i], starts[i + 1])``; what comes out for rows of no prompt
-    is not defined.
+    ``starts``: int32 ``[N + 1]``, prompt i is rows ``[starts[i], starts[i + 1])``; other rows' outputs are undefined.
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -66,7 +66,7 @@ class Intake:
             self._residency.check_folder(request.adapter)
 
     def accept(self, request: Request, generated: Sequence[int]) -> RequestState:
-        """Return the state of a checked request, whose adapter id stands for its folder from now on."""
+        """Return the state of a checked request; until it leaves, its adapter id names that folder."""
         state = self._states.make(request)
         state.resume(generated)
         if self._residency is not None:
@@ -81,7 +81,7 @@ class Intake:
 
 
 def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> None:
-    """ValueError for a prompt or stop token outside of the vocabulary, and for stop strings without a tokenizer."""
+    """Check that prompt and stop tokens are in the vocabulary, and stop strings have a tokenizer: ValueError."""
     name, highest = clip(request.request_id), max(request.prompt_token_ids)
     if highest >= vocab_size:
         raise ValueError(
@@ -103,9 +103,7 @@ def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> N
 
 
 def check_generated(request: Request, generated: Sequence[int], vocab_size: int) -> None:
-    """TypeError, ValueError for tokens that a request cannot have generated: no ids of the vocabulary, or as many as it
-    asks for, with which it would have ended.
-    """
+    """Check that generated tokens are in the vocabulary, and fewer than the request asks for: TypeError, ValueError."""
     for place, token in enumerate(generated):
         if check_count(f"generated[{place}]", token, 0) >= vocab_size:
             raise ValueError(f"generated[{place}] is {clip(token)}, the vocabulary has {vocab_size} ids")
@@ -117,7 +115,7 @@ def check_generated(request: Request, generated: Sequence[int], vocab_size: int)
 
 
 def check_length(request: Request, config: EngineConfig, blocks: BlockManager) -> None:
-    """ValueError for a request that is longer than ``max_model_len`` or than the whole KV cache."""
+    """Check the length against ``max_model_len`` and the whole KV cache: ValueError."""
     name, prompt, new = clip(request.request_id), len(request.prompt_token_ids), request.max_new_tokens
     if prompt + new > config.max_model_len:
         raise ValueError(

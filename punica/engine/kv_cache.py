@@ -1,9 +1,8 @@
-"""The tensors behind the blocks: keys and values of every token that a running request still attends to.
+"""Paged KV cache: the tensors of the blocks that :class:`~punica.scheduling.BlockManager` hands out.
 
-Per layer, keys and values are ``[num_blocks * block_size, Hkv, D]``, token after token: with B = ``block_size``, block
-``b`` is rows ``[b * B, (b + 1) * B)``. A token is written with one contiguous row, and a run of consecutive
-blocks is one strided area that attention reads in place. (The paper puts the page index outermost too, with all layers
-inside a page; one tensor per layer needs no stride arithmetic here.)
+Per layer, keys and values are ``[num_blocks * block_size, Hkv, D]``: with B = ``block_size``, block ``b`` is rows
+``[b * B, (b + 1) * B)``. A token is one contiguous row, and consecutive blocks are one strided view, read in place. (In
+the paper all layers share a page; one tensor per layer needs no stride arithmetic.)
 """
 
 from collections.abc import Sequence
@@ -17,16 +16,14 @@ from punica.parallel import check_free
 
 
 class KVCache:
-    """Keys and values of all layers of ``model`` for ``num_blocks`` blocks, in the dtype and on the device of its
-    weights; who owns which block is :class:`~punica.scheduling.BlockManager`'s matter.
+    """Keys and values of all layers of ``model`` for ``num_blocks`` blocks, in its weights' dtype and on their device.
 
-    ``fp8``: in float8_e4m3fn instead, half the bytes of 16 bits, without scales: what heads are after the projections
-    lies well inside of the format's range (up to 448; beyond, the largest value stands). From 2**-6 on the relative
-    error is at most 1/16, whatever the scale; below, values lie 2**-9 apart. A prompt attends to its own keys and
-    values as they were before.
+    ``fp8``: in float8_e4m3fn instead, half the bytes of 16 bits, without scales. Projected heads are well inside its
+    range (448, saturating). The relative error is at most 1/16 from 2**-6 on; below, the spacing is 2**-9. A prompt
+    attends to its own keys and values before they are rounded.
 
-    Memory: ``2 * num_layers * num_blocks * block_size * num_kv_heads * head_size`` elements, not initialised; on a CPU
-    the operating system backs memory only when it is first written. ValueError, before any of it: more than is free.
+    Memory: ``2 * num_layers * num_blocks * block_size * num_kv_heads * head_size`` elements, not initialised; a CPU
+    backs them when first written. ValueError, before allocation, for more than is free.
     """
 
     def __init__(self, model: LlamaForCausalLM, num_blocks: int, block_size: int, *, fp8: bool = False) -> None:
@@ -54,10 +51,9 @@ class KVCache:
                 cached.index_copy_(0, rows, new)
 
     def read(self, layer_index: int, block_table: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first ``num_tokens`` tokens of a block table, each ``[1, Hkv, num_tokens, D]`` in the
-        model's dtype.
+        """Return keys and values of the first ``num_tokens`` tokens, each ``[1, Hkv, num_tokens, D]``.
 
-        A view when the blocks follow one another and hold that dtype, else a copy.
+        In the model's dtype: a view if the blocks are consecutive and of that dtype, else a copy.
         """
         keys, values = self._head_first[layer_index]
         first = block_table[0]
@@ -71,6 +67,6 @@ class KVCache:
 
 
 def token_bytes(model: LlamaForCausalLM, *, fp8: bool = False) -> int:
-    """Bytes of the keys and values of one token in all layers of this rank."""
+    """Return the bytes of the keys and values of one token in all layers of this rank."""
     itemsize = 1 if fp8 else model.lm_head.weight.element_size()
     return 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize

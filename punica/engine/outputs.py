@@ -10,17 +10,17 @@ from punica.scheduling import FinishReason, RequestState, StepLayout, StepPlan
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One request that has ended.
+    """Result of a request that has ended.
 
     Attributes:
-        request_id: its name.
-        prompt_token_ids: what was continued.
-        token_ids: what was generated, a token that ended it included.
-        text: of ``token_ids`` without special tokens, and without the stop token, or what begins with the stop
-            string, that ended it; ``None`` on an engine without a tokenizer.
+        request_id: name of the request.
+        prompt_token_ids: its prompt.
+        token_ids: generated tokens, including one that ended it.
+        text: of ``token_ids``, without special tokens, and up to the stop token or stop string that ended it; ``None``
+            on an engine without a tokenizer.
         finish_reason: ``"stop"`` (an end token, a stop token or a stop string), ``"length"`` (``max_new_tokens``),
-            ``"aborted"`` or ``"failed"``; what came before is kept in each case.
-        error: why it failed, else ``None``.
+            ``"aborted"`` or ``"failed"``; the output before is kept in each case.
+        error: reason of the failure, else ``None``.
         logprobs: per token ``{token id: logprob}``, the token itself first; ``None`` if not asked for.
         arrival_s, first_token_s, last_token_s: seconds on the clock of ``time.perf_counter``; ``None`` without a token.
     """
@@ -39,12 +39,11 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class GenerationChunk:
-    """What a step added to one of the prompts of ``Engine.stream``.
+    """New output of one of the prompts of ``Engine.stream``.
 
-    ``index``: of the prompt. ``token_ids``: new tokens, in order. ``text``: new text; whole characters, without what
-    may become a stop string, so it may be empty or lag behind the tokens, and all chunks together are the text of the
-    result (``None`` on an engine without a tokenizer, and where decoding failed). ``result``: in the last chunk of a
-    prompt, else ``None``.
+    ``index``: of the prompt. ``token_ids``: new tokens, in order. ``text``: new text, ``None`` without a tokenizer or
+    if decoding failed. It holds back partial characters and possible stop strings, so it may lag behind the tokens; all
+    chunks together are the text of the result. ``result``: set in the last chunk of a prompt.
     """
 
     index: int
@@ -55,13 +54,14 @@ class GenerationChunk:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What a step was made of and where its time went (seconds, host clock).
+    """Composition and times of a step (seconds, host clock).
 
-    ``batch_size``: requests in the invocation, ``num_idle`` of them finished ones of a static batch, or gone when it
-    had begun already. ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments. ``schedule_s``: scheduling,
-    adapter activation, layout; ``metadata_s``: buffers of the step and segment indices; ``model_s``: the model with
-    LoRA, up to the tokens on the host. Of a step that began beside the one before, ``metadata_s`` is 0, and ``model_s``
-    holds what the host does for the next one.
+    ``batch_size``: requests in the invocation. ``num_idle`` of them are finished members of a static batch, or left
+    after the launch. ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments.
+
+    ``schedule_s``: scheduling, adapter activation, layout. ``metadata_s``: step inputs and segment indices; 0 for a
+    step launched ahead. ``model_s``: the model with LoRA, up to the tokens on the host, including the host's work for
+    the next step.
     """
 
     batch_size: int = 0
@@ -86,11 +86,10 @@ class StepStatistics:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens of one step, ``{request_id: token}``, the results of the requests that finished with it and of those that
-    failed in it, and its statistics.
+    """Tokens of one step, ``{request_id: token}``, results of requests that finished or failed in it, statistics.
 
-    Before them, results that were kept for it: of requests (added one by one) that ended in a step of ``generate`` or
-    ``stream``, or in one that raised. Tokens are not kept: they are in the results, and in the requests' states.
+    Results kept for it come first: of requests added one by one that ended in a step of ``generate`` or ``stream``, or
+    in a step that raised. Their tokens are in the results and in the requests' states only.
     """
 
     tokens: dict[str, int]
@@ -100,8 +99,9 @@ class StepOutput:
 
 
 def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
-    """The result of a request that has ended; it has failed if its text cannot be decoded. RuntimeError for one that
-    has not ended.
+    """Build the result of a request that has ended; it fails if its text cannot be decoded.
+
+    RuntimeError for one that has not ended.
     """
     if state.finish_reason is None:
         raise RuntimeError(f"request {state.request_id!r} has not ended; call step until it has, or abort_request")
@@ -109,7 +109,7 @@ def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
     if codec is not None:
         try:
             text = codec.decode(state.text_token_ids) if state.text is None else state.text.finish()
-        except Exception as error:  # whatever a tokenizer raises
+        except Exception as error:  # any exception of a tokenizer
             state.fail(state.error or f"{type(error).__name__}: {error}")
     return GenerationResult(
         request_id=state.request_id,
@@ -126,7 +126,7 @@ def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
 
 
 def no_token_error(state: RequestState) -> str:
-    """Why a request fails whose logits hold NaN."""
+    """Return the error of a request whose logits hold NaN."""
     adapter = state.adapter
     if adapter is None:
         cause = "it runs without an adapter: look for NaN in the model's weights, or serve them in a wider dtype"

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to the parts of an engine, in sizes that fit the adapters and the machine."""
+"""Parts of an engine for a checkpoint folder, in sizes that fit the adapters and the machine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """``eos_token_ids``: tokens that end generation (Llama 3 has several). ``params``: the folder's own sampling."""
+    """End tokens of a model (Llama 3 has several), and its default sampling."""
 
     eos_token_ids: tuple[int, ...] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -48,10 +48,9 @@ def load_pretrained(
     device: torch.device | str | None, max_model_len: int | None, memory_fraction: float, sizes: dict[str, Any],
     lora: dict[str, Any],
 ) -> Pretrained:  # fmt: skip
-    """The parts of ``Engine.from_pretrained``, whose docstring says what they mean.
+    """Load the parts of ``Engine.from_pretrained``; checks that need no weights come before reading them.
 
-    ``sizes``: further fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``. What can be refused without reading
-    weights is refused before they are read.
+    ``sizes``: further fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``.
     """
     fraction = check_number("memory_fraction", memory_fraction)
     if not 0.0 < fraction <= 1.0:
@@ -77,10 +76,10 @@ def load_pretrained(
 
 
 def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: dict[str, Any]) -> LoRAConfig | None:
-    """Slots for these adapters: as wide as the widest, as many as they are and as can be of use, and host memory for
-    all of them; ``fields`` that are given (and not ``None``) stand as they are. ``None`` when nobody asks for LoRA.
+    """Return a config for ``adapters``: the widest rank, one slot each up to ``full_slots``, host memory for all.
 
-    Raises what reading ``adapter_config.json`` raises.
+    ``fields`` that are not ``None`` take precedence; without these and adapters the result is ``None``. Raises the
+    errors of reading ``adapter_config.json``.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if not adapters and not given:
@@ -94,10 +93,10 @@ def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: di
 
 
 def read_generation_defaults(folder: str | Path, model_config: Any) -> GenerationDefaults:
-    """From ``generation_config.json``; what it does not say about the end comes from the model's config.
+    """Read ``generation_config.json``; missing end tokens come from the model's config.
 
-    Without ``do_sample`` the default is greedy, as transformers decodes it. ValueError, TypeError: a damaged file,
-    values out of range, an end token outside of the vocabulary.
+    Without ``do_sample`` the default is greedy, as in transformers. ValueError, TypeError: a damaged file, values out
+    of range, an end token outside of the vocabulary.
     """
     path = Path(folder).expanduser() / GENERATION_FILE
     values = read_json(path, "a generation config") if path.is_file() else {}
@@ -109,7 +108,7 @@ def read_generation_defaults(folder: str | Path, model_config: Any) -> Generatio
     if values.get("do_sample"):
         chosen.setdefault("temperature", 1.0)
     if chosen.get("top_k") == 0:
-        del chosen["top_k"]  # transformers' way to switch it off
+        del chosen["top_k"]  # off, in transformers
     if values.get("max_new_tokens") is not None:
         chosen["max_new_tokens"] = values["max_new_tokens"]
     try:
@@ -119,7 +118,7 @@ def read_generation_defaults(folder: str | Path, model_config: Any) -> Generatio
 
 
 def as_requests(adapters: LoRARequest | Iterable[LoRARequest]) -> list[LoRARequest]:
-    """Adapters that an engine is built for. TypeError for anything but LoRARequests."""
+    """Return the adapters as a list. TypeError for anything but LoRARequests."""
     found = [adapters] if isinstance(adapters, LoRARequest) else adapters
     if isinstance(found, (str, bytes, dict)) or not isinstance(found, Iterable):
         raise TypeError(f"adapters must be a list of LoRARequest, got {type(found).__name__} {clip(found)}")

@@ -66,9 +66,8 @@ def max_step_rows(config: EngineConfig) -> int:
 class ModelRunner:
     """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share.
 
-    On a GPU steps run as CUDA graphs, unless the config says otherwise, a group's collectives cannot be part of one
-    (gloo's), attention has no kernel there, or memory for a graph is lacking; steps with prompts where the library's
-    attention can be captured (16-bit elements).
+    On a GPU steps run as CUDA graphs. Exceptions: ``cuda_graphs=False``, collectives that cannot be captured (gloo),
+    attention without a kernel, no memory for the graph. Prompts also need 16-bit elements (`gpu_attention.py`).
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class ModelRunner:
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
             slots = 0 if manager is None else manager.lora_slots
             prompt_rows = config.max_num_batched_tokens if self.attention.takes_prompts_in_graphs else 0
-            this = weakref.proxy(self)  # a cycle would keep the KV cache of a dropped engine
+            this = weakref.proxy(self)  # a reference cycle would keep the KV cache of a dropped engine
             self.graphs = StepGraphs(
                 lambda shape: this._stage_dummy(shape), lambda shape: this._forward_shape(shape),
                 config.max_batch_size, prompt_rows, slots, device,
@@ -147,18 +146,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, prompt_rows: int) -> None:
-        """Capture the graphs of all steps with up to that many rows of prompts now, instead of when a first step needs
-        each; nothing where there are none.
-        """
+        """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts, if steps are graphs."""
         if self.graphs is not None:
             for shape in self.graphs.shapes(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends)):
                 self.graphs.prepare(shape)
 
     @torch.inference_mode()
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
-        """Capture now the graph of a step of that many rows of prompts and rows that decode, the latter with so many
-        different adapters (``uses_lora``: any row of the step has one), none of them for the embedding or the head;
-        nothing where the host launches such a step.
+        """Capture the graph of one shape of step, without adapters of embedding or head, if it has one.
+
+        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row of the step has one.
         """
         if self.graphs is not None:
             shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
@@ -166,14 +163,14 @@ class ModelRunner:
                 self.graphs.prepare(shape)
 
     def _stage(self, layout: StepLayout, shape: GraphShape | None) -> StagedStep:
-        """Fill the buffers, as the graph of ``shape`` wants them (captured before: that overwrites them)."""
+        """Refill inputs and attention, padded for the graph of ``shape`` (its capture would overwrite them)."""
         padded = layout if shape is None else layout.padded(shape.prompt_rows)
         rows = self.inputs.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
         self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
         return StagedStep(layout, padded, shape, rows)
 
     def _shape_of(self, layout: StepLayout) -> GraphShape | None:
-        """Of the graph that runs the step; ``None``: the host launches it."""
+        """Return the shape of the step's graph; ``None``: no graph."""
         if self.graphs is None:
             return None
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True)
@@ -185,9 +182,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _stage_dummy(self, shape: GraphShape) -> None:
-        """Fill the buffers with a step of this shape that writes nothing: one prompt, and decode rows among which slots
-        are shared out evenly.
-        """
+        """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots."""
         prompts, decodes, adapters, _ = shape
         num_rows, num_sampled = self._rows_of(shape)
         rows = self.inputs.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
@@ -202,12 +197,12 @@ class ModelRunner:
         self.manager.punica_wrapper.begin_step(tokens, sampled, self.manager.vocab_size)
 
     def _rows_of(self, shape: GraphShape) -> tuple[int, int]:
-        """Rows of a shape, and how many of them are sampled: beside a prompt, as many as there may be requests."""
+        """Return rows and sampled rows of a shape; with a prompt, the most requests of a step are sampled."""
         sampled = self._max_requests if shape.prompt_rows else shape.decode_rows
         return shape.prompt_rows + shape.decode_rows, sampled
 
     def _forward_shape(self, shape: GraphShape) -> StepResult:
-        """The result of any shape in the same place: graphs that kept theirs would share less memory."""
+        """Run the model for a graph; all shapes share one result buffer, so that graphs share more memory."""
         found = self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
         if self._results is None:
             self._results = StepResult(*(part.new_empty(self._max_requests, *part.shape[1:]) for part in found))

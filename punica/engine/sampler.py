@@ -1,19 +1,18 @@
-"""From logits to tokens: greedy rows by ``argmax``, the others by one draw each.
+"""Sampling: tokens from logits, by ``argmax`` for greedy rows and one draw each for the others.
 
 For a row with scores z, temperature t and a uniform number u in [0, 1):
 
     w_i = floor(2**40 exp((z_i - max z) / t)),  set to 0 outside of top-k, top-p, min-p;   token = first i with
     w_0 + ... + w_i > floor(u * sum w)
 
-Sums of integers are the same in any order, and ``u`` is a function of the request's seed and of how many tokens it has
-generated (Philox, a counter-based generator). So a row's token depends on its logits, its parameters and its seed: not
-on its batch, not on preemption, not on the tensor-parallel rank. Tokens less probable than 2**-40 of the most probable
-one are never drawn.
+Sums of integers do not depend on their order, and ``u`` is a function of the request's seed and its number of
+generated tokens (Philox, a counter-based generator). So a row's token depends on its logits, parameters and seed alone:
+not on its batch, preemption or tensor-parallel rank. Tokens less probable than 2**-40 of the most probable one are
+never drawn.
 
-A row that holds NaN says nothing about tokens: it gets ``NO_TOKEN``, and the engine fails its request.
+A row that holds NaN gets ``NO_TOKEN``, and the engine fails its request.
 
-The host never waits here: what a draw needs is sent asynchronously, and nothing is read back before all that the step
-has for the device has been given to it.
+The host never waits here: operands are sent asynchronously, and results are read after the whole step is launched.
 """
 
 from collections.abc import Sequence
@@ -29,24 +28,24 @@ from punica.scheduling import SamplingParams
 from punica.scheduling.sampling_params import MOST_LOGPROBS
 
 NO_TOKEN = -1
-"""In place of the token of a row whose logits hold NaN."""
+"""Placeholder for the token of a row whose logits hold NaN."""
 _ONE = 2.0**40
 
 
 class SampledRequest(Protocol):
-    """What sampling reads of a request (``punica.scheduling.RequestState``)."""
+    """Fields of a request that sampling reads (``punica.scheduling.RequestState``)."""
 
     @property
     def params(self) -> SamplingParams:
-        """How its tokens are chosen."""
+        """Sampling parameters."""
 
     @property
     def seed(self) -> int:
-        """Of its draws, 0 to 2**64 - 1."""
+        """Seed of its draws, 0 to 2**64 - 1."""
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output so far, which a repetition penalty is about."""
+        """Prompt and output so far, for the repetition penalty."""
 
     @property
     def num_generated(self) -> int:
@@ -60,8 +59,9 @@ class PendingLogprobs(NamedTuple):
     table: Tensor | None
 
     def read(self) -> dict[int, dict[int, float]]:
-        """``{row: {token id: logprob}}``: the chosen token first, then the most probable ones in falling order. The
-        host waits for the device.
+        """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
+
+        The host waits for the device.
         """
         tables = [] if self.table is None else self.table.tolist()
         found = {}
@@ -71,9 +71,7 @@ class PendingLogprobs(NamedTuple):
 
 
 class PendingTokens:
-    """Token ids on their way to the host: copied behind the step that makes them, so that the step after it may begin,
-    and overwrite them, before the host reads.
-    """
+    """Asynchronous copy of token ids to the host, so that the next step may overwrite them before the host reads."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=tokens.is_cuda)
@@ -81,7 +79,7 @@ class PendingTokens:
         self._copied = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
 
     def read(self) -> list[int]:
-        """The ids; the host waits for the device."""
+        """Return the ids; the host waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         ids: list[int] = self._tokens.tolist()
@@ -89,17 +87,17 @@ class PendingTokens:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """The id of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``. ``NO_TOKEN``
-    for a row that holds NaN.
+    """Return the argmax of each row of ``logits [S, vocab]``, ties to the lowest id; int64 ``[S]``.
+
+    ``NO_TOKEN`` for a row that holds NaN.
     """
     return argmax(logits, NO_TOKEN)
 
 
 def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest], best: Tensor | None = None) -> Tensor:
-    """Next token of each of the S requests, int64 ``[S]``, from ``logits [S, vocab]``; ``best [S]``: their
-    :func:`greedy_tokens`, where they are known. ``NO_TOKEN`` for a row that holds NaN.
+    """Return the next token of each of the S requests, int64 ``[S]``, from ``logits [S, vocab]``.
 
-    When all requests are greedy this is ``best`` alone.
+    ``best [S]``: their :func:`greedy_tokens`, if known; the result itself if all are greedy. ``NO_TOKEN`` for NaN.
     """
     best = greedy_tokens(logits) if best is None else best
     rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
@@ -113,15 +111,13 @@ def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest], best: Tens
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledRequest]) -> PendingLogprobs:
-    """Log-probabilities of the chosen tokens (``tokens [S]``) and of the most probable ones, for the rows whose
-    requests ask for them; to be read when the device has been given all its work.
-    """
+    """Compute log-probabilities of the chosen ``tokens [S]`` and the most probable ones, for rows that ask for them."""
     counts = {row: one.params.logprobs for row, one in enumerate(requests) if one.params.logprobs is not None}
     if not counts:
         return PendingLogprobs({}, None)
     index = send(list(counts), torch.int64, logits.device)
     logprobs = torch.log_softmax(logits.index_select(0, index).float(), dim=-1)
-    # as many for everybody, so that which of equal ones are listed does not depend on what others ask for
+    # the same number for all rows: which of equal tokens are listed must not depend on other requests
     best = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]))
     chosen = tokens.index_select(0, index).clamp_(min=0).unsqueeze(-1)
     ids = torch.cat((chosen, best.indices), dim=-1)
@@ -130,12 +126,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledReq
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) for token ``position`` of a request with ``seed``: 53 bits of Philox(key, counter)."""
+    """Draw a number in [0, 1) for token ``position`` of a request with ``seed``: 53 bits of Philox(key, counter)."""
     return (int(np.random.Philox(key=seed, counter=position).random_raw()) >> 11) * 2.0**-53
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """The seed of the ``number``-th request of an engine with ``seed``, for a request that names none."""
+    """Derive a seed for the ``number``-th request of an engine with ``seed``."""
     return int(np.random.Philox(key=seed, counter=number).random_raw())
 
 
@@ -143,7 +139,7 @@ def draw(
     scores: Tensor, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float],
     uniforms: Sequence[float],
 ) -> Tensor:  # fmt: skip
-    """One token id per row of ``scores [S, vocab]`` (float32), int64 ``[S]``.
+    """Draw one token id per row of ``scores [S, vocab]`` (float32), int64 ``[S]``.
 
     The lists have an entry per row; ``top_k`` is at least 1, ``vocab`` or more keeps all.
     """
@@ -151,7 +147,7 @@ def draw(
     table = send([temperature, top_k, top_p, min_p, uniforms], torch.float64, scores.device)
     temperatures, most, mass, least, u = table.unsqueeze(-1)  # each [S, 1]
     scaled = (scores - scores.amax(dim=-1, keepdim=True)).double().div_(temperatures)
-    weights = scaled.nan_to_num_(nan=0.0).exp_().mul_(_ONE).long()  # inf - inf: such a score is the highest
+    weights = scaled.nan_to_num_(nan=0.0).exp_().mul_(_ONE).long()  # inf - inf: the highest score
     cut = [row for row, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if k < vocab or p < 1.0]
     if cut:
         index = send(cut, torch.int64, scores.device)
@@ -164,12 +160,12 @@ def draw(
 
 
 def _most_probable(scores: Tensor, weights: Tensor, most: Tensor, mass: Tensor) -> Tensor:
-    """``weights [S, vocab]`` with those outside of top-k (``most [S, 1]``) and top-p (``mass [S, 1]``) set to 0."""
+    """Zero the ``weights [S, vocab]`` outside of top-k (``most [S, 1]``) and top-p (``mass [S, 1]``)."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     falling = weights.gather(-1, order)
     falling.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) >= most, 0)
     sums = falling.cumsum(dim=-1)
-    falling.masked_fill_((sums - falling) >= mass * sums[:, -1:], 0)  # what comes before is enough
+    falling.masked_fill_((sums - falling) >= mass * sums[:, -1:], 0)  # the mass before it is enough
     return torch.zeros_like(weights).scatter_(-1, order, falling)
 
 

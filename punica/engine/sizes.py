@@ -1,4 +1,4 @@
-"""How much memory an engine takes, and sizes that fit the machine."""
+"""Memory of an engine, and sizes that fit the machine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +22,15 @@ from punica.parallel import (
 )
 
 DEFAULT_MODEL_LEN = 8192
-"""Most tokens of a request when nobody says: longer ones are legal, but every step's buffers are made for them."""
+"""Default of ``max_model_len``; step buffers grow with it."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on the device of one rank: ``weights`` of the backbone, ``adapter_slots`` (``slot_bytes`` each, used or
-    not), ``kv_cache`` (``token_bytes`` for each token that it holds), ``graphs`` (CUDA graphs captured so far, with the
-    memory of intermediate results that they share).
+    """Bytes on the device of one rank.
+
+    ``weights``: of the backbone. ``adapter_slots``: ``slot_bytes`` each, used or not. ``kv_cache``: ``token_bytes`` for
+    each token. ``graphs``: CUDA graphs captured so far, with their shared intermediate results.
     """
 
     weights: int
@@ -46,11 +47,11 @@ _GRAPH_BYTES = 2 << 20
 
 
 def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
-    """Bytes that steps as CUDA graphs may take beside everything else on a GPU; 0 where there are none.
+    """Estimate the bytes of all CUDA graphs of an engine; 0 if it has none.
 
-    The intermediate results of the largest step (per row four hidden states, queries, keys and values as one of them,
-    and three inner ones of the MLP; two rows of logits for each request), once, as graphs share them, and the kernels
-    of every graph that `Engine.capture_graphs` could make.
+    Graphs share the intermediate results of the largest step: per row four hidden states (queries, keys and values
+    counted as one) and three inner ones of the MLP, per request two rows of logits. Kernels are counted for every graph
+    that `Engine.capture_graphs` could make.
     """
     if model.lm_head.weight.device.type != "cuda" or not config.cuda_graphs:
         return 0
@@ -64,9 +65,9 @@ def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
 
 
 def slot_bytes(model: LlamaForCausalLM, rank: int, itemsize: int) -> int:
-    """Most bytes that one adapter slot of ``rank`` takes in all layers: both matrices of every weight matrix.
+    """Return the bytes of one adapter slot of ``rank`` in all layers: A and B of every weight matrix.
 
-    Exact for one rank whose ``target_modules`` name every layer, an upper bound otherwise.
+    Exact on one rank if ``target_modules`` names every layer, else an upper bound.
     """
     shapes: list[Any] = [entry.shape for entry in model.checkpoint_entries() if len(entry.shape) == 2]
     if model.config.tie_word_embeddings:
@@ -77,7 +78,7 @@ def slot_bytes(model: LlamaForCausalLM, rank: int, itemsize: int) -> int:
 def memory_of(
     model: LlamaForCausalLM, manager: LoRAModelManager | None, config: EngineConfig, graphs: int
 ) -> EngineMemory:
-    """What an engine of these parts holds; ``graphs``: bytes of its CUDA graphs."""
+    """Return the memory of an engine of these parts; ``graphs``: bytes of its CUDA graphs."""
     slots, per_slot = (0, 0) if manager is None else (manager.lora_slots, manager.slot_bytes)
     tokens, per_token = config.total_blocks * config.block_size, token_bytes(model, fp8=config.fp8_kv_cache)
     return EngineMemory(
@@ -91,7 +92,7 @@ def memory_of(
 
 
 def check_memory(model: LlamaForCausalLM, lora_config: LoRAConfig | None, config: EngineConfig) -> None:
-    """ValueError if KV cache and adapter slots, neither of which exists yet, take more than is free together."""
+    """Check that KV cache and adapter slots, not allocated yet, fit the free memory together: ValueError."""
     cache = Need(
         f"a KV cache of {config.total_blocks} blocks of {config.block_size} tokens",
         config.total_blocks * config.block_size * token_bytes(model, fp8=config.fp8_kv_cache),
@@ -102,9 +103,7 @@ def check_memory(model: LlamaForCausalLM, lora_config: LoRAConfig | None, config
 
 
 def check_cache(cache: KVCache, model: LlamaForCausalLM, config: EngineConfig) -> None:
-    """ValueError if ``cache`` was made for another model than ``model``, has blocks of another size or kind than the
-    engine, or fewer.
-    """
+    """Check that ``cache`` fits the model, and has the block size, dtype and number of blocks: ValueError."""
     weight = model.lm_head.weight
     wanted = model.num_layers, model.num_kv_heads, model.head_size, weight.dtype, weight.device
     keys = cache.keys[0]
@@ -124,11 +123,10 @@ def check_cache(cache: KVCache, model: LlamaForCausalLM, config: EngineConfig) -
 
 
 def fit_blocks(model: LlamaForCausalLM, config: EngineConfig, reserved: int, memory_fraction: float) -> int:
-    """KV blocks that fit: ``config.total_blocks``, or fewer when ``memory_fraction`` of what is free, less ``reserved``
-    bytes (for adapter slots), holds no more, or when :func:`graph_reserve` would not stay free; the same number on
-    every rank.
+    """Return the KV blocks that fit, at most ``config.total_blocks``; the same number on every rank.
 
-    RuntimeError on every rank when on one of them not a single block fits.
+    Blocks share ``memory_fraction`` of the free memory with ``reserved`` bytes (adapter slots), and leave
+    :func:`graph_reserve` free. RuntimeError on every rank if no block fits on one of them.
     """
     device = model.lm_head.weight.device
     block_bytes = config.block_size * token_bytes(model, fp8=config.fp8_kv_cache)

@@ -1,4 +1,4 @@
-"""`StepInputs`: the integers of a step where the model reads them, allocated once and refilled by every step."""
+"""`StepInputs`: the integer inputs of a step on the device, allocated once and refilled in place."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,7 @@ from punica.scheduling import StepLayout
 
 
 class StepRows(NamedTuple):
-    """Views of the buffers, int64 on the device: ``[T]``, ``[T]``, ``[T]`` and ``[S]``, as in ``StepLayout``; with rows
-    that pad the step behind the first three.
-    """
+    """Views of the inputs, int64 on the device: three of ``[T]``, padded rows included, and one of ``[S]``."""
 
     token_ids: Tensor
     positions: Tensor
@@ -21,19 +19,19 @@ class StepRows(NamedTuple):
 
 
 class StepInputs:
-    """Token ids, positions, cache rows and sampled rows of up to ``max_tokens`` rows, 32 bytes for each.
+    """Token ids, positions, cache rows and sampled rows of up to ``max_tokens`` rows, 32 bytes each.
 
-    Their addresses never change, which is what a captured CUDA graph needs, and one copy sends them to the device,
-    asynchronous on CUDA. A step gets views of the first entries; what lies behind those is left over from earlier steps
-    and read by nobody.
+    Their addresses never change, as a captured CUDA graph requires. One copy per step sends them to the device,
+    asynchronously on CUDA. A step reads the first entries only; the others are stale.
     """
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
         self._staged = StagedBuffer((len(StepRows._fields), max_tokens), torch.int64, device)
 
     def fill(self, layout: StepLayout, num_rows: int = 0, num_sampled: int = 0) -> StepRows:
-        """Refill from a layout of T rows and S requests, padded to ``num_rows`` and ``num_sampled`` where these are
-        more: token 0 at position 0, no row of the cache (-1), and row 0 sampled. The views hold until the next call.
+        """Refill from a layout, padded to ``num_rows`` and ``num_sampled``; the views hold until the next call.
+
+        Padding: token 0, position 0, cache row -1 (none), sampled row 0.
         """
         num_rows, num_sampled = max(num_rows, len(layout.token_ids)), max(num_sampled, len(layout.spans))
         arrays = (layout.token_ids, layout.positions, layout.kv_rows, layout.sampled_rows)
@@ -45,6 +43,6 @@ class StepInputs:
         return self.first(num_rows, num_sampled)
 
     def first(self, num_rows: int, num_sampled: int) -> StepRows:
-        """Views of that many rows, whatever they hold."""
+        """Return views of the first rows, without refilling them."""
         lengths = (num_rows, num_rows, num_rows, num_sampled)
         return StepRows(*(row[:length] for row, length in zip(self._staged.tensor, lengths, strict=True)))

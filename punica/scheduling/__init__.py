@@ -1,14 +1,13 @@
-"""What runs in the next step, decided in pure Python.
+"""Scheduling of the next step, in pure Python.
 
-    request.py          what is asked for: prompt, length, adapter; how far it has come
-    sampling_params.py  how its tokens are chosen, and when it ends
-    scheduler.py        the queue and the batch: who joins, grows, is preempted, retires; the next step is a `StepPlan`
-    admission.py        the rule by which the head of the queue may join: what tells serving systems apart
-    block_manager.py    who owns which block of the KV cache
+    request.py          requests (prompt, length, adapter) and their state
+    sampling_params.py  choice of tokens, and end of generation
+    scheduler.py        queue and batch: admission, growth, preemption, retirement; the next step is a `StepPlan`
+    admission.py        admission rules, in which serving systems differ
+    block_manager.py    ownership of the blocks of the KV cache
     layout.py           from the plan to the rows of one model invocation, grouped by adapter slot
 
-Importing this package leaves torch out of the process, so that the same policy serves an engine, a simulator of a
-cluster and a test.
+The package does not import torch: the same policy serves an engine, a cluster simulator and tests.
 """
 
 from punica.scheduling.admission import ADMISSION_RULES, AdmissionRule

@@ -1,4 +1,4 @@
-"""Admission rules: who is next, and may it join now? Serving systems are told apart by the answers.
+"""Admission rules: which waiting request joins next, and when. Serving systems differ in them.
 
 A new rule is one class with :data:`ADMISSION_RULES` ``.register("name")``.
 """
@@ -12,29 +12,29 @@ from punica.registry import Registry
 from punica.scheduling.request import RequestState
 
 IsResident = Callable[[RequestState], bool]
-"""Whether a request's adapter lies in a slot, so that it could run at once (also where it has none)."""
+"""Predicate: a request has no adapter, or its adapter is in a slot."""
 
 
 class AdmissionRule(ABC):
-    """Who is the next to join, and may it?
+    """Rule that picks the next request to join, and allows or delays it.
 
-    ``inseparable`` marks a batch whose KV cache is one piece: it is reserved in full when a request joins, and a
-    finished request stays in the batch, computing for nothing, until the last one is done.
+    ``inseparable``: the batch's KV cache is one piece. It is reserved in full when a request joins, and finished
+    requests stay in the batch as idle rows until the last one is done.
     """
 
     inseparable: ClassVar[bool] = False
 
     def candidate(self, waiting: Sequence[RequestState], is_resident: IsResident) -> RequestState:
-        """The one of ``waiting``, of whom there is at least one, who joins next: the head, unless a rule says else."""
+        """Return the request of non-empty ``waiting`` that joins next: the head by default."""
         return waiting[0]
 
     @abstractmethod
     def allows(
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
-        """True when the rule lets the candidate join; batch size, blocks and slots are checked elsewhere.
+        """Check if the rule lets the candidate join; the scheduler checks batch size, blocks and slots.
 
-        ``running`` are the requests of the batch, in order of admission, ``admitted`` those that joined in this step.
+        ``running``: requests of the batch in order of admission. ``admitted``: those that joined in this step.
         """
 
 
@@ -43,50 +43,49 @@ ADMISSION_RULES: Registry[type[AdmissionRule]] = Registry("admission rule")
 
 @ADMISSION_RULES.register("fcfs")
 class FirstComeFirstServed(AdmissionRule):
-    """Punica: whatever the adapter, at most one new request per step.
+    """Punica: at most one new request per step, of any adapter.
 
-    Its prefill joins the decode rows of the others in one invocation.
+    Its prefill shares an invocation with the decode rows of the others.
     """
 
     def allows(
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
-        """One prefill per step."""
+        """Allow one prefill per step."""
         return not admitted
 
 
 @ADMISSION_RULES.register("fcfs_many")
 class FirstComeFirstServedMany(AdmissionRule):
-    """As ``fcfs``, without its limit of one new request per step: as many prompts as the step has rows for.
+    """First come, first served, with as many prompts per step as it has rows for.
 
-    A queue is served sooner; the requests that decode wait longer for the step's end.
+    The queue is served sooner; decoding requests have longer steps.
     """
 
     def allows(
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
-        """Always."""
+        """Allow every request."""
         return True
 
 
 MOST_OVERTAKES = 32
-"""Of a request under ``resident_first``: a full batch of the paper."""
+"""Most overtakes of a request under ``resident_first``: a full batch of the paper."""
 
 
 @ADMISSION_RULES.register("resident_first")
 class ResidentFirst(FirstComeFirstServed):
-    """As ``fcfs``, but the first in the queue whose adapter lies in a slot comes before those who wait for a slot.
+    """First come, first served, except that requests whose adapter is in a slot overtake those that wait for one.
 
-    A head that has to wait for a slot then does not hold up those behind it. It does not wait for ever: nobody is
-    overtaken by more than ``most_overtakes`` requests, after which the queue is first come, first served for those
-    behind. With 0 the rule is ``fcfs``.
+    It avoids head-of-line blocking by adapters that need a slot. Each request is overtaken at most ``most_overtakes``
+    times; with 0 the rule is ``fcfs``.
     """
 
     def __init__(self, most_overtakes: int = MOST_OVERTAKES) -> None:
         self.most_overtakes = check_count("most_overtakes", most_overtakes, 0)
 
     def candidate(self, waiting: Sequence[RequestState], is_resident: IsResident) -> RequestState:
-        """The first resident one that overtakes nobody who must not be overtaken any more; else the head."""
+        """Return the first resident request before any that used up its overtakes; else the head."""
         for request in waiting:
             if is_resident(request):
                 return request
@@ -97,12 +96,12 @@ class ResidentFirst(FirstComeFirstServed):
 
 @ADMISSION_RULES.register("single_adapter")
 class SingleAdapter(AdmissionRule):
-    """Continuous batching for one model at a time (the paper's vLLM): only into a batch of the same adapter."""
+    """Continuous batching of one adapter at a time (the paper's vLLM)."""
 
     def allows(
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
-        """One prefill per step, and all of one adapter."""
+        """Allow one prefill per step, of the batch's adapter."""
         return not admitted and all(request.weights_id == candidate.weights_id for request in running)
 
 
@@ -110,9 +109,8 @@ class SingleAdapter(AdmissionRule):
 class StaticBatching(AdmissionRule):
     """Static batches (the paper's FasterTransformer, DeepSpeed, HF): consecutive requests of one adapter.
 
-    A batch runs until its longest request is done. All members are prefilled in one invocation. Two costs of the real
-    systems are left out, in the baseline's favour: prompts are not padded to one length, and the KV cache of a finished
-    row does not grow further.
+    A batch runs until its longest request is done. All members are prefilled in one invocation. In the baseline's
+    favour, prompts are not padded to one length, and the KV cache of a finished row does not grow.
     """
 
     inseparable = True
@@ -120,14 +118,15 @@ class StaticBatching(AdmissionRule):
     def allows(
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
-        """A batch forms in one step, when nothing runs."""
+        """Form a batch in one step, when nothing runs."""
         return len(running) == len(admitted) and all(request.weights_id == candidate.weights_id for request in admitted)
 
 
 @ADMISSION_RULES.register("static_mixed")
 class StaticMixed(AdmissionRule):
-    """Static batches of consecutive requests whatever their adapters (PEFT's mixed batches): between `static` and
-    `fcfs`, it separates what mixing adapters gains from what continuous batching gains.
+    """Static batches of consecutive requests of any adapters (PEFT's mixed batches).
+
+    Between `static` and `fcfs`: it separates the gain of mixing adapters from that of continuous batching.
     """
 
     inseparable = True
@@ -135,5 +134,5 @@ class StaticMixed(AdmissionRule):
     def allows(
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
-        """A batch forms in one step, when nothing runs."""
+        """Form a batch in one step, when nothing runs."""
         return len(running) == len(admitted)

@@ -1,12 +1,10 @@
-"""Who owns which block of the KV cache. The tensors behind the blocks belong to the engine.
+"""Ownership of the blocks of the KV cache, whose tensors belong to the engine.
 
 The cache is cut into blocks of ``block_size`` tokens (the paper's pages). A request owns ``ceil(tokens / block_size)``
-blocks and takes the next one when the last is full, so at most ``block_size - 1`` token places per request are unused,
-and nothing needs to be moved when it leaves.
+blocks: at most ``block_size - 1`` token places per request are unused, and blocks are never moved.
 
-Any block would do, but attention reads a run of consecutive blocks in place and has to gather scattered ones. The
-manager therefore hands out the block behind an owner's last one when that is free, and starts a new owner in the middle
-of the largest gap, where both it and its left neighbour have room to grow.
+Attention reads consecutive blocks in place, and gathers scattered ones. So an owner gets the block after its last one
+if that is free. A new owner starts in the middle of the largest gap: it and its left neighbour can both grow.
 """
 
 import re
@@ -18,10 +16,9 @@ _FREE_RUN = re.compile(rb"\x00+")
 
 
 class BlockManager:
-    """``num_blocks`` blocks of ``block_size`` tokens, all free at first.
+    """Allocator of ``num_blocks`` blocks of ``block_size`` tokens.
 
-    ``reserve`` either gives an owner room for all the tokens asked for, or changes nothing and says so: running out
-    of blocks is a normal event that the scheduler answers by preempting a request.
+    ``reserve`` grants all blocks asked for or none: when blocks run out, the scheduler preempts a request.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -32,25 +29,22 @@ class BlockManager:
         self.num_free = num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
+        """Return the number of blocks for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def block_table(self, owner: Hashable) -> tuple[int, ...]:
-        """The owner's blocks in token order: token ``i`` is in ``block_table[i // block_size]``.
+        """Return the owner's blocks in token order: token ``i`` is in ``block_table[i // block_size]``.
 
         Empty for an unknown owner.
         """
         return tuple(self._tables.get(owner, ()))
 
     def owners(self) -> tuple[Hashable, ...]:
-        """Everyone who owns at least one block."""
+        """Return all owners of at least one block."""
         return tuple(self._tables)
 
     def reserve(self, owner: Hashable, num_tokens: int) -> bool:
-        """Grow the owner's block table until it holds ``num_tokens`` tokens.
-
-        False, and no change, when too few blocks are free.
-        """
+        """Grow the owner's block table to ``num_tokens`` tokens; False, without change, if too few blocks are free."""
         missing = self.blocks_for(num_tokens) - len(self._tables.get(owner, ()))
         if missing > self.num_free:
             return False
@@ -72,9 +66,9 @@ class BlockManager:
         self.num_free += len(table)
 
     def _next_block(self, table: list[int], needed: int) -> int:
-        """The block behind the last one, else one in the largest gap.
+        """Return the block after the last one, else one in the largest gap.
 
-        There, half of the spare room is left to the left neighbour.
+        In a gap, half of the spare room is left to the left neighbour.
         """
         if table and table[-1] + 1 < self.num_blocks and not self._used[table[-1] + 1]:
             return table[-1] + 1

@@ -1,4 +1,4 @@
-"""One generation request: what the user asked for, and how far it has come."""
+"""Generation requests, and their state in an engine."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "aborted", "failed"]
 
 
 class AdapterRequest(Protocol):
-    """What scheduling reads of an adapter's request (``punica.adapters.LoRARequest``)."""
+    """Fields of an adapter's request that scheduling reads (``punica.adapters.LoRARequest``)."""
 
     @property
     def lora_int_id(self) -> int:
@@ -21,19 +21,19 @@ class AdapterRequest(Protocol):
 
 
 class OutputText(Protocol):
-    """The text of the output, where strings can end it (``punica.engine.text.GrowingText``)."""
+    """Text of an output that strings can end (``punica.engine.text.GrowingText``)."""
 
     stopped: bool
 
     def append(self, token_id: int) -> None:
-        """Take the next token; ``stopped`` says whether it completed a stop string."""
+        """Append the next token, and set ``stopped`` if it completes a stop string."""
 
     def finish(self) -> str:
-        """The whole text."""
+        """Return the whole text."""
 
 
 class RequestStatus(Enum):
-    """Waiting in the queue, running in the batch, finished, or taken out: with an error, or by its owner."""
+    """Status of a request: in the queue, in the batch, or ended."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -44,13 +44,13 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt to continue with one adapter; immutable, so that any number of engines can be given it.
+    """A prompt to continue with one adapter; immutable, so that several engines can share it.
 
     Args:
         request_id: non-empty name, unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token id; kept as a tuple of ints.
-        params: how tokens are chosen and when generation ends; an integer is greedy decoding of so many tokens.
-        adapter: which adapter to apply; ``None`` is the plain backbone.
+        params: choice of tokens and end of generation; an integer is greedy decoding of so many tokens.
+        adapter: adapter to apply; ``None`` is the plain backbone.
 
     Raises TypeError (wrong types) or ValueError (empty id or prompt, negative token, fewer than one new token).
     """
@@ -81,37 +81,33 @@ class Request:
 
     @property
     def final_kv_length(self) -> int:
-        """Tokens whose keys and values are cached at the end.
-
-        All but the last generated one, which nothing attends to.
-        """
+        """Tokens in the cache at the end: all but the last generated one, which nothing attends to."""
         return len(self.prompt_token_ids) + self.max_new_tokens - 1
 
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in one engine: its output so far, and what the engine notes about it.
+    """State of a request in one engine, with its output so far.
 
-    A preempted request keeps its output: on its return the prompt *and* the output are computed again, and generation
-    goes on where it stopped.
+    A preempted request keeps its output: prompt *and* output are recomputed later, and generation continues.
 
     Args:
-        request: what was asked for.
-        seed: of its draws.
+        request: the request.
+        seed: seed of its draws.
         eos_token_ids: the model's end tokens, which end it unless its parameters ignore them.
-        text: of its output, where it may be ended by a string.
+        text: text of its output, if it has stop strings.
 
     Attributes:
         request_id, prompt_token_ids, adapter, adapter_id, params: of the request.
-        output_token_ids: grows while the request runs.
-        logprobs: one entry per output token, where the request asks for them.
+        output_token_ids: generated tokens.
+        logprobs: one entry per output token, if the request asks for them.
         status: WAITING, RUNNING, FINISHED, FAILED with the reason in ``error``, or ABORTED.
-        finish_reason: why it ended, ``None`` before.
-        preemptions: how often it was sent back to the queue for want of blocks or slots.
-        overtaken: how often, while it waited, one that stood behind it joined.
-        weights_id: which adapter weights it needs; two requests share a slot if theirs are equal. That of the adapter,
-            unless a new version of it was or is to be loaded: see ``punica.engine.residency``.
-        has_weights: it has joined, and keeps the version of its adapter that it began with.
+        finish_reason: reason of the end, ``None`` before.
+        preemptions: number of preemptions for want of blocks or slots.
+        overtaken: number of later requests that joined while it waited.
+        weights_id: id of its adapter weights; requests with equal ids share a slot. The adapter's id, unless a new
+            version of it was or is to be loaded: see ``punica.engine.residency``.
+        has_weights: it has joined, and keeps the version of its adapter that it started with.
         arrival_s, first_token_s, last_token_s: seconds on the clock of ``time.perf_counter``.
     """
 
@@ -154,7 +150,7 @@ class RequestState:
         return [*self.prompt_token_ids, *self.output_token_ids]
 
     def token_at(self, position: int) -> int:
-        """``token_ids[position]``, of which a step needs one, without making the list."""
+        """Return ``token_ids[position]`` without building the list."""
         behind = position - len(self.prompt_token_ids)
         return self.prompt_token_ids[position] if behind < 0 else self.output_token_ids[behind]
 
@@ -175,29 +171,29 @@ class RequestState:
 
     @property
     def text_token_ids(self) -> list[int]:
-        """Output that is text: all but the token that stopped it."""
+        """Output tokens without a stop token at the end."""
         ids = self.output_token_ids
         return ids[:-1] if self.finish_reason == "stop" and ids[-1] in self._ends else ids
 
     @property
     def has_ended(self) -> bool:
-        """It has left the engine, for whatever reason."""
+        """Finished, failed or aborted."""
         return self.finish_reason is not None
 
     @property
     def final_kv_length(self) -> int:
-        """As :attr:`Request.final_kv_length`."""
+        """Tokens in the cache at the end, see :attr:`Request.final_kv_length`."""
         return self.request.final_kv_length
 
     def resume(self, generated: Sequence[int]) -> None:
-        """Begin with tokens that were generated elsewhere, as if it had been preempted behind them."""
+        """Start with tokens generated elsewhere, as after a preemption."""
         self.output_token_ids.extend(generated)
         if self.text is not None:
             for token_id in generated:
                 self.text.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Take the next generated token; the request is finished when it was the last one."""
+        """Append the next generated token, and finish the request if it is the last one."""
         self.output_token_ids.append(token_id)
         self.last_token_s = time.perf_counter()
         if self.first_token_s is None:
@@ -208,11 +204,11 @@ class RequestState:
             self.status, self.finish_reason = RequestStatus.FINISHED, "length"
 
     def fail(self, error: str) -> None:
-        """It ends here, with the output so far."""
+        """End the request with an error, and its output so far."""
         self.status, self.finish_reason, self.error = RequestStatus.FAILED, "failed", error
 
     def abort(self) -> None:
-        """It ends here by the wish of its owner, with the output so far."""
+        """End the request by its caller's wish, with its output so far."""
         self.status, self.finish_reason = RequestStatus.ABORTED, "aborted"
 
     @staticmethod

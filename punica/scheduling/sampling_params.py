@@ -1,4 +1,4 @@
-"""`SamplingParams`: how the next token of a request is chosen, and when its generation ends."""
+"""`SamplingParams`: choice of the next token of a request, and end of its generation."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from punica.checks import as_int, check_count, check_number, clip
 
 LOWEST_TEMPERATURE = 1e-3
-"""Below it (but 0) scaled scores leave the range in which they can be told apart."""
+"""Lowest temperature but 0: below it scaled scores overflow."""
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 LONGEST_STOP = 1024
@@ -16,29 +16,28 @@ _SEEDS = 1 << 64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Greedy unless said otherwise; checked and normalised when built (TypeError, ValueError).
+    """Parameters of sampling, greedy by default; checked and normalised when built (TypeError, ValueError).
 
-    The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw.
+    Applied in the order of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw.
 
     Args:
         max_new_tokens: most tokens to generate, at least 1.
-        temperature: scores are divided by it; 0 is greedy, else at least 0.001.
+        temperature: divisor of the scores, at least 0.001; 0 is greedy.
         top_k: keep the k highest scores (of equal ones the lower ids); ``None`` keeps all.
         top_p: keep the smallest set of most probable tokens whose probabilities sum to at least this, in (0, 1].
         min_p: keep tokens at least this probable relative to the most probable one, in [0, 1].
-        repetition_penalty: positive scores of tokens in prompt or output are divided by it, negative ones multiplied;
-            > 0, and 1 changes nothing.
-        seed: of this request's draws, 0 to 2**64 - 1. Equal logits and equal seed give equal tokens, whatever else is
-            in the batch and on every tensor-parallel rank. ``None``: one that the engine derives from its own seed and
-            the number of the request.
-        stop_token_ids: generation ends with any of these, which is kept in the output.
-        stop: strings that end generation; the text of the result ends before the first of them, its tokens include
-            those that completed it. They need an engine with a tokenizer.
-        ignore_eos: go on past the end-of-sequence tokens of the model; ``stop_token_ids`` still end it.
-        logprobs: with every token, log-probabilities of the token and of this many most probable ones (0 to 20), from
-            the model's logits before penalty and temperature.
+        repetition_penalty: divisor of positive scores of tokens in prompt or output, factor of negative ones; > 0, and
+            1 changes nothing.
+        seed: seed of the draws, 0 to 2**64 - 1. Equal logits and seed give equal tokens in any batch and on every
+            tensor-parallel rank. ``None``: derived from the engine's seed and the number of the request.
+        stop_token_ids: tokens that end generation; they are kept in the output.
+        stop: strings that end generation; the text ends before the first of them, the tokens with it. They need an
+            engine with a tokenizer.
+        ignore_eos: ignore the model's end-of-sequence tokens; ``stop_token_ids`` still end generation.
+        logprobs: number (0 to 20) of most probable tokens whose log-probabilities are returned beside the token's own,
+            from the logits before penalty and temperature.
 
-    ``is_greedy`` says that the token is the one with the highest logit, untouched: nothing to sample.
+    ``is_greedy``: the token is the argmax of the logits, without penalty.
     """
 
     max_new_tokens: int = 16

@@ -27,7 +27,7 @@ class OnHost(StepGraphs):
         self.tried: list[GraphShape] = []
         self.replayed: list[GraphShape] = []
 
-    def _rehearse(self, shape, stream) -> None:
+    def _warm_up(self, shape, stream) -> None:
         self._begin(shape)
         self._forward(shape)
 

@@ -31,7 +31,7 @@ class Recorded(StepGraphs):
         self.done: list[tuple[str, GraphShape]] = []
         self._fails_in, self._failure = fails_in, failure
 
-    def _rehearse(self, shape, stream) -> None:
+    def _warm_up(self, shape, stream) -> None:
         self._note("rehearsed", shape)
 
     def _record(self, shape, stream):
@@ -87,7 +87,7 @@ def test_a_graph_without_memory_on_one_rank_is_launched_by_the_hosts_of_all() ->
     assert on_threads(2, body) == [[False, False, None, True, 1]] * 2
 
 
-def test_a_rehearsal_that_fails_on_one_rank_ends_the_group() -> None:
+def test_a_warm_up_that_fails_on_one_rank_ends_the_group() -> None:
     """It may have failed anywhere between the collectives of the step."""
 
     def body(rank: int) -> list:
