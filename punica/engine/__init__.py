@@ -2,20 +2,20 @@
 
 Modules in the order of a request's path; admission and preemption are policies of :mod:`punica.scheduling`.
 
-    config.py        sizes of batch and cache, and their checks against the model
-    pretrained.py    parts of an engine for a checkpoint folder; sizes.py: sizes that fit the memory
-    generation.py    prompts in, results out: ``generate`` and ``stream``; text.py: text to token ids and back
-    engine.py        the loop: ``add_request`` queues, every ``step`` schedules, runs, delivers and retires
-    intake.py        checks on arrival, and the states of accepted requests
-    residency.py     adapters on demand: loaded and activated at admission, or one step ahead
-    overlap.py       the next step, staged and launched while the device computes the current one
-    runner.py        stages and launches a step: one model invocation, one token per request
-    step_inputs.py   token ids, positions, cache rows and sampled rows, refilled in place by every step
-    cuda_graph.py    steps captured for padded sizes, then replayed
-    attention.py     attention over the paged cache in plain torch; gpu_attention.py: the same by GPU kernels
-    kv_cache.py      keys and values of all layers
-    sampler.py       tokens from logits
-    outputs.py       results of requests, outputs and statistics of steps
+    config.py:        sizes of batch and cache, and their checks against the model
+    pretrained.py:    parts of an engine for a checkpoint folder; sizes.py: sizes that fit the memory
+    generation.py:    prompts in, results out: ``generate`` and ``stream``; text.py: text to token ids and back
+    engine.py:        the loop: ``add_request`` queues, every ``step`` schedules, runs, delivers and retires
+    intake.py:        checks on arrival, and the states of accepted requests
+    residency.py:     adapters on demand: loaded and activated at admission, or one step ahead
+    overlap.py:       the next step, staged and launched while the device computes the current one
+    runner.py:        stages and launches a step: one model invocation, one token per request
+    step_inputs.py:   token ids, positions, cache rows and sampled rows, refilled in place by every step
+    cuda_graph.py:    steps captured for padded sizes, then replayed
+    attention.py:     attention over the paged cache in plain torch; gpu_attention.py: the same by GPU kernels
+    kv_cache.py:      keys and values of all layers
+    sampler.py:       tokens from logits
+    outputs.py:       results of requests, outputs and statistics of steps
 """
 
 from punica.engine.config import EngineConfig

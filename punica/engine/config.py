@@ -8,7 +8,7 @@ from torch import nn
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 from punica.models import LlamaForCausalLM
-from punica.models.families import how_to_load
+from punica.models.families import loading_advice
 from punica.parallel import get_tensor_model_parallel_world_size
 from punica.scheduling import ADAPTER_INDEX_RULES
 
@@ -97,7 +97,7 @@ class EngineConfig:
 def check_types(model: object, lora_config: object, engine_config: object) -> None:
     """Check the classes of an engine's parts: TypeError, with advice for a transformers model."""
     if isinstance(model, nn.Module) and not isinstance(model, LlamaForCausalLM):
-        raise TypeError(f"model is not of this library: {how_to_load(model)}")
+        raise TypeError(f"model is not of this library: {loading_advice(model)}")
     for name, value, wanted, optional in (
         ("model", model, LlamaForCausalLM, False),
         ("lora_config", lora_config, LoRAConfig, True),

@@ -216,7 +216,7 @@ class StepGraphs:
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """List the captured numbers of decode rows: powers of two to 8, then multiples of 8, up to at least ``max_rows``."""
+    """List the captured numbers of decode rows: powers of two to 8, then multiples of 8, to at least ``max_rows``."""
     return [rows for rows in (1, 2, 4, 8) if rows < 2 * max_rows] + list(range(16, max_rows + 8, 8))
 
 

@@ -16,7 +16,7 @@ from punica.engine.config import EngineConfig
 from punica.engine.sizes import DEFAULT_MODEL_LEN, fit_blocks, slot_bytes
 from punica.engine.text import TextCodec, load_codec
 from punica.models import LlamaForCausalLM, load_model
-from punica.models.families import how_to_load, read_json
+from punica.models.families import loading_advice, read_json
 from punica.parallel import all_ranks_agree
 from punica.scheduling import SamplingParams
 
@@ -134,7 +134,7 @@ def as_requests(adapters: LoRARequest | Iterable[LoRARequest]) -> list[LoRAReque
 
 def _check_folder(folder: object) -> None:
     if isinstance(folder, nn.Module):
-        raise TypeError(f"folder must be the path of a checkpoint, got a model; {how_to_load(folder)}")
+        raise TypeError(f"folder must be the path of a checkpoint, got a model; {loading_advice(folder)}")
     if not isinstance(folder, (str, Path)):
         raise TypeError(f"folder must be the path of a checkpoint, got {type(folder).__name__} {clip(folder)}")
     if not Path(folder).expanduser().is_dir():

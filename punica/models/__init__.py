@@ -1,13 +1,13 @@
 """Backbones: Llama 2 / 3, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE, from Hugging Face configs and safetensors.
 
-    families.py         which configs are served, and what each family says in its own way
-    llama.py            the model, and which tensor of a checkpoint belongs to which parameter
-    mixture_of_experts.py  what Mixtral and Qwen3-MoE have instead of its MLP
-    rotary.py           how a position enters queries and keys
-    checkpoint.py       filling the parameters, from safetensors files or with random numbers
-    auto.py             the model of a folder, whichever of these it is
+    families.py:            supported configs, normalised to common field names
+    llama.py:               the dense model, and its mapping of checkpoint tensors to parameters
+    mixture_of_experts.py:  the experts of Mixtral and Qwen3-MoE
+    rotary.py:              rotary position embedding
+    checkpoint.py:          parameters from safetensors files, or random ones
+    auto.py:                the model of a folder, of any family
 
-A model knows no cache and no batch: it asks an :class:`Attention`, which the engine is.
+Attention is injected: the engine implements :class:`Attention`, with the cache and the batch layout.
 """
 
 from punica.models.auto import load_model

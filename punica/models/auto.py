@@ -1,4 +1,4 @@
-"""The model of a checkpoint folder, whichever family it belongs to."""
+"""Model of a checkpoint folder, of any supported family."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from punica.models.mixture_of_experts import MixtureOfExpertsForCausalLM
 def load_model(
     folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> LlamaForCausalLM:
-    """The model that ``config.json`` in ``folder`` describes, with the weights of the folder.
+    """Build the model of ``config.json`` in ``folder``, and load its weights.
 
     ``dtype``: of the weights; ``None`` takes the config's. Raises FileNotFoundError (no folder, no config, no weights)
     and ValueError (a family that is not served, a config or weights that are damaged or do not fit).

@@ -1,8 +1,7 @@
-"""Filling a model: from safetensors files with Hugging Face names, or with random numbers.
+"""Parameters of a model from safetensors files with Hugging Face names, or random ones.
 
-A model describes its checkpoint as a list of :class:`CheckpointEntry`; both ways of filling it walk that list. They
-hand the *full* tensor to the parameter's ``weight_loader``, which keeps this tensor-parallel rank's part: one code
-path for any number of ranks, and the same numbers whatever that number is.
+A model describes its checkpoint as a list of :class:`CheckpointEntry`. The *full* tensor of each is passed to the
+parameter's ``weight_loader``, which keeps this tensor-parallel rank's part: any number of ranks gets the same numbers.
 """
 
 import json
@@ -21,10 +20,9 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One tensor of a checkpoint: its name and full shape there, and where it goes.
+    """One tensor of a checkpoint, with its full shape, and the parameter it fills.
 
-    ``shard_id`` selects one matrix of a packed parameter (``"q"``, or 1 for the up projection); ``None`` where there
-    is one.
+    ``shard_id`` selects one matrix of a packed parameter (``"q"``, or 1 for the up projection).
     """
 
     name: str
@@ -33,9 +31,7 @@ class CheckpointEntry:
     shard_id: Hashable = None
 
     def load(self, full: torch.Tensor) -> None:
-        """Copy this rank's part of ``full`` (of ``shape``) into the parameter, cast to its dtype; the whole of it where
-        the parameter has no ``weight_loader``.
-        """
+        """Copy this rank's part of ``full`` to the parameter and its dtype; all of it without ``weight_loader``."""
         parameter: Any = self.parameter
         if hasattr(parameter, "weight_loader"):
             parameter.weight_loader(parameter, full, self.shard_id)
@@ -45,7 +41,7 @@ class CheckpointEntry:
 
 @torch.no_grad()
 def fill_random(entries: Sequence[CheckpointEntry], seed: int, std: float) -> None:
-    """Matrices ~ N(0, std), norm weights 1, biases 0. The same seed gives the same model for any number of ranks.
+    """Fill matrices with N(0, std), norm weights with 1, biases with 0; equal for any number of ranks.
 
     Numbers are drawn in float32 on the device of the parameters (a CPU and a GPU draw different ones) and rounded to
     their dtype.
@@ -62,11 +58,10 @@ def fill_random(entries: Sequence[CheckpointEntry], seed: int, std: float) -> No
 def find_tensors(
     entries: Sequence[CheckpointEntry], folder: str | Path, ignore_suffixes: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The open file of every entry's tensor: ``model.safetensors`` in ``folder``, or one of those that
-    ``model.safetensors.index.json`` names.
+    """Open the file of every entry's tensor: ``model.safetensors``, or those of ``model.safetensors.index.json``.
 
-    Names and shapes of the whole checkpoint are compared, so that a wrong one changes no weight. Tensors whose name
-    ends with one of ``ignore_suffixes`` may be present and are skipped.
+    All names and shapes are compared before any weight is read. Tensors whose name ends with one of ``ignore_suffixes``
+    are skipped.
 
     Raises:
         FileNotFoundError: no such folder, no safetensors in it, or a file of the index is missing.
@@ -94,10 +89,9 @@ def find_tensors(
 
 
 def load_tensors(entries: Sequence[CheckpointEntry], found: Mapping[str, Any]) -> None:
-    """Read every entry from the file that :func:`find_tensors` found it in.
+    """Read every entry from its file of :func:`find_tensors`.
 
-    ValueError for a tensor with NaN or inf, which would make every answer of the model wrong; those before it have been
-    read then.
+    ValueError for a tensor with NaN or inf; the entries before it have been read then.
     """
     for entry in entries:
         full = found[entry.name].get_tensor(entry.name)
@@ -110,7 +104,7 @@ def load_tensors(entries: Sequence[CheckpointEntry], found: Mapping[str, Any]) -
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """No element is NaN or inf: both survive a sum, so only a sum that is not finite needs the look at each element."""
+    """Check that no element is NaN or inf: by the sum first, and by each element if that is not finite."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return bool(torch.isfinite(tensor.sum(dtype=wide))) or bool(torch.isfinite(tensor.to(wide)).all())
 

@@ -1,13 +1,13 @@
-"""Which Hugging Face configs these models compute, and how each family says what the code asks.
+"""Supported Hugging Face configs, and how each family expresses the same properties.
 
     family       biases of q, k, v / of o       norm of query and key heads      sliding window
-    Llama        ``attention_bias``              no                               none
-    Mistral      no                              no                               its config may have one
-    Qwen2        q, k, v always, o never         no                               its config may have one
-    Qwen3        ``attention_bias``              yes                              its config may have one
+    Llama:       ``attention_bias``              no                               none
+    Mistral:     no                              no                               its config may have one
+    Qwen2:       q, k, v always, o never         no                               its config may have one
+    Qwen3:       ``attention_bias``              yes                              its config may have one
 
-Mixtral is a Mistral and Qwen3-MoE a Qwen3 with experts. A sliding window of n tokens hides nothing from a sequence of
-at most n tokens, so such a model is served up to that length.
+Mixtral is a Mistral and Qwen3-MoE a Qwen3 with experts. A sliding window of n tokens equals full attention for up to n
+tokens, so such a model is served up to that length.
 """
 
 import copy
@@ -35,16 +35,17 @@ DENSE: dict[str, type[Any]] = {
 }  # fmt: skip
 EXPERTS: dict[str, type[Any]] = {"mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig}
 NORMALIZED = ("qwen3", "qwen3_moe")
-"""Families whose query and key heads pass a norm of their own before they are rotated."""
+"""Families with a norm of query and key heads before rotation."""
 MOST_CONFIG_BYTES = 1 << 20
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
            "vocab_size", "max_position_embeddings", "head_dim")  # fmt: skip
 
 
 def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
-    """A private copy of ``config``, read from ``config.json`` when it is a folder, that says in the same words for
-    every family: ``head_dim``, ``qkv_bias``, ``o_bias``, ``mlp_bias``, ``qk_norm``, ``max_context`` (the most tokens
-    of one sequence for which full attention is what the model means) and ``dtype`` (a torch dtype or ``None``).
+    """Copy ``config``, or read it from a folder's ``config.json``, and add the fields common to all families.
+
+    They are ``head_dim``, ``qkv_bias``, ``o_bias``, ``mlp_bias``, ``qk_norm``, ``max_context`` (longest sequence for
+    which full attention is exact) and ``dtype`` (a torch dtype or ``None``).
 
     Raises:
         FileNotFoundError: a folder without ``config.json``.
@@ -58,7 +59,7 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
     elif isinstance(config, tuple(classes.values())):
         resolved = copy.deepcopy(config)
     elif isinstance(config, nn.Module):
-        raise TypeError(f"config must be a transformers.{names} or a folder, got a model; {how_to_load(config)}")
+        raise TypeError(f"config must be a transformers.{names} or a folder, got a model; {loading_advice(config)}")
     else:
         raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
     kind = resolved.model_type
@@ -88,8 +89,8 @@ def model_type_of(folder: str | Path) -> str:
     return kind
 
 
-def how_to_load(model: nn.Module) -> str:
-    """What to say to somebody who hands over a model of another library."""
+def loading_advice(model: nn.Module) -> str:
+    """Return the advice for a model of another library passed as ours."""
     experts = getattr(getattr(model, "config", None), "model_type", None) in EXPERTS
     wanted = "MixtureOfExpertsForCausalLM" if experts else "LlamaForCausalLM"
     kind = type(model)
@@ -112,12 +113,12 @@ def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
             check_count(f"{key} of {str(path)!r}", values[key])
     try:
         return classes[kind].from_dict(values)
-    except Exception as error:  # whatever transformers makes of values that no model has
+    except Exception as error:  # any exception of transformers
         raise ValueError(f"{str(path)!r} is no config of a {kind}: {str(error)[:300]}") from error
 
 
 def read_json(path: Path, wanted: str) -> dict[str, Any]:
-    """The object in a file of a model folder, of at most 1 MB; ``wanted`` says in the error what is missing.
+    """Read the JSON object in a file of a model folder, of at most 1 MB; ``wanted``: what the error asks for.
 
     Raises FileNotFoundError, ValueError (too large, not JSON, no object).
     """
@@ -149,7 +150,7 @@ def _check_sizes(config: Any) -> None:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype | None:
-    """The dtype of a config, which transformers may leave as a name."""
+    """Return the dtype of a config, which transformers may leave as a name."""
     found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f"dtype of the config is {str(dtype)[:80]!r}, must be float32, float16 or bfloat16")

@@ -5,15 +5,14 @@ One decoder layer, for token rows ``x [T, hidden]`` of *all* requests of a step:
     q, k, v = QKV(RMSNorm(x));   x += O(attention(rope(q), rope(k), v))
     gate, up = GateUp(RMSNorm(x));   x += Down(silu(gate) * up)
 
-The families differ in biases, and Qwen3 normalises every head of q and k before it is rotated (``families.py``).
+The families differ in biases, and Qwen3 normalises every head of q and k before rotation (``families.py``).
 
-Every row goes through the dense layers alike, whichever request or adapter it belongs to; that is why batching
-requests of different adapters pays. Only attention knows about requests: the model hands it q, k, v and gets the
-mixed values back, so this file has no cache and no batch layout in it. The linear layers come from
-:mod:`punica.parallel` and carry names from which the adapter manager replaces them by their LoRA versions
-(``qkv_proj`` packs ``q_proj, k_proj, v_proj``; ``gate_up_proj`` packs ``gate_proj, up_proj``), and so do the embedding
-and the head, whose LoRA version takes the place of ``logits_processor``. Tied, the two share their weight, not their
-adapters.
+Dense layers treat all rows alike, of any request or adapter: that is why batching across adapters pays. Only attention
+distinguishes requests; it is injected, so this file has no cache and no batch layout.
+
+The adapter manager replaces layers by their LoRA versions, by name: linear layers of :mod:`punica.parallel`
+(``qkv_proj`` packs ``q_proj, k_proj, v_proj``; ``gate_up_proj`` packs ``gate_proj, up_proj``), the embedding, and
+``logits_processor`` for the head. A tied embedding and head share their weight, not their adapters.
 """
 
 from pathlib import Path
@@ -39,10 +38,10 @@ from punica.parallel import (
 
 
 class Attention(Protocol):
-    """What the model asks of the engine: rotate queries and keys, store this layer's keys and values, and attend."""
+    """Attention of the engine: rotates queries and keys, stores this layer's keys and values, and attends."""
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
-        """This rank's heads of T rows, which it may overwrite, to ``[T, H, D]``."""
+        """Map this rank's heads of T rows, which it may overwrite, to ``[T, H, D]``."""
 
 
 class LlamaAttention(nn.Module):
@@ -63,13 +62,13 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """``x [T, hidden]`` to ``[T, hidden]``."""
+        """Map ``x [T, hidden]`` to ``[T, hidden]``."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_size)
         packed = PackedHeads(heads, self.num_kv_heads, cos, sin, self._norms())
         return self.o_proj(attention.attend(self.layer_index, packed).flatten(1))
 
     def _norms(self) -> HeadNorms | None:
-        """The norms of query and key heads, where the family has them."""
+        """Return the norms of query and key heads, if the family has them."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, cast(float, self.q_norm.eps))
@@ -86,14 +85,14 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, **common)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [T, hidden]`` to ``[T, hidden]``."""
+        """Map ``x [T, hidden]`` to ``[T, hidden]``."""
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and with a residual connection.
+    """Attention and MLP, each after a norm and with a residual connection.
 
-    What a block adds to the residual stream is added where the next norm reads it, in one launch on a GPU.
+    The output of a block is added to the residual stream by the next norm, in one launch on a GPU.
     """
 
     def __init__(self, config: Any, layer_index: int) -> None:
@@ -103,19 +102,20 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
 
     def forward(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """``x [T, hidden]``, the residual stream, gains ``delta`` (from the layer before, ``None`` for the first) and
-        what attention makes of it, in place; returned is what the MLP adds, for the next one to add.
+        """Add ``delta`` (of the layer before) and the attention output to the residual ``x [T, hidden]`` in place.
+
+        Returns the MLP's output, for the next norm to add.
         """
         delta = self.self_attn(normed(self.input_layernorm, x, delta), cos, sin, attention)
         return self.mlp(normed(self.post_attention_layernorm, x, delta))
 
     def make_parts(self, config: Any, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
-        """Attention, and what comes after it."""
+        """Build attention and MLP."""
         return LlamaAttention(config, layer_index), LlamaMLP(config)
 
 
 def normed(norm: nn.RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
-    """The norm of the residual stream ``x [T, hidden]`` once it has gained ``delta``, in place."""
+    """Add ``delta`` to the residual stream ``x [T, hidden]`` in place, and return its norm."""
     return add_rms_norm(x, delta, norm.weight, cast(float, norm.eps))
 
 
@@ -131,7 +131,7 @@ class LlamaModel(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """``token_ids [T]`` and ``positions [T]`` (int64) to hidden states ``[T, hidden]``."""
+        """Map ``token_ids [T]`` and ``positions [T]`` (int64) to hidden states ``[T, hidden]``."""
         x = self.embed_tokens(token_ids)
         cos, sin = self.rotary(positions)  # once per step, not per layer
         delta = None
@@ -147,14 +147,15 @@ class LlamaForCausalLM(nn.Module):
         config: a ``transformers.LlamaConfig``, ``MistralConfig``, ``Qwen2Config`` or ``Qwen3Config``, or a folder whose
             ``config.json`` is one.
         dtype: of the weights; ``None`` takes the config's, or float32 when it has none.
-        device: where the weights live.
+        device: of the weights.
 
-    The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`, and ``has_weights`` is
-    False, with which no engine takes the model; set it after filling the parameters in another way. ``config`` (a copy)
-    carries ``dtype``. A KV cache has to hold ``num_layers`` layers of ``num_kv_heads`` heads (of this rank) of
-    ``head_size`` elements. Attention here sees the whole context, which is what the model means up to ``max_context``
-    tokens: its positions, or its sliding window where that is shorter. Raises as
-    :func:`~punica.models.families.resolve_config`, and ValueError for a RoPE that ``rotary.py`` has not.
+    The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`. Engines refuse a model
+    whose ``has_weights`` is False; set it after filling the parameters in another way.
+
+    ``config`` (a copy) has the ``dtype``. A KV cache holds ``num_layers`` layers of ``num_kv_heads`` heads (of this
+    rank) of ``head_size`` elements. Full attention is exact up to ``max_context`` tokens: the model's positions, or its
+    shorter sliding window. Raises the errors of :func:`~punica.models.families.resolve_config`, and ValueError for a
+    RoPE type that ``rotary.py`` lacks.
     """
 
     packed_modules_mapping: ClassVar = {
@@ -187,25 +188,22 @@ class LlamaForCausalLM(nn.Module):
         self.num_kv_heads, self.head_size = attention.num_kv_heads, attention.head_size
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """``token_ids [T]``, ``positions [T]`` (int64, on the model's device) to hidden states ``[T, hidden]``."""
+        """Map ``token_ids [T]``, ``positions [T]`` (int64, on the model's device) to hidden states ``[T, hidden]``."""
         return self.model(token_ids, positions, attention)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states ``[S, hidden]`` of the rows to sample to logits ``[S, vocab]`` (on every rank)."""
+        """Map hidden states ``[S, hidden]`` of the rows to sample to logits ``[S, vocab]`` (on every rank)."""
         return self.logits_processor(self.lm_head, hidden)
 
     def init_random_weights(self, seed: int = 0) -> None:
-        """Random backbone, as in the paper's harness: N(0, ``config.initializer_range``).
-
-        The same for any number of ranks.
-        """
+        """Fill the weights from N(0, ``config.initializer_range``), as in the paper's harness; equal on any ranks."""
         fill_random(self.checkpoint_entries(), seed, self.config.initializer_range)
         self.has_weights = True
 
     def load_weights(self, folder: str | Path) -> None:
         """Read a Hugging Face folder: ``model.safetensors``, or several files with an index.
 
-        Raises as :func:`~punica.models.checkpoint.find_tensors` (nothing has changed) and
+        Raises the errors of :func:`~punica.models.checkpoint.find_tensors` (without change) and
         :func:`~punica.models.checkpoint.load_tensors` (the model has no weights then).
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
@@ -216,13 +214,13 @@ class LlamaForCausalLM(nn.Module):
         self.has_weights = True
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's; afterwards the model counts as one that has its weights."""
+        """Load the state as ``nn.Module`` does, and set ``has_weights``."""
         outcome = super().load_state_dict(*args, **kwargs)
         self.has_weights = True
         return outcome
 
     def checkpoint_entries(self) -> list[CheckpointEntry]:
-        """Every tensor of a Hugging Face checkpoint of this model, and the parameter it belongs to."""
+        """List every tensor of a Hugging Face checkpoint of this model, with its parameter."""
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         entries = [CheckpointEntry("model.embed_tokens.weight", (vocab, hidden), self.model.embed_tokens.weight)]
         for index, layer in enumerate(self.model.layers):
@@ -252,7 +250,7 @@ class LlamaForCausalLM(nn.Module):
         return entries + self._mlp_entries(prefix, layer.mlp)
 
     def _mlp_entries(self, prefix: str, mlp: Any) -> list[CheckpointEntry]:
-        """What comes after attention."""
+        """List the tensors of the MLP."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         entries = _entries_of(f"{prefix}.mlp.gate_proj", (inner, hidden), mlp.gate_up_proj, 0)
         entries += _entries_of(f"{prefix}.mlp.up_proj", (inner, hidden), mlp.gate_up_proj, 1)
@@ -260,12 +258,12 @@ class LlamaForCausalLM(nn.Module):
 
     @classmethod
     def resolve_config(cls, config: Any) -> Any:
-        """See :func:`~punica.models.families.resolve_config`."""
+        """Resolve a config of this class's families, see :func:`~punica.models.families.resolve_config`."""
         return resolve_config(config, cls.config_classes)
 
 
 def _entries_of(name: str, shape: tuple[int, ...], module: Any, shard_id: Any) -> list[CheckpointEntry]:
-    """Weight, and bias if there is one."""
+    """List weight and bias of a module."""
     entries = [CheckpointEntry(f"{name}.weight", shape, module.weight, shard_id)]
     if getattr(module, "bias", None) is not None:
         entries.append(CheckpointEntry(f"{name}.bias", shape[:1], module.bias, shard_id))

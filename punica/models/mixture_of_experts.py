@@ -2,11 +2,11 @@
 
     p, e = topk(softmax(Router(RMSNorm(x))));   x += sum_j p_j Down_e_j(silu(Gate_e_j x) * Up_e_j x)
 
-What else differs from a Llama or a Qwen3 without experts: Qwen3 may keep some layers dense, and says in its config
-whether the chosen probabilities are scaled to sum to 1; Mixtral's are.
+Qwen3-MoE may keep some layers dense, and its config tells whether the chosen probabilities are scaled to sum to 1;
+Mixtral's always are.
 
-Adapters on experts come in two spellings, and both are served: one pair of matrices per expert and projection
-(``experts.3.w1``, ``experts.3.gate_proj``), and one for all experts of a layer (PEFT's ``target_parameters``).
+Adapters on experts have one pair of matrices per expert and projection (``experts.3.w1``, ``experts.3.gate_proj``), or
+one for all experts of a layer (PEFT's ``target_parameters``).
 """
 
 from typing import Any, ClassVar
@@ -21,9 +21,9 @@ from punica.parallel import FusedMoE, ReplicatedLinear
 
 QWEN3, MIXTRAL = "qwen3_moe", "mixtral"
 EXPERT_PARTS = {MIXTRAL: ("w1", "w2", "w3"), QWEN3: ("gate_proj", "down_proj", "up_proj")}
-"""What checkpoints and adapters call gate, down and up of an expert."""
+"""Names of gate, down and up of an expert in checkpoints and adapters."""
 BLOCK = {MIXTRAL: "block_sparse_moe", QWEN3: "mlp"}
-"""What checkpoints call the block of experts; adapters call it so, or ``mlp``."""
+"""Names of the block of experts in checkpoints; adapters use them, or ``mlp``."""
 
 
 class SparseMLP(nn.Module):
@@ -40,20 +40,20 @@ class SparseMLP(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [T, hidden]`` to ``[T, hidden]``."""
+        """Map ``x [T, hidden]`` to ``[T, hidden]``."""
         return self.experts(x, self.gate(x))
 
 
 class MoEDecoderLayer(LlamaDecoderLayer):
-    """Attention and experts (or a dense MLP), each behind a norm and with a residual connection."""
+    """Attention and experts (or a dense MLP), each after a norm and with a residual connection."""
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__(config, layer_index)
-        if config.model_type == MIXTRAL:  # a second name of the same module, under which adapters may know it
+        if config.model_type == MIXTRAL:  # alias for adapters that use this name
             self.block_sparse_moe = self.mlp
 
     def make_parts(self, config: Any, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
-        """As in the parent class."""
+        """Build attention and experts, or attention and a dense MLP."""
         if config.model_type == MIXTRAL:
             return LlamaAttention(config, layer_index), SparseMLP(config)
         dense = layer_index in config.mlp_only_layers or (layer_index + 1) % config.decoder_sparse_step
@@ -61,12 +61,12 @@ class MoEDecoderLayer(LlamaDecoderLayer):
 
 
 class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
-    """Mixtral or Qwen3-MoE with its language-model head; as `LlamaForCausalLM`.
+    """Mixtral or Qwen3-MoE with its language-model head, see `LlamaForCausalLM`.
 
     Args:
         config: a ``transformers.MixtralConfig`` or ``Qwen3MoeConfig``, or a folder whose ``config.json`` is one.
-        dtype, device: as there.
-        expert_parallel: the ranks of the group share the experts out; without it every expert is cut over them.
+        dtype, device: of the weights.
+        expert_parallel: distribute the experts over the ranks of the group, instead of sharding each.
     """
 
     config_classes: ClassVar[dict[str, type[Any]]] = EXPERTS
@@ -89,7 +89,7 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
                 module.prefix = name
 
     def get_expert_mapping(self) -> list[str]:
-        """Names of the experts' matrices beside the block's other modules: gate, down and up of every expert."""
+        """List the module names of gate, down and up of every expert within the block."""
         parts = EXPERT_PARTS[self.config.model_type]
         return [f"experts.{expert}.{part}" for expert in range(self.config.num_local_experts) for part in parts]
 

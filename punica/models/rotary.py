@@ -1,7 +1,6 @@
-"""Rotary position embedding (RoPE): a query and a key are rotated by angles that grow with their position. Here are the
-angles; what turns by them is in :mod:`punica.ops.backbone`.
+"""Angles of the rotary position embedding (RoPE); :mod:`punica.ops.backbone` rotates queries and keys by them.
 
-For a head of size D, pair i (0 <= i < D/2) of a vector at position m is turned by the angle ``m * f_i``:
+For a head of size D, pair i (0 <= i < D/2) of a vector at position m is rotated by the angle ``m * f_i``:
 
     out_i       = x_i       * cos(m f_i) - x_{i+D/2} * sin(m f_i)
     out_{i+D/2} = x_{i+D/2} * cos(m f_i) + x_i       * sin(m f_i),        f_i = theta ** (-2 i / D)
@@ -20,16 +19,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from punica.ops.backbone import rotary_angles
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies are the same for every length. Those of the others (``dynamic``, ``longrope``) depend on the
-longest sequence, so a request's tokens would depend on what else is in its batch.
+"""RoPE types whose frequencies do not depend on the length.
+
+With the others (``dynamic``, ``longrope``) a request's tokens would depend on the longest sequence of its batch.
 """
 
 
 def inverse_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Frequencies ``f`` as float32 ``[D/2]`` on the CPU, and the factor of cosines and sines, as the
-    ``rope_parameters`` of a ``LlamaConfig`` say.
+    """Return frequencies ``f``, float32 ``[D/2]`` on the CPU, and the factor of cosines and sines.
 
-    ValueError for a ``rope_type`` that is not in :data:`ROPE_TYPES`.
+    Both follow from the config's ``rope_parameters``. ValueError for a ``rope_type`` that is not in :data:`ROPE_TYPES`.
     """
     rope, kind = config.rope_parameters, config.rope_parameters["rope_type"]
     if kind not in ROPE_TYPES:
@@ -58,5 +57,5 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions ``[T]`` (int64) to ``(cos, sin)``, each ``[T, 1, D/2]``: float32 angles, the model's dtype."""
+        """Map positions ``[T]`` (int64) to ``(cos, sin)``, each ``[T, 1, D/2]``: float32 angles, the model's dtype."""
         return rotary_angles(positions, self.inverse_frequencies, self.factor, self.dtype)

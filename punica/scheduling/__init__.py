@@ -1,11 +1,11 @@
 """Scheduling of the next step, in pure Python.
 
-    request.py          requests (prompt, length, adapter) and their state
-    sampling_params.py  choice of tokens, and end of generation
-    scheduler.py        queue and batch: admission, growth, preemption, retirement; the next step is a `StepPlan`
-    admission.py        admission rules, in which serving systems differ
-    block_manager.py    ownership of the blocks of the KV cache
-    layout.py           from the plan to the rows of one model invocation, grouped by adapter slot
+    request.py:          requests (prompt, length, adapter) and their state
+    sampling_params.py:  choice of tokens, and end of generation
+    scheduler.py:        queue and batch: admission, growth, preemption, retirement; the next step is a `StepPlan`
+    admission.py:        admission rules, in which serving systems differ
+    block_manager.py:    ownership of the blocks of the KV cache
+    layout.py:           from the plan to the rows of one model invocation, grouped by adapter slot
 
 The package does not import torch: the same policy serves an engine, a cluster simulator and tests.
 """

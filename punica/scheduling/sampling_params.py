@@ -7,7 +7,7 @@ from typing import Any
 from punica.checks import as_int, check_count, check_number, clip
 
 LOWEST_TEMPERATURE = 1e-3
-"""Lowest temperature but 0: below it scaled scores overflow."""
+"""Lowest temperature but 0; below it scaled scores leave their usable range."""
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 LONGEST_STOP = 1024
