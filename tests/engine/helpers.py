@@ -1,4 +1,4 @@
-"""What tests of the engine share."""
+"""Helpers of the engine's tests."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,13 @@ from punica.engine import GenerationResult
 
 
 def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
-    """What was generated; every request must have ended well."""
+    """Return the generated tokens; every request must have ended without error."""
     assert [result.error for result in results] == [None] * len(results)
     return [result.token_ids for result in results]
 
 
 def torch_without_gpu() -> SimpleNamespace:
-    """What `punica.engine.cuda_graph` needs of torch to capture, where whoever captures is replaced."""
+    """Return a stand-in for torch in `punica.engine.cuda_graph`, for tests that replace the capture."""
     device = SimpleNamespace(
         graph_pool_handle=lambda: None, mem_get_info=lambda _: (0, 0), synchronize=lambda _: None,
         empty_cache=lambda: None, Stream=lambda _: None, CUDAGraph=torch.cuda.CUDAGraph,

@@ -39,7 +39,7 @@ TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
 
 @dataclass
 class Tally:
-    """What became of the cases: `{outcome: names}`; `readable`: how many had a config and a header that parse."""
+    """Outcomes of the cases: `{outcome: names}`; `readable`: cases whose config and header parse."""
 
     outcomes: dict[str, list[str]] = field(default_factory=dict)
     readable: int = 0
@@ -190,7 +190,7 @@ def mutation(draw: random.Random) -> Callable[[Path], None]:
 
 
 class _Unreadable(Exception):
-    """Of a file that an earlier change has damaged."""
+    """Error for a file that an earlier change has damaged."""
 
 
 def _config_change(folder: Path, draw: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""What `batch_invariant` needs and changes; that bits stay is shown on a GPU (`test_gpu_engine.py`)."""
+"""Requirements and effects of `batch_invariant`; equal bits are shown on a GPU (`test_gpu_engine.py`)."""
 
 import pytest
 import torch

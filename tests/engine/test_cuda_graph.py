@@ -1,4 +1,4 @@
-"""For which shapes graphs are captured; the graphs themselves are tested where there is a GPU."""
+"""Shapes of captured graphs; the graphs themselves are tested on a GPU."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who works under a default device builds and runs on the devices that he names, not on that one."""
+"""An engine under a default device is built and runs on the devices that are named, not on that one."""
 
 import torch
 

@@ -54,7 +54,7 @@ def wanted(name: str, fp8: Any) -> list[list[int]]:
 
 
 def serve(rank: int, folder: Path, device: str) -> dict[str, list[list[int]]]:
-    """What this rank of the current group generates, case by case."""
+    """Generate on this rank of the current group, case by case."""
     found = {}
     for name, (backbone, shared_out, fp8) in CASES.items():
         with told(rank, name):

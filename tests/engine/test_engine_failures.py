@@ -1,4 +1,4 @@
-"""What goes wrong while an engine serves costs only those it concerns: nothing else is lost, stuck or wrong."""
+"""Failure isolation: an error while serving ends its own requests only."""
 
 import json
 import re
@@ -170,7 +170,7 @@ def test_an_adapter_that_is_gone_costs_nothing_to_who_has_begun(backbone, tmp_pa
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_copy_into_a_slot_that_fails_costs_only_those_it_was_for(backbone, monkeypatch, rule) -> None:
-    """Members of a batch that run, have finished, or join: whoever needs that adapter leaves, the others go on."""
+    """Members that run, have finished, or join: only those of that adapter leave the batch."""
     engine = backbone.engine(rule, max_loras=2)
     wishes = [(2, 2), (2, 8), (1, 8)]
     states = [engine.add_request(Request(str(i), [i, 3], n, backbone.adapters[a])) for i, (a, n) in enumerate(wishes)]
@@ -193,7 +193,7 @@ def test_a_copy_into_a_slot_that_fails_costs_only_those_it_was_for(backbone, mon
 
 
 def test_a_damaged_reload_takes_no_running_request_along(backbone, tmp_path) -> None:
-    """What runs goes on with the weights that are registered; only the request that wanted new ones leaves."""
+    """Running requests keep the registered weights; only the request for new ones fails."""
     adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
     engine = backbone.engine()
     running = engine.add_request(Request("running", [1, 2], 6, adapter))

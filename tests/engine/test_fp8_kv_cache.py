@@ -15,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def logits_of(engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Of all steps of greedy requests, in the order of the rows."""
+    """Return the logits of all steps of greedy requests, in the order of the rows."""
     from punica.engine import runner
 
     found = []

@@ -166,7 +166,7 @@ def test_streams_in_turn_and_one_that_is_given_up(backbone) -> None:
 
 @pytest.mark.parametrize("bad_at", [1, 5, 6], ids=["first token", "while it grows", "last token"])
 def test_a_tokenizer_error_in_a_stream_fails_its_request_only(backbone, talker, monkeypatch, bad_at) -> None:
-    """A token that the tokenizer chokes on; no step looks at it, only who makes text of it."""
+    """A token that the tokenizer raises on, which only decoding reads."""
     prompts, new = [PROMPT, [9]], 6
     clean = talker.generate(prompts, None, new)
     poison, decode = clean[0].token_ids[bad_at - 1], talker.codec.decode

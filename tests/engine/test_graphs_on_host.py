@@ -1,4 +1,4 @@
-"""How an engine goes about its graphs: the device is a CPU, and a graph launches its step again at every replay."""
+"""Capture and replay of graphs by an engine on a CPU, where a replay launches the step again."""
 
 import gc
 import weakref

@@ -166,7 +166,7 @@ def test_engines_of_all_ranks_want_the_same_graphs_in_the_same_order(backbone, m
 
 
 def test_a_step_that_fails_on_one_rank_while_the_model_runs_is_the_last(backbone) -> None:
-    """What is agreed upon between steps breaks nothing: an adapter that one rank cannot read fails its request."""
+    """An adapter that one rank cannot read fails its request only: ranks agree on it between steps."""
 
     def body(rank: int) -> list:
         model = LlamaForCausalLM(backbone.folder)

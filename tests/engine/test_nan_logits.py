@@ -1,4 +1,4 @@
-"""Logits that hold NaN fail their own request, and nobody else sees anything of it."""
+"""Logits that hold NaN fail their own request only."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def ahead(request, monkeypatch) -> None:
 
 
 def finish(engine: Engine) -> dict[str, list[str]]:
-    """Until all have ended; who failed in which step's output, and blocks that nobody has given back."""
+    """Step until all have ended; return the failures in the outputs of steps, and check for leaks."""
     failed = {}
     while engine.has_unfinished():
         output = engine.step()

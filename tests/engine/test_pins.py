@@ -1,4 +1,4 @@
-"""Pinned adapters keep their slots while an engine serves: the others share what is left, and nobody waits unheard."""
+"""Pinned adapters keep their slots while an engine serves: the others share the rest, and a request without a slot fails."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, one of which runs out of memory: both say so, and go on as if nothing had been tried."""
+"""Two tensor-parallel ranks, one out of memory: both report it, without any change."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ CONFIG = EngineConfig(max_batch_size=4, max_model_len=64)
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str]:
-    """What both ranks must agree about."""
+    """Return the outcome that both ranks must share."""
     try:
         call()
     except Exception as error:

@@ -115,7 +115,7 @@ def test_of_equal_scores_the_lower_ids_are_kept() -> None:
 
 @pytest.mark.parametrize("vocab", [53, 1001, 32003])
 def test_a_row_does_not_depend_on_its_batch(vocab) -> None:
-    """Whatever stands beside it, wherever it stands."""
+    """Any neighbours, any place in the batch."""
     generator = torch.Generator().manual_seed(vocab)
     rows = torch.randn(len(SETTINGS) + 2, vocab, generator=generator) * 3
     states = [state(params, seed) for seed, params in enumerate([*SETTINGS.values(), SamplingParams(),

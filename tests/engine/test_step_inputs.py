@@ -1,4 +1,4 @@
-"""The buffers of a step: values of the layout, at addresses that no step changes."""
+"""Inputs of a step: values of the layout, at constant addresses."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Requests added one by one beside calls of `generate` and `stream`: whoever makes the steps, no result is lost."""
+"""Requests added one by one beside calls of `generate` and `stream`: no result is lost, in any caller's steps."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def ids(results) -> list[str]:
 
 
 def steps(engine: Engine, patience: int = 50) -> list[StepOutput]:
-    """What an owner's loop brings."""
+    """Run the loop of a caller that added requests; return its outputs."""
     outputs = []
     while engine.has_unfinished():
         outputs.append(engine.step())

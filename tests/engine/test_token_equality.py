@@ -1,4 +1,4 @@
-"""The heart of serving many adapters in one batch: nobody's tokens depend on who else is in it."""
+"""Batches of many adapters: a request's tokens do not depend on its batch."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_batch_of_one(backbone, mixed_wishes, expected, serve) -> None:
 
 @pytest.mark.parametrize("admission", ["fcfs", "single_adapter"])
 def test_preemption_and_readmission_change_no_token(backbone, admission) -> None:
-    """8 requests that grow from 1 to 8 blocks in a cache of 10: somebody must go, several times, and comes back."""
+    """8 requests that grow from 1 to 8 blocks in a cache of 10: several preemptions."""
     engine = backbone.engine(admission, block_size=4, num_blocks=10)
     adapter_ids = [1, 2, 3, 0, 1, 2, 3, 0] if admission == "fcfs" else [2] * 8
     requests = []

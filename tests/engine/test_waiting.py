@@ -1,4 +1,4 @@
-"""Nobody starves: more adapters than slots, a tenant that never pauses, pins; every wait is within the stated bound."""
+"""No starvation: more adapters than slots, a tenant that never pauses, pins; waits are within the stated bound."""
 
 import random
 

@@ -116,7 +116,7 @@ def begun(monkeypatch) -> list:
 
 
 def test_a_step_is_begun_before_the_host_has_read_the_one_before(backbone, begun, monkeypatch) -> None:
-    """One invocation for each step all the same, and no adapter is looked after in between."""
+    """One invocation per step, and no activation of adapters in between."""
     engine, calls = backbone.engine(max_batch_size=2), {"forward": 0, "activate": 0}
 
     def count(name: str, owner: object, attribute: str) -> None:

@@ -83,7 +83,7 @@ def test_quantised_when_registered(world, tmp_path, spelling, fp8):
 
 
 def as_fp8(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
-    """Turn the adapter's file into FP8; what it then stands for."""
+    """Convert the adapter's file to FP8; return its dequantised tensors."""
     file = folder / "adapter_model.safetensors"
     stored, real = {}, {}
     for name, w in load_file(file).items():
@@ -98,7 +98,7 @@ def as_fp8(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("scheme", ["channel", "tensor"])
 @pytest.mark.parametrize("spelling", ["per expert", "stacked"])
 def test_fp8_files(world, tmp_path, spelling, scheme, slots):
-    """They equal files with what their values stand for, in slots of 32 bits."""
+    """FP8 files equal files of their dequantised values, in slots of 32 bits."""
     layers = factors(world[0].config, rank=4, seed=5)
     folder = written(layers, world[0].config, tmp_path / "fp8", spelling)
     real = as_fp8(folder, scheme)

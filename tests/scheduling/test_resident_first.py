@@ -1,4 +1,4 @@
-"""The rule that prefers adapters in slots: who is next, and that nobody is overtaken more often than it allows."""
+"""The rule that prefers adapters in slots: the next request, and the limit of overtakes."""
 
 import random
 
