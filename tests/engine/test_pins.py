@@ -1,4 +1,4 @@
-"""Pinned adapters keep their slots while an engine serves: the others share the rest, and a request without a slot fails."""
+"""Pinned adapters keep their slots: other requests share the rest, and one without any slot fails."""
 
 import re
 

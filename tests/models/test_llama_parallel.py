@@ -1,4 +1,4 @@
-"""Llama and its relatives unchanged on 1, 2 and 4 ranks: logits are Hugging Face's, with any launcher of the processes."""
+"""Llama and its relatives unchanged on 1, 2 and 4 ranks: logits are Hugging Face's, with any launcher."""
 
 import json
 import os
