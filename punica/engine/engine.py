@@ -2,7 +2,7 @@
 
 Sections 5 and 6 of the paper.
 
-    step:  schedule -> activate adapters -> lay out -> stage, launch -> [prepare next step] -> read tokens, deliver
+    step:  schedule -> activate adapters -> layout -> stage, launch -> [prepare next step] -> read tokens, deliver
 
 Continuous batching: requests join and leave between steps, whatever their adapters. On a GPU scheduling overlaps
 execution: the next decode step is laid out, staged and, unless a request could join, launched while the tokens of the
@@ -137,7 +137,7 @@ class Engine(Generation):
         Args:
             adapters: adapters to size the engine for; others may be served later as far as they fit.
             dtype: of weights and cache; ``None``: the checkpoint's.
-            device: ``None``: the current GPU, or the CPU if there is none.
+            device: ``None``: the current GPU, else the CPU.
             max_model_len: most tokens of a request; ``None``: the least of the model's positions or sliding window,
                 8192, and what the cache holds.
             memory_fraction: fraction of the memory free after loading weights for slots and cache; less on a GPU if

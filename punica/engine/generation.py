@@ -146,7 +146,7 @@ class Generation(ABC):
         self._kept += [result for result in results if result.request_id not in self._own]
 
     def _with_kept(self, output: StepOutput) -> StepOutput:
-        """Return a step's output with the kept results in front."""
+        """Return a step's output, with the kept results first."""
         if not self._kept:
             return output
         kept, self._kept = self._kept, []

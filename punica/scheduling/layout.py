@@ -108,7 +108,7 @@ class StepLayout:
 
 
 def next_decode_step(layout: StepLayout, blocks: BlockManager) -> StepLayout | None:
-    """Lay out the decode step after ``layout``, before its tokens are known; reserves their blocks.
+    """Build the layout of the decode step after ``layout``, before its tokens are known; reserve their blocks.
 
     Each request computes one more token, whose id is 0 here. Idle members of a batch compute their last one again.
     ``None`` if ``layout`` has a prompt, an output ends with it by length, or blocks run out.
@@ -141,7 +141,7 @@ def lay_out(
     plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request",
     expected: StepLayout | None = None,
 ) -> StepLayout:  # fmt: skip
-    """Lay out the rows of ``plan``: prompts, then decode rows without adapter, then decode rows by ascending slot.
+    """Build the layout of ``plan``: prompts, then decode rows without adapter, then decode rows by ascending slot.
 
     ``slots``: ``weights_id`` to slot, for every request of the plan; ``None`` when no adapters are applied.
     ``expected``: the layout that :func:`next_decode_step` made of the step before. If ``plan`` is that step, its spans
