@@ -5,8 +5,8 @@ For a row with scores z, temperature t and a uniform number u in [0, 1):
     w_i = floor(2**40 exp((z_i - max z) / t)),  set to 0 outside of top-k, top-p, min-p;   token = first i with
     w_0 + ... + w_i > floor(u * sum w)
 
-Sums of integers do not depend on their order, and ``u`` is a function of the request's seed and its number of
-generated tokens (Philox, a counter-based generator). So a row's token depends on its logits, parameters and seed alone:
+Sums of integers do not depend on their order. ``u`` is a function of the request's seed and its number of generated
+tokens (Philox, a counter-based generator). So a row's token depends on its logits, parameters and seed alone:
 not on its batch, preemption or tensor-parallel rank. Tokens less probable than 2**-40 of the most probable one are
 never drawn.
 
