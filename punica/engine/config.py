@@ -113,8 +113,8 @@ def check_types(model: object, lora_config: object, engine_config: object) -> No
 def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
     """Check the config against model and adapters: ValueError.
 
-    Refused are more positions than the model has, adapters both served and ignored, adapters, blocks or ranks that
-    prevent batch invariance, and a model without weights.
+    Refused: more positions than the model has; adapters both served and ignored; adapters, blocks or ranks that
+    prevent batch invariance; a model without weights.
     """
     limit, positions = model.max_context, model.config.max_position_embeddings
     if config.max_model_len > limit:

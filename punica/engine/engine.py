@@ -5,8 +5,8 @@ Sections 5 and 6 of the paper.
     step:  schedule -> activate adapters -> layout -> stage, launch -> [prepare next step] -> read tokens, deliver
 
 Continuous batching: requests join and leave between steps, whatever their adapters. On a GPU scheduling overlaps
-execution: the next decode step is laid out, staged and, unless a request could join, launched while the tokens of the
-current one are still on the device. A request that arrives after such a launch joins one step later.
+execution (`overlap.py`): the next decode step is staged while the tokens of the current one are still on the device. It
+is launched, too, unless a request could join it. A request that arrives after the launch joins one step later.
 """
 
 import time

@@ -14,8 +14,8 @@ def load_model(
 ) -> LlamaForCausalLM:
     """Build the model of ``config.json`` in ``folder``, and load its weights.
 
-    ``dtype``: of the weights; ``None`` takes the config's. Raises FileNotFoundError (no folder, no config, no weights)
-    and ValueError (a family that is not served, a config or weights that are damaged or do not fit).
+    ``dtype``: of the weights; ``None`` takes the config's. Raises FileNotFoundError (no folder, config or weights),
+    ValueError (an unsupported family; a damaged or wrong config; damaged weights).
     """
     model_class = MixtureOfExpertsForCausalLM if model_type_of(folder) in EXPERTS else LlamaForCausalLM
     model = model_class(folder, dtype, device)

@@ -1,6 +1,6 @@
 """Angles of the rotary position embedding (RoPE); :mod:`punica.ops.backbone` rotates queries and keys by them.
 
-For a head of size D, pair i (0 <= i < D/2) of a vector at position m is rotated by the angle ``m * f_i``:
+In a head of size D at position m, pair i (0 <= i < D/2) is rotated by the angle ``m * f_i``:
 
     out_i       = x_i       * cos(m f_i) - x_{i+D/2} * sin(m f_i)
     out_{i+D/2} = x_{i+D/2} * cos(m f_i) + x_i       * sin(m f_i),        f_i = theta ** (-2 i / D)
