@@ -168,11 +168,12 @@ def test_what_did_not_come_true_is_laid_out_anew(plan, blocks, change) -> None:
 
 def test_no_step_is_foreseen_behind_a_prompt_the_end_of_an_output_or_a_full_cache(plan, blocks) -> None:
     assert next_decode_step(lay_out(plan, blocks, SLOTS), blocks) is None
-    layout = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS)
-    full = BlockManager(4, 4)
+    decodes = StepPlan((), plan.decodes, (), ())
+    full = BlockManager(4, 5)
     for request in plan.decodes:
-        assert full.reserve(request.request_id, 4)
-    assert next_decode_step(layout, full) is None  # b needs a second block for its sixth token
+        assert full.reserve(request.request_id, 5)
+    assert next_decode_step(lay_out(decodes, full, SLOTS), full) is None  # b needs a second block for its sixth token
+    layout = lay_out(decodes, blocks, SLOTS)
     for token in range(8 - plan.decodes[3].num_generated):
         plan.decodes[3].append(token)
     assert next_decode_step(layout, blocks) is None  # its ninth token is the last
