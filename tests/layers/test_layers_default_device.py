@@ -94,6 +94,6 @@ def test_a_layer_under_default_device_cuda(name: str, sharded: bool, device: str
 
 
 def test_the_probe_of_the_dense_product() -> None:
-    known = matmul._onednn_linear.__wrapped__()
+    known = matmul.onednn_linear.__wrapped__()
     with torch.device("meta"):
-        assert matmul._onednn_linear.__wrapped__() is known
+        assert matmul.onednn_linear.__wrapped__() is known
