@@ -213,7 +213,7 @@ class TorchExpertOps:
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
         """Apply the contract's rule."""
-        return weights.outnumber(pairs)
+        return weights.prefers_naive(pairs)
 
     def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
         """Return 16."""
