@@ -169,9 +169,6 @@ class ExpertOps(Protocol):
 
     smallest_block: int
 
-    def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
-        """`punica.ops.quant.quantize_per_token` without its check of values."""
-
     def align(
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
         expert_map: Tensor | None,

@@ -25,7 +25,6 @@ from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, tuned_config
 from punica.ops.triton_ops.op import custom_op, is_traced, named
-from punica.ops.triton_ops.quantize_rows import quantized_rows
 
 _PLANS: dict[tuple, MoEPlan | None] = {}
 
@@ -34,7 +33,6 @@ class TritonExpertOps:
     """Alignment and fused op on a GPU (`punica.ops.experts.ExpertOps`)."""
 
     smallest_block = 16
-    quantize = staticmethod(quantized_rows)
     align = staticmethod(align_all)
 
     def __init__(self, options: Options) -> None:
