@@ -47,8 +47,8 @@ def parser() -> ArgumentParser:
     made.add_argument("--max-queue", type=int, default=1024, metavar="N", help="waiting generations, then 429")
     made.add_argument("--max-body", type=int, default=1 << 20, metavar="N", help="bytes of a request's body, then 413")
     for name, meaning in (
-        ("max-loras", "adapter slots"), ("max-lora-rank", "largest rank"), ("max-model-len", "tokens of one request"),
-        ("max-batch-size", "requests of one step"),
+        ("max-loras", "adapter slots"), ("max-cpu-loras", "adapters in host memory"), ("max-lora-rank", "largest rank"),
+        ("max-model-len", "tokens of one request"), ("max-batch-size", "requests of one step"),
     ):  # fmt: skip
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
@@ -73,7 +73,7 @@ def engine_of(options: Namespace, settings: Settings) -> Engine:
     """Load the engine, with slots for adapters that are given or may be loaded later."""
     sizes: dict[str, Any] = {
         name: value
-        for name in ("max_model_len", "max_batch_size", "max_loras", "max_lora_rank", "dtype")
+        for name in ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
         if (value := getattr(options, name)) is not None
     }
     if settings.roots and not settings.adapters:

@@ -98,6 +98,7 @@ class EngineThread:
         self._unfinished: dict[str, _Unfinished] = {}
         self._retired: set[int] = set()  # adapter ids to be removed once no request uses them
         self._step_errors = 0  # in a row
+        self._is_failing = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="punica-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,7 +119,7 @@ class EngineThread:
     @property
     def is_healthy(self) -> bool:
         """True while the thread runs and its last step did not raise."""
-        return self._thread.is_alive() and not self._is_stopping and not self._step_errors
+        return self._thread.is_alive() and not self._is_stopping and not self._is_failing
 
     async def call(self, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the thread, between two steps; its result. ApiError 503 if the thread has ended."""
@@ -183,11 +184,13 @@ class EngineThread:
             output = self.engine.step()
         except Exception as error:
             _log.exception("a step failed")
+            self._is_failing = True
             self._step_errors += 1
             if self._step_errors == _MOST_STEP_ERRORS:
+                self._step_errors = 0
                 self._give_up(f"the engine failed: {type(error).__name__}: {error}")
             return
-        self._step_errors = 0
+        self._step_errors, self._is_failing = 0, False
         self._deliver(output)
 
     def _deliver(self, output: StepOutput) -> None:

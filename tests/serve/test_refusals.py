@@ -87,6 +87,12 @@ def test_broken_bodies(client: Any, content: bytes) -> None:
     refusal(response, 404 if b'"model": "\\ud800"' in content else 400)
 
 
+def test_names_of_adapters_are_text(client: Any) -> None:
+    content = b'{"lora_name": "\\udc00", "lora_path": "x"}'
+    error = refusal(client.post("/v1/load_lora_adapter", content=content, headers=JSON))
+    assert error["param"] == "lora_name"
+
+
 def test_a_body_beyond_the_limit_is_not_read(client: Any) -> None:
     body = b" " * ((1 << 20) + 1)
     assert "1048576" in refusal(client.post("/v1/completions", content=body, headers=JSON), 413)["message"]

@@ -1,0 +1,99 @@
+"""The `openai` client against a real server: many concurrent streams over many adapters, and clients that leave."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+openai = pytest.importorskip("openai", reason="needs the openai package (extra dev)")
+
+from tests.serve.world import make_world, served, state_of, wait_until
+
+ADAPTERS, STREAMS = 16, 208
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """World of words, its engine with fewer slots than adapters, and the address of a server."""
+    world = make_world(tmp_path_factory.mktemp("clients"), ADAPTERS, words=True)
+    engine, app = world.app(ADAPTERS, {"max_batch_size": 16, "max_loras": 9})
+    with served(app) as url:
+        yield world, engine, f"{url}/v1"
+
+
+@pytest.fixture(scope="module")
+def expected(running: Any) -> dict[tuple[str, int], str]:
+    """Text of every model for four prompts, each served alone by another engine."""
+    world = running[0]
+    alone = world.engine(ADAPTERS, max_batch_size=1)
+    found: dict[tuple[str, int], str] = {}
+    for adapter in [None, *world.adapters]:
+        for number in range(4):
+            (result,) = alone.generate([prompt(number)], adapter, 24)
+            found["tiny" if adapter is None else adapter.lora_name, number] = result.text
+    assert len(set(found.values())) > len(found) // 2  # adapters differ
+    return found
+
+
+def prompt(number: int) -> str:
+    return " ".join(f"w{word}" for word in range(number, 4 * number + 3))
+
+
+def test_sync_client(running: Any, expected: dict[tuple[str, int], str]) -> None:
+    client = openai.OpenAI(base_url=running[2], api_key="any", max_retries=0)
+    assert {model.id for model in client.models.list()} == {"tiny", *(f"tenant-{n}" for n in range(ADAPTERS))}
+    answer = client.completions.create(model="tenant-3", prompt=prompt(1), max_tokens=24)
+    assert answer.choices[0].text == expected["tenant-3", 1]
+    messages = [{"role": "user", "content": "w1"}]
+    options: Any = {"model": "tenant-4", "messages": messages, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+    chat = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content for chunk in chunks[:-1])
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage == chat.usage
+    assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [2] * 9
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="w1")
+    with pytest.raises(openai.BadRequestError, match="presence_penalty") as caught:
+        client.completions.create(model="tiny", prompt="w1", presence_penalty=1)
+    assert caught.value.param == "presence_penalty"
+
+
+def test_streams_of_many_adapters_are_those_of_each_alone_while_others_leave(
+    running: Any, expected: dict[tuple[str, int], str]
+) -> None:
+    _, engine, url = running
+    before, generator = state_of(engine), random.Random(5)
+    names = ["tiny", *(f"tenant-{number}" for number in range(ADAPTERS))]
+    plans = [
+        (names[number % len(names)], number % 4, generator.randrange(10) if generator.random() < 0.3 else None)
+        for number in range(STREAMS)
+    ]
+
+    async def one(client: Any, name: str, number: int, leaves_after: int | None) -> str | None:
+        stream = await client.completions.create(model=name, prompt=prompt(number), max_tokens=24, stream=True)
+        text, seen = "", 0
+        async for chunk in stream:
+            if leaves_after is not None and seen >= leaves_after:
+                await stream.close()
+                return None
+            text, seen = text + chunk.choices[0].text, seen + 1
+        return text
+
+    async def all_of_them() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=600) as client:
+            return await asyncio.gather(*(one(client, *plan) for plan in plans))
+
+    texts = asyncio.run(all_of_them())
+    stayed = [(plan, text) for plan, text in zip(plans, texts, strict=True) if plan[2] is None]
+    assert len(stayed) >= 0.6 * STREAMS
+    for (name, number, _), text in stayed:
+        assert text == expected[name, number], (name, number)
+    wait_until(lambda: not engine.has_unfinished())
+    after = state_of(engine)
+    adapters, at_most = after.pop("adapters"), before.pop("adapters")
+    assert adapters <= at_most
+    assert after == before
