@@ -16,6 +16,8 @@ from punica.serve.folders import allowed_roots
 
 GRACE_S = 30
 """Time in which running answers may end at a shut-down."""
+KEEP_ALIVE_S = 75
+"""Time until an idle connection is closed; longer than clients keep theirs, which else meet a closed one."""
 _EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve CHECKPOINT @arguments.txt (for keys)."
 
 
@@ -89,4 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app = make_app(engine_of(options, settings), settings)
     except (OSError, TypeError, ValueError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
-    uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=GRACE_S)
+    uvicorn.run(
+        app, host=options.host, port=options.port, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S
+    )

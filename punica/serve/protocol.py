@@ -25,9 +25,10 @@ class LoadAdapter(Body):
 
 
 class UnloadAdapter(Body):
-    """Body of ``/v1/unload_lora_adapter``."""
+    """Body of ``/v1/unload_lora_adapter``; vLLM's ``lora_int_id`` must be null, ids are the server's own."""
 
     lora_name: Name
+    lora_int_id: None = None
 
 
 class StreamOptions(Body):

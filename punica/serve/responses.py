@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import for_choice, params_of, room_for
 from punica.serve.text import ChoiceText, TokenStrings
 
+SEND_TIMEOUT_S = 60.0
+"""Longest wait for a client that does not read its stream; then it counts as gone."""
 _ENGINE_NAMES = {"stop_token_ids": "stop_token_ids", "prompt": "prompt"}
 
 
@@ -132,14 +134,19 @@ class GenerationResponse(Response):
         return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
 
     async def _stream(self, call: Call, send: Send) -> None:
+        async def put(chunk: bytes, more_body: bool = True) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
+
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            async for chunk in self._chunks(call):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except ApiError as error:  # the status is sent already
-            await send({"type": "http.response.body", "body": _event(error.body), "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        with suppress(TimeoutError):
+            try:
+                async for chunk in self._chunks(call):
+                    await put(chunk)
+            except ApiError as error:  # the status is sent already
+                await put(_event(error.body))
+            await put(b"data: [DONE]\n\n", more_body=False)
 
     async def _chunks(self, call: Call) -> AsyncIterator[bytes]:
         """Yield server-sent events, those of one step together."""

@@ -58,8 +58,8 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (["--adapter", "tiny=x"], "name two models"), (["--adapter", "a=x", "--adapter", "a=y"], "name two models"),
-        (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue"), (["--max-body=0"], "--max-body"),
-        (["--adapter", "a=/nowhere"], "nowhere"),
+        (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue"),
+        (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "nowhere"),
     ],
     ids=range(6),
 )  # fmt: skip

@@ -1,23 +1,32 @@
 """The `openai` client against a real server: many concurrent streams over many adapters, and clients that leave."""
 
 import asyncio
+import json
 import random
+import resource
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
-openai = pytest.importorskip("openai", reason="needs the openai package (extra dev)")
+pytest.importorskip("openai", reason="needs the openai package (extra dev)")
+
+import openai
 
 from tests.serve.world import make_world, served, state_of, wait_until
 
-ADAPTERS, STREAMS = 16, 208
+ADAPTERS, STREAMS = 64, 1000
+NEW = 12  # tokens
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """World of words, its engine with fewer slots than adapters, and the address of a server."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two sockets for each stream
     world = make_world(tmp_path_factory.mktemp("clients"), ADAPTERS, words=True)
     engine, app = world.app(ADAPTERS, {"max_batch_size": 16, "max_loras": 9})
     with served(app) as url:
@@ -26,13 +35,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(running: Any) -> dict[tuple[str, int], str]:
-    """Text of every model for four prompts, each served alone by another engine."""
+    """Text of every model for four prompts, each model served alone by another engine."""
     world = running[0]
-    alone = world.engine(ADAPTERS, max_batch_size=1)
+    alone = world.engine(ADAPTERS)
     found: dict[tuple[str, int], str] = {}
     for adapter in [None, *world.adapters]:
-        for number in range(4):
-            (result,) = alone.generate([prompt(number)], adapter, 24)
+        for number, result in enumerate(alone.generate([prompt(number) for number in range(4)], adapter, NEW)):
             found["tiny" if adapter is None else adapter.lora_name, number] = result.text
     assert len(set(found.values())) > len(found) // 2  # adapters differ
     return found
@@ -45,7 +53,7 @@ def prompt(number: int) -> str:
 def test_sync_client(running: Any, expected: dict[tuple[str, int], str]) -> None:
     client = openai.OpenAI(base_url=running[2], api_key="any", max_retries=0)
     assert {model.id for model in client.models.list()} == {"tiny", *(f"tenant-{n}" for n in range(ADAPTERS))}
-    answer = client.completions.create(model="tenant-3", prompt=prompt(1), max_tokens=24)
+    answer = client.completions.create(model="tenant-3", prompt=prompt(1), max_tokens=NEW)
     assert answer.choices[0].text == expected["tenant-3", 1]
     messages = [{"role": "user", "content": "w1"}]
     options: Any = {"model": "tenant-4", "messages": messages, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
@@ -62,6 +70,16 @@ def test_sync_client(running: Any, expected: dict[tuple[str, int], str]) -> None
     assert caught.value.param == "presence_penalty"
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl(running: Any, expected: dict[tuple[str, int], str]) -> None:
+    body = json.dumps({"model": "tenant-1", "prompt": prompt(2), "max_tokens": NEW, "stream": True})
+    command = ["curl", "-sN", f"{running[2]}/completions", "-H", "Content-Type: application/json", "-d", body]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    *lines, last = [line.removeprefix("data: ") for line in output.split("\n\n") if line]
+    assert last == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected["tenant-1", 2]
+
+
 def test_streams_of_many_adapters_are_those_of_each_alone_while_others_leave(
     running: Any, expected: dict[tuple[str, int], str]
 ) -> None:
@@ -69,12 +87,12 @@ def test_streams_of_many_adapters_are_those_of_each_alone_while_others_leave(
     before, generator = state_of(engine), random.Random(5)
     names = ["tiny", *(f"tenant-{number}" for number in range(ADAPTERS))]
     plans = [
-        (names[number % len(names)], number % 4, generator.randrange(10) if generator.random() < 0.3 else None)
+        (names[number % len(names)], number % 4, generator.randrange(NEW // 2) if generator.random() < 0.3 else None)
         for number in range(STREAMS)
     ]
 
     async def one(client: Any, name: str, number: int, leaves_after: int | None) -> str | None:
-        stream = await client.completions.create(model=name, prompt=prompt(number), max_tokens=24, stream=True)
+        stream = await client.completions.create(model=name, prompt=prompt(number), max_tokens=NEW, stream=True)
         text, seen = "", 0
         async for chunk in stream:
             if leaves_after is not None and seen >= leaves_after:

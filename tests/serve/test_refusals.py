@@ -100,8 +100,8 @@ def test_a_body_beyond_the_limit_is_not_read(client: Any) -> None:
     refusal(client.post("/v1/chat/completions", content=pieces, headers=JSON), 413)
 
 
-VALUES = [None, True, 0, -1, 1, 3, 1e308, 0.5, "", "a", "\x00", "☃" * 50, [], [1], ["a"], [[1, 2]], [None], {}, {"a": 1},
-          [{"role": "user", "content": "a"}], 1 << 70, "tenant-0", "tiny"]  # fmt: skip
+VALUES = [None, True, 0, -1, 1, 3, 1e308, 0.5, "", "a", "\x00", "☃" * 50, [], [1], ["a"], [[1, 2]], [None], {},
+          {"a": 1}, [{"role": "user", "content": "a"}], 1 << 70, "tenant-0", "tiny"]  # fmt: skip
 NAMES = ["model", "prompt", "messages", "max_tokens", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p",
          "logprobs", "top_logprobs", "stream", "stream_options", "user", "stop_token_ids", "ignore_eos", "tools",
          "lora_name", "lora_path", "load_inplace", "repetition_penalty", "max_completion_tokens"]  # fmt: skip
