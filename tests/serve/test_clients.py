@@ -2,10 +2,17 @@
 
 import asyncio
 import json
+import os
 import random
+import re
 import resource
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +20,12 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 pytest.importorskip("openai", reason="needs the openai package (extra dev)")
 
+import httpx2
 import openai
 
 from tests.serve.world import make_world, served, state_of, wait_until
 
+ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS, STREAMS = 64, 1000
 NEW = 12  # tokens
 pytestmark = pytest.mark.slow
@@ -68,6 +77,39 @@ def test_sync_client(running: Any, expected: dict[tuple[str, int], str]) -> None
     with pytest.raises(openai.BadRequestError, match="presence_penalty") as caught:
         client.completions.create(model="tiny", prompt="w1", presence_penalty=1)
     assert caught.value.param == "presence_penalty"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    world = make_world(tmp_path, 2)
+    (tmp_path / "tiny").rename(tmp_path / "checkpoint")
+    for adapter, name in zip(world.adapters, ("sql", "poet"), strict=True):
+        Path(adapter.absolute_path).rename(tmp_path / "adapters" / name)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (serve,) = re.findall(r"^\$ python (-m punica\.serve checkpoint --adapter .*)$", readme, flags=re.MULTILINE)
+    (curl,) = re.findall(r"^\$ (curl localhost.*)$", readme, flags=re.MULTILINE)
+    command = [sys.executable, *shlex.split(serve), "--port", port]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as server:
+        try:
+            wait_until(lambda: health_of(port) == 200)
+            request = shlex.split(curl.replace("localhost:8000", f"127.0.0.1:{port}"))
+            answer = json.loads(subprocess.run(request, capture_output=True, check=True, timeout=60).stdout)
+            assert answer["model"] == "sql"
+            assert answer["usage"]["completion_tokens"] == 16
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(60) in (0, -signal.SIGINT, 130)
+
+
+def health_of(port: str) -> int | None:
+    """Status of ``/health``, ``None`` while there is no server."""
+    try:
+        return httpx2.get(f"http://127.0.0.1:{port}/health").status_code
+    except httpx2.TransportError:
+        return None
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
