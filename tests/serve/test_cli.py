@@ -30,7 +30,8 @@ def test_without_the_extra_it_says_how_to_install_it() -> None:
 
 
 def test_arguments_become_settings_and_an_engine(world: Any, tmp_path: Path) -> None:
-    cli = pytest.importorskip("punica.serve.cli", reason="needs the extra serve", exc_type=ImportError)
+    from punica.serve import cli
+
     keys = tmp_path / "keys.txt"
     keys.write_text("--api-key=a=b\n--adapter-key=sql=c\n")
     folder = world.adapters[5 % len(world.adapters)].absolute_path
@@ -49,7 +50,8 @@ def test_arguments_become_settings_and_an_engine(world: Any, tmp_path: Path) -> 
 
 
 def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> None:
-    cli = pytest.importorskip("punica.serve.cli", reason="needs the extra serve", exc_type=ImportError)
+    from punica.serve import cli
+
     options = cli.parser().parse_args([str(world.checkpoint), "--allow-folder", str(tmp_path), "--max-batch-size=2"])
     assert cli.engine_of(options, cli.settings_of(options)).manager is not None
 
@@ -64,13 +66,15 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
     ids=range(6),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(world: Any, arguments: list[str], message: str) -> None:
-    cli = pytest.importorskip("punica.serve.cli", reason="needs the extra serve", exc_type=ImportError)
+    from punica.serve import cli
+
     with pytest.raises(SystemExit, match=message):
         cli.main([str(world.checkpoint), *arguments])
 
 
 def test_a_pair_needs_both_parts(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    cli = pytest.importorskip("punica.serve.cli", reason="needs the extra serve", exc_type=ImportError)
+    from punica.serve import cli
+
     for argument in ("sql", "sql=", "=x"):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(["x", "--adapter", argument])
