@@ -96,7 +96,7 @@ class EngineThread:
         self.engine, self.metrics = engine, metrics
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[str, _Unfinished] = {}
-        self._retired: set[int] = set()  # adapter ids to be removed once no request uses them
+        self._retired: set[int] = set()  # ids of adapters that are removed whenever no request uses them
         self._step_errors = 0  # in a row
         self._is_failing = False
         self._is_stopping = False
@@ -152,7 +152,7 @@ class EngineThread:
 
         def retire() -> None:
             self._retired.add(adapter_id)
-            self._remove_retired()
+            self._remove_retired({adapter_id})
 
         await self.call(retire)
 
@@ -197,6 +197,7 @@ class EngineThread:
         """Hand new tokens and results to the event loop, all of a step at once."""
         results = {result.request_id: result for result in (*output.finished, *output.failed)}
         pieces: list[tuple[Call, Piece]] = []
+        left: set[int] = set()
         for request_id in {**output.tokens, **results}:
             request, result = self._unfinished.get(request_id), results.get(request_id)
             if request is None or (result is None and not request.call.streams):
@@ -204,9 +205,10 @@ class EngineThread:
             pieces.append((request.call, request.piece(result)))
             if result is not None:
                 del self._unfinished[request_id]
+                left.add(request.state.adapter_id)
                 self.metrics.note_result(result)
         self.metrics.note_step(output.statistics, len(self._unfinished))
-        self._remove_retired()
+        self._remove_retired(left)
         self._send(pieces)
 
     def _send(self, pieces: Sequence[tuple[Call, Piece]]) -> None:
@@ -235,10 +237,12 @@ class EngineThread:
     def _take_out(self, request_ids: Iterable[str]) -> None:
         """Abort those of the requests that have not ended."""
         for request_id in request_ids:
-            if self._unfinished.pop(request_id, None) is not None:
+            request = self._unfinished.pop(request_id, None)
+            if request is not None:
                 self.metrics.note_result(self.engine.abort_request(request_id))
-        self.metrics.note_load(0, len(self._unfinished))
-        self._remove_retired()
+                self._remove_retired({request.state.adapter_id})
+        if not self._unfinished:
+            self.metrics.note_idle()
 
     def _give_up(self, error: str) -> None:
         """Abort every request; their calls get the error."""
@@ -250,13 +254,12 @@ class EngineThread:
                 _log.exception("a request could not be taken out")
         self._send([(request.call, Piece(request.index, [], 0, [], error=error)) for _, request in unfinished])
 
-    def _remove_retired(self) -> None:
-        if not self._retired or self.engine.manager is None:
-            return
-        in_use = {request.state.adapter_id for request in self._unfinished.values()}
-        for adapter_id in self._retired - in_use:
-            self.engine.manager.remove_adapter(adapter_id)
-        self._retired &= in_use
+    def _remove_retired(self, adapter_ids: set[int]) -> None:
+        """Remove those of the adapters that are retired and that no request uses."""
+        leaving = adapter_ids & self._retired
+        if leaving and self.engine.manager is not None:
+            for adapter_id in leaving - {request.state.adapter_id for request in self._unfinished.values()}:
+                self.engine.manager.remove_adapter(adapter_id)
 
 
 def _nothing() -> None:

@@ -35,12 +35,14 @@ class Metrics:
         """Count one step, after which ``num_unfinished`` requests are left."""
         self._steps.inc(statistics.batch_size > 0)
         self._preempted.inc(statistics.num_preempted)
-        self.note_load(min(statistics.batch_size, num_unfinished), num_unfinished)
-
-    def note_load(self, num_running: int, num_unfinished: int) -> None:
-        """Set the gauges."""
+        num_running = min(statistics.batch_size, num_unfinished)
         self._running.set(num_running)
         self._waiting.set(num_unfinished - num_running)
+
+    def note_idle(self) -> None:
+        """Clear the gauges: the last request has left without a step."""
+        self._running.set(0)
+        self._waiting.set(0)
 
     def note_result(self, result: GenerationResult) -> None:
         """Count one generation that ended."""

@@ -104,8 +104,9 @@ class GenerationResponse(Response):
             async with self._generator.running(call):
                 if body.stream:
                     await self._stream(call, send)
-                else:
-                    await JSONResponse(await self._collect(call))(scope, receive, send)
+                    return
+                answer = await self._collect(call)
+        await JSONResponse(answer)(scope, receive, send)  # a client that reads slowly takes no room
 
     def _requests(self, prompts: list[list[int]]) -> list[Request]:
         """Build the engine's requests: ``n`` for each prompt, in the order of the choices."""

@@ -1,5 +1,6 @@
 """Adapters that are loaded, replaced and unloaded while the server runs."""
 
+import asyncio
 import shutil
 import threading
 from pathlib import Path
@@ -12,6 +13,9 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 from fastapi.testclient import TestClient
 
 from punica.adapters import LoRARequest
+from punica.engine import Request
+from punica.serve.engine_thread import Call, EngineThread
+from punica.serve.metrics import Metrics
 from tests.serve.world import state_of, wait_until
 
 
@@ -135,3 +139,21 @@ def test_a_server_without_slots_says_how_to_get_them(world: Any, home: Path) -> 
     engine = Engine.from_pretrained(world.checkpoint, device="cpu", max_model_len=64)
     with TestClient(make_app(engine, Settings("tiny", roots=[home.resolve()]))) as client:
         assert "--max-loras" in load(client, "x", home / "copy-2").json()["error"]["message"]
+
+
+def test_a_request_that_comes_after_its_adapter_was_retired_leaves_nothing(world: Any) -> None:
+    engine = world.engine(2)
+
+    async def scenario() -> None:
+        thread = EngineThread(engine, Metrics())
+        thread.start()
+        await thread.retire(1)
+        assert set(engine.manager.list_adapters()) == {2}
+        call = Call([Request("late", [1], 3, world.adapters[0])], streams=False)
+        await thread.submit(call)
+        async for _ in call.batches():
+            pass
+        await thread.stop()
+
+    asyncio.run(scenario())
+    assert set(engine.manager.list_adapters()) == {2}
