@@ -22,7 +22,7 @@ from punica.serve.errors import ApiError, refused
 from punica.serve.forms import ChatForm, CompletionForm, usage
 from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import for_choice, params_of, room_for
-from punica.serve.text import ChoiceText, TokenStrings
+from punica.serve.text import ChoiceText, TokenStrings, whole_text
 
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
@@ -130,7 +130,7 @@ class GenerationResponse(Response):
             for piece in pieces:
                 reason = _reason(piece)
                 num_generated += len(piece.token_ids)
-                text = "" if piece.result is None else piece.result.text or ""
+                text = whole_text(self._generator.codec, _stops(call.requests[piece.index]), piece)
                 choices[piece.index] = self._form.choice(piece.index, text, self._logprobs(piece, 0), reason)
         return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
 

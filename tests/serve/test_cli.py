@@ -22,7 +22,7 @@ runpy.run_module("punica.serve", run_name="__main__")
 
 
 def test_without_the_extra_it_says_how_to_install_it() -> None:
-    command = [sys.executable, "-c", WITHOUT.format("prometheus_client")]
+    command = [sys.executable, "-c", WITHOUT.format("uvicorn")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith("punica.serve needs ")
