@@ -18,13 +18,13 @@ can do with those that are loaded, `wrap.py` is its model side (which layers can
 `synthetic.py` makes random adapters and zero ones.
 """
 
-from punica.adapters.hold import LRUCache
+from punica.adapters.cache import LoadedAdapter, LRUCache
 from punica.adapters.lora_model import LoRAModel
 from punica.adapters.manager import LoRAModelManager
 from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.read import parse_fine_tuned_lora_name
 from punica.adapters.request import LoRARequest, resolve_adapter_path
 from punica.adapters.synthetic import random_adapter, random_adapter_tensors, write_random_adapter
-from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights, StackedLoRALayerWeights
+from punica.adapters.weights import LoRALayerWeights, ModuleWeights, PackedLoRALayerWeights
 from punica.adapters.wrap import MoEEPSpec, is_in_target_modules
 from punica.adapters.write import CopyHandle, LayerSlotWriter, SlotWriter

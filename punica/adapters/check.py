@@ -14,8 +14,7 @@ from torch import Tensor
 
 from punica.adapters.wrap import adapter_component
 from punica.checks import clip
-from punica.layers import BaseLayerWithLoRA
-from punica.layers.base import LoRAInput
+from punica.layers.packing import Slices
 from punica.layers.utils import ADAPTER_DTYPES
 from punica.ops.checks import check_dtype
 from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
@@ -104,6 +103,16 @@ def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: 
         raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
 
 
+def check_experts(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
+    """Check A `[E*rank, in]` and B `[out, E*rank]` of all experts of a layer. Raises as :func:`check_pair`."""
+    check_pair(module, a, b, a.shape[0] if a.ndim else 0)
+    if a.shape[0] % rank:
+        raise ValueError(
+            f"module {module!r}: {a.shape[0]} rows of A are no multiple of the rank {rank}, which the adapter's config "
+            "says every expert has"
+        )
+
+
 def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """FP8 tensors together with their scales, which checkpoints keep beside them: ``<name>`` ``[N, K]`` float8 and
     ``<name>_scale``, one factor per tensor (one element) or per row (``[N]`` or ``[N, 1]``).
@@ -156,26 +165,10 @@ def check_finite(module: str, is_a: bool, placed: Tensor | Fp8Matrix, read: Tens
     raise ValueError(f"module {module!r}: {'A' if is_a else 'B'} contains NaN or inf{after}")
 
 
-def check_fits(adapter_id: int, name: str, lora_a: LoRAInput, lora_b: LoRAInput, layer: BaseLayerWithLoRA) -> None:
-    """All that the layer's `set_lora` would object to, so that activation cannot fail half-way; and overflow of B.
-
-    Raises TypeError or ValueError with the adapter's id and the module in front.
-    """
-    try:
-        _, slices_b = layer.check_lora(_with_data(lora_a), _with_data(lora_b))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"adapter {adapter_id}, module {name!r}: {error}") from error
-    if not all(b is None or _all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for b in slices_b):
+def check_scaled(adapter_id: int, name: str, slices: Slices) -> None:
+    """ValueError if the scaling made a B overflow."""
+    if not all(b is None or _all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for _, b in slices):
         raise ValueError(f"adapter {adapter_id}, module {name!r}: B contains NaN or inf after scaling")
-
-
-def _with_data(lora: LoRAInput) -> Any:
-    """For a meta tensor zeros of its shape, which take no memory: layers accept no weights without data."""
-    if isinstance(lora, (list, tuple)):
-        return [_with_data(of_slice) for of_slice in lora]
-    if isinstance(lora, Tensor) and lora.is_meta:
-        return torch.zeros((), dtype=lora.dtype, device="cpu").expand(lora.shape)
-    return lora
 
 
 def _all_finite(tensor: Tensor) -> bool:

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from punica.adapters import wrap
+from punica.adapters.cache import AdapterCache
 from punica.adapters.load import AdapterLoader
 from punica.adapters.lora_model import LoRAModel
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.registered import RegisteredAdapters
 from punica.adapters.request import LoRARequest, check_same_source, distinct_requests
 from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.write import make_slot_writer
@@ -32,7 +32,7 @@ from punica.parallel import all_ranks_agree, check_free_for_all
 from punica.wrapper import get_punica_wrapper
 
 
-class LoRAModelManager(RegisteredAdapters):
+class LoRAModelManager(AdapterCache):
     """Adapters of one model: loads, activates and evicts them, and tells the kernels who uses what.
 
     Building it wraps the model's layers in place. One thread uses a manager. On CUDA slots are written asynchronously:
@@ -132,14 +132,14 @@ class LoRAModelManager(RegisteredAdapters):
             return True
         if not isinstance(adapter, LoRAModel):
             raise TypeError(f"adapter must be a LoRAModel or a LoRARequest, got {type(adapter).__name__}")
-        if adapter.id in self._held:
-            self._held.touch(adapter.id)
+        if (loaded := self.loaded(adapter.id)) is not None:
+            self._use(loaded)
             return False
         with all_ranks_agree():
             packed = self._packer.pack(adapter)
-            self._held.check_place(packed.id)
+            self._check_place(packed.id)
             staged = self._writer.stage(packed)
-        self._held.enter([staged], {})
+        self._enter([staged], {})
         return True
 
     def read_adapter(self, request: LoRARequest) -> LoRAModel:
@@ -155,8 +155,8 @@ class LoRAModelManager(RegisteredAdapters):
 
         RuntimeError: all that could make room are pinned; nothing has changed.
         """
-        self._held.check_slots([request.lora_int_id])
-        self._held.enter([read], {request.lora_int_id: request})
+        self._check_slots([request.lora_int_id], self.pinned_adapters)
+        self._enter([read], {request.lora_int_id: request})
         self.activate_adapter(request.lora_int_id)
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -196,7 +196,8 @@ class LoRAModelManager(RegisteredAdapters):
             ValueError: the mapping names an id that is not active, or has more rows than the buffers; the previous
                 metadata stay.
         """
-        placed = self._held.slots_of(_ids_of(mapping))
+        used = _ids_of(mapping)
+        placed = {adapter_id: slot for slot, adapter_id in enumerate(self.lora_index_to_id) if adapter_id in used}
         if not self._is_current((mapping, placed)):
             # one more than the slots, so that "no adapter" encodes as one past the last slot
             self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
@@ -249,13 +250,13 @@ class LoRAModelManager(RegisteredAdapters):
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
         adapter_id = request.lora_int_id
-        if adapter_id in self._held:
+        if self.loaded(adapter_id) is not None:
             return False
         with all_ranks_agree():
             packed = self._packer.pack(self._dummies.get(adapter_id, rank))
-            self._held.check_slots([adapter_id])
+            self._check_slots([adapter_id], self.pinned_adapters)
             staged = self._writer.stage(packed)
-        self._held.enter([staged], {adapter_id: request})
+        self._enter([staged], {adapter_id: request})
         return self.activate_adapter(adapter_id)
 
     def dummy_lora_cache(self) -> AbstractContextManager[None]:
@@ -272,16 +273,24 @@ class LoRAModelManager(RegisteredAdapters):
         for adapter_id, request in wanted.items():
             if adapter_id not in reload:
                 check_same_source(self.request_of(adapter_id), request)
-        missing = [i for i in wanted if i in reload or i not in self._held]
+        missing = [i for i in wanted if i in reload or self.loaded(i) is None]
         staged: list[LoRAModel] = []
         with all_ranks_agree() if missing else nullcontext():
             packed = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
-            self._held.check_slots(wanted)
+            self._check_slots(wanted, self.pinned_adapters.difference(wanted))
             staged = [self._writer.stage(lora) for lora in packed]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
-        self._held.enter(staged, wanted)
-        for adapter_id in wanted:
-            self.activate_adapter(adapter_id)
+        in_use = [old for i in missing if (old := self.loaded(i)) is not None and old.users]
+        self._enter(staged, wanted)
+        try:
+            for adapter_id in wanted:
+                self.activate_adapter(adapter_id)
+        except BaseException:
+            for old in in_use:
+                self._register(old)
+                if old.lora.id in pinned:
+                    self.pin_adapter(old.lora.id)
+            raise
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
 

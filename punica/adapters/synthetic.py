@@ -19,14 +19,14 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 
-from punica.adapters.lora_model import LoRAModel, ModuleWeights
+from punica.adapters.lora_model import LoRAModel
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper
 from punica.adapters.read import PEFT_PREFIX, WEIGHTS_FILE
-from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights
+from punica.adapters.weights import ModuleWeights
 from punica.adapters.wrap import last_component
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
+from punica.layers import BaseLayerWithLoRA
 
 LLAMA_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -198,12 +198,5 @@ class DummyAdapters:
             self._by_rank = outer
 
     def _zeros(self, name: str, rank: int) -> ModuleWeights:
-        """Zero weights for all slices of a layer; scaled, so that packing makes no copy."""
-        layer, dtype = self.modules[name], cast(torch.dtype, self.lora_config.lora_dtype)
-        if isinstance(layer, FusedMoEWithLoRA):
-            return PackedLoRALayerWeights(name, rank, *layer.zero_factors(rank, dtype))
-        slices = [
-            LoRALayerWeights.create_dummy_lora_weights(name, layer.full_input_size, size, rank, dtype, "cpu").optimize()
-            for size in layer.full_output_sizes
-        ]
-        return slices[0] if len(slices) == 1 else PackedLoRALayerWeights.pack(slices)
+        dtype = cast(torch.dtype, self.lora_config.lora_dtype)
+        return ModuleWeights(name, rank, self.modules[name].zero_slices(rank, dtype))

@@ -15,6 +15,7 @@ On CUDA nothing makes the host wait. What orders the two streams are events:
 So the copy of one adapter overlaps the decode steps of the others, and no kernel sees a half-written slot.
 """
 
+import itertools
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -94,10 +95,7 @@ class LayerSlotWriter:
         """Fill the slot of every layer; if one of them raises, the slot is cleared on all."""
         try:
             for name, layer in self._modules.items():
-                if lora.check_lora_name(name):
-                    layer.set_lora(slot, *lora.pair_of(name))
-                else:
-                    layer.reset_lora(slot)
+                layer.fill_slot(slot, lora.slices_of(name))
         except BaseException:
             for layer in self._modules.values():
                 layer.reset_lora(slot)
@@ -111,11 +109,10 @@ class LayerSlotWriter:
         """Bytes of the distinct storages behind the adapter's tensors: what two modules share counts once."""
         storages: dict[int, torch.UntypedStorage] = {}
         for weights in lora.loras.values():
-            for given in weights.pair():
-                for factor in [given] if isinstance(given, (Tensor, Fp8Matrix)) else given or ():
-                    for t in [factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor]:
-                        if t is not None:
-                            storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            for factor in itertools.chain(*weights.slices):
+                for t in [factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor]:
+                    if t is not None:
+                        storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -153,7 +150,7 @@ class StreamSlotWriter:
         self._marked = {name: layer for name, layer in modules.items() if layer.skips_when_empty}
         self._device = device
         self._write_slot = write_slot
-        empty = [part.stored() for layer in modules.values() for part in layer.slot_parts(None, None)]
+        empty = [part.stored() for layer in modules.values() for part in layer.slot_parts()]
         self._table = SlotTable([part.slots for part in empty], [part.ranks for part in empty])
         self._step_stream = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, SlotPart
-from punica.layers.packing import LoRAFactor
+from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.experts import ExpertLoRAWeights, Fp8Experts, Switches
 from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import Fp8Matrix
@@ -98,11 +98,11 @@ class ExpertSlots(BaseLayerWithLoRA):
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        """First A of w13 and w2, then B, then in FP8 their scales in the same order. What belongs to A carries the
-        ranks, what belongs to B the flag.
+    def _parts(self, slices: Slices) -> list[SlotPart]:
+        """A of w13 and w2, then B, then in FP8 their scales in the same order. Parts of A carry the ranks, those of B
+        the flag.
         """
-        a, b = (self._held(self._by_stack(factors)) for factors in (full_a, full_b))
+        a, b = (self._held(self._by_stack(factors)) for factors in zip(*slices, strict=True))
         filled = any(factor is not None for factor in (*a, *b))
         cuts_a, cuts_b = self._cuts
         flags = self.adapter_enabled[: self.max_loras]

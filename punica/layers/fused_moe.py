@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.layers.base import LoRAInput, SlotPart
+from punica.layers.base import LoRAInput
 from punica.layers.expert_slots import Cut, ExpertSlots, Stacks
 from punica.layers.moe_context import MoELoRAContext
-from punica.layers.packing import LoRAFactor
+from punica.layers.packing import LoRAFactor, Slices
 from punica.layers.utils import ADAPTER_DTYPES, is_kind_of
 from punica.ops.quant import Fp8Matrix
 from punica.parallel.moe import FusedMoE
@@ -215,25 +215,27 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
-    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """Both are lists of one entry per name in ``names``, ``[E, r, in]`` and ``[E, out, r]``, or None for zeros.
-
-        TypeError: no list, or a dtype that is no float. ValueError: another length, number of experts, rank or size.
-        Without a gate w3 is not looked at.
-        """
+    def check_slices(self, groups: Slices) -> Slices:
+        """As in the base class, of one entry per name in ``names``. Without a gate w3 is ignored."""
         self._require_slots("check_lora")
+        slices, sizes = self.to_slices(groups), self._full_sizes()
+        for name, (a, b) in zip(self.names, slices, strict=True):
+            self._check_factor_pair(name, a, b, *sizes[name])
+        return slices
+
+    def to_slices(self, groups: Slices) -> Slices:
+        """Leave out w3 where there is no gate."""
+        has_gate = self.moe_config.is_act_and_mul or len(self.names) < 3
+        return groups if has_gate else [*groups[:2], (None, None)]
+
+    def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
         for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
             if not isinstance(value, (list, tuple)):
                 raise TypeError(f"{name} must be a list {list(self.names)}, got {type(value).__name__}")
             if len(value) != len(self.names):
                 raise ValueError(f"{name} must have {len(self.names)} entries {list(self.names)}, got {len(value)}")
-        factors_a, factors_b = list(cast(Sequence[LoRAFactor], lora_a)), list(cast(Sequence[LoRAFactor], lora_b))
-        if not self.moe_config.is_act_and_mul and len(self.names) == 3:
-            factors_a[2] = factors_b[2] = None
-        sizes = self._full_sizes()
-        for name, a, b in zip(self.names, factors_a, factors_b, strict=True):
-            self._check_factor_pair(name, a, b, *sizes[name])
-        return factors_a, factors_b
+        pairs = zip(cast(Sequence[LoRAFactor], lora_a), cast(Sequence[LoRAFactor], lora_b), strict=True)
+        return list(pairs)
 
     def _full_sizes(self) -> dict[str, tuple[int, int]]:
         """Unsharded ``(in, out)`` by name."""
@@ -274,25 +276,25 @@ class FusedMoEWithLoRA(ExpertSlots):
                 f"{height}"
             )
 
-    def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
-        """As in the base class."""
-        self._require_slots("slot_parts")
-        if lora_a is None and lora_b is None:
-            nothing: list[LoRAFactor] = [None] * len(self.names)
-            return self._parts(nothing, nothing)
-        return self._parts(*self.check_lora(lora_a, lora_b))
+    @property
+    def _num_entries(self) -> int:
+        return len(self.names)
 
     def _by_stack(self, factors: Sequence[LoRAFactor]) -> list[LoRAFactor]:
-        """w1, w3 if gated, w2."""
+        """Order w1, w3 if gated, w2."""
         w1, w2, w3 = factors
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
-    def zero_factors(self, rank: int, dtype: torch.dtype) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """An adapter that changes nothing, as `set_lora` takes it."""
-        lead, sizes = self.local_num_experts, [self._full_sizes()[name] for name in self.names]
-        a: list[LoRAFactor] = [torch.zeros(lead, rank, width, dtype=dtype, device="cpu") for width, _ in sizes]
-        b: list[LoRAFactor] = [torch.zeros(lead, height, rank, dtype=dtype, device="cpu") for _, height in sizes]
-        return a, b
+    def zero_slices(self, rank: int, dtype: torch.dtype) -> Slices:
+        """As in the base class, of this rank's experts."""
+        experts = self.local_num_experts
+        return [
+            (
+                torch.zeros(experts, rank, width, dtype=dtype, device="cpu"),
+                torch.zeros(experts, height, rank, dtype=dtype, device="cpu"),
+            )
+            for width, height in (self._full_sizes()[name] for name in self.names)
+        ]
 
     # --- into a model ------------------------------------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ def finish(engine: Engine) -> None:
         engine.step()
     assert not engine.has_unfinished()
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert engine._residency._users == engine._residency._versions == {}
-    assert all(adapter_id > 0 for adapter_id in engine.manager.list_adapters())
+    assert engine._residency._users == {}
+    assert all(version.users == 0 and not version.superseded for version in engine.manager.active_versions())
 
 
 def is_of(backbone, state: RequestState, version: int) -> bool:
@@ -82,10 +82,10 @@ def test_versions_run_side_by_side_and_the_old_one_gives_its_slot_back(backbone,
     tenant.write(2)
     new = engine.add_request(Request("new", [1, 7], 20, tenant.asks(load_inplace=True)))
     engine.step()
-    assert len([i for i in engine.manager.lora_index_to_id if i is not None]) == 2
+    assert len(engine.manager.active_versions()) == 2
     while old.status is not RequestStatus.FINISHED:
         engine.step()
-    assert [i for i in engine.manager.lora_index_to_id if i is not None] == [ID]
+    assert [version.key for version in engine.manager.active_versions()] == [ID]
     finish(engine)
     assert is_of(backbone, old, 1)
     assert is_of(backbone, new, 2)
@@ -271,4 +271,4 @@ def test_memory_is_bounded_by_what_is_registered(backbone) -> None:
             engine.abort_request(f"r{i}")
         engine.step()
     finish(engine)
-    assert len(engine.manager) == len(engine.manager._held.requests) == 2
+    assert len(engine.manager) == 2
