@@ -10,9 +10,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from punica.adapters.cache import LRUCache
 from punica.adapters.check import is_scale_of_another, join_scales
 from punica.adapters.lora_model import LoRAModel, ModuleEntry, table_of_contents
+from punica.adapters.lru import LRUCache
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config
 from punica.adapters.read import WEIGHTS_FILE, is_stacked_name, lora_names, read_tensors
@@ -25,13 +25,12 @@ _MOST_REMEMBERED = 1024  # certificates
 
 
 class Certificate(NamedTuple):
-    """Proof that a folder's tensors fit the model, all but their numbers; `load` checks tensors of these forms no more.
+    """Proof that a folder's tensors fit the model, all but their numbers.
 
     Attributes:
         config: of the folder.
         forms: dtype and shape of every tensor.
-        contents: the modules; `None` for tensors in FP8, whose scales are numbers: :meth:`AdapterLoader.load` checks
-            those.
+        contents: the modules; `None` for tensors in FP8, which are checked when their scales are read.
     """
 
     config: PEFTHelper
@@ -77,7 +76,7 @@ class AdapterLoader:
         Warns where `target_modules` and the tensors disagree.
 
         Raises:
-            FileNotFoundError, ValueError, TypeError: with the adapter's name and path in front.
+            FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
         with loading(request):
             state = _state_of(request)
@@ -95,7 +94,7 @@ class AdapterLoader:
         """Read, check and pack a request's adapter. No number is read before all shapes are known to fit.
 
         Raises:
-            FileNotFoundError, ValueError, TypeError: with the adapter's name and path in front.
+            FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
         with loading(request):
             certificate = self._known(_state_of(request))

@@ -1,8 +1,7 @@
 """`LoRAModel`: one adapter in host memory, the weights of all modules that it touches.
 
 It is built from tensors with PEFT's names, in memory or in a folder, in two steps. :func:`table_of_contents` checks
-names, dtypes, shapes and ranks, for which meta tensors will do; :meth:`LoRAModel.from_contents` takes the checked
-table and the tensors, and looks at numbers alone.
+names, dtypes, shapes and ranks, for which meta tensors will do; :meth:`LoRAModel.from_contents` checks only numbers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Packing: from the modules that an adapter knows to what the wrapped layers take, and on to one block of memory.
+"""Packing: from the modules of an adapter to the slices of the model's layers, and to one block of memory.
 
-Adapters know `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. The parts that an adapter has are packed
-under the runtime name, with the scaling inside B; absent parts stay `None` (their part of the slot stays zero). Nothing
-of this changes the caller's adapter.
+Adapters have `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. Parts are packed under the runtime name, with
+the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adapter does not change.
 
-A GPU can read only page-locked ("pinned") memory of the host by itself, and only a long read uses the whole link. So
-what is registered for a GPU is packed once more, this rank's part of every matrix in the order of the model's layers,
-into a slot image (:mod:`punica.ops.slot_image`).
+A GPU reads only page-locked ("pinned") host memory by itself, and only long reads use the whole link. So for a GPU this
+rank's part of every matrix is packed, in the order of the model's layers, into a slot image
+(:mod:`punica.ops.slot_image`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,13 +27,13 @@ from punica.ops.slot_image import image_matrices, pack_image
 
 
 class AdapterPacker:
-    """Prepares adapters for one wrapped model.
+    """Packer of adapters for one wrapped model.
 
     Args:
-        wrapped: the model's LoRA layers and all names that adapters may have trained them under.
+        wrapped: the model's LoRA layers with all their names.
         packed_modules_mapping: `{runtime suffix: adapter-visible parts}`.
-        target_modules: deployment filter; an adapter that touches more is refused rather than served incompletely.
-        fp8: the format of FP8 slots: adapters are quantised here, once (`None`: other slots).
+        target_modules: deployment filter; an adapter that touches more is refused.
+        fp8: format of FP8 slots, in which adapters are quantised here, once (`None`: other slots).
     """
 
     def __init__(
@@ -96,13 +95,11 @@ class AdapterPacker:
 
     @property
     def most_tensors(self) -> int:
-        """More tensors than an adapter of this model can have: A and B of every module, their scales, and what PEFT
-        saves along with an embedding.
-        """
+        """Upper bound of an adapter's tensors: A, B and scales of every module, and base weights of embeddings."""
         return 4 * len(self._place) + 64
 
     def _by_layer(self, lora: LoRAModel) -> dict[str, dict[int | None, str]]:
-        """`{layer: {part: how the adapter calls it}}`."""
+        """Return `{layer: {part: name in the adapter}}`; ValueError for unknown or ambiguous modules."""
         if not lora.loras:
             raise ValueError(f"adapter {lora.id} has no modules; nothing of it matches the model")
         if unknown := sorted(lora.loras.keys() - self._place.keys()):

@@ -226,7 +226,7 @@ def stack_experts(pairs: Slices) -> tuple[LoRAFactor, LoRAFactor]:
 
 
 def _stack(matrices: Sequence[LoRAFactor], rows: int, cols: int) -> Factor:
-    """Place each matrix in the top-left corner of its `[rows, cols]`, with zeros elsewhere and where there is none."""
+    """Place each matrix in the top-left corner of its `[rows, cols]`, with zeros around it and for `None`."""
     present = [matrix for matrix in matrices if matrix is not None]
     if all(isinstance(matrix, Fp8Matrix) for matrix in present) and len({matrix.dtype for matrix in present}) == 1:
         fp8 = [matrix if isinstance(matrix, Fp8Matrix) else None for matrix in matrices]

@@ -1,6 +1,6 @@
 """Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs.
 
-Two guarantees come with it. An id stands for one folder while a request uses it or a pin keeps it, and is free then.
+Two guarantees come with it. An id belongs to one folder while a request uses it or a pin keeps it, and is free then.
 And a request is computed with one *version* of its adapter, from its first token to its last:
 
     version 1 of adapter 7      r1 ========= joined ===================> end: its memory and slot are free
@@ -52,7 +52,7 @@ class AdapterResidency:
     # --- arrival and departure ---------------------------------------------------------------------------------------
 
     def check(self, adapter: object) -> None:
-        """Refuse an adapter by its type and slot; :meth:`check_folder` looks at its id and into its folder.
+        """Refuse an adapter by its type and slot; :meth:`check_folder` checks its id and folder.
 
         TypeError: not a LoRARequest. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
         """
@@ -68,7 +68,7 @@ class AdapterResidency:
     def check_folder(self, adapter: object) -> None:
         """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers.
 
-        FileNotFoundError, ValueError, TypeError: the folder or its content. ValueError: its id stands for another.
+        FileNotFoundError, ValueError, TypeError: the folder or its content. ValueError: its id belongs to another.
         """
         if not isinstance(adapter, LoRARequest):
             return  # an engine that ignores adapters
@@ -88,7 +88,7 @@ class AdapterResidency:
             ) from error
 
     def add(self, request: RequestState) -> None:
-        """Note a queued request, whose adapter was checked: its id stands for that folder until the request leaves."""
+        """Note a queued request, whose adapter was checked: its id belongs to that folder until the request leaves."""
         if isinstance(request.adapter, LoRARequest):
             users = self._users.setdefault(request.adapter_id, {})
             request.reloads = request.adapter.load_inplace
@@ -225,7 +225,7 @@ class AdapterResidency:
     # --- versions ----------------------------------------------------------------------------------------------------
 
     def _known(self, adapter_id: int) -> LoRARequest | None:
-        """The folder that an id stands for: that of the last unfinished request, or of a pinned adapter."""
+        """Return the owner of an id: the adapter of the last unfinished request, or a pinned one."""
         users = self._users.get(adapter_id)
         last = next(reversed(users.values())).adapter if users else None
         if isinstance(last, LoRARequest):
@@ -233,7 +233,7 @@ class AdapterResidency:
         return self.manager.request_of(adapter_id) if adapter_id in self.manager.pinned_adapters else None
 
     def _held(self, adapter_id: int) -> LoadedAdapter | None:
-        """The version of an adapter that is in memory: registered, or evicted while requests still hold it."""
+        """Return the version of an adapter in memory: registered, or evicted while requests still hold it."""
         versions = map(_weights_of, self._users.get(adapter_id, {}).values())
         in_use = (version for version in versions if version is not None and not version.superseded)
         return self.manager.loaded(adapter_id) or next(in_use, None)

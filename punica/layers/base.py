@@ -31,14 +31,14 @@ Shapes = list[tuple[int, int]]
 
 
 class SlotPart(NamedTuple):
-    """One matrix of one slot, and what belongs into it on this rank.
+    """One matrix of one slot, and this rank's content of it.
 
     ``slots``: the stacked buffer ``[L, 1, rows, cols]`` (A ``[R, in]``, B ``[out, R]``), contiguous or with its last
     two dimensions swapped.
     ``part``: the matrix ``[r, c]`` for its top-left corner, ``None`` where the adapter has none.
-    ``ranks``: int32 ``[L]``, a view; ``rank`` is what ``ranks[index]`` becomes: 0 without a part. (Of experts, B
-    carries the flag that says whether the slot holds anything.)
-    ``fp8``: it belongs to a slot in FP8, as its values, or as its scales (``rows`` of them, ``cols`` 1).
+    ``ranks``: int32 ``[L]``, a view; ``rank``: the value for ``ranks[index]``, 0 without a part. (B of experts has the
+    slot's flag here, 1 where it is filled.)
+    ``fp8``: values of a slot in FP8, or its scales (``rows`` of them, ``cols`` 1).
     """
 
     slots: Tensor
@@ -53,8 +53,8 @@ class SlotPart(NamedTuple):
         return self.slots.is_contiguous()
 
     def stored(self) -> "SlotPart":
-        """The same in the order of memory, as views: ``slots`` contiguous, and ``part`` turned like them; of FP8 slots
-        as bytes, since values and scales are of two types.
+        """Return the same in memory order, as views: ``slots`` contiguous, and ``part`` transposed like them; of FP8
+        slots as bytes, since values and scales have two dtypes.
         """
         slots, part = self.slots, self.part
         if not self.row_major:
@@ -64,7 +64,7 @@ class SlotPart(NamedTuple):
         return self._replace(slots=slots, part=part)
 
     def matrix(self, index: int) -> Tensor:
-        """Slot ``index`` as a matrix ``[rows, cols]``, a view."""
+        """Return slot ``index`` as a matrix ``[rows, cols]``, a view."""
         return self.slots[index, 0]
 
     def write(self, index: int) -> None:
@@ -79,8 +79,7 @@ class SlotPart(NamedTuple):
 
 
 class BaseLayerWithLoRA(nn.Module):
-    """A base layer with slots: everything about adapters except what a forward computes with them. The interface that
-    the adapter manager drives.
+    """A base layer with slots, as the adapter manager drives it; subclasses define the forward.
 
     Attributes:
         base_layer: the wrapped layer.
@@ -93,8 +92,8 @@ class BaseLayerWithLoRA(nn.Module):
         lora_a_scale, lora_b_scale: of FP8 slots (``lora_config.fp8``) the scales of every slice, float32 ``[L, 1, R]``
             and ``[L, 1, out]``; else empty.
         stack_a, stack_b, lora_weights: the slots as the wrapper's methods take them, and A and B as a pair.
-        skips_when_empty: whether a forward leaves the LoRA work out while ``filled_slots`` is empty: few adapters touch
-            embeddings and logits, and those that do not should not pay for them.
+        skips_when_empty: whether a forward skips the LoRA work while ``filled_slots`` is empty: few adapters touch
+            embeddings and logits.
         filled_slots: indices of the slots that hold an adapter, known to the host.
     """
 
@@ -179,8 +178,8 @@ class BaseLayerWithLoRA(nn.Module):
         """Zeroed slots ``[L, 1, rows, cols]``; unless ``row_major`` they are a view of memory ``[L, 1, cols, rows]``.
 
         So B ``[out, R]`` is stored, rank after rank like A ``[R, in]``: an adapter of rank ``r < R`` is then the first
-        piece of its slot. Row-major, its ranks would be a piece of every row, and as a GPU moves memory by 64 bytes,
-        rank 8 in a slot of 64 would cost what rank 32 costs. A CPU multiplies a few rows faster by it too.
+        piece of its slot. Row-major, rank 8 in a slot of 64 would cost as much as rank 32, as a GPU moves memory by 64
+        bytes. A CPU multiplies a few rows faster by it too.
         """
         rows, cols = shape
         if row_major:
@@ -216,8 +215,8 @@ class BaseLayerWithLoRA(nn.Module):
         self.mark_slot(index, any(part.part is not None for part in parts))
 
     def mark_slot(self, index: int, filled: bool) -> None:
-        """Note on the host whether slot ``index`` holds an adapter. Writers of slots other than ``set_lora`` call it,
-        at least on layers that skip when they are empty.
+        """Note on the host whether slot ``index`` holds an adapter. Asynchronous writers call it on layers that skip
+        when they are empty.
         """
         if filled:
             self.filled_slots.add(index)
@@ -255,9 +254,7 @@ class BaseLayerWithLoRA(nn.Module):
         return parts + scales
 
     def _held(self, matrices: Sequence[LoRAFactor]) -> list[LoRAFactor]:
-        """Full matrices as the slots hold them, quantised whole: on every rank, and cut in any way, they have the same
-        bits.
-        """
+        """Convert full matrices to the format of the slots; quantised whole, so that all ranks have the same bits."""
         fp8 = cast(torch.dtype | None, cast(LoRAConfig, self.lora_config).fp8)
         held: list[LoRAFactor] = []
         for matrix in matrices:
@@ -280,11 +277,11 @@ class BaseLayerWithLoRA(nn.Module):
     # --- this rank's part --------------------------------------------------------------------------------------------
 
     def slice_lora_a(self, lora_a: Any) -> Any:
-        """This rank's part of A (a view where possible): of one tensor, or of a list with one entry per slice."""
+        """Return this rank's part of A (a view where possible): of one tensor, or of a list with one per slice."""
         return _of_every_slice(self._slice_a, lora_a)
 
     def slice_lora_b(self, lora_b: Any) -> Any:
-        """This rank's part of B (a view where possible): of one tensor, or of a list with one entry per slice."""
+        """Return this rank's part of B (a view where possible): of one tensor, or of a list with one per slice."""
         return _of_every_slice(self._slice_b, lora_b)
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
@@ -343,7 +340,7 @@ class BaseLayerWithLoRA(nn.Module):
         self.punica_wrapper = punica_wrapper
 
     def _ready_wrapper(self) -> PunicaWrapperABC:
-        """The wrapper of a forward that has all it needs; ``RuntimeError`` naming the missing call otherwise."""
+        """Return the wrapper for a forward; ``RuntimeError`` naming the missing call without slots or wrapper."""
         self._require_slots("forward")
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
@@ -379,7 +376,7 @@ def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
 
 
 class UnsplitLayer(BaseLayerWithLoRA):
-    """One slice whose A and B are whole on every rank: what embeddings and logits have in common.
+    """Base of embeddings and logits: one slice whose A and B are whole on every rank.
 
     Attributes: ``lora_a_stacked``, ``lora_b_stacked``: tensors, as there is one slice.
     """

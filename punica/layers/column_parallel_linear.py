@@ -1,8 +1,8 @@
 """LoRA over column-parallel layers: plain, merged (gate/up) and QKV, with one adapter or one per packed matrix.
 
-Every rank makes its own outputs, so A is replicated and B is cut by rows like the base weight. What differs between
-the classes is which rows belong to this rank, and whether the packed matrices share one A (an adapter trained on the
-packed matrix) or have one each (trained on ``q_proj``, ``k_proj``, ``v_proj`` and so on: the usual case).
+Every rank computes its own outputs, so A is replicated and B is sharded by rows like the base weight. The classes
+differ in the rows of a rank. Packed matrices share one A (an adapter trained on the packed matrix), or have one each
+(trained on ``q_proj``, ``k_proj``, ``v_proj``: the usual case).
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         )
         self.output_size = base_layer.output_size_per_partition
         self.output_slices = (self.output_size,)
-        # the matrices that lie below each other in the base layer's weight, and which rows of each this rank has
+        # the matrices stacked in the base layer's weight, with this rank's rows of each
         self._matrices: list[OutputShard] = list(base_layer.output_shards().values())
         self.full_output_sizes = (sum(matrix.full for matrix in self._matrices),)
 
@@ -97,7 +97,7 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
         return list(zip(list_a, list_b, strict=True))
 
     def to_slices(self, groups: Slices) -> Slices:
-        """As in the base class; raises ``ValueError`` when the groups do not cover the slices."""
+        """Split the groups into slices; ``ValueError`` when they do not cover them."""
         if len(groups) == self.n_slices:
             return groups
         return list(zip(*self.expand_packed_lora(*zip(*groups, strict=True)), strict=True))
@@ -151,7 +151,7 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
 
 
 class _OverQKV(ColumnParallelLinearWithLoRA):
-    """Which rows of q, k and v a rank holds when query heads share kv heads, and kv heads are replicated over ranks.
+    """Rows of q, k and v on a rank when query heads share kv heads, and kv heads are replicated over ranks.
 
     Rank ``p`` holds q shard ``q_shard_id = p`` of ``q_proj_shard_size`` rows, and k and v shard
     ``kv_shard_id = p // num_kv_head_replicas`` of ``kv_proj_shard_size`` rows each. The full sizes are those of the

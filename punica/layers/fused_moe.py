@@ -2,13 +2,12 @@
 
     y = sum_j p_j * (W2 + B2_l A2_l)[e_j] act((W13 + B13_l A13_l)[e_j] x)        l: the token's slot
 
-An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). The slots of a layer are stacked over
-adapters and experts, ``[L, E, rows, cols]``, and the delta is added to the products of the (token, expert) pairs while
-these are still apart: after the first product, before the activation; and after the second, before the sum over k. The
-experts make the two calls, see `punica.layers.moe_context`.
+An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). Slots are stacked over adapters and
+experts, ``[L, E, rows, cols]``. The delta is added to the product of each (token, expert) pair: to the first before the
+activation, to the second before the sum over k. The experts make the two calls, see `punica.layers.moe_context`.
 
-Tensor parallelism cuts B of w1 and w3 by rows and A of w2 by columns, as the experts themselves are cut; fully sharded
-also A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds what is for its experts.
+Tensor parallelism shards B of w1 and w3 by rows and A of w2 by columns, like the experts themselves; fully sharded also
+A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds the slots of its own experts.
 
 Slots: `punica.layers.expert_slots`. Adapters that store gate and up as one matrix: `punica.layers.fused_moe_3d`.
 """
@@ -33,7 +32,7 @@ SUPPORTED_BACKEND = "allgather_reducescatter"
 
 
 class FusedMoEWithLoRA(ExpertSlots):
-    """Adapters with w1, w2 and w3 per expert.
+    """LoRA over experts, with w1, w2 and w3 per expert.
 
     ``n_slices``: pairs of A and B in an adapter, over all experts.
 
@@ -66,7 +65,7 @@ class FusedMoEWithLoRA(ExpertSlots):
         self.full_input_size = self.hidden_size
         self.fully_sharded = False
 
-    # --- what the base layer knows -----------------------------------------------------------------------------------
+    # --- sizes of the base layer -------------------------------------------------------------------------------------
 
     @property
     def hidden_size(self) -> int:
@@ -90,12 +89,12 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     @property
     def use_ep(self) -> bool:
-        """Whether the ranks share the experts out."""
+        """True with expert parallelism."""
         return self.moe_config.moe_parallel_config.use_ep
 
     @property
     def ep_rank(self) -> int:
-        """This rank's place among those that share the experts out."""
+        """This rank in the expert-parallel group."""
         return self.moe_config.moe_parallel_config.ep_rank
 
     @property
@@ -115,7 +114,7 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     @property
     def is_internal_router(self) -> bool:
-        """Whether the base layer computes the router's logits itself."""
+        """True if the base layer computes the router's logits itself."""
         return self.base_layer.is_internal_router
 
     def _ep_check(self) -> None:
@@ -131,9 +130,10 @@ class FusedMoEWithLoRA(ExpertSlots):
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """As in the base class. ValueError: expert parallelism with fully sharded adapters, ``max_loras`` not that of
-        the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over experts that
-        interleave them.
+        """Allocate slots as the base class.
+
+        ValueError: expert parallelism with fully sharded adapters; another ``max_loras`` than the config's; a rank or
+        hidden size that does not divide over the ranks; separate gate and up over experts that interleave them.
         """
         self._check_new_slots(max_loras, lora_config)
         self._verify_ep_fs(lora_config)
@@ -216,7 +216,7 @@ class FusedMoEWithLoRA(ExpertSlots):
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
     def check_slices(self, groups: Slices) -> Slices:
-        """As in the base class, of one entry per name in ``names``. Without a gate w3 is ignored."""
+        """Check one entry per name in ``names`` as the base class. Without a gate w3 is ignored."""
         self._require_slots("check_lora")
         slices, sizes = self.to_slices(groups), self._full_sizes()
         for name, (a, b) in zip(self.names, slices, strict=True):
@@ -286,7 +286,7 @@ class FusedMoEWithLoRA(ExpertSlots):
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
     def zero_slices(self, rank: int, dtype: torch.dtype) -> Slices:
-        """As in the base class, of this rank's experts."""
+        """Return zeros as the base class, for this rank's experts."""
         experts = self.local_num_experts
         return [
             (
@@ -315,7 +315,7 @@ class FusedMoEWithLoRA(ExpertSlots):
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The base layer's, whose experts add the adapters."""
+        """Call the base layer, whose experts add the adapters."""
         self._ready_wrapper()
         return self.base_layer(*args, **kwargs)
 

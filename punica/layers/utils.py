@@ -1,4 +1,4 @@
-"""Rules that all LoRA layers share: which base layer a class replaces, where slots live, what `set_lora` accepts."""
+"""Rules that all LoRA layers share: replaceable base layers, device of slots, arguments of `set_lora`."""
 
 import functools
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +19,7 @@ _replacements: dict[str, type[nn.Module]] = {}
 
 
 def register_layer_class(name: str, replacement: type[nn.Module]) -> None:
-    """Let ``replacement`` stand for the base layer class called ``name`` (e.g. ``"ColumnParallelLinear"``).
+    """Substitute ``replacement`` for the base layer class called ``name`` (e.g. ``"ColumnParallelLinear"``).
 
     For deployments that substitute their own subclass for a base layer everywhere: the replacement rules that ask for
     *exactly* that class then accept the substitute, and no longer the original.
