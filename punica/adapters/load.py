@@ -19,7 +19,6 @@ from punica.adapters.read import WEIGHTS_FILE, is_stacked_name, lora_names, read
 from punica.adapters.request import LoRARequest, loading
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
-from punica.ops.quant import FP8_DTYPES
 
 _MOST_REMEMBERED = 1024  # certificates
 
@@ -30,12 +29,12 @@ class Certificate(NamedTuple):
     Attributes:
         config: of the folder.
         forms: dtype and shape of every tensor.
-        contents: the modules; `None` for tensors in FP8, which are checked when their scales are read.
+        contents: the modules.
     """
 
     config: PEFTHelper
     forms: dict[str, tuple[torch.dtype, torch.Size]]
-    contents: list[ModuleEntry] | None
+    contents: list[ModuleEntry]
 
 
 class AdapterLoader:
@@ -71,9 +70,7 @@ class AdapterLoader:
 
     def check(self, request: LoRARequest) -> None:
         """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers: config, names,
-        types, shapes, ranks. Of tensors in FP8 only the names are checked.
-
-        Warns where `target_modules` and the tensors disagree.
+        types, shapes, ranks. Warns where `target_modules` and the tensors disagree.
 
         Raises:
             FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
@@ -103,8 +100,7 @@ class AdapterLoader:
             tensors = self._read(request, with_numbers=True)
             if _forms(tensors) != certificate.forms:  # the folder was replaced meanwhile
                 certificate = self._certify(request, tensors)
-            lora = self._model(request, certificate, tensors, "cpu")
-            return self._packer.pack(lora, fits=certificate.contents is not None)
+            return self._packer.pack(self._model(request, certificate, tensors, "cpu"), fits=True)
 
     def _known(self, state: tuple | None) -> Certificate | None:
         """Find the certificate of a folder in this state."""
@@ -113,16 +109,16 @@ class AdapterLoader:
 
     def _certify(self, request: LoRARequest, tensors: dict[str, Tensor] | None = None) -> Certificate:
         """Check a folder's config, and names, types and shapes of its tensors, read from the header by default."""
-        config, contents = read_config(request, self._lora_config), None
+        config = read_config(request, self._lora_config)
         if tensors is None:
             tensors = self._read(request, with_numbers=False)
         if config.rank_pattern:
             config.validate_legal(self._lora_config, _configured(tensors))
-        if not any(tensor.dtype in FP8_DTYPES for tensor in tensors.values()):
-            contents = self._contents(config, join_scales(tensors))
+        contents = []
+        if tensors or self._moe_ep_spec is None:  # else all of it belongs to experts of other ranks
+            contents = table_of_contents(join_scales(tensors), config, self._vocab_size)
         certificate = Certificate(config, _forms(tensors), contents)
-        if contents is not None:
-            self._packer.check(self._model(request, certificate, tensors, "meta"))
+        self._packer.check(self._model(request, certificate, tensors, "meta"))
         return certificate
 
     def _read(self, request: LoRARequest, *, with_numbers: bool) -> dict[str, Tensor]:
@@ -131,22 +127,16 @@ class AdapterLoader:
             with_numbers=with_numbers,
         )  # fmt: skip
 
-    def _contents(self, config: PEFTHelper, tensors: Mapping[str, Tensor]) -> list[ModuleEntry]:
-        if not tensors and self._moe_ep_spec is not None:  # all of it belongs to experts of other ranks
-            return []
-        return table_of_contents(tensors, config, self._vocab_size)
-
     def _model(
         self, request: LoRARequest, certificate: Certificate, tensors: dict[str, Tensor], device: str
     ) -> LoRAModel:
-        joined, contents = join_scales(tensors), certificate.contents
-        if contents is None:
-            contents = self._contents(certificate.config, joined)
-        if not contents:
+        if not certificate.contents:
             return LoRAModel(request.lora_int_id, certificate.config.r, {})
         # FP8 slots: rounded once, from the dtype of the file
         dtype = cast(torch.dtype, self._lora_config.lora_dtype) if self._lora_config.fp8 is None else None
-        lora = LoRAModel.from_contents(request.lora_int_id, contents, joined, device, dtype)
+        lora = LoRAModel.from_contents(
+            request.lora_int_id, certificate.contents, join_scales(tensors), device, dtype
+        )
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
             raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
         if self._moe_ep_spec is not None:

@@ -185,6 +185,13 @@ def test_bad_files_change_nothing(change, error, message, dense, tenants):
     assert after["registered"] == before["registered"]
 
 
+def test_shapes_of_fp8_files_are_checked_on_arrival(dense, tenants):
+    short = {name: w[:-1] if "down_proj.lora_B" in name else w for name, w in adapter_tensors(3, 4).items()}
+    tenants.write(3, as_fp8(short), 4)
+    with pytest.raises(ValueError, match="lora_b must have 24 rows, got 23"):
+        managed(dense).check_adapter(tenants.request(3))
+
+
 def test_negative_scaling(dense):
     """A negative alpha turns the sign of the values: scales stay >= 0."""
     stored = as_fp8(adapter_tensors(3, 4))
