@@ -3,7 +3,7 @@
 Adapters have `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. Parts are packed under the runtime name, with
 the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adapter does not change.
 
-A GPU reads only page-locked ("pinned") host memory by itself, and only long reads use the whole link. So for a GPU this
+A GPU can read page-locked ("pinned") host memory directly, and only long reads use the whole link. So for a GPU this
 rank's part of every matrix is packed, in the order of the model's layers, into a slot image
 (:mod:`punica.ops.slot_image`).
 """

@@ -66,8 +66,9 @@ class UnsupportedFeatures:
 class PEFTHelper(UnsupportedFeatures):
     """The content of `adapter_config.json` as far as inference needs it.
 
-    For module m (adapter naming, without `base_model.model.`) `r_m` and `alpha_m` are the values of the first key of
-    `rank_pattern` / `alpha_pattern`, in file order, that matches m or a suffix of m after a dot, else the global ones.
+    For module m (adapter naming, without `base_model.model.`) `r_m` and `alpha_m` come from `rank_pattern` and
+    `alpha_pattern`: the value of the first key, in file order, that matches m or a suffix of m after a dot. Without a
+    match they are the global ones.
     For a module that `target_parameters` adapts, the parameter's name must match, `<m>.weight` or
     `...experts.gate_up_proj`. Then
 
