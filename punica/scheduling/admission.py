@@ -103,7 +103,7 @@ class SingleAdapter(AdmissionRule):
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
         """One prefill per step, and all of one adapter."""
-        return not admitted and all(request.weights_id == candidate.weights_id for request in running)
+        return not admitted and all(request.weights_key == candidate.weights_key for request in running)
 
 
 @ADMISSION_RULES.register("static")
@@ -121,7 +121,8 @@ class StaticBatching(AdmissionRule):
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
         """A batch forms in one step, when nothing runs."""
-        return len(running) == len(admitted) and all(request.weights_id == candidate.weights_id for request in admitted)
+        key = candidate.weights_key
+        return len(running) == len(admitted) and all(request.weights_key == key for request in admitted)
 
 
 @ADMISSION_RULES.register("static_mixed")

@@ -7,7 +7,7 @@ Sorting makes the rows of one adapter neighbours, so that SGMV sees one segment 
 layout and the segments are made once per invocation and used by every LoRA layer of the model (7 L of them).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,12 +129,12 @@ def one_token_later(layout: StepLayout, blocks: BlockManager) -> StepLayout | No
 
 
 def lay_out(
-    plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request",
+    plan: StepPlan, blocks: BlockManager, slots: Mapping[Hashable, int] | None, index_rule: str = "per_request",
     expected: StepLayout | None = None,
 ) -> StepLayout:  # fmt: skip
     """Rows of ``plan``: prompts first, then decode rows by ascending slot, those without adapter before them.
 
-    ``slots``: ``weights_id`` to slot, for every request of the plan; ``None`` when nothing applies adapters.
+    ``slots``: ``weights_key`` to slot, for every request of the plan; ``None`` when nothing applies adapters.
     ``expected``: what :func:`one_token_later` made of the step before; if that came true its parts are returned, with
     the token ids that are known now.
 
@@ -144,7 +144,7 @@ def lay_out(
     """
 
     def slot_of(request: RequestState) -> int:
-        return slots[request.weights_id] if slots is not None and request.weights_id else -1
+        return slots[request.weights_key] if slots is not None and request.weights_key else -1
 
     requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
     sampled_slots = tuple(map(slot_of, requests))
