@@ -87,6 +87,12 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}; move one of them")
 
 
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """ValueError unless ``tensor`` is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}")
+
+
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +141,9 @@ def storage_order(weights: Sequence[Tensor]) -> bool | None:
 
 
 def check_input(name: str, x: Any, weights: Weights, hidden: str) -> None:
-    """x of a shrink: ``[T, K]`` with the dtype and device of A (``hidden`` names A)."""
-    check_dtype(name, x, (weights.dtype,))
+    """x of a shrink: ``[T, K]`` on the device of A (``hidden`` names A), with its dtype unless A is FP8."""
+    if weights.dtype.itemsize > 1:
+        check_dtype(name, x, (weights.dtype,))
     check_device(name, x, weights.device)
     if x.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected rows, [T, {weights.widths[0]}]")
@@ -218,7 +225,7 @@ def check_slices(output_slices: Any, weights: Any) -> None:
         raise ValueError(f"output_slices is {list(output_slices)}, the B weights are {widths} wide; they must be equal")
 
 
-def check_parts(name: str, parts: Any, weights: Weights) -> None:
+def check_parts(name: str, parts: Any, weights: Weights, contiguous: bool = False) -> None:
     """n low-rank operands ``[T', r]``, one per slice of the weights and all alike."""
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
@@ -228,6 +235,8 @@ def check_parts(name: str, parts: Any, weights: Weights) -> None:
         check_device(f"{name}[{i}]", part, weights.device)
         if part.dtype != parts[0].dtype:
             raise TypeError(f"{name}[{i}] has dtype {part.dtype}, {name}[0] has {parts[0].dtype}; use one dtype")
+        if contiguous:
+            check_contiguous(f"{name}[{i}]", part)
     shapes = [tuple(part.shape) for part in parts]
     wanted = (parts[0].shape[0] if parts and parts[0].ndim else 0, weights.rank)
     if shapes != [wanted] * len(weights.widths):

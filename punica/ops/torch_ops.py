@@ -43,6 +43,8 @@ class TorchOps:
     Lanes beyond a true rank are not read in A, B or the input of an expand.
     """
 
+    contiguous_shrinks = False
+
     def shrink(
         self, y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float = 1.0,
         accumulate: bool = False, x_scale: Tensor | None = None,
@@ -111,7 +113,7 @@ def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_sc
 def _check_shrink(y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, x_scale: Tensor | None) -> None:
     form, is_fp8 = a.form.stored, a.form.is_fp8
     check_activation(STEP.input, x, x_scale, form.widths[0], a.form.scheme, form)
-    check_input(STEP.input, x, form._replace(dtype=x.dtype) if is_fp8 else form, STEP.a)
+    check_input(STEP.input, x, form, STEP.a)
     check_low_rank(STEP.output, y, form, x.shape[0], FLOATS if is_fp8 else WITH_DOUBLE)
     batch.check_rows(x.shape[0])
 

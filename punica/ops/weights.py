@@ -11,6 +11,7 @@ operators' plans are views of the weights (`punica.ops.segment_calls`) and belon
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +66,6 @@ class Stack:
         self.form = _form(tensors, rank_dim, ranks, scales, scheme, names)
         self.tensors, self.ranks, self.rank_dim = tuple(tensors), ranks, rank_dim
         self.scales = tuple(scales or ())
-        self.plans = plans_of(self.form)
         self.operands: tuple[Tensor, ...] = ()
         self.cuts: dict[tuple, Any] = {}
         self.cuts_of: Any = None
@@ -90,6 +90,11 @@ class Stack:
         validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")
 
     @functools.cached_property
+    def plans(self) -> Plans:
+        """Plans for a stack of this form."""
+        return plans_of(self.form)
+
+    @functools.cached_property
     def low_bits(self) -> int:
         """Lowest four bits of the addresses: 0 where all are multiples of 16."""
         bits = 0
@@ -106,7 +111,6 @@ class LoRAWeights:
     def __init__(self, a: Stack, b: Stack, names: Names = STEP) -> None:
         _check_pair(a.form, b.form, names)
         self.a, self.b = a, b
-        self.plans = plans_of(a.form, b.form)
 
     @classmethod
     def of(
@@ -118,16 +122,36 @@ class LoRAWeights:
         a = Stack.of_a(lora_a, ranks, scales[0], schemes[0], names)
         return cls(a, Stack.of_b(lora_b, ranks, scales[1], schemes[1], names), names)
 
+    @functools.cached_property
+    def plans(self) -> Plans:
+        """Plans for weights of these forms."""
+        return plans_of(self.a.form, self.b.form)
+
     def validate(self) -> None:
         """`Stack.validate` of both."""
         self.a.validate()
         self.b.validate()
 
 
+class Plans(dict[tuple, Any]):
+    """Table of plans, by the form of the other operands and the step."""
+
+
+_TABLES: weakref.WeakValueDictionary[int, Plans] = weakref.WeakValueDictionary()
+
+
 @functools.lru_cache(maxsize=4096)
-def plans_of(*forms: Form) -> dict[tuple, Any]:
+def plans_of(*forms: Form) -> Plans:
     """The table of plans for weights of these forms."""
-    return {}
+    table = Plans()
+    _TABLES[id(table)] = table
+    return table
+
+
+def forget_plans() -> None:
+    """Empty every table of plans, also those that weights in use hold."""
+    for table in list(_TABLES.values()):
+        table.clear()
 
 
 _FORMS: dict[tuple, Form] = {}
@@ -138,18 +162,16 @@ def _form(
     tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
 ) -> Form:
     """The form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
-    key: tuple = ()
-    known, listed = None, (tuple, list)
-    if isinstance(tensors, listed) and (scales is None or isinstance(scales, listed)):
-        try:
-            key = (
-                rank_dim, scheme, len(tensors),
-                *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
-                ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
-            )  # fmt: skip
-            known = _FORMS.get(key)
-        except (AttributeError, TypeError):  # not tensors: the checks name what is wrong
-            pass
+    listed = (tuple, list)
+    try:
+        key = (
+            rank_dim, scheme, isinstance(tensors, listed), scales is None or isinstance(scales, listed), len(tensors),
+            *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
+            ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
+        )  # fmt: skip
+        known = _FORMS.get(key)
+    except (AttributeError, TypeError):  # not tensors, which the checks name; or sizes are symbols, which have no hash
+        return _checked(tensors, rank_dim, ranks, scales, scheme, names)
     if known is None:
         known = _checked(tensors, rank_dim, ranks, scales, scheme, names)
         if len(_FORMS) >= _MOST_FORMS:

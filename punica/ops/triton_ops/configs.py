@@ -34,6 +34,7 @@ from punica.metadata import StepShape
 from punica.ops.triton_ops.launch import block_at_least
 from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule, choose_expand, choose_shrink
 from punica.ops.triton_ops.tuned import measured_schedule, read_table
+from punica.ops.weights import forget_plans
 
 Config = dict[str, Any]
 
@@ -177,7 +178,8 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
 
 
 def clear_config_cache() -> None:
-    """Forget loaded tables, chosen configurations and given warnings (for tests)."""
+    """Forget loaded tables, chosen configurations, the plans made with them, and given warnings (for tests)."""
+    forget_plans()
     for cached in (choose, read_table, _checked_table, load_lora_op_config, _table_path, _warn_once, _gpu_name):
         cached.cache_clear()
 

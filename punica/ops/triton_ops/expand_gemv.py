@@ -49,7 +49,7 @@ def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.conste
 
 @triton.jit
 def _by_columns(
-    tensors, operands, place, block, rank, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, place, block, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded before
     one is summed. Arguments as of `_by_ranks`.
@@ -60,7 +60,7 @@ def _by_columns(
     COLUMNS: tl.constexpr = TILE.row.block_n // STEPS
     LANES: tl.constexpr = TILE.row.lanes[WIDTH]
     h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot, row = place
+    slice_id, slot, row, rank = place
     first_n, width = block
     stride_hp, stride_hr = strides
     offs_r = tl.arange(0, LANES)
@@ -104,12 +104,13 @@ def _by_columns(
 
 
 @triton.jit
-def _multiply(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """b [COLUMNS, LANES] times h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks that are not
-    ``live`` are dropped.
+def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr):
+    """b [COLUMNS, LANES] times h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks beyond the
+    true rank are dropped.
     """
     QUANT: tl.constexpr = SHAPE.quant
-    slice_id, slot, _ = place
+    slice_id, slot, _, rank = place
+    live = offs_r < rank
     if QUANT.format > 0:
         weights = tl.where(live[None, :], upcast(b, QUANT.format, tl.float32), 0.0)
         mask = mask_n[:, None] & live[None, :]
@@ -122,19 +123,18 @@ def _multiply(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.con
 
 
 @triton.jit
-def _by_ranks(
-    tensors, operands, place, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """A block of columns of a B stored rank after rank, LANES ranks at a time as far as the true rank goes. The next
     ranks are loaded before these are summed. Up to 16 LANES are held by one thread for its columns: no shuffles.
 
-    place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
+    place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
+    ranks.
     """
     QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
     h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot, row = place
+    slice_id, slot, row, rank = place
     first_n, width = block
     stride_hp, stride_hr = strides
     offs_r = tl.arange(0, LANES)
@@ -154,14 +154,14 @@ def _by_ranks(
     h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)  # [LANES]
     if SHAPE.rank > LANES:
         for _ in tl.range(LANES, rank, LANES):
-            product = _multiply(b, h, offs_r < rank, operands, place, offs_n, offs_r, mask_n, SHAPE, TILE)
+            product = _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE)
             offs_r += LANES
             b_ptrs += LANES * width
             h_ptrs += LANES * stride_hr
             b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
             h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)
             total += tl.sum(product, 1)
-    total += tl.sum(_multiply(b, h, offs_r < rank, operands, place, offs_n, offs_r, mask_n, SHAPE, TILE), 1)
+    total += tl.sum(_multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE), 1)
     if QUANT.format > 0:
         if QUANT.group_k == 0:
             total *= channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
@@ -189,15 +189,15 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
         b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
         y_ptr += row * stride_yt + column
-        given, where, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot, row), (first_n, width)
+        given, where, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot, row, rank), (first_n, width)
         if SHAPE.row_major:
             for i in tl.static_range(len(TILE.row.lanes)):
                 above = TILE.row.lanes[i - 1] if i > 0 else -1
                 if (rank > above) & (rank <= TILE.row.lanes[i]):
-                    _by_columns(given, operands, where, columns, rank, (stride_hp, stride_hr), i, SHAPE, TILE)
+                    _by_columns(given, operands, where, columns, (stride_hp, stride_hr), i, SHAPE, TILE)
         elif QUANT.words:
-            expand_row_in_words(given, operands, where, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
+            expand_row_in_words(given, operands, where, columns, (stride_hp, stride_hr), SHAPE, TILE)
         else:
-            _by_ranks(given, operands, where, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
+            _by_ranks(given, operands, where, columns, (stride_hp, stride_hr), SHAPE, TILE)
     else:
         pdl_wait(TILE.pdl, pdl_anchor)

@@ -89,18 +89,17 @@ def upcast_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.co
 
 
 @triton.jit
-def expand_row_in_words(
-    tensors, operands, place, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """GEMV: one row x COLUMNS columns, LANES ranks at a time, as `expand_gemv._by_ranks`.
 
-    place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
+    place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
+    ranks.
     """
     QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
     h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot, _ = place
+    slice_id, slot, _, rank = place
     first_n, width = block
     stride_hp, stride_hr = strides
     NATIVE: tl.constexpr = b_ptr.dtype.element_ty != tl.uint8
@@ -143,20 +142,18 @@ def expand_row_in_words(
 
 
 @triton.jit
-def expand_tile_in_words(
-    tensors, operands, place, rows, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def expand_tile_in_words(tensors, operands, place, rows, block, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """GEMM: ``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the PDL wait is in the
     first iteration of the loop, so that the first blocks of B and y are in flight before it.
 
-    place: slice and slot; block: first column, width of the slice and its first column in y.
+    Arguments as of `expand_gemm._expand_rows_of`.
     """
     QUANT: tl.constexpr = SHAPE.quant
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_R: tl.constexpr = TILE.block_r
-    h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot = place
+    h_ptr, b_ptr, y_ptr, strides = tensors
+    slice_id, slot, rank = place
     rows, mask_m = rows
     first_n, width, column = block
     stride_hp, _, stride_ht, stride_hr, stride_yt = strides

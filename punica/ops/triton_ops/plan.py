@@ -1,4 +1,4 @@
-"""Plans of single kernels: the tensors of a step that a kernel reads, and its grid."""
+"""Plan of a kernel on a step: its launch, the tensors of the step that it reads, and the storage of its operands."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from punica.metadata import StepShape
-from punica.ops.triton_ops.fp8_device import WIDE, Quant, check_group_k, operands, quant_of
+from punica.ops.triton_ops.fp8_device import WIDE, Quant, operands, quant_of
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.weights import Form, Stack
 
@@ -65,56 +65,39 @@ def _quant(
 ) -> Quant:
     if form.scales is None:
         return WIDE
-    check_group_k(form.scheme, k)
     return quant_of(form.stored, x_dtype, form.scales, form.scheme, channels, k, x_strides)
 
 
-class KernelPlan(Protocol):
-    """A launch of one kernel of an op."""
+class KernelPlan(NamedTuple):
+    """A launch on rows one by one, on the tiles of a step's list, or on tiles that search the segments.
 
-    def run(
-        self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
-        aligned: bool, *numbers: float,
-    ) -> None:  # fmt: skip
-        """Launch. ``numbers`` follow the counts."""
-
-
-class FixedPlan(NamedTuple):
-    """Rows one by one, or tiles that search the segments of tensors without lists: a grid that follows from shapes."""
+    counts: rows and slots; of a search also tiles and segments, else 0. height: number of the list (None: without one),
+    whose tiles have ``per_tile`` programs for each of the ``slices``.
+    """
 
     launch: Launch
     counts: tuple[int, int, int, int]
+    height: int | None = None
+    per_tile: int = 0
+    slices: int = 1
 
     def run(
         self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
         aligned: bool, *numbers: float,
     ) -> None:  # fmt: skip
-        mapping, order, counts, starts, ids = batch.tensors
-        step = (mapping, order, ids, counts, starts) if self.counts[3] else (mapping, None, None, None, None)
-        self.launch(((source, target), tuple(weights), *step, lora_ranks), (*self.counts, *numbers), aligned)
+        """Launch; ``numbers`` follow the counts.
 
-
-class ListedPlan(NamedTuple):
-    """The tiles of the step's list ``height``. ``per_tile``: programs; ``sizes``: rows and slots."""
-
-    launch: Launch
-    height: int
-    per_tile: int
-    slices: int
-    sizes: tuple[int, int]
-
-    def run(
-        self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
-        aligned: bool, *numbers: float,
-    ) -> None:  # fmt: skip
-        """Launch with the grid of the step at hand. In a captured graph it stays so; a later step with more to do is
+        A list's grid is that of the step at hand. In a captured graph it stays so; a later step with more to do is
         served too, since the kernel's loop is persistent.
         """
-        order, tiles, totals, number = batch.tiles(self.height)
-        number = max(1, number)
-        self.launch(
-            ((source, target), tuple(weights), None, order, tiles, totals, None, lora_ranks),
-            (*self.sizes, number, 0, *numbers),
-            aligned,
-            (number * self.per_tile, self.slices, 1),
-        )
+        sizes, grid = self.counts, None
+        step: tuple[Tensor | None, ...]
+        if self.height is not None:
+            order, tiles, totals, number = batch.tiles(self.height)
+            number = max(1, number)
+            step, sizes = (None, order, tiles, totals, None), (*sizes[:2], number, 0)
+            grid = (number * self.per_tile, self.slices, 1)
+        else:
+            mapping, order, counts, starts, ids = batch.tensors
+            step = (mapping, order, ids, counts, starts) if sizes[3] else (mapping, None, None, None, None)
+        self.launch(((source, target), tuple(weights), *step, lora_ranks), (*sizes, *numbers), aligned, grid)

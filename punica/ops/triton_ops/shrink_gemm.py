@@ -144,16 +144,20 @@ def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr
 
 
 @triton.jit
-def _sum_over_k(
-    x_ptrs, a_ptrs, operands, place, pid_k, rows, masks, stride_xk, opaque, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Sums [BLOCK_M, BLOCK_R] of one K split; with a scale per block of K each step is a product of its own."""
+def _sum_over_k(pointers, operands, place, pid_k, rows, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Sums [BLOCK_M, BLOCK_R] of one K split; with a scale per block of K each step is a product of its own.
+
+    pointers: of x and A, and the strides of x; place: slice, slot and ranks.
+    """
+    x_ptrs, a_ptrs, strides = pointers
+    stride_xt, stride_xk = strides
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
     STRIDE: tl.constexpr = TILE.block_k * TILE.split_k
     offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
     acc = accumulator(TILE.block_m, TILE.block_r, TILE.swap_ab and QUANT.group_k == 0)
-    pdl_wait(TILE.pdl, opaque)
+    # An opaque wait where it was measured to gain, of high tiles. torch knows no negative strides.
+    pdl_wait(TILE.pdl, TILE.block_m < 64 or stride_xt >= 0)
     pdl_launch_dependents(TILE.pdl)
     for step in tl.range(0, (SHAPE.k + STRIDE - 1) // STRIDE, num_stages=TILE.stages):
         x, a = _read_block(x_ptrs, a_ptrs, offs_k, SHAPE.k - step * STRIDE, masks, SHAPE, TILE)
@@ -169,15 +173,15 @@ def _sum_over_k(
 
 
 @triton.jit
-def shrink_tile(
-    tensors, operands, sorted_ptr, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def shrink_tile(tensors, operands, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """The rows of one tile x block_r ranks x one K split. Slots of up to 16 ranks are read whole, as in `shrink_row`.
 
-    tile: slot, first sorted position and number of rows; place: K split, first rank and slice; call: of `shrink_row`.
+    tile: sorted rows, and slot, first sorted position and number of rows of the tile; place: K split, first rank and
+    slice; call: of `shrink_row`.
     """
     x_ptr, out_ptr = tensors
-    slot, _, _ = tile
+    sorted_ptr, found = tile
+    slot, _, _ = found
     pid_k, first_r, slice_id = place
     ranks_ptr, num_tokens, num_slots, scaling, pdl_anchor = call
     stride_xt, stride_xk = strides
@@ -190,7 +194,7 @@ def shrink_tile(
     if not (SHAPE.direct or WHOLE):
         needed &= first_r < rank
     if needed:
-        rows, mask_m = rows_of_tile(sorted_ptr, tile, TILE.block_m)
+        rows, mask_m = rows_of_tile(sorted_ptr, found, TILE.block_m)
         offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
         lane_read = lane
         if LOOSE:
@@ -209,11 +213,8 @@ def shrink_tile(
         elif SHAPE.k <= TILE.block_k * TILE.split_k and not TILE.swap_ab and QUANT.group_k == 0:
             acc = _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE, TILE)
         else:
-            # An opaque wait where it was measured to gain, of high tiles. torch knows no negative strides.
-            opaque = TILE.block_m < 64 or stride_xt >= 0
-            acc = _sum_over_k(
-                x_ptrs, a_ptrs, operands, (slice_id, slot, lane), pid_k, rows, masks, stride_xk, opaque, SHAPE, TILE
-            )
+            pointers = (x_ptrs, a_ptrs, strides)
+            acc = _sum_over_k(pointers, operands, (slice_id, slot, lane), pid_k, rows, masks, SHAPE, TILE)
         if QUANT.has_a and QUANT.group_k == 0:
             acc *= tl.load(activation_scale_ptrs(operands, rows, SHAPE))[:, None]
         if WHOLE and SHAPE.direct:

@@ -40,11 +40,14 @@ def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _sum_steps(
-    a, x, pointers, operands, place, offs_r, offs_k, masks, stride_xk, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Products [BLOCK_R, BLOCK_K] of one block of ranks, summed over the steps of a K split; the first is loaded."""
-    a_ptrs, x_ptrs = pointers
+def _sum_steps(loaded, pointers, operands, place, offsets, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Products [BLOCK_R, BLOCK_K] of one block of ranks, summed over the steps of a K split.
+
+    loaded: A and x of the first step; pointers: of both, and the stride of x along K.
+    """
+    a, x = loaded
+    a_ptrs, x_ptrs, stride_xk = pointers
+    offs_r, offs_k = offsets
     mask_r, mask_k = masks
     row, _, _ = place
     STRIDE: tl.constexpr = TILE.row.block_k * TILE.split_k
@@ -102,7 +105,8 @@ def shrink_row(
         x = _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE)
         for _ in tl.range(first_r, lanes if LOOP else first_r + 1, ROW.programs * BLOCK_R):
             masks = ((offs_r < lanes)[:, None], mask_k)
-            total = _sum_steps(a, x, (a_ptrs, x_ptrs), operands, place, offs_r, offs_k, masks, stride_xk, SHAPE, TILE)
+            pointers, offsets = (a_ptrs, x_ptrs, stride_xk), (offs_r, offs_k)
+            total = _sum_steps((a, x), pointers, operands, place, offsets, masks, SHAPE, TILE)  # [BLOCK_R, BLOCK_K]
             mask_out = offs_r < (SHAPE.rank if SHAPE.direct else rank)
             factor = scaling
             if CHANNELS:

@@ -99,12 +99,13 @@ def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
 
 
 @triton.jit
-def _write_tile(
-    part_ptr, target_ptr,
-    tile, slot_size, cols, part_rows, part_cols,
-    BLOCK: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """One tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all zero."""
+def _write_tile(part, slot, tile, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    """One tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all zero.
+
+    part: pointer, rows and columns; slot: pointer, elements and columns.
+    """
+    part_ptr, part_rows, part_cols = part
+    target_ptr, slot_size, cols = slot
     UNITS: tl.constexpr = BLOCK // UNIT
     first = tile * BLOCK + tl.arange(0, UNITS) * UNIT
     lanes = tl.arange(0, UNIT)[None, :]
@@ -151,9 +152,10 @@ def _slot_write_kernel(
             # products, as the compiler then knows what divides them; tl.multiple_of would promise it on every path
             cols_in_units = cols // UNIT * UNIT
             part_in_units = part_cols // UNIT * UNIT
-            _write_tile(part_ptr, target_ptr, tile, slot_size, cols_in_units, part_rows, part_in_units, BLOCK, UNIT)
+            part, slot = (part_ptr, part_rows, part_in_units), (target_ptr, slot_size, cols_in_units)
+            _write_tile(part, slot, tile, BLOCK, UNIT)
         else:
-            _write_tile(part_ptr, target_ptr, tile, slot_size, cols, part_rows, part_cols, BLOCK, 1)
+            _write_tile((part_ptr, part_rows, part_cols), (target_ptr, slot_size, cols), tile, BLOCK, 1)
         if tile == 0:
             ranks_ptr = tl.load(row + 3).to(tl.pointer_type(tl.int32))
             tl.store(ranks_ptr + index, tl.load(head + 3).to(tl.int32))

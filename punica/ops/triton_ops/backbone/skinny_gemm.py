@@ -216,10 +216,15 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexp
 
 
 @triton.jit
-def finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride, GEMM: tl.constexpr):
-    """Write a tile, or with split_k this program's partial sums; the last program to arrive adds these up."""
+def finish_tile(acc, base, sums, place, offsets, mask_t, out_stride, GEMM: tl.constexpr):
+    """Write a tile, or with split_k this program's partial sums; the last program to arrive adds these up.
+
+    place: tile and split; offsets: columns [block_n] and tokens [block_t].
+    """
     _, bias_ptr, out_ptr = base
     planes_ptr, arrived_ptr = sums
+    tile, split = place
+    offs_n, offs_t = offsets
     out_ptrs = out_ptr + offs_t[None, :] * out_stride + offs_n[:, None]
     mask = (offs_n < GEMM.n)[:, None] & mask_t[None, :]
     if GEMM.split_k == 1:
@@ -258,7 +263,7 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     w_ptrs = w_rows[None, :] + offs_k[:, None]
     acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM)
-    finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride, GEMM)
+    finish_tile(acc, base, sums, (tile, split), (offs_n, offs_t), mask_t, out_stride, GEMM)
 
 
 @triton.jit(do_not_specialize=["tokens"])
