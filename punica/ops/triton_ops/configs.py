@@ -60,6 +60,8 @@ OPTIONAL_KEYS: dict[str, Config] = {
     "expand": {"row_wise": False, "tiles_n": 1, "swap_ab": False},
 }
 """Keys that a tuned file may leave out, and their values then."""
+_EXPERT_KEYS = ("row_wise", "tiles_n")
+_UNUSED_KEYS = ("num_ctas", "group_size_m", "max_nreg")  # of tables by other tools
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
 _COUNTS = ("num_warps", "num_stages")
@@ -166,7 +168,10 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
     for key in required:
         if key not in leaf:
             raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
+    known = (*required, *OPTIONAL_KEYS.get(op_type, _EXPERT_KEYS), *_UNUSED_KEYS)
     for key, value in leaf.items():
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}; known are {', '.join(known)}")
         if key in _SWITCHES:
             continue
         smallest = 16 if key in _BLOCKS else 1

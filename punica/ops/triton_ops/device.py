@@ -26,11 +26,11 @@ def max_tiles(tokens: int, segments: int, block_m: int) -> int:
 
 
 @triton.jit
-def pick(values, index, COUNT: tl.constexpr):
-    """Entry `index` (run time) of the tuple `values`: selects, so what is known about every entry stays known."""
-    chosen = values[0]
+def pick(values, index, COUNT: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Entry FIRST + `index` (run time, below COUNT) of a tuple. By selects: what is known of all entries stays known."""
+    chosen = values[FIRST]
     for i in tl.static_range(1, COUNT):
-        chosen = tl.where(index == i, values[i], chosen)
+        chosen = tl.where(index == i, values[FIRST + i], chosen)
     return chosen
 
 
@@ -83,6 +83,19 @@ def pdl_wait_or_barrier(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
     else:
         tl.debug_barrier()
+
+
+@triton.jit
+def read_old_then_wait(y_ptrs, mask, DTYPE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Old y [COLUMNS] in DTYPE, if it is added to; read before the PDL wait or, where it is ``late``, after it."""
+    old = tl.zeros(mask.shape, DTYPE)
+    if SHAPE.add and not TILE.late:
+        old = tl.load(y_ptrs, mask=mask, other=0.0).to(DTYPE)
+    pdl_launch_dependents(TILE.pdl)
+    pdl_wait_or_barrier(TILE.pdl)
+    if SHAPE.add and TILE.late:
+        old = tl.load(y_ptrs, mask=mask, other=0.0).to(DTYPE)
+    return old
 
 
 @triton.jit

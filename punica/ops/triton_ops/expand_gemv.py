@@ -7,14 +7,7 @@ what rank 16 costs. B rank after rank: a loop over the ranks, as far as the true
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import (
-    pdl_launch_dependents,
-    pdl_wait,
-    pdl_wait_or_barrier,
-    pick,
-    rank_of,
-    read_shrunk,
-)
+from punica.ops.triton_ops.device import pdl_wait, pick, rank_of, read_old_then_wait, read_shrunk
 from punica.ops.triton_ops.fp8_device import block_scaled, channel_scales, row_scaled, upcast
 from punica.ops.triton_ops.fp8_words import expand_row_in_words
 
@@ -70,13 +63,7 @@ def _by_columns(
     mask_read = offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
     b_ptrs = b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :]  # [COLUMNS, LANES]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
-    old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
-    if SHAPE.add and not TILE.late:
-        old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    pdl_launch_dependents(TILE.pdl)
-    pdl_wait_or_barrier(TILE.pdl)
-    if SHAPE.add and TILE.late:
-        old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
+    old = read_old_then_wait(y_ptr + offs_n, mask_n, y_ptr.dtype.element_ty, SHAPE, TILE)  # [COLUMNS]
     h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)
     if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
@@ -142,13 +129,7 @@ def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TIL
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]  # [COLUMNS, LANES]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
-    before = tl.zeros([COLUMNS], tl.float32)
-    if SHAPE.add and not TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    pdl_launch_dependents(TILE.pdl)
-    pdl_wait_or_barrier(TILE.pdl)
-    if SHAPE.add and TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
     total = tl.zeros([COLUMNS], tl.float32) if QUANT.format > 0 else before
     h_ptrs = h_ptr + offs_r * stride_hr
     h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)  # [LANES]

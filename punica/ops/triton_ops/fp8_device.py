@@ -17,7 +17,7 @@ from torch import Tensor
 from punica.ops.checks import Weights
 from punica.ops.fp8_checks import Scales, Scheme
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.triton_ops.device import read_shrunk
+from punica.ops.triton_ops.device import pick, read_shrunk
 from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -105,15 +105,6 @@ def check_group_k(scheme: Scheme, k: int) -> None:
 
 
 @triton.jit
-def pick_from(values, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Entry ``FIRST + index`` of the tuple `values`, index below COUNT: as `device.pick`."""
-    chosen = values[FIRST]
-    for i in tl.static_range(1, COUNT):
-        chosen = tl.where(index == i, values[FIRST + i], chosen)
-    return chosen
-
-
-@triton.jit
 def upcast(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Convert `stored` to DTYPE, exactly, NaN to NaN; FORMAT 0: not FP8. bfloat16 goes through float32, two
     instructions per value: from FP8 itself the compiler takes one that runs at a quarter of their rate.
@@ -182,10 +173,10 @@ def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.co
     QUANT: tl.constexpr = SHAPE.quant
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
-    scale_ptr = pick_from(operands, slice_id, SHAPE.slices, SHAPE.slices)
+    scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
     if not QUANT.dense:
-        scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
-        offsets = channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
+        scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
+        offsets = channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
     elif QUANT.channel:
         offsets = slot.to(tl.int64) * COUNT + channels
     else:
@@ -200,17 +191,17 @@ def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
     BLOCKS: tl.constexpr = QUANT.blocks
-    scale_ptr = pick_from(operands, slice_id, SHAPE.slices, SHAPE.slices)
-    scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
-    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
-    return scale_ptrs, pick_from(BLOCKS, slice_id, 0, len(BLOCKS))
+    scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
+    scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
+    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
+    return scale_ptrs, pick(BLOCKS, slice_id, len(BLOCKS))
 
 
 @triton.jit
 def activation_scale_ptrs(operands, rows, SHAPE: tl.constexpr):
     """Addresses [rows] of the scales of the activations' first group."""
     QUANT: tl.constexpr = SHAPE.quant
-    return pick_from(operands, 0, 2 * SHAPE.slices, 1) + rows * QUANT.a_row
+    return operands[2 * SHAPE.slices] + rows * QUANT.a_row
 
 
 @triton.jit

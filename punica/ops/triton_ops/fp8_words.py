@@ -5,17 +5,10 @@ and unpacked where they are multiplied. In a GEMM a word's four columns belong t
 them: through shared memory (where Hopper's product of 64 rows wants its operands) each block would wait for a store.
 """
 
-
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import (
-    dot,
-    pdl_launch_dependents,
-    pdl_launch_then_wait,
-    pdl_wait_or_barrier,
-    read_shrunk,
-)
+from punica.ops.triton_ops.device import dot, pdl_launch_then_wait, read_old_then_wait, read_shrunk
 from punica.ops.triton_ops.fp8_device import channel_scales, read_shrunk_rows, upcast
 
 _CONVERT = """{
@@ -112,13 +105,7 @@ def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.cons
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]  # [COLUMNS/4, LANES]
     words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
     scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
-    before = tl.zeros([COLUMNS], tl.float32)
-    if SHAPE.add and not TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    pdl_launch_dependents(TILE.pdl)
-    pdl_wait_or_barrier(TILE.pdl)
-    if SHAPE.add and TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
     h_ptrs = h_ptr + offs_r * stride_hr
     h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
     first = tl.zeros([COLUMNS // 4], tl.float32)

@@ -166,6 +166,18 @@ class Launch:
             self.binary.compiled = compiled
 
 
+def launch_alone(
+    kernel: Any, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], shape: Any,
+    *, strides: tuple[int, ...] = (), dtypes: tuple, num_warps: int, counts: tuple = (),
+) -> None:  # fmt: skip
+    """Launch a kernel with one constexpr, SHAPE, on the device of its first tensor; ``shape.pdl``: it starts early."""
+    launch = Launch(
+        kernel, grid, dtypes, strides, {"SHAPE": shape}, num_warps=num_warps, pdl=shape.pdl, device=tensors[0].device
+    )
+    with on_device(tensors[0].get_device()):
+        launch(tensors, counts, not INTERPRETED and all_aligned(*tensors))
+
+
 def all_aligned(*tensors: torch.Tensor) -> bool:
     """Tell whether every address is a multiple of 16, as kernels are compiled for."""
     addresses = 0

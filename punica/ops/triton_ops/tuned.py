@@ -12,6 +12,7 @@ from pathlib import Path
 from punica.ops.triton_ops.schedules import Problem, Schedule
 
 FOLDER = Path(__file__).with_name("tuned")
+OPS = ("shrink", "expand")
 
 
 def table_name(gpu_name: str) -> str:
@@ -34,15 +35,21 @@ def key_of(problem: Problem) -> str:
 
 @functools.cache
 def read_table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
-    """The measured schedules of a GPU by key and op; empty without a table."""
+    """The measured schedules of a GPU by key and op; empty without a table. ValueError: an entry of another form."""
     path = FOLDER / table_name(gpu_name)
     if not path.is_file():
         return {}
     entries = json.loads(path.read_text())["operators"]
+    for key, pair in entries.items():
+        if unknown := {op: one for op, one in pair.items() if op not in OPS or len(one) != len(Schedule._fields)}:
+            raise ValueError(
+                f"{path}, operator {key!r}: {unknown} is no schedule of {' or '.join(OPS)}, whose "
+                f"{len(Schedule._fields)} fields are {', '.join(Schedule._fields)}"
+            )
     return {key: {op: Schedule(*one) for op, one in pair.items()} for key, pair in entries.items()}
 
 
 def measured_schedule(op_type: str, problem: Problem, gpu_name: str) -> Schedule | None:
-    """The measured schedule of ``op_type``, "shrink" or "expand"; None where the table has none."""
+    """The measured schedule of ``op_type``, one of `OPS`; None where the table has none."""
     table = {} if problem.by_rows else read_table(gpu_name)
     return table.get(key_of(problem), {}).get(op_type) if table else None

@@ -29,15 +29,7 @@ from punica.ops.heads import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
 from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    Launch,
-    all_aligned,
-    block_at_least,
-    multiprocessors,
-    on_device,
-    supports_pdl,
-)
+from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, multiprocessors, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 MAX_SPLITS = 32
@@ -185,10 +177,28 @@ def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
     return max(16, min(128, (64 if group > 1 else 128) * 256 // (block_at_least(size) * itemsize)))
 
 
+class Pages(NamedTuple):
+    """Cached tokens of R requests, on the device and not checked. No kernel in flight may write these tensors, which
+    are read before the PDL wait.
+
+    block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the last
+        token's are not read.
+    lengths: int32 ``[R]``: cached tokens of each request, at most ``W * block_size``. 0 (a row that pads a captured
+        batch): nothing is read and the row of the result becomes 0.
+    order: int32 ``[R]``: the requests in the order in which they are taken, each once; longest first is fastest, and no
+        result depends on it.
+    block_size: tokens of a block.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+    order: Tensor
+    block_size: int
+
+
 def decode_attention(
-    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, order: Tensor,
-    block_size: int, splits: int | None = None,
-) -> None:  # fmt: skip
+    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, splits: int | None = None
+) -> None:
     """Attention of R requests with one query row each, into ``out``; the newest token is in the cache already.
 
     Args:
@@ -197,58 +207,42 @@ def decode_attention(
         keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv, D at
             most 256. float8_e4m3fn is upcast, exactly, before it is multiplied.
         values: as ``keys``.
-        block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the
-            last token's are not read.
-        lengths: int32 ``[R]``: cached tokens of each request, at most ``W * block_size``. 0 (a row that pads a captured
-            batch): nothing is read and the row of ``out`` becomes 0.
-        order: int32 ``[R]``: the requests in the order in which they are taken, each once; longest first is fastest,
-            and no result depends on it.
-        block_size: tokens of a block.
+        pages: of each request.
         splits: a power of two up to 32; ``None``: :func:`choose_splits`.
 
-    What lies in the table, in ``lengths`` and in ``order`` is on the device and not checked; it is read before the
-    PDL wait, so no kernel in flight may write it. ValueError, TypeError: shapes, layouts, dtypes or devices;
-    RuntimeError: no Triton kernel runs on this device.
+    ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
     """
-    _check(out, q, keys, values, block_table, lengths, order, block_size, splits)
+    _check(out, q, keys, values, pages, splits)
     requests, heads, size = q.shape
     kv_heads = keys.shape[1]
     if requests == 0:
         return
     splits = splits or choose_splits(requests, kv_heads, q.device)
-    group, pdl = heads // kv_heads, supports_pdl(q.device)
+    group = heads // kv_heads
     shape = _Shape(
-        kv_heads, group, size, block_size, splits, block_at_least(group),
+        kv_heads, group, size, pages.block_size, splits, block_at_least(group),
         _tokens_at_once(group, size, q.element_size()), block_at_least(size), math.log2(math.e) / math.sqrt(size),
-        fp8_format(keys.dtype), pdl,
+        fp8_format(keys.dtype), supports_pdl(q.device),
     )  # fmt: skip
     parts, sums = out, out  # stand for what one split does not need
     if splits > 1:
         parts = torch.empty(requests, heads, splits, size, dtype=torch.float32, device=q.device)
         sums = parts.new_empty(requests, heads, splits)
-    tensors = (q, as_operand(keys), as_operand(values), block_table, lengths, order, parts, sums)
-    attend = Launch(
-        _decode_attention_kernel, (kv_heads, requests, splits), (q.dtype, keys.dtype), (q.stride(0), out.stride(0)),
-        {"SHAPE": shape}, num_warps=_NUM_WARPS, pdl=pdl, device=q.device,
+    tensors = (q, as_operand(keys), as_operand(values), *pages[:3], parts, sums)
+    launch_alone(
+        _decode_attention_kernel, (kv_heads, requests, splits), tensors, shape,
+        strides=(q.stride(0), out.stride(0)), dtypes=(q.dtype, keys.dtype), num_warps=_NUM_WARPS,
+        counts=(pages.block_table.shape[1],),
     )  # fmt: skip
-    with on_device(q.get_device()):
-        attend(tensors, (block_table.shape[1],), not INTERPRETED and all_aligned(*tensors))
-        if splits > 1:
-            _combine(parts, sums, out, shape)
+    if splits > 1:
+        launch_alone(
+            _combine_kernel, (requests, heads, 1), (parts, sums, out), shape,
+            strides=(out.stride(0),), dtypes=(out.dtype,), num_warps=1,
+        )  # fmt: skip
 
 
-def _combine(parts: Tensor, sums: Tensor, out: Tensor, shape: _Shape) -> None:
-    launch = Launch(
-        _combine_kernel, (out.shape[0], out.shape[1], 1), (out.dtype,), (out.stride(0),), {"SHAPE": shape},
-        num_warps=1, pdl=shape.pdl, device=out.device,
-    )  # fmt: skip
-    launch((parts, sums, out), (), not INTERPRETED and all_aligned(parts, sums, out))
-
-
-def _check(
-    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, order: Tensor,
-    block_size: int, splits: int | None,
-) -> None:  # fmt: skip
+def _check(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, splits: int | None) -> None:
+    block_table, lengths, order, block_size = pages
     check_runnable(q.device)
     check_cache(keys, values, q)
     requests, heads, size = check_shape("q", q, (None, None, keys.shape[2]))

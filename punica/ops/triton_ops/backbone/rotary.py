@@ -21,7 +21,7 @@ from punica.ops.quant import FP8_MAX
 from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 _HEADS_PER_PROGRAM = 8
@@ -130,20 +130,18 @@ def rotate_and_store(
         check_same(qkv, **{name: weight})
     if tokens == 0:
         return
-    pdl, block_h = supports_pdl(qkv.device), min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
+    block_h = min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
     shape = _Shape(
         heads, kv_heads, size // 2, norms.eps if norms else None, block_h, block_at_least(size // 2),
-        FP8_MAX.get(keys.dtype, 0.0), pdl,
+        FP8_MAX.get(keys.dtype, 0.0), supports_pdl(qkv.device),
     )  # fmt: skip
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h), 1)
-    launch = Launch(
-        _rotate_and_store_kernel, grid, (qkv.dtype, keys.dtype), (qkv.stride(0),), {"SHAPE": shape},
-        num_warps=_NUM_WARPS, pdl=pdl, device=qkv.device,
-    )  # fmt: skip
     weights = (norms.q_weight, norms.k_weight) if norms else (cos, cos)  # unused operands are filled with cos
     tensors = (qkv, cos, sin, kv_rows, as_operand(keys), as_operand(values), *weights)
-    with on_device(qkv.get_device()):
-        launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
+    launch_alone(
+        _rotate_and_store_kernel, grid, tensors, shape,
+        strides=(qkv.stride(0),), dtypes=(qkv.dtype, keys.dtype), num_warps=_NUM_WARPS,
+    )  # fmt: skip
 
 
 def _check(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, kv_heads: int, size: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from punica.ops.fp8_checks import PER_CHANNEL, PLAIN
 from punica.ops.heads import HeadNorms
 from punica.ops.quant import E4M3
 from punica.ops.triton_ops.backbone import (
+    Pages,
     add_rms_norm,
     argmax,
     decode_attention,
@@ -52,7 +53,8 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     norms = HeadNorms(weight, weight, 1e-6) if case["layer"] in NORMALISED else None
     rotate_and_store(qkv, cos, cos, empty(TOKENS, dtype=torch.int64), keys, keys, norms)
     out = empty(TOKENS, heads, size, dtype=dtype)
-    decode_attention(out, qkv[:, :heads], keys, keys, table, lengths, lengths, BLOCK_SIZE, case["splits"])
+    pages = Pages(table, lengths, lengths, BLOCK_SIZE)
+    decode_attention(out, qkv[:, :heads], keys, keys, pages, case["splits"])
     swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))
     down, hidden_rows = empty(hidden, inner, dtype=dtype), empty(TOKENS, inner, dtype=dtype)
     for tokens in (1, TOKENS):
