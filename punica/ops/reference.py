@@ -26,7 +26,7 @@ def _compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _rows_by_slot(slots: Tensor, num_slots: int) -> list[tuple[int, Tensor]]:
-    """``(slot, rows)`` for every slot >= 0 in use. Rows at -1 are left out, so -1 can never index the last slot."""
+    """Return ``(slot, rows)`` for every slot >= 0 in use. Rows at -1 are left out: -1 would index the last slot."""
     used = slots.unique().tolist()
     check_slot_range(used, num_slots, "lora_indices_tensor")
     return [(slot, (slots == slot).nonzero().flatten()) for slot in used if slot >= 0]
@@ -35,7 +35,7 @@ def _rows_by_slot(slots: Tensor, num_slots: int) -> list[tuple[int, Tensor]]:
 def _multiply(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *, scaling: float, add: bool, zero_idle: bool
 ) -> None:
-    """``output[t] (+)= scaling * inputs[t] @ weights[slots[t]]^T`` for checked arguments, one adapter at a time."""
+    """Compute ``output[t] (+)= scaling * inputs[t] @ weights[slots[t]]^T`` for checked arguments."""
     if any(tensor.is_meta for tensor in (inputs, weights, output, slots)):
         return
     dtype = _compute_dtype(inputs, weights, output)
@@ -71,7 +71,7 @@ def fused_moe_lora(
     topk_ids: Tensor, topk_weights: Tensor, token_lora_mapping: Tensor, adapter_enabled: Tensor,
     mul_routed_weight: bool = False, offset: int = 0, add_inputs: bool = True,
 ) -> None:  # fmt: skip
-    """LoRA of every (token, expert) pair, pair by pair, in place.
+    """Add LoRA to every (token, expert) pair, pair by pair, in place.
 
     Pair ``i = t * k + j`` has the slot ``l`` of its token and the expert ``e = topk_ids[t, j]``:
 

@@ -72,21 +72,21 @@ class Stack:
 
     @classmethod
     def of_a(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
-        """A, ``[L, (1,) r, K]`` per slice."""
+        """Build A, ``[L, (1,) r, K]`` per slice."""
         return cls(tensors, -2, *args, **kwargs)
 
     @classmethod
     def of_b(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
-        """B, ``[L, (1,) N_i, r]`` per slice."""
+        """Build B, ``[L, (1,) N_i, r]`` per slice."""
         return cls(tensors, -1, *args, **kwargs)
 
     def slice(self, i: int) -> Stack:
-        """Slice ``i`` alone."""
+        """Return slice ``i`` alone."""
         ranks = None if self.ranks is None else self.ranks[i : i + 1]
         return Stack(self.tensors[i : i + 1], self.rank_dim, ranks, self.scales[i : i + 1], self.form.scheme)
 
     def validate(self) -> None:
-        """For debugging: ValueError unless all scales are finite and >= 0. Waits for the device."""
+        """Raise ValueError unless all scales are finite and >= 0, for debugging. Waits for the device."""
         validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class LoRAWeights:
         scales: tuple[Scaled, Scaled] = (None, None), schemes: tuple[Scheme, Scheme] = (PLAIN, PLAIN),
         names: Names = STEP,
     ) -> LoRAWeights:  # fmt: skip
-        """From the tensors of both; ``scales`` and ``schemes`` of A and of B."""
+        """Build both from their tensors; ``scales`` and ``schemes`` of A and of B."""
         a = Stack.of_a(lora_a, ranks, scales[0], schemes[0], names)
         return cls(a, Stack.of_b(lora_b, ranks, scales[1], schemes[1], names), names)
 
@@ -128,7 +128,7 @@ class LoRAWeights:
         return plans_of(self.a.form, self.b.form)
 
     def validate(self) -> None:
-        """`Stack.validate` of both."""
+        """Run `Stack.validate` on both."""
         self.a.validate()
         self.b.validate()
 
@@ -142,7 +142,7 @@ _TABLES: weakref.WeakValueDictionary[int, Plans] = weakref.WeakValueDictionary()
 
 @functools.lru_cache(maxsize=4096)
 def plans_of(*forms: Form) -> Plans:
-    """The table of plans for weights of these forms."""
+    """Return the table of plans for weights of these forms."""
     table = Plans()
     _TABLES[id(table)] = table
     return table
@@ -161,7 +161,7 @@ _MOST_FORMS = 4096  # a full table starts anew
 def _form(
     tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
 ) -> Form:
-    """The form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
+    """Return the form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
     listed = (tuple, list)
     try:
         key = (
@@ -201,7 +201,7 @@ def _checked(
 
 
 def check_stored(stack: Stack, name: str) -> None:
-    """Checks for kernels beyond those of every stack: 16 or 32 bits or FP8, and memory in one order."""
+    """Check a stack for kernels: 16 or 32 bits or FP8, and memory in one order."""
     from_dtype = stack.form.stored.dtype
     if from_dtype not in (*FLOATS, *FP8_DTYPES):
         raise TypeError(f"{name} has dtype {from_dtype}, expected {' or '.join(map(str, FLOATS))}")

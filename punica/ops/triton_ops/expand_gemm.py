@@ -32,7 +32,7 @@ from punica.ops.triton_ops.fp8_words import expand_tile_in_words
 
 @triton.constexpr_function
 def _dtype_of_product(y_ptr, b_ptr, quant):
-    """Type in which h and B are multiplied: B's own, for FP8 that of y, with FP8 activations float16."""
+    """Return the type in which h and B are multiplied: B's own, for FP8 that of y, with FP8 activations float16."""
     if quant.x_format > 0:
         return tl.float16
     return y_ptr.dtype.element_ty if quant.format > 0 else b_ptr.dtype.element_ty
@@ -40,7 +40,7 @@ def _dtype_of_product(y_ptr, b_ptr, quant):
 
 @triton.jit
 def _channel_scales(operands, place, offs_n, width, SHAPE: tl.constexpr):
-    """Scales [BLOCK_N] that follow the sum over the ranks; 1, and not read, where there are none."""
+    """Return the scales [BLOCK_N] that follow the sum over the ranks; 1, and not read, where there are none."""
     QUANT: tl.constexpr = SHAPE.quant
     slice_id, slot, _, _ = place
     if QUANT.format > 0 and QUANT.group_k == 0:
@@ -52,7 +52,7 @@ def _channel_scales(operands, place, offs_n, width, SHAPE: tl.constexpr):
 
 @triton.jit
 def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
-    """Sums [BLOCK_M, BLOCK_N] times the scales of activations and columns, plus y: an FMA in every form alike."""
+    """Multiply sums [BLOCK_M, BLOCK_N] by the scales of activations and columns, and add y: an FMA in every form."""
     QUANT: tl.constexpr = SHAPE.quant
     CHANNELS: tl.constexpr = QUANT.format > 0 and QUANT.group_k == 0
     if QUANT.has_a and QUANT.group_k == 0:
@@ -70,8 +70,8 @@ def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
 def _one_pass(
     pointers, operands, place, rows, columns, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """All ranks at once. ``at_once``: blocks go through registers, the first is loaded ahead of the PDL wait, and every
-    other one while the one before it is multiplied; else the compiler pipelines the loop over columns.
+    """Compute all ranks at once. ``at_once``: blocks go through registers, the first is loaded ahead of the PDL wait,
+    and every other one while the one before it is multiplied; else the compiler pipelines the loop over columns.
 
     pointers: of blocks of h, B and y, and the strides of h along partials and ranks; place: slice, slot, true rank, and
     ranks that are read.
@@ -124,7 +124,7 @@ def _one_pass(
 def _sum_ranks(
     pointers, operands, place, rows, columns, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Sums [BLOCK_M, BLOCK_N] over blocks of ranks; with a scale per block of ranks each is a product of its own."""
+    """Compute sums [BLOCK_M, BLOCK_N] over blocks of ranks; a block with a scale of its own is a product of its own."""
     h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr = pointers
     rows, mask_m = rows
     offs_n, width = columns
@@ -160,7 +160,7 @@ def _sum_ranks(
 def _rank_loop(
     pointers, operands, place, rows, columns, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
+    """Compute column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
     h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr = pointers
     offs_n, width = columns
     pdl_launch_then_wait(TILE.pdl)
@@ -183,7 +183,7 @@ def _rank_loop(
 def _expand_rows_of(
     tensors, operands, place, rows, block, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """``rows`` x tiles_n blocks of block_n columns.
+    """Compute ``rows`` x tiles_n blocks of block_n columns.
 
     READ: how far loads of h and B reach. "rank": as far as the rank, a multiple of ``vector``, the ranks of one load.
     "vectors": to the end of a vector, and values beyond the rank are dropped (B by ranks: as far as the rank).
@@ -214,7 +214,7 @@ def _expand_rows_of(
 
 @triton.jit
 def expand_tile(tensors, operands, tile, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The rows of one tile x tiles_n blocks of block_n columns of one slice; words: by `expand_tile_in_words`.
+    """Compute the rows of one tile x tiles_n blocks of block_n columns of one slice.
 
     In a loop, true ranks that are whole vectors have code of their own, as B streams best where nothing of it is
     dropped; float32 does without, since the shared memory of both counts.

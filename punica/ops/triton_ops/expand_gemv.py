@@ -14,7 +14,7 @@ from punica.ops.triton_ops.fp8_words import expand_row_in_words
 
 @triton.jit
 def column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
-    """Slice, first column inside it, its width and its first column in y, for the pid_n-th run of SPAN columns."""
+    """Return slice, first column in it, its width and its first column in y, of the pid_n-th run of SPAN columns."""
     WIDTHS: tl.constexpr = SHAPE.widths
     COLUMNS: tl.constexpr = SHAPE.columns
     slice_id = pid_n * 0
@@ -30,7 +30,7 @@ def column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.constexpr):
-    """Result [ranks] of shrink for one row in float32: the sum of its partials, or FP8 values times their scales."""
+    """Read the result [ranks] of shrink for one row in float32: summed partials, or FP8 values times their scales."""
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.x_format > 0:
         h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, tl.float32)
@@ -44,8 +44,8 @@ def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.conste
 def _by_columns(
     tensors, operands, place, block, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded before
-    one is summed. Arguments as of `_by_ranks`.
+    """Multiply ``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded
+    before one is summed. Arguments as of `_by_ranks`.
     """
     QUANT: tl.constexpr = SHAPE.quant
     CHANNELS: tl.constexpr = QUANT.format > 0 and QUANT.group_k == 0
@@ -92,8 +92,8 @@ def _by_columns(
 
 @triton.jit
 def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr):
-    """b [COLUMNS, LANES] times h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks beyond the
-    true rank are dropped.
+    """Multiply b [COLUMNS, LANES] by h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks beyond
+    the true rank are dropped.
     """
     QUANT: tl.constexpr = SHAPE.quant
     slice_id, slot, _, rank = place
@@ -111,7 +111,7 @@ def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr
 
 @triton.jit
 def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """A block of columns of a B stored rank after rank, LANES ranks at a time as far as the true rank goes. The next
+    """Multiply a block of columns of a B stored rank after rank, LANES ranks at a time up to the true rank. The next
     ranks are loaded before these are summed. Up to 16 LANES are held by one thread for its columns: no shuffles.
 
     place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
@@ -152,7 +152,7 @@ def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TIL
 
 @triton.jit
 def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """One row x a block of columns of one slice.
+    """Compute one row x a block of columns of one slice.
 
     With a row-major B the true rank chooses among the ascending ``lanes`` the width in ranks of a block, and with it in
     how many ``steps`` the columns are taken: the elements in flight stay about as many.

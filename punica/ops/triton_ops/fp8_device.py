@@ -25,7 +25,7 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 
 
 def fp8_format(dtype: torch.dtype) -> int:
-    """Format number of an operand in kernels: 0 not FP8, 1 e4m3, 2 e5m2."""
+    """Return the format number of an operand in kernels: 0 not FP8, 1 e4m3, 2 e5m2."""
     return FP8_DTYPES.index(dtype) + 1 if dtype in FP8_DTYPES else 0
 
 
@@ -75,7 +75,7 @@ def quant_of(
     weights: Weights, x_dtype: torch.dtype, scales: Scales, scheme: Scheme, channels: Sequence[int], k: int,
     a_strides: tuple[int, int] | None = None,
 ) -> Quant:  # fmt: skip
-    """Storage of FP8 weights whose slices have ``channels`` outputs, in a product that sums over ``k`` elements.
+    """Return the storage of FP8 weights with ``channels`` outputs per slice in a product that sums over ``k`` elements.
 
     ``a_strides``: of the activations' scales along rows and groups; None without them.
     """
@@ -95,7 +95,7 @@ def quant_of(
 
 
 def check_group_k(scheme: Scheme, k: int) -> None:
-    """ValueError where a tile of K could cross a block."""
+    """Raise ValueError where a tile of K could cross a block."""
     group = scheme.group_k
     if 0 < group < k and (group < 16 or group & (group - 1)):
         raise ValueError(
@@ -169,7 +169,9 @@ def read_shrunk_rows(
 
 @triton.jit
 def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.constexpr):
-    """Scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their scales."""
+    """Return the scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their
+    scales.
+    """
     QUANT: tl.constexpr = SHAPE.quant
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
@@ -186,7 +188,7 @@ def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.co
 
 @triton.jit
 def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
-    """Addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
+    """Return addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
     QUANT: tl.constexpr = SHAPE.quant
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
@@ -199,7 +201,7 @@ def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
 
 @triton.jit
 def activation_scale_ptrs(operands, rows, SHAPE: tl.constexpr):
-    """Addresses [rows] of the scales of the activations' first group."""
+    """Return the addresses [rows] of the scales of the activations' first group."""
     QUANT: tl.constexpr = SHAPE.quant
     return operands[2 * SHAPE.slices] + rows * QUANT.a_row
 
@@ -257,7 +259,7 @@ def real_rows(stored, operands, rows, ks, mask, SHAPE: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def expert_scales(operands, slice_id, slot, channels, mask, SHAPE: tl.constexpr):
-    """Factors [channels] of a product's columns: ones where scales belong to blocks of K, or there are none."""
+    """Return factors [channels] of a product's columns: ones without scales, or where they belong to blocks of K."""
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.format > 0 and QUANT.group_k == 0:
         scale = channel_scales(operands, slice_id, slot, channels, mask, 1, SHAPE)

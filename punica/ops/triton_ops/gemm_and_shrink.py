@@ -62,7 +62,7 @@ def _gemm_and_shrink_kernel(
     tokens, num_slots, gemm_programs, scaling, strides,
     GEMM: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink.
+    """Compute tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink.
 
     base: weight, bias (or any tensor) and y; sums: workspace of a split product; strides: of rows of x, weight and y.
     """
@@ -101,7 +101,7 @@ class GemmAndShrinkPlan(NamedTuple):
 
 
 def check_base_switches(base: Sequence[Tensor], add_inputs: bool) -> None:
-    """TypeError, ValueError: not a weight and perhaps a bias, or one whose product the LoRA term would overwrite."""
+    """Raise TypeError, ValueError: no weight and perhaps bias, or one whose product the LoRA term would overwrite."""
     if not isinstance(base, (tuple, list)) or not all(isinstance(one, Tensor) for one in base) or len(base) > 2:
         raise TypeError(f"base must be (weight,) or (weight, bias), two tensors at most, got {type(base).__name__}")
     if base and not add_inputs:
@@ -109,7 +109,7 @@ def check_base_switches(base: Sequence[Tensor], add_inputs: bool) -> None:
 
 
 def describe_base(base: Sequence[Tensor]) -> BaseForm | None:
-    """Form of ``weight [N, K]`` and ``bias [N]`` (if given); None without a base product.
+    """Check ``weight [N, K]`` and ``bias [N]`` (if given) and return their form; None without a base product.
 
     ValueError, TypeError: shapes, layouts, dtypes or devices.
     """
@@ -126,7 +126,7 @@ def describe_base(base: Sequence[Tensor]) -> BaseForm | None:
 
 
 def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
-    """ValueError, TypeError: operands that do not fit the base product."""
+    """Raise ValueError, TypeError: operands that do not fit the base product."""
     n, k = base.weight[:2]
     if y.shape[1] != n or x.shape[1] != k:
         raise ValueError(
@@ -142,7 +142,7 @@ def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
 
 
 def fused_schedule(x: Tensor, base: BaseForm, rank: int) -> Schedule | None:
-    """The shrink's schedule in one launch with this base product; None where each has a launch of its own."""
+    """Return the shrink's schedule in one launch with this base product; None where each has a launch of its own."""
     if rank > MOST_RANKS or not isinstance(_form_of(x, base), TilesForm):
         return None
     block_k = min(4096, block_at_least(base.weight.k))
@@ -153,7 +153,7 @@ def fused_schedule(x: Tensor, base: BaseForm, rank: int) -> Schedule | None:
 def plan_gemm_and_shrink(
     x: Tensor, base: BaseForm, y: Tensor, a: Form, schedule: Schedule, pdl: bool
 ) -> GemmAndShrinkPlan:
-    """The launch with a schedule of `fused_schedule`, for the forms and strides of these tensors."""
+    """Plan the launch with a schedule of `fused_schedule`, for the forms and strides of these tensors."""
     form = cast(TilesForm, _form_of(x, base))  # fused_schedule answers for no other
     stored, block_r, splits, tokens = a.stored, schedule.block_n, schedule.split_k, x.shape[0]
     row = RowTile(block_r, triton.cdiv(stored.rank, block_r), schedule.block_k)
@@ -172,6 +172,6 @@ def plan_gemm_and_shrink(
 
 
 def _form_of(x: Tensor, base: BaseForm) -> GemmForm:
-    """The form in which `skinny_gemm` multiplies."""
+    """Return the form in which `skinny_gemm` multiplies."""
     n, k = base.weight[:2]
     return choose_form(n, k, x.shape[0], x.dtype, multiprocessors(x.device), batch_invariant=False)

@@ -27,7 +27,7 @@ _HERE = nullcontext()
 
 
 def block_at_least(size: int, smallest: int = 16) -> int:
-    """The power of two that holds `size` elements, at least `smallest` (16: what a tensor-core operand needs)."""
+    """Return the power of two that holds `size` elements, at least `smallest` (16: least of a tensor-core operand)."""
     return max(smallest, 1 << (size - 1).bit_length())  # triton.next_power_of_2 takes 2 us on the host
 
 
@@ -41,7 +41,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use on `device`; an H200's where there is no GPU to ask."""
+    """Return the bytes of shared memory that a program may use on `device`; an H200's where there is no GPU to ask."""
     if device.type != "cuda":
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)  # builds of torch declare different fields
@@ -50,7 +50,7 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of `device`; an H200's where there is no GPU to ask."""
+    """Return the number of multiprocessors of `device`; an H200's where there is no GPU to ask."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -92,12 +92,12 @@ class _Binary:
 
 @functools.lru_cache(maxsize=4096)
 def _binary(kernel: Any, dtypes: tuple, strides: tuple, constants: tuple, options: tuple, device: int) -> _Binary:
-    """Binary shared by launches whose arguments Triton specialises alike."""
+    """Return the binary shared by launches whose arguments Triton specialises alike."""
     return _Binary()
 
 
 def _specialised(stride: int) -> tuple[bool, bool, bool]:
-    """Properties of an integer that Triton compiles for: being 1, a multiple of 16, wider than 32 bits."""
+    """Return the properties of an integer that Triton compiles for: being 1, a multiple of 16, wider than 32 bits."""
     return stride == 1, stride % 16 == 0, not -(1 << 31) <= stride < 1 << 31
 
 
@@ -187,7 +187,7 @@ def all_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def on_device(index: int) -> AbstractContextManager:
-    """Context in which device `index` is the current one; -1 (the CPU) and the current device cost nothing."""
+    """Return a context in which device `index` is the current one; -1 (the CPU) and the current device cost nothing."""
     if index < 0 or index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(index)

@@ -94,7 +94,7 @@ class ExpandTile(NamedTuple):
 
 @triton.jit
 def _expand_list(tensors, operands, work, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """A persistent loop over a step's list, as `lora_shrink._shrink_list`."""
+    """Run a persistent loop over a step's list, as `lora_shrink._shrink_list`."""
     sorted_ptr, tiles_ptr, totals_ptr, num_tiles = work
     _, _, anchor = call
     pid = tl.program_id(0)
@@ -117,7 +117,7 @@ def _lora_expand_kernel(
     tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, num_segments, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Entry of all modes; arguments as of `lora_shrink._lora_shrink_kernel`.
+    """Run one mode; arguments as of `lora_shrink._lora_shrink_kernel`.
 
     tensors: h and y; strides: of h along partials, slices, rows and ranks, and of rows of y.
     """
@@ -145,12 +145,12 @@ class LowRank(NamedTuple):
 
     @classmethod
     def result(cls, h: Tensor) -> "LowRank":
-        """A result ``[n, T, r]``: one partial."""
+        """Return a result ``[n, T, r]``: one partial."""
         return cls((1, *h.shape), (0, *h.stride()), h.dtype)
 
     @classmethod
     def sums(cls, *shape: int) -> "LowRank":
-        """Contiguous float32 partials."""
+        """Return contiguous float32 partials."""
         return cls(shape, tuple([prod(shape[i + 1 :]) for i in range(4)]), torch.float32)
 
 
@@ -173,7 +173,7 @@ class ExpandMode(NamedTuple):
 def plan_expand(
     h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: ExpandMode
 ) -> KernelPlan:
-    """The launch of a schedule, for these strides and a B of this form."""
+    """Plan the launch of a schedule, for these strides and a B of this form."""
     weights, (_, _, tokens, _), pdl = form.stored, h.shape, mode.pdl
     if pdl and h.strides[0] <= 0:  # kernels branch on it where they wait (`pdl_wait`)
         raise ValueError(f"partials of h have a stride of {h.strides[0]}; give a positive one, or pdl=False")
@@ -213,12 +213,12 @@ def _shape(h: LowRank, form: Form, mode: ExpandMode) -> ExpandShape:
 
 
 def _blocks(shape: ExpandShape, block_n: int) -> int:
-    """Blocks of this many columns in all slices."""
+    """Return the blocks of this many columns in all slices."""
     return sum([triton.cdiv(width, block_n) for width in shape.widths])
 
 
 def _row_tile(shape: ExpandShape, schedule: Schedule, rows: int) -> RowTile:
-    """Work of a program that takes one of ``rows`` rows."""
+    """Return the work of a program that takes one of ``rows`` rows."""
     block_n, lanes = schedule.block_n, schedule.block_k
     if not shape.row_major:
         lanes = min(lanes, shape.quant.group_k or lanes, block_at_least(shape.rank, 1))
@@ -232,7 +232,7 @@ def _row_tile(shape: ExpandShape, schedule: Schedule, rows: int) -> RowTile:
 def _gemm_tile(
     tile: ExpandTile, schedule: Schedule, shape: ExpandShape, itemsizes: tuple[int, int, int], device: torch.device
 ) -> ExpandTile:
-    """``tile`` with the blocks of the tensor cores, and as many stages as fit into shared memory.
+    """Return ``tile`` with the blocks of the tensor cores, and as many stages as fit into shared memory.
 
     All ranks go in one pass where that fits, since more would read h again for every block of columns. The operands of
     a float32 product are held in registers, whose number per program is the limit there.
@@ -263,8 +263,8 @@ def _gemm_tile(
 def _lane_blocks(
     rank: int, block_n: int, has_ranks: bool, programs: Callable[[int], int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Block widths in ranks among which the kernel chooses for B by rows, in how many steps each takes a program's
-    columns, and how many columns that is.
+    """Return the block widths in ranks among which the kernel chooses for B by rows, in how many steps each takes a
+    program's columns, and how many columns that is.
 
     ``block_n`` suits the whole width. With true ranks a program gets up to as many times more columns as 16 ranks, the
     least that memory moves, are narrower, so that its blocks stay as large; ``programs(block_n)`` must still occupy the

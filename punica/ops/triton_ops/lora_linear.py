@@ -74,7 +74,7 @@ class LinearMode(NamedTuple):
 def plan_linear(
     y: Tensor, x: Tensor, forms: tuple[Form, Form], batch: Batch, schedules: tuple[Schedule, Schedule], mode: LinearMode
 ) -> LinearPlan:
-    """The two launches with the given schedules (the first of `fused_schedule` where fused), for A and B."""
+    """Plan the two launches with the given schedules (the first of `fused_schedule` where fused), for A and B."""
     (a, b), (shrink, expand), (add_inputs, pdl, apart, fused, words, early) = forms, schedules, mode
     first: KernelPlan | GemmAndShrinkPlan
     if fused is None:
@@ -91,7 +91,7 @@ def plan_linear(
 def choose_linear(
     y: Tensor, x: Tensor, forms: tuple[Form, Form], batch: Batch, options: Options, mode: LinearMode
 ) -> LinearPlan:
-    """The two launches that suit the step. ``mode.fused``: a base product that the first may make, too."""
+    """Choose schedules for the step and plan both launches. ``mode.fused``: a base product that the first may make."""
     a, b, base = forms[0].stored, forms[1].stored, mode.fused
     problem = Problem(batch.shape, x.shape[0], a.widths[0], b.widths, a.rank, a.dtype.itemsize, b.row_major)
     shrink = choose("shrink", problem, options, x.device)

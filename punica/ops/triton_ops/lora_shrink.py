@@ -83,7 +83,7 @@ class ShrinkTile(NamedTuple):
 
 @triton.jit
 def _shrink_list(tensors, operands, work, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """A persistent loop over a step's list: programs for ``num_tiles`` tiles stride over all of them.
+    """Run a persistent loop over a step's list: programs for ``num_tiles`` tiles stride over all of them.
 
     work: sorted rows, records of the tiles, their numbers for all heights, and num_tiles.
     """
@@ -105,8 +105,8 @@ def _shrink_list(tensors, operands, work, call, strides, SHAPE: tl.constexpr, TI
 
 @triton.jit
 def _shrink_found(tensors, operands, step, counts, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The tile that this program finds among the segments. With ``direct``, programs past the tiles zero-fill rows
-    without adapter.
+    """Compute the tile that this program finds among the segments. With ``direct``, programs past the tiles zero-fill
+    rows without adapter.
 
     step: slots of the rows, sorted rows, and ids, counts and starts of the segments; counts: of tiles and segments.
     """
@@ -141,7 +141,7 @@ def _lora_shrink_kernel(
     tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, num_segments, scaling, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Entry of all modes. ``mode`` "search" has ids and counts of the segments in place of the list (tiles, totals),
+    """Run one mode. ``mode`` "search" has ids and counts of the segments in place of the list (tiles, totals),
     their starts and their number. Pointers that a mode does not read are None.
 
     tensors: x and the output; operands: `fp8_device.operands`; strides: of x.
@@ -178,7 +178,7 @@ class ShrinkMode(NamedTuple):
 
 
 def plan_shrink(x: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: ShrinkMode) -> KernelPlan:
-    """The launch of a schedule, for x's shape and strides and an A of this form."""
+    """Plan the launch of a schedule, for x's shape and strides and an A of this form."""
     weights, (out_dtype, direct, accumulate, overlap, early, _) = form.stored, mode
     tokens, rank, slices = x.shape[0], weights.rank, len(weights.widths)
     split_k, shape = 1 if direct else schedule.split_k, stored_shape(form, x.dtype, mode)
@@ -208,7 +208,7 @@ def plan_shrink(x: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: S
 
 
 def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:
-    """Work of a program on one of ``rows`` rows, slices and K splits."""
+    """Return the work of a program on one of ``rows`` rows, slices and K splits."""
     block_r = min(schedule.block_n, block_at_least(shape.rank, 1))
     programs = triton.cdiv(shape.rank, block_r)
     if not (shape.direct or shape.quant.format) and shape.has_ranks:
@@ -217,7 +217,7 @@ def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:
 
 
 def _gemm_tile(schedule: Schedule, shape: ShrinkShape, itemsize: int, device: torch.device) -> ShrinkTile:
-    """Tile of the tensor cores, with as many stages as fit into shared memory."""
+    """Return the tile of the tensor cores, with as many stages as fit into shared memory."""
     block_m, block_r = schedule.block_m, min(schedule.block_n, block_at_least(shape.rank))
     of_x, of_a = max(2, itemsize), 1 if shape.quant.format else max(2, itemsize)
     block_k = min(schedule.block_k, block_at_least(shape.k))
@@ -232,7 +232,7 @@ def _gemm_tile(schedule: Schedule, shape: ShrinkShape, itemsize: int, device: to
 
 
 def stored_shape(form: Form, x_dtype: torch.dtype, mode: ShrinkMode) -> ShrinkShape:
-    """Shape and storage of A, and of the output."""
+    """Return the shape and storage of A, and of the output."""
     weights, quant = form.stored, shrink_quant(form, x_dtype, mode.x_strides)
     rank, k = weights.rank, weights.widths[0]
     strides = (k, 1) if weights.row_major else (1, rank)
@@ -243,13 +243,14 @@ def stored_shape(form: Form, x_dtype: torch.dtype, mode: ShrinkMode) -> ShrinkSh
 
 
 def partial_rank(rank: int) -> int:
-    """Ranks that a row of a partial has room for: rows of odd ranks would straddle the 32 bytes that memory moves."""
+    """Return the ranks of a row of a partial, with padding: odd rows would straddle the 32 bytes that memory moves."""
     return block_at_least(rank, 8)
 
 
 def _rank_programs(blocks: int, block_r: int, others: int, rank: int) -> int:
-    """Programs that share the rank blocks of one row when true ranks vary: as few as cover rank 16, or half a wider
-    slot, at once, so that low ranks leave few idle programs behind, but enough to occupy the device."""
+    """Return the programs that share the rank blocks of one row when true ranks vary: few, so that low ranks leave few
+    idle, but enough to cover rank 16, or half a wider slot, at once, and to occupy the device.
+    """
     programs, cover = blocks, max(16, rank // 2)
     while programs * block_r > cover and programs % 2 == 0 and programs // 2 * others >= 256:
         programs //= 2

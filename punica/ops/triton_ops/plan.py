@@ -33,30 +33,30 @@ class Batch(Protocol):
     @property
     def listed(self) -> bool: ...
     def tiles(self, height: int) -> tuple[Any, ...]:
-        """Sorted rows, records of tiles of `HEIGHTS[height]` rows, numbers of tiles on the device and on the host."""
+        """Return sorted rows, records of tiles of `HEIGHTS[height]` rows, and their number on the device and here."""
 
     def check_rows(self, rows: int) -> None:
-        """ValueError unless ``rows`` rows hold those of the step."""
+        """Raise ValueError unless ``rows`` rows hold those of the step."""
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
-        """TypeError, ValueError: tensors that kernels on ``device`` cannot read for so many rows."""
+        """Raise TypeError, ValueError: tensors that kernels on ``device`` cannot read for so many rows."""
 
 
 def operands_of(stack: Stack, x_scale: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Weights as one argument of a kernel: of FP8 followed by their scales and the activations'."""
+    """Return the weights as one argument of a kernel: of FP8 followed by their scales and the activations'."""
     if not stack.operands:
         stack.operands = operands(stack.tensors, stack.scales, None) if stack.form.is_fp8 else stack.tensors
     return stack.operands if x_scale is None else (*stack.operands[:-1], x_scale)
 
 
 def shrink_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
-    """Storage of A and x in a shrink; ``x_strides``: of the activations' scales along rows and groups."""
+    """Return the storage of A and x in a shrink; ``x_strides``: of the activations' scales along rows and groups."""
     stored, k = form.stored, form.stored.widths[0]
     return _quant(form, x_dtype, [stored.rank] * len(stored.widths), k, x_strides)
 
 
 def expand_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
-    """The same of B and x in an expand."""
+    """Return the same of B and x in an expand."""
     return _quant(form, x_dtype, form.stored.widths, form.stored.rank, x_strides)
 
 

@@ -26,7 +26,7 @@ from punica.ops.triton_ops.shrink_gemv import store_shrunk
 
 @triton.constexpr_function
 def dtype_of_product(x_type, quant):
-    """Type in which x and A are multiplied: that of x, float16 for FP8 activations."""
+    """Return the type in which x and A are multiplied: that of x, float16 for FP8 activations."""
     return tl.float16 if quant.x_format > 0 else x_type
 
 
@@ -48,7 +48,7 @@ def _pads_ranks(shape, tile):
 
 @triton.jit
 def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
-    """acc + a @ b for a batch of matrices, in float32."""
+    """Compute acc + a @ b for a batch of matrices, in float32."""
     if INTERPRET:
         acc += tl.sum(a.to(tl.float32)[:, :, :, None] * b.to(tl.float32)[:, None, :, :], 2)
     else:
@@ -58,8 +58,8 @@ def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sums [BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one per warp and of its own quarter of the
-    split, added up at the end. Neither instruction nor order of the sums depends on block_m or block_k.
+    """Compute sums [BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one per warp and of its own quarter of
+    the split, added up at the end. Neither instruction nor order of the sums depends on block_m or block_k.
     """
     stride_xt, stride_xk = strides
     mask_m, mask_lanes = masks
@@ -101,7 +101,7 @@ def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constex
 
 @triton.jit
 def _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sums [BLOCK_M, BLOCK_R] of one K split that one block covers; A is loaded before the PDL wait."""
+    """Compute sums [BLOCK_M, BLOCK_R] of one K split that one block covers; A is loaded before the PDL wait."""
     mask_m, mask_lanes = masks
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
@@ -115,7 +115,7 @@ def _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def _read_block(x_ptrs, a_ptrs, offs_k, end, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """x [BLOCK_M, BLOCK_K] and A [BLOCK_K, BLOCK_R] of one step, masked only where needed."""
+    """Read x [BLOCK_M, BLOCK_K] and A [BLOCK_K, BLOCK_R] of one step, masked only where needed."""
     mask_m, mask_lanes = masks
     if _even_k(SHAPE, TILE):
         # swap_ab: rows beyond the tile's repeat its first, without masks; they are no rows of the result
@@ -130,7 +130,7 @@ def _read_block(x_ptrs, a_ptrs, offs_k, end, masks, SHAPE: tl.constexpr, TILE: t
 
 @triton.jit
 def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr):
-    """A product [BLOCK_M, BLOCK_R] within one block of K, times the scales of that block."""
+    """Multiply a product [BLOCK_M, BLOCK_R] within one block of K by the scales of that block."""
     QUANT: tl.constexpr = SHAPE.quant
     slice_id, slot, lane = place
     mask_m, mask_lanes = masks
@@ -145,7 +145,7 @@ def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr
 
 @triton.jit
 def _sum_over_k(pointers, operands, place, pid_k, rows, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sums [BLOCK_M, BLOCK_R] of one K split; with a scale per block of K each step is a product of its own.
+    """Compute sums [BLOCK_M, BLOCK_R] of one K split; a block of K with a scale of its own is a product of its own.
 
     pointers: of x and A, and the strides of x; place: slice, slot and ranks.
     """
@@ -174,7 +174,7 @@ def _sum_over_k(pointers, operands, place, pid_k, rows, masks, SHAPE: tl.constex
 
 @triton.jit
 def shrink_tile(tensors, operands, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The rows of one tile x block_r ranks x one K split. Slots of up to 16 ranks are read whole, as in `shrink_row`.
+    """Compute the rows of one tile x block_r ranks x one K split. Slots of up to 16 ranks are read whole.
 
     tile: sorted rows, and slot, first sorted position and number of rows of the tile; place: K split, first rank and
     slice; call: of `shrink_row`.

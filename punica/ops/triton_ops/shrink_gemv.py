@@ -20,7 +20,7 @@ def store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE: tl.constexpr):
-    """Elements [BLOCK_K] of a row of x in float32, times their scales."""
+    """Read elements [BLOCK_K] of a row of x in float32, times their scales."""
     QUANT: tl.constexpr = SHAPE.quant
     x = upcast(tl.load(x_ptrs, mask=mask_k, other=0.0), QUANT.x_format, tl.float32)
     if QUANT.has_a:
@@ -30,7 +30,7 @@ def _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
-    """Products [BLOCK_R, BLOCK_K] in float32; block scales are applied, channel scales are not."""
+    """Compute products [BLOCK_R, BLOCK_K] in float32; block scales are applied, channel scales are not."""
     QUANT: tl.constexpr = SHAPE.quant
     weights = upcast(a, QUANT.format, tl.float32)
     if QUANT.group_k > 0:
@@ -41,7 +41,7 @@ def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
 
 @triton.jit
 def _sum_steps(loaded, pointers, operands, place, offsets, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Products [BLOCK_R, BLOCK_K] of one block of ranks, summed over the steps of a K split.
+    """Sum products [BLOCK_R, BLOCK_K] of one block of ranks over the steps of a K split.
 
     loaded: A and x of the first step; pointers: of both, and the stride of x along K.
     """
@@ -63,10 +63,8 @@ def _sum_steps(loaded, pointers, operands, place, offsets, masks, SHAPE: tl.cons
 
 
 @triton.jit
-def shrink_row(
-    tensors, operands, place, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One row x ``block_r`` ranks x one K split, in a grid-stride loop over the blocks of ranks up to the true rank.
+def shrink_row(tensors, operands, place, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute one row x ``block_r`` ranks x one K split, in a grid-stride loop over blocks of ranks up to the true one.
 
     FP8 has a program per block: loop-carried FP8 values occupy a register each. ``direct``: padding ranks and rows
     without adapter are zero-filled. Slots of up to 16 ranks are read whole, without waiting for the table of ranks.

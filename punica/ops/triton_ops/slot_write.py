@@ -12,10 +12,10 @@ other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one l
 40 to 640 MB with 44 to 50 GB/s (results/h200/sec52_adapter_loading.csv). The zeros of a slot that is wider than the
 adapter cost the device's bandwidth, not the link's.
 
-Which buffers there are never changes, so their addresses, sizes and widths lie in a table on the device
-(:class:`SlotTable`), beside a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its
-slot, and the k-th piece of what the adapter brings for it. What the adapter brings (offset, rows, columns, rank) is in
-the image's own header, so the host passes a few pointers and two numbers, whatever the model.
+The buffers never change, so their addresses, sizes and widths are in a table on the device (:class:`SlotTable`), beside
+a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its slot, and of the adapter's
+part of it. Offset, rows, columns and rank of the part are in the image's own header, so the host passes a few pointers
+and two numbers, whatever the model.
 
 The buffers are reached through raw addresses, so this is a plain function and no torch custom op: no schema could say
 what it writes.
@@ -100,7 +100,8 @@ def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
 
 @triton.jit
 def _write_tile(part, slot, tile, BLOCK: tl.constexpr, UNIT: tl.constexpr):
-    """One tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all zero.
+    """Write one tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all
+    zero.
 
     part: pointer, rows and columns; slot: pointer, elements and columns.
     """
@@ -124,7 +125,7 @@ def _slot_write_kernel(
     table_ptr, tiles_ptr, image_ptr, data_ptr,
     index, num_tiles, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """A grid-stride loop over the tiles of all matrices."""
+    """Write the tiles of all matrices in a grid-stride loop."""
     BLOCK: tl.constexpr = SCHEDULE.block
     UNIT: tl.constexpr = SCHEDULE.unit
     for pid in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -164,7 +165,7 @@ def _slot_write_kernel(
 def write_slot(image: Tensor, table: SlotTable, index: int) -> None:
     """Replace slot ``index`` on all layers of ``table`` by ``image`` (uint8), asynchronously on the current stream.
 
-    The image lies in page-locked host memory, or on the table's device. It must stay alive and unchanged until the
+    The image is in page-locked host memory, or on the table's device. It must stay alive and unchanged until the
     kernel has ended. ValueError: an index out of range, or an image elsewhere.
     """
     if not 0 <= index < table.num_slots:

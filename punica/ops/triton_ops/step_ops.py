@@ -61,7 +61,7 @@ class TritonOps:
         self, y: Tensor, x: Tensor, a: Stack, batch: Batch, scale: float = 1.0,
         accumulate: bool = False, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Hidden size to rank; y is contiguous."""
+        """Shrink hidden size to rank; y is contiguous."""
         if batch.no_lora:
             if isinstance(batch, LoRABatch) and not accumulate:
                 y.zero_()  # with the flag of the flat form set, nothing is written
@@ -86,7 +86,7 @@ class TritonOps:
         self, y: Tensor, x: Tensor, b: Stack, batch: Batch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Rank to hidden size; y has a last stride of 1."""
+        """Expand rank to hidden size; y has a last stride of 1."""
         if batch.no_lora:
             return
         if isinstance(batch, LoRABatch) and is_traced():
@@ -107,7 +107,7 @@ class TritonOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float = 1.0,
         add_inputs: bool = True, x_scale: Tensor | None = None, beside: Beside = ALONE,
     ) -> None:  # fmt: skip
-        """Both, in two launches.
+        """Run both, in two launches.
 
         ``beside.base`` is the product of up to 64 rows (`skinny_gemm`) with ``add_inputs``, and y is not x; the shrink
         is made beside it, or in the same launch. Under a graph tracer the product is one launch and the op another.
@@ -143,7 +143,7 @@ class TritonOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float, add_inputs: bool,
         x_scale: Tensor | None, beside: Beside,
     ) -> None:  # fmt: skip
-        """Both, with quantised activations."""
+        """Run both, with quantised activations."""
         names, a, base = _names(batch), weights.a.form.stored, describe_base(beside.base)
         check_equal_rows(names, x, y)
         if not x.shape[0]:
@@ -158,7 +158,7 @@ class TritonOps:
         add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
-        """`punica.ops.triton_ops.quantize_rows`, into new tensors."""
+        """Return `punica.ops.triton_ops.quantize_rows`, into new tensors."""
         return quantized_rows(x, group_k)
 
     # --- plans: the remaining checks, then the launches; None where there is nothing to multiply ---------------------
@@ -260,7 +260,7 @@ _UNKNOWN: Any = object()
 
 
 def _kept(plans: dict[tuple, Any], key: tuple, plan: Any) -> Any:
-    """``plan``, put into the table."""
+    """Put ``plan`` into the table."""
     if len(plans) >= _MOST_PLANS:
         plans.clear()
     plans[key] = plan
@@ -268,7 +268,7 @@ def _kept(plans: dict[tuple, Any], key: tuple, plan: Any) -> Any:
 
 
 def _call(x: Tensor, y: Tensor, batch: Batch, scale: float = 1.0) -> tuple:
-    """The forms of the operands and the step, which decide the plan; rows and scale are checked."""
+    """Return the forms of the operands and the step, which decide the plan; rows and scale are checked."""
     names = _names(batch)
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         check_dtype(names.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
@@ -286,18 +286,18 @@ def _form_of(tensor: Tensor | None) -> tuple | None:
 
 
 def _aligned(x: Tensor, y: Tensor, x_scale: Tensor | None, bits: int) -> bool:
-    """All addresses are multiples of 16."""
+    """Tell whether all addresses are multiples of 16."""
     bits |= x.data_ptr() | y.data_ptr() | (0 if x_scale is None else x_scale.data_ptr())
     return not bits & 15
 
 
 def _names(batch: Batch) -> Names:
-    """The caller's names of the operands."""
+    """Return the caller's names of the operands."""
     return STEP if isinstance(batch, LoRABatch) else FLAT
 
 
 def _call_flat(name: str, operands: tuple, batch: LoRABatch, rows: int, given: dict[str, Any]) -> None:
-    """The registered op on a step whose tensors have ``rows`` rows."""
+    """Call the registered op on a step whose tensors have ``rows`` rows."""
     batch.check_rows(rows)
     *tensors, count = batch.meta_args(rows)
     getattr(torch.ops.punica, name)(*operands, *tensors, num_active_loras=count, **given)

@@ -16,12 +16,12 @@ OPS = ("shrink", "expand")
 
 
 def table_name(gpu_name: str) -> str:
-    """File name of a GPU's table: ``nvidia_h200.json``."""
+    """Return the file name of a GPU's table: ``nvidia_h200.json``."""
     return f"{gpu_name.lower().replace(' ', '_').replace('-', '_')}.json"
 
 
 def key_of(problem: Problem) -> str:
-    """Key of an operator and a step.
+    """Return key of an operator and a step.
 
     >>> from punica.metadata import StepShape
     >>> key_of(Problem(StepShape(8, 16), 50, 4096, (11008, 11008), 16))
@@ -35,7 +35,9 @@ def key_of(problem: Problem) -> str:
 
 @functools.cache
 def read_table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
-    """The measured schedules of a GPU by key and op; empty without a table. ValueError: an entry of another form."""
+    """Return the measured schedules of a GPU by key and op; empty without a table. ValueError: an entry of another
+    form.
+    """
     path = FOLDER / table_name(gpu_name)
     if not path.is_file():
         return {}
@@ -50,6 +52,6 @@ def read_table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
 
 
 def measured_schedule(op_type: str, problem: Problem, gpu_name: str) -> Schedule | None:
-    """The measured schedule of ``op_type``, one of `OPS`; None where the table has none."""
+    """Return the measured schedule of ``op_type``, one of `OPS`; None where the table has none."""
     table = {} if problem.by_rows else read_table(gpu_name)
     return table.get(key_of(problem), {}).get(op_type) if table else None

@@ -41,7 +41,7 @@ def _rotary_angles_kernel(positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, SHAP
 
 
 def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> None:
-    """Cosines and sines of T positions.
+    """Write cosines and sines of T positions.
 
     Args:
         cos, sin: ``[T, 1, D / 2]``, contiguous; float16, bfloat16 or float32.

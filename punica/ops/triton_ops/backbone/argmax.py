@@ -47,7 +47,7 @@ def _argmax_kernel(logits_ptr, out_ptr, stride, SHAPE: tl.constexpr):
 
 
 def argmax(out: Tensor, logits: Tensor, no_index: int) -> None:
-    """The index of the highest element of each row, of equal ones the lowest.
+    """Write the index of the highest element of each row, of equal ones the lowest.
 
     Args:
         out: int64 ``[S]``, contiguous.

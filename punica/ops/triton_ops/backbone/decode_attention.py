@@ -4,16 +4,16 @@ For request i with ``n_i`` cached tokens, and head h of the G = H / Hkv heads th
 
     out[i, h] = softmax(q[i, h] K_i^T / sqrt(D)) V_i,     K_i[t], V_i[t]: cache row table[i, t // B] * B + t % B
 
-A program takes the G queries of one kv head of one request (padded to the rows of a tensor-core tile, so that K and V
-are read once) and one of ``SPLITS`` equal parts of the request's tokens. It keeps a running maximum and sum (Milakov
-and Gimelshein, 2018), so scores never reach memory. A second kernel adds the parts in ascending order (flash-decoding
-with an ordered reduction): the same bits every run.
+A program takes the G queries of one kv head of one request, padded to the rows of a tensor-core tile, so that K and V
+are read once. Of the request's tokens it takes one of ``SPLITS`` equal parts. It keeps a running maximum and sum
+(Milakov and Gimelshein, 2018), so scores never reach memory. A second kernel adds the parts in ascending order
+(flash-decoding with an ordered reduction): the same bits every run.
 
 The grid is (Hkv, requests, splits). It follows none of the lengths, which are read on the device, so a captured graph
 serves every context that its block table has room for; a part without tokens ends at once. Programs begin in the order
 of the grid, a few per multiprocessor at a time, and the kernel ends with the last: so requests are taken in a given
-``order``, longest first. (Llama-2 7B, batch 32 in the middle of a stream, H200: 3.0 ms of a step in the order of slots,
-2.6 in that of arrival, which is nearly that of length.) How the tokens are split depends on the request's own length
+``order``, longest first. (Llama-2 7B, batch 32, H200: 3.0 ms of a step in the order of slots, 2.6 in that of arrival,
+nearly that of length.) How the tokens are split depends on the request's own length
 and on ``SPLITS``: with ``splits`` given, a request's bits do not depend on what else is in the batch.
 """
 
@@ -64,8 +64,8 @@ class _Shape(NamedTuple):
 
 @triton.jit
 def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr):
-    """Tokens [begin, end) of one request: sums of values [BLOCK_G, BLOCK_D], largest scores (base 2) and sums of
-    weights, each [BLOCK_G]. No token: 0, -inf, 0.
+    """Attend to tokens [begin, end) of one request: sums of values [BLOCK_G, BLOCK_D], largest scores (base 2) and sums
+    of weights, each [BLOCK_G]. No token: 0, -inf, 0.
     """
     BLOCK_G: tl.constexpr = SHAPE.block_g
     BLOCK_N: tl.constexpr = SHAPE.block_n
@@ -105,8 +105,8 @@ def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, order_ptr, out_ptr, sums_ptr, table_width,
     q_stride, out_stride, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """``out``: the result [T, H, D], or with more than one split the parts [T, H, SPLITS, D] in float32, and ``sums``
-    their log-sum-exp (base 2) [T, H, SPLITS].
+    """Attend to one split of one request's tokens. ``out``: the result [T, H, D], or with more than one split the parts
+    [T, H, SPLITS, D] in float32, and ``sums`` their log-sum-exp (base 2) [T, H, SPLITS].
     """
     GROUP: tl.constexpr = SHAPE.group
     SIZE: tl.constexpr = SHAPE.size
@@ -140,7 +140,7 @@ def _decode_attention_kernel(
 
 @triton.jit
 def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexpr):
-    """One head of one request: its parts, weighted by their share of the whole sum, first to last."""
+    """Add the parts of one head of one request, weighted by their share of the whole sum, first to last."""
     SIZE: tl.constexpr = SHAPE.size
     SPLITS: tl.constexpr = SHAPE.splits
     BLOCK_D: tl.constexpr = SHAPE.block_d
@@ -163,16 +163,16 @@ def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexp
 
 
 def choose_splits(requests: int, kv_heads: int, device: torch.device) -> int:
-    """Parts that the tokens of each request are cut into, a power of two up to ``MAX_SPLITS``: enough programs for the
-    device when few requests with few kv heads run. Not a function of the lengths.
+    """Return the parts that each request's tokens are cut into, a power of two up to ``MAX_SPLITS``: enough programs
+    for the device when few requests with few kv heads run. Not a function of the lengths.
     """
     wanted = PROGRAMS_PER_SM * multiprocessors(device)
     return min(MAX_SPLITS, block_at_least(-(-wanted // (requests * kv_heads)), 1))
 
 
 def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
-    """Tokens of a tile: 32 KiB of keys and values under way suit a program whose queries share a kv head, where others
-    are read as fast with twice that (heads of 128 elements, H200).
+    """Return the tokens of a tile: 32 KiB of keys and values under way suit queries that share a kv head, others are
+    read as fast with twice that (heads of 128 elements, H200).
     """
     return max(16, min(128, (64 if group > 1 else 128) * 256 // (block_at_least(size) * itemsize)))
 
@@ -199,10 +199,10 @@ class Pages(NamedTuple):
 def decode_attention(
     out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, splits: int | None = None
 ) -> None:
-    """Attention of R requests with one query row each, into ``out``; the newest token is in the cache already.
+    """Compute attention of R requests with one query row each, into ``out``; the newest token is in the cache already.
 
     Args:
-        out: ``[R, H, D]``, overwritten; rows may be apart, heads lie side by side.
+        out: ``[R, H, D]``, overwritten; rows may be apart, heads side by side.
         q: ``[R, H, D]``, in the same way, rotated; float16, bfloat16 or float32 as the cache, unless that is FP8.
         keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv, D at
             most 256. float8_e4m3fn is upcast, exactly, before it is multiplied.

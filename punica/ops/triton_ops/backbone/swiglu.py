@@ -39,8 +39,8 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, gate_up_stride, out_stride, SHAPE: tl.c
 
 
 def swiglu(out: Tensor, gate_up: Tensor) -> None:
-    """``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``: float16, bfloat16 or float32, the elements of a row
-    side by side.
+    """Compute the activation of ``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``: float16, bfloat16 or
+    float32, the elements of a row side by side.
 
     ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
     """

@@ -22,7 +22,7 @@ def lora_shrink(
     *, num_active_loras: int | Tensor | None = None, accumulate: bool = False, lora_ranks: Tensor | None = None,
     batch_invariant: bool = False, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
+    """Compute ``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
 
     Args:
         inputs: [T, K], float16, bfloat16 or float32, any strides.
@@ -55,7 +55,7 @@ def lora_expand(
     *, num_active_loras: int | Tensor | None = None, offset_start: int = 0, add_inputs: bool = False,
     lora_ranks: Tensor | None = None, batch_invariant: bool = False, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
+    """Compute ``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
 
     Args:
         inputs: [n, T, r], float32 or the dtype of B, any strides.
@@ -91,7 +91,7 @@ def lora_linear(
     a_scale: Tensor | None = None, schemes: Sequence[int] | None = None,
     batch_invariant: bool = False, pdl: bool = True, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T``, slice by slice, in place.
+    """Compute ``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T``, slice by slice, in place.
 
     Args:
         output_tensor: [T, W] with last stride 1.
@@ -119,7 +119,7 @@ def lora_linear(
 
 
 def _schemes(fields: Sequence[int] | None) -> tuple[Scheme, Scheme]:
-    """Those of A and B; ValueError for another number of fields."""
+    """Return the schemes of A and B; ValueError for another number of fields."""
     if fields is None:
         return PLAIN, PLAIN
     if len(fields) != 2 * len(PLAIN):

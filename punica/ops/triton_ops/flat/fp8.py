@@ -30,7 +30,7 @@ def lora_shrink_fp8(
     *, accumulate: bool = False, lora_ranks: Tensor | None = None, batch_invariant: bool = False,
     tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, A in FP8, in place.
+    """Compute ``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, A in FP8, in place.
 
     Args:
         inputs: [T, K] float16, bfloat16 or float32, or (``use_fp8_w8a8``) float8 with ``a_scale``; any strides.
@@ -68,7 +68,7 @@ def lora_expand_fp8(
     group_k: int = 0, group_n: int = 0, use_fp8_w8a8: bool = False, per_channel_quant: bool = False,
     *, lora_ranks: Tensor | None = None, batch_invariant: bool = False, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, B in FP8, in place.
+    """Compute ``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, B in FP8.
 
     Args:
         inputs: [n, T, r] float16, bfloat16 or float32, or (``use_fp8_w8a8``) float8 with ``a_scale``; any strides.
