@@ -13,6 +13,7 @@ run on every torch device; on ``meta`` they only check. Speed is the business of
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,9 +67,19 @@ sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand
 # --- mixture of experts ----------------------------------------------------------------------------------------------
 
 
+class Routing(NamedTuple):
+    """Pairs of T tokens: experts of this rank by local number and their weights ``[T, k]``, slots ``[T]``, and which
+    slots are enabled ``[L+1]``.
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+    token_lora_mapping: Tensor
+    adapter_enabled: Tensor
+
+
 def fused_moe_lora(
-    output: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
-    topk_ids: Tensor, topk_weights: Tensor, token_lora_mapping: Tensor, adapter_enabled: Tensor,
+    output: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], routing: Routing,
     mul_routed_weight: bool = False, offset: int = 0, add_inputs: bool = True,
 ) -> None:  # fmt: skip
     """Add LoRA to every (token, expert) pair, pair by pair, in place.
@@ -84,9 +95,8 @@ def fused_moe_lora(
     Args:
         output: ``[T, k, W]``. x: ``[T, K]``, or ``[T*k, K]`` with ``mul_routed_weight``.
         lora_a_stacked, lora_b_stacked: n x ``[L, E, R, K]`` and ``[L, E, N, R]``.
-        topk_ids, topk_weights: ``[T, k]``, experts of this rank by local number.
-        token_lora_mapping: ``[T]``. adapter_enabled: ``[L+1]``.
     """
+    topk_ids, topk_weights, token_lora_mapping, adapter_enabled = routing
     slots, experts, _, _ = lora_a_stacked[0].shape
     tokens, top_k = topk_ids.shape
     for t in range(tokens):

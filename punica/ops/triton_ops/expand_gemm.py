@@ -88,14 +88,14 @@ def _one_pass(
     mask_b = (offs_r < (rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
-        b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
+        b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)  # [BLOCK_R, BLOCK_N]
         if SHAPE.add and not TILE.late:
-            old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+            old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)  # [BLOCK_M, BLOCK_N]
     pdl_launch_dependents(TILE.pdl)
     pdl_wait(TILE.pdl, TILE.at_once or stride_hp > 0)  # blocks in registers would be waited for first
     if TILE.at_once and SHAPE.add and TILE.late:
         old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-    h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
+    h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, READ == "rank", DTYPE, SHAPE)  # [BLOCK_M, BLOCK_R]
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         if not TILE.at_once:
             mask_n = (offs_n < (1 << 30 if TILE.even_n else width))[None, :]

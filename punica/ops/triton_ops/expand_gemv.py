@@ -64,7 +64,7 @@ def _by_columns(
     b_ptrs = b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :]  # [COLUMNS, LANES]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
     old = read_old_then_wait(y_ptr + offs_n, mask_n, y_ptr.dtype.element_ty, SHAPE, TILE)  # [COLUMNS]
-    h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)
+    h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)  # [LANES]
     if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
@@ -72,7 +72,7 @@ def _by_columns(
         if QUANT.group_k > 0:
             mask_b = mask_n[:, None] & mask_read[None, :]
             weights = block_scaled(weights, operands, (slice_id, slot), offs_n, offs_r, mask_b, SHAPE)
-        product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)
+        product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)  # [COLUMNS, LANES]
         if CHANNELS:
             scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
@@ -128,7 +128,7 @@ def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TIL
     offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]  # [COLUMNS, LANES]
-    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)  # [COLUMNS, LANES]
     before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
     total = tl.zeros([COLUMNS], tl.float32) if QUANT.format > 0 else before
     h_ptrs = h_ptr + offs_r * stride_hr

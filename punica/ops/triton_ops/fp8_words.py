@@ -107,7 +107,7 @@ def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.cons
     scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
     before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
+    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)  # [LANES]
     first = tl.zeros([COLUMNS // 4], tl.float32)
     second, third, fourth = first, first, first
     for _ in tl.range(0, rank if SHAPE.rank > LANES else 1, LANES):
@@ -118,12 +118,12 @@ def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.cons
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
             h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
-        a, b, c, d = upcast_words(these, QUANT.format, NATIVE, tl.float32)
+        a, b, c, d = upcast_words(these, QUANT.format, NATIVE, tl.float32)  # each [COLUMNS/4, LANES]
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
         third += tl.sum(c * factors, 1)
         fourth += tl.sum(d * factors, 1)
-    total = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (COLUMNS,))
+    total = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (COLUMNS,))  # [COLUMNS]
     total = total * scale + before
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not SHAPE.add)))
 
@@ -161,16 +161,16 @@ def expand_tile_in_words(tensors, operands, place, rows, block, SHAPE: tl.conste
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         mask_n = offs_n < (1 << 30 if TILE.even_n else width)
         mask_w = (offs_w < (1 << 30 if TILE.even_n else width_w))[None, :]
-        words = tl.load(word_ptrs, mask=(offs_r < rank)[:, None] & mask_w, other=0)
+        words = tl.load(word_ptrs, mask=(offs_r < rank)[:, None] & mask_w, other=0)  # [BLOCK_R, BLOCK_N/4]
         if SHAPE.add:
-            before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
+            before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)  # [BLOCK_M, BLOCK_N]
         if not TILE.late:  # noqa: SIM102 (TILE.late is decided at compile time)
             if step == 0:
                 pdl_launch_then_wait(TILE.pdl)
                 h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, False, DTYPE, SHAPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
-        a, b, c, d = upcast_words(words, QUANT.format, NATIVE, DTYPE)
+        a, b, c, d = upcast_words(words, QUANT.format, NATIVE, DTYPE)  # each [BLOCK_R, BLOCK_N/4]
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         a, b = dot(h, a, zeros, False, TILE.interpret), dot(h, b, zeros, False, TILE.interpret)
         c, d = dot(h, c, zeros, False, TILE.interpret), dot(h, d, zeros, False, TILE.interpret)

@@ -36,10 +36,10 @@ from punica.ops.triton_ops.backbone.skinny_gemm import (
     weight_form,
 )
 from punica.ops.triton_ops.device import INDEX_POINTERS
-from punica.ops.triton_ops.launch import Launch, block_at_least, multiprocessors
+from punica.ops.triton_ops.launch import Launch, block_at_least
 from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkMode, ShrinkTile, stored_shape
 from punica.ops.triton_ops.plan import Batch
-from punica.ops.triton_ops.schedules import Schedule
+from punica.ops.triton_ops.schedules import Gpu, Schedule
 from punica.ops.triton_ops.shrink_gemv import shrink_row
 from punica.ops.weights import Form
 
@@ -174,4 +174,4 @@ def plan_gemm_and_shrink(
 def _form_of(x: Tensor, base: BaseForm) -> GemmForm:
     """Return the form in which `skinny_gemm` multiplies."""
     n, k = base.weight[:2]
-    return choose_form(n, k, x.shape[0], x.dtype, multiprocessors(x.device), batch_invariant=False)
+    return choose_form(n, k, x.shape[0], x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant=False)

@@ -11,6 +11,7 @@ import functools
 import inspect
 import textwrap
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,14 +49,6 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block if IS_ROCM else properties.shared_memory_per_block_optin
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of `device`; an H200's where there is no GPU to ask."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
     """Limit `stages` to what fits into shared memory beside 8 KiB of other uses (at least 1)."""
     return max(1, min(stages, (shared_memory(device) - (8 << 10)) // stage_bytes))
@@ -81,19 +74,10 @@ def launches_directly() -> bool:
     return [call for call in calls if call.startswith("kernel.run(")] == [_DIRECT_CALL]
 
 
-class _Binary:
-    """A compiled kernel, once some launch has compiled it."""
-
-    __slots__ = ("compiled",)
-
-    def __init__(self) -> None:
-        self.compiled: Any = None
-
-
 @functools.lru_cache(maxsize=4096)
-def _binary(kernel: Any, dtypes: tuple, strides: tuple, constants: tuple, options: tuple, device: int) -> _Binary:
-    """Return the binary shared by launches whose arguments Triton specialises alike."""
-    return _Binary()
+def _binary(*specialised: Any) -> SimpleNamespace:
+    """Return the binary of launches whose arguments Triton specialises alike: a compiled kernel once one has run."""
+    return SimpleNamespace(compiled=None)
 
 
 def _specialised(stride: int) -> tuple[bool, bool, bool]:

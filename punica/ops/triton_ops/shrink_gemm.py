@@ -79,6 +79,7 @@ def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constex
     mask_r = mask_lanes[None, :, None]
     mask_rows = mask_m[None, None, :]
     acc = tl.zeros([WARPS, BLOCK_R, BLOCK_M], tl.float32)
+    # a [WARPS, BLOCK_R, PART], x [WARPS, PART, BLOCK_M]
     if STEPS == 1:
         a = tl.load(a_ptrs, mask=mask_r & (offs_ak < QUARTER) & (first_k + offs_ak < SHAPE.k), other=0.0)
         pdl_wait_then_launch(TILE.pdl)
@@ -96,7 +97,7 @@ def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constex
             acc = _batched_dot(upcast(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
             a_ptrs += PART * SHAPE.stride_k
             x_ptrs += PART * stride_xk
-    return tl.trans(tl.sum(acc, 0))
+    return tl.trans(tl.sum(acc, 0))  # [BLOCK_M, BLOCK_R]
 
 
 @triton.jit
@@ -107,9 +108,9 @@ def _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE: tl.constexpr, TILE: tl.co
     DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
     acc = accumulator(TILE.block_m, TILE.block_r, False)
     mask_k = offs_k < (1 << 30 if _even_k(SHAPE, TILE) else SHAPE.k)
-    a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)
+    a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)  # [BLOCK_K, BLOCK_R]
     pdl_wait_then_launch(TILE.pdl)
-    x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+    x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
     return dot(upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE), acc, False, TILE.interpret)
 
 

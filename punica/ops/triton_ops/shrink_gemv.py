@@ -95,12 +95,12 @@ def shrink_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
         a_ptrs = a_ptr + offs_r[:, None] * SHAPE.stride_r + offs_k[None, :] * SHAPE.stride_k  # [BLOCK_R, BLOCK_K]
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk  # [BLOCK_K]
         mask_k = offs_k < (1 << 30 if SHAPE.k % (BLOCK_K * TILE.split_k) == 0 else SHAPE.k)
-        a = tl.load(a_ptrs, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
+        a = tl.load(a_ptrs, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_R, BLOCK_K]
         if CHANNELS:
-            scale = channel_scales(operands, slice_id, slot, offs_r, offs_r < lanes, SHAPE.rank, SHAPE)
+            scale = channel_scales(operands, slice_id, slot, offs_r, offs_r < lanes, SHAPE.rank, SHAPE)  # [BLOCK_R]
         pdl_wait_or_barrier(TILE.pdl)  # A was written long before; x may be the predecessor's
         pdl_launch_dependents(TILE.pdl)  # after the wait: expand reads early what the predecessor writes, y
-        x = _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE)
+        x = _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE)  # [BLOCK_K]
         for _ in tl.range(first_r, lanes if LOOP else first_r + 1, ROW.programs * BLOCK_R):
             masks = ((offs_r < lanes)[:, None], mask_k)
             pointers, offsets = (a_ptrs, x_ptrs, stride_xk), (offs_r, offs_k)

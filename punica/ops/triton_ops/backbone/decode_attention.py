@@ -29,8 +29,9 @@ from punica.ops.heads import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
 from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
-from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, multiprocessors, supports_pdl
+from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
+from punica.ops.triton_ops.schedules import Gpu
 
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
@@ -89,6 +90,7 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
             values_ptr + rows[:, None] + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0
         )  # fmt: skip
         keys, values = upcast(keys, SHAPE.format, q.dtype), upcast(values, SHAPE.format, q.dtype)
+        # keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D], scores [BLOCK_G, BLOCK_N]
         scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
@@ -127,7 +129,7 @@ def _decode_attention_kernel(
     acc, largest, total = _attend(
         q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end, SHAPE
     )  # fmt: skip
-    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]  # [BLOCK_G, BLOCK_D]
     if SPLITS == 1:
         targets = row * out_stride + heads[:, None] * SIZE + offs_d[None, :]
         tl.store(out_ptr + targets, mean.to(out_ptr.dtype.element_ty), mask=mask)
@@ -166,7 +168,7 @@ def choose_splits(requests: int, kv_heads: int, device: torch.device) -> int:
     """Return the parts that each request's tokens are cut into, a power of two up to ``MAX_SPLITS``: enough programs
     for the device when few requests with few kv heads run. Not a function of the lengths.
     """
-    wanted = PROGRAMS_PER_SM * multiprocessors(device)
+    wanted = PROGRAMS_PER_SM * Gpu.of(device).multiprocessors
     return min(MAX_SPLITS, block_at_least(-(-wanted // (requests * kv_heads)), 1))
 
 

@@ -29,12 +29,12 @@ from punica.ops.triton_ops.launch import (
     Launch,
     all_aligned,
     block_at_least,
-    multiprocessors,
     on_device,
     stages_that_fit,
     supports_pdl,
 )
 from punica.ops.triton_ops.op import check_runnable
+from punica.ops.triton_ops.schedules import Gpu
 
 MAX_TOKENS = 64
 """More rows are no longer a matter of reading the weight: that is what cuBLAS is for."""
@@ -259,9 +259,9 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
             tl.minimum(tl.minimum(end * GEMM.block_k, GEMM.k) - first * GEMM.block_k, GEMM.ahead),
         )
     pdl_launch_then_wait(GEMM.pdl)
-    x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]
+    x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_T, BLOCK_K]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    w_ptrs = w_rows[None, :] + offs_k[:, None]
+    w_ptrs = w_rows[None, :] + offs_k[:, None]  # [BLOCK_K, BLOCK_N]
     acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM)
     finish_tile(acc, base, sums, (tile, split), (offs_n, offs_t), mask_t, out_stride, GEMM)
 
@@ -338,7 +338,7 @@ def skinny_gemm(
     (tokens, k), n = x.shape, weight.shape[0]
     if tokens == 0 or n == 0:
         return
-    form = choose_form(n, k, tokens, x.dtype, multiprocessors(x.device), batch_invariant)
+    form = choose_form(n, k, tokens, x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant)
     run_form(out, x, weight, bias, form)
 
 

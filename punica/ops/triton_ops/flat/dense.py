@@ -61,15 +61,11 @@ def lora_expand(
         inputs: [n, T, r], float32 or the dtype of B, any strides.
         lora_b_weights: n x [L, (1,) N_i, r], contiguous (or with the last two dimensions swapped).
         output_tensor: [T, W] with last stride 1; ``o_0 = offset_start``, ``o_{i+1} = o_i + N_i``.
-        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
-        num_active_loras: the seventh, how many entries of ``lora_ids`` may be in use (None: all).
         offset_start: first column written.
         add_inputs: add to the columns, else overwrite them.
-        lora_ranks: int32 [n, L], true rank per slice and slot (None: r).
-        batch_invariant, tuned_dir: as in `punica.config.LoRAConfig`.
 
-    Rows at slot -1 and all other columns are never written. TypeError for dtypes, ValueError for shapes, ranges and
-    devices, before any write.
+    The other arguments and the errors are those of `lora_shrink`. Rows at slot -1 and all other columns are never
+    written.
     """
     batch = TensorBatch.given(
         token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
@@ -97,8 +93,6 @@ def lora_linear(
         output_tensor: [T, W] with last stride 1.
         inputs: [T, K], any strides.
         lora_a_weights, lora_b_weights: n x [L, (1,) r, K] and n x [L, (1,) N_i, r].
-        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
-        scaling: finite factor.
         lora_a_scale, lora_b_scale: of FP8 weights, as ``b_scale`` of `lora_shrink_fp8` and `lora_expand_fp8`.
         a_scale: of FP8 inputs (w8a8), as there.
         schemes: the fields of both `punica.ops.fp8_checks.Scheme`, ``(group_k, group_n, use_fp8_w8a8,

@@ -22,11 +22,9 @@ NO_SHAPE = StepShape(0, 0)
 
 
 class TensorBatch(NamedTuple):
-    """A step given by its tensors, with the attributes of a `punica.metadata.LoRABatch`. Built by `given`.
+    """A step given by its tensors: a `punica.ops.triton_ops.plan.Batch`, built by `given`.
 
-    ``tensors``: mapping, sorted rows, counts, starts and ids; ``max_segments``: how many entries of the ids may be in
-    use; ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``shape``: the step,
-    as far as it can be told: the rows spread evenly.
+    ``shape``: as far as it can be told, with the rows spread evenly.
     """
 
     tensors: tuple[Tensor, ...]
