@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.checks import Weights
-from punica.ops.fp8_checks import Scales, Scheme
+from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.device import pick, read_shrunk
 from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM
+from punica.ops.weights import Form
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """Compute dtype of products, as kernels name it."""
@@ -72,13 +72,15 @@ WIDE = Quant()
 
 
 def quant_of(
-    weights: Weights, x_dtype: torch.dtype, scales: Scales, scheme: Scheme, channels: Sequence[int], k: int,
-    a_strides: tuple[int, int] | None = None,
-) -> Quant:  # fmt: skip
-    """Return the storage of FP8 weights with ``channels`` outputs per slice in a product that sums over ``k`` elements.
+    form: Form, x_dtype: torch.dtype, channels: Sequence[int], k: int, a_strides: tuple[int, int] | None
+) -> Quant:
+    """Return the storage of weights with ``channels`` outputs per slice in a product that sums over ``k`` elements.
 
     ``a_strides``: of the activations' scales along rows and groups; None without them.
     """
+    if form.scales is None:
+        return WIDE
+    weights, scales, scheme = form.stored, form.scales, form.scheme
     split = 0 < scheme.group_k < k
     wanted = list(channels) if scheme.per_channel_quant else [1] * len(channels)
     dense = not scheme.block_wise and list(scales.slot) == wanted

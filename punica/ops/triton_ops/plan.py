@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from punica.metadata import StepShape
-from punica.ops.triton_ops.fp8_device import WIDE, Quant, operands, quant_of
+from punica.ops.triton_ops.fp8_device import Quant, operands, quant_of
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.weights import Form, Stack
 
@@ -51,21 +51,13 @@ def operands_of(stack: Stack, x_scale: Tensor | None = None) -> tuple[Tensor, ..
 
 def shrink_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
     """Return the storage of A and x in a shrink; ``x_strides``: of the activations' scales along rows and groups."""
-    stored, k = form.stored, form.stored.widths[0]
-    return _quant(form, x_dtype, [stored.rank] * len(stored.widths), k, x_strides)
+    stored = form.stored
+    return quant_of(form, x_dtype, [stored.rank] * len(stored.widths), stored.widths[0], x_strides)
 
 
 def expand_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
     """Return the same of B and x in an expand."""
-    return _quant(form, x_dtype, form.stored.widths, form.stored.rank, x_strides)
-
-
-def _quant(
-    form: Form, x_dtype: torch.dtype, channels: Sequence[int], k: int, x_strides: tuple[int, int] | None
-) -> Quant:
-    if form.scales is None:
-        return WIDE
-    return quant_of(form.stored, x_dtype, form.scales, form.scheme, channels, k, x_strides)
+    return quant_of(form, x_dtype, form.stored.widths, form.stored.rank, x_strides)
 
 
 class KernelPlan(NamedTuple):
