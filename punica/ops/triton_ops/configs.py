@@ -4,12 +4,10 @@ from its file, else by estimate; else from the shipped table of this GPU (`tuned
 A configuration is the dict form of a `schedules.Schedule`, with lower-case keys: ``block_m, block_n, block_k,
 num_warps, num_stages`` always, ``split_k`` for shrinks, and these extras, all optional in a tuned file:
 
-| key | op | meaning |
-|---|---|---|
-| ``row_wise`` | both | GEMV: one row per program, no tensor core (`block_m` is then unused) |
-| ``block_r`` | shrink, row-wise | ranks per program (a power of two, 1 and up) |
-| ``tiles_n`` | expand, tiles | column blocks of one program |
-| ``swap_ab`` | both, tiles | weights are the left operand of the tensor cores |
+``row_wise``: GEMV, one row per program without tensor cores; `block_m` is then unused.
+``block_r``: of a row-wise shrink, ranks per program (a power of two, 1 and up).
+``tiles_n``: of an expand by tiles, column blocks of one program.
+``swap_ab``: of tiles, weights are the left operand of the tensor cores.
 
 A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
 nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k

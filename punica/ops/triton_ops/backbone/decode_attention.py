@@ -12,8 +12,8 @@ are read once. Of the request's tokens it takes one of ``SPLITS`` equal parts. I
 The grid is (Hkv, requests, splits). It follows none of the lengths, which are read on the device, so a captured graph
 serves every context that its block table has room for; a part without tokens ends at once. Programs begin in the order
 of the grid, a few per multiprocessor at a time, and the kernel ends with the last: so requests are taken in a given
-``order``, longest first. (Llama-2 7B, batch 32, H200: 3.0 ms of a step in the order of slots, 2.6 in that of arrival,
-nearly that of length.) How the tokens are split depends on the request's own length
+``order``, longest first (Llama-2 7B, batch 32, H200: 3.0 ms of a step in the order of slots, 2.6 in that of arrival,
+nearly that of length). How the tokens are split depends on the request's own length
 and on ``SPLITS``: with ``splits`` given, a request's bits do not depend on what else is in the batch.
 """
 
