@@ -11,7 +11,6 @@ operators' plans are views of the weights (`punica.ops.segment_calls`) and belon
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +64,7 @@ class Stack:
     ) -> None:  # fmt: skip
         self.form = _form(tensors, rank_dim, ranks, scales, scheme, names)
         self.tensors, self.ranks, self.rank_dim = tuple(tensors), ranks, rank_dim
-        self.scales = tuple(scales or ())
+        self.scales, self.plans = tuple(scales or ()), plans_of(self.form)
         self.operands: tuple[Tensor, ...] = ()
         self.cuts: dict[tuple, Any] = {}
         self.cuts_of: Any = None
@@ -90,11 +89,6 @@ class Stack:
         validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")
 
     @functools.cached_property
-    def plans(self) -> Plans:
-        """Plans for a stack of this form."""
-        return plans_of(self.form)
-
-    @functools.cached_property
     def low_bits(self) -> int:
         """Lowest four bits of the addresses: 0 where all are multiples of 16."""
         bits = 0
@@ -110,7 +104,7 @@ class LoRAWeights:
 
     def __init__(self, a: Stack, b: Stack, names: Names = STEP) -> None:
         _check_pair(a.form, b.form, names)
-        self.a, self.b = a, b
+        self.a, self.b, self.plans = a, b, plans_of(a.form, b.form)
 
     @classmethod
     def of(
@@ -122,40 +116,34 @@ class LoRAWeights:
         a = Stack.of_a(lora_a, ranks, scales[0], schemes[0], names)
         return cls(a, Stack.of_b(lora_b, ranks, scales[1], schemes[1], names), names)
 
-    @functools.cached_property
-    def plans(self) -> Plans:
-        """Plans for weights of these forms."""
-        return plans_of(self.a.form, self.b.form)
-
     def validate(self) -> None:
         """Run `Stack.validate` on both."""
         self.a.validate()
         self.b.validate()
 
 
-class Plans(dict[tuple, Any]):
-    """Table of plans, by the form of the other operands and the step."""
+_FORMS: dict[tuple, Form] = {}
+_PLANS: dict[tuple[Form, ...], dict[tuple, Any]] = {}
+_MOST_FORMS = 4096  # of both; a full table starts anew
 
 
-_TABLES: weakref.WeakValueDictionary[int, Plans] = weakref.WeakValueDictionary()
-
-
-@functools.lru_cache(maxsize=4096)
-def plans_of(*forms: Form) -> Plans:
-    """Return the table of plans for weights of these forms."""
-    table = Plans()
-    _TABLES[id(table)] = table
-    return table
+def plans_of(*forms: Form) -> dict[tuple, Any]:
+    """Return the table of plans for weights of these forms; a new one where sizes are symbols, which have no hash."""
+    try:
+        known = _PLANS.get(forms)
+    except TypeError:
+        return {}
+    if known is None:
+        if len(_PLANS) >= _MOST_FORMS:
+            _PLANS.clear()
+        known = _PLANS[forms] = {}
+    return known
 
 
 def forget_plans() -> None:
-    """Empty every table of plans, also those that weights in use hold."""
-    for table in list(_TABLES.values()):
+    """Empty the tables of plans, also those that weights in use hold."""
+    for table in _PLANS.values():
         table.clear()
-
-
-_FORMS: dict[tuple, Form] = {}
-_MOST_FORMS = 4096  # a full table starts anew
 
 
 def _form(

@@ -82,14 +82,13 @@ class KernelPlan(NamedTuple):
         A list's grid is that of the step at hand. In a captured graph it stays so; a later step with more to do is
         served too, since the kernel's loop is persistent.
         """
-        sizes, grid = self.counts, None
-        step: tuple[Tensor | None, ...]
-        if self.height is not None:
-            order, tiles, totals, number = batch.tiles(self.height)
-            number = max(1, number)
-            step, sizes = (None, order, tiles, totals, None), (*sizes[:2], number, 0)
-            grid = (number * self.per_tile, self.slices, 1)
-        else:
+        launch, sizes, height, per_tile, slices = self
+        if height is None:
             mapping, order, counts, starts, ids = batch.tensors
             step = (mapping, order, ids, counts, starts) if sizes[3] else (mapping, None, None, None, None)
-        self.launch(((source, target), tuple(weights), *step, lora_ranks), (*sizes, *numbers), aligned, grid)
+            launch(((source, target), tuple(weights), *step, lora_ranks), (*sizes, *numbers), aligned)
+            return
+        order, tiles, totals, number = batch.tiles(height)
+        number = max(1, number)
+        tensors = ((source, target), tuple(weights), None, order, tiles, totals, None, lora_ranks)
+        launch(tensors, (sizes[0], sizes[1], number, 0, *numbers), aligned, (number * per_tile, slices, 1))
