@@ -141,7 +141,7 @@ def plans_of(*forms: Form) -> dict[tuple, Any]:
 
 
 def forget_plans() -> None:
-    """Empty the tables of plans, also those that weights in use hold."""
+    """Empty the tables of plans, also those that weights in use and the operations of experts hold."""
     for table in _PLANS.values():
         table.clear()
 
