@@ -4,8 +4,8 @@ A schedule is a frozen set of block sizes. For a problem there are ten to thirty
 estimated time is taken, unless a measurement for this GPU says otherwise (`punica.ops.triton_ops.tuned`).
 
 The estimate adds the times of one multiprocessor's programs: a start for each program and each round of them, and the
-longest of three. These are its bytes at the rate of reading from the L2 cache, its loop steps one after the other, and
-the unique bytes of the whole launch at the rate of the memory. `Gpu` holds what is read from the device; the nine
+longest of three. These are its bytes at the rate of the L2 cache, its loop steps one after the other, and the launch's
+unique bytes at the rate of the memory. `Gpu` holds what is read from the device; the nine
 fitted constants, of a multiprocessor, are an H200's everywhere. They were fitted on 2026-11-26 to the times of about 20
 candidates per product of 188 operators in 16 bits and 53 in FP8. The choice is within 5 % of the best candidate on the
 geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No constant depends
