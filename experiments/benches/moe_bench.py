@@ -164,7 +164,8 @@ class MoEBench:
             if held.fp8 is not None:
                 a, b = _real(a, held.fp8.a_scale), _real(b, held.fp8.b_scale)
             wanted = torch.zeros_like(y, dtype=torch.float32)
-            reference.fused_moe_lora(wanted, given, a, b, ids, weights, mapping, context.adapter_enabled, down)
+            routing = reference.Routing(ids, weights, mapping, context.adapter_enabled)
+            reference.fused_moe_lora(wanted, given, a, b, routing, down)
             error = difference(y.float(), wanted)
             if not error <= TOLERANCE[self.dtype]:
                 raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative)")

@@ -25,8 +25,9 @@ from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, tuned_config
 from punica.ops.triton_ops.op import custom_op, is_traced, named
+from punica.ops.weights import plans_of
 
-_PLANS: dict[tuple, MoEPlan | None] = {}
+_PLANS: dict[tuple, MoEPlan | None] = plans_of()
 
 
 class TritonExpertOps:
