@@ -26,6 +26,7 @@ BESIDE = {
     "workload": {"checks", "registry"},
     "measure": {"checks", "registry", "workload"},
     "cluster": {*RANK, "workload"},
+    "serve": {"checks", "adapters", "engine"},
 }
 PURE = ("punica.checks", "punica.registry", "punica.scheduling", "punica.workload", "punica.cluster")
 
@@ -217,8 +218,8 @@ class NoTriton:
             raise ModuleNotFoundError(f"blocked: {name}", name=name)
 sys.meta_path.insert(0, NoTriton())
 import punica
-# Triton kernels need Triton; everything else is the CPU path
-optional = ("punica.ops.triton_ops",)
+# Triton kernels need Triton, the server its extra; everything else is the CPU path
+optional = ("punica.ops.triton_ops", "punica.serve")
 def import_all(package):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if not module.name.startswith(optional):

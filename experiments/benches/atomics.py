@@ -17,7 +17,7 @@ import triton.language as tl
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
 from punica.ops.triton_ops.flat import TensorBatch
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least
-from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import Stack
 
@@ -99,7 +99,7 @@ def prepare_lora_atomics(
     `LoRAKernelMeta`, ``shrink`` and ``expand`` are schedules. ``overlap``: expand
     starts before shrink has ended. The result's last bits differ from run to run.
     """
-    a, b = Stack.of_a(lora_a_weights).form.stored, Stack.of_b(lora_b_weights).form.stored
+    a, b_form = Stack.of_a(lora_a_weights).form.stored, Stack.of_b(lora_b_weights).form
     *meta, flag, count = meta_args
     step = TensorBatch.given(*meta, flag=flag, count=count)
     segments, entries, slices = int(count), meta[4].numel(), len(lora_a_weights)
@@ -122,10 +122,7 @@ def prepare_lora_atomics(
         constants |= {"NUM_STAGES": shrink.num_stages, "INTERPRET": INTERPRETED}
         first = Launch(_atomic_shrink_tiles_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = tuple(meta), (tokens, segments)  # type: ignore[assignment]
-    second = plan_expand(
-        h.shape, h.stride(), h.dtype, y, b, step, expand,
-        offset_start=0, add_inputs=True, has_ranks=False, pdl=overlap,
-    )  # fmt: skip
+    second = plan_expand(LowRank.sums(*h.shape), y, b_form, step, expand, ExpandMode(pdl=overlap))
 
     def call(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
         h.zero_()

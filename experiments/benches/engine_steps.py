@@ -114,7 +114,7 @@ class EngineSteps:
         registered = manager.list_adapters()[1]
         for adapter_id in range(1, batch_size + 1):
             if adapter_id > 1:
-                manager.restore_adapter(registered.renamed(adapter_id), None)  # in one copy of host memory
+                manager.restore_adapter(registered.clone(adapter_id), None)  # in one copy of host memory
             manager.activate_adapter(adapter_id)
 
     @classmethod

@@ -144,9 +144,8 @@ class ExpertSets:
         for i in (0, self.count - 1):
             wanted = torch.zeros_like(y[i], dtype=torch.float32)
             weights, ids = self.routing[i]
-            reference.fused_moe_lora(
-                wanted, x[i], *stacks[i % len(stacks)], ids, weights, self.mapping, self.enabled, down
-            )
+            routing = reference.Routing(ids, weights, self.mapping, self.enabled)
+            reference.fused_moe_lora(wanted, x[i], *stacks[i % len(stacks)], routing, down)
             errors.append(float((y[i].float() - wanted).norm() / wanted.norm()))
         return max(errors)
 

@@ -23,7 +23,7 @@ from experiments.benches.model_steps import (
 )
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
-from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, random_adapter
+from punica.adapters import LoRAModel, LoRAModelManager, random_adapter
 from punica.adapters.synthetic import LLAMA_LORA_MODULES, llama_module_shapes
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
@@ -131,7 +131,7 @@ class Bench:
     def poison(self) -> None:
         """NaN and rank -1 in the spare slot of every layer, so that only a complete load passes `check_slot`."""
         for layer in self.manager.modules.values():
-            for part in layer.slot_parts(None, None):
+            for part in layer.slot_parts():
                 part.matrix(self.slot).fill_(torch.nan)
                 part.ranks[self.slot] = -1
         self.synchronise()
@@ -159,7 +159,7 @@ class Bench:
         for name, layer in self.manager.modules.items():
             parent, _, last = name.rpartition(".")
             names = LlamaForCausalLM.packed_modules_mapping.get(last, [last])
-            parts = layer.slot_parts(None, None)  # A of every slice, then B of every slice, then the scales of both
+            parts = layer.slot_parts()  # A of every slice, then B of every slice, then the scales of both
             for i, part in enumerate(names):
                 places[f"{parent}.{part}"] = parts[i :: len(names)]
         return places
@@ -168,7 +168,7 @@ class Bench:
 def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
     """A, B and the scaling of one projection of an adapter as it came; `CheckFailed` when it has none."""
     weights = adapter.get_lora(name)
-    if not isinstance(weights, LoRALayerWeights):
+    if weights is None:
         raise CheckFailed(f"adapter {adapter.id} has no {name}")
     a, b = (w.real() if isinstance(w, Fp8Matrix) else w for w in weights.pair())
     return a, b, weights.scaling

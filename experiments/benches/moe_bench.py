@@ -6,6 +6,7 @@ per step, outside the timing, except the grouping by expert, which follows the r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -15,7 +16,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 
 from experiments.benches.model_steps import Invocation, difference, spans, step_tokens
 from experiments.harness.experiment import CheckFailed
-from punica.adapters import LoRAModel, LoRAModelManager, PackedLoRALayerWeights
+from punica.adapters import LoRAModel, LoRAModelManager, ModuleWeights
 from punica.config import LoRAConfig
 from punica.layers import FusedMoEWithLoRA
 from punica.metadata import LoRAMapping
@@ -163,7 +164,8 @@ class MoEBench:
             if held.fp8 is not None:
                 a, b = _real(a, held.fp8.a_scale), _real(b, held.fp8.b_scale)
             wanted = torch.zeros_like(y, dtype=torch.float32)
-            reference.fused_moe_lora(wanted, given, a, b, ids, weights, mapping, context.adapter_enabled, down)
+            routing = reference.Routing(ids, weights, mapping, context.adapter_enabled)
+            reference.fused_moe_lora(wanted, given, a, b, routing, down)
             error = difference(y.float(), wanted)
             if not error <= TOLERANCE[self.dtype]:
                 raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative)")
@@ -202,10 +204,10 @@ def random_experts(manager: LoRAModelManager, rank: int) -> LoRAModel:
         experts = cast(FusedMoEWithLoRA, layer)
         dtype, device = experts.base_layer.routed_experts.w2_weight.dtype, experts.device
         generator = torch.Generator(device).manual_seed(11)
-        a, b = experts.zero_factors(rank, dtype)
-        for one in (*a, *b):  # a GPU draws the billion numbers of a large model in no time
+        slices = experts.zero_slices(rank, dtype)
+        for one in itertools.chain(*zip(*slices, strict=True)):  # A, then B; drawn on the GPU, which is quick
             factor = cast(torch.Tensor, one)
             drawn = torch.empty(factor.shape, dtype=dtype, device=device)
             factor.copy_(drawn.normal_(0.0, factor.shape[-1] ** -0.5, generator=generator))
-        loras[name] = PackedLoRALayerWeights(name, rank, a, b)
+        loras[name] = ModuleWeights(name, rank, slices)
     return LoRAModel(1, rank, loras)

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import cast
 
 import torch
 
@@ -13,6 +14,7 @@ from experiments.benches.operator_shapes import Operator
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear
+from punica.ops.triton_ops.plan import KernelPlan
 from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule, choose_expand, choose_shrink
 from punica.ops.weights import Stack
 
@@ -44,13 +46,14 @@ def pair_plan(
 ) -> Callable[[int], None]:
     """``call(i)``: the operator on set i with these schedules, as a layer has it run, but not dispatched."""
     step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
-    forms = Stack.of_a(sets.stacked_a[0]).form.stored, Stack.of_b(sets.stacked_b[0]).form.stored
-    mode = LinearMode(has_ranks=True, pdl=pdl)
-    plan = plan_linear(sets.y[0], sets.x[0], forms, step, (shrink, expand), mode, pdl_shrink=pdl_shrink)
+    forms = Stack.of_a(sets.stacked_a[0], ranks).form, Stack.of_b(sets.stacked_b[0], ranks).form
+    mode = LinearMode(pdl=pdl, early=pdl_shrink)
+    plan = plan_linear(sets.y[0], sets.x[0], forms, step, (shrink, expand), mode)
+    shrink_plan = cast(KernelPlan, plan.shrink)  # without a base product
     partials = torch.empty(plan.partials, dtype=torch.float32, device=sets.x.device)
 
     def call(i: int) -> None:
-        plan.shrink.run(sets.x[i], sets.stacked_a[i], partials, step, ranks, True, 1.0)
+        shrink_plan.run(sets.x[i], sets.stacked_a[i], partials, step, ranks, True, 1.0)
         plan.expand.run(partials, sets.stacked_b[i], sets.y[i], step, ranks, True)
 
     return call

@@ -114,7 +114,7 @@ def _prepare(cfg: Config) -> None:
     """Give torch its threads, seed and, on a CPU, the faster of its matrix products; prove that the device is there."""
     import torch
 
-    from punica.parallel.matmul import use_faster_products
+    from experiments.harness.products import use_faster_products
 
     torch.set_num_threads(cfg.hardware.threads or environment.usable_cores())
     torch.manual_seed(0)

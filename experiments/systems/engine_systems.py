@@ -138,7 +138,7 @@ class EngineSystem(ServingSystem):
                 manager.add_adapter(self.world.adapter(adapter_id))
                 self.world.registered[key] = manager.list_adapters()[adapter_id]
             else:
-                manager.restore_adapter(known.renamed(adapter_id), None)
+                manager.restore_adapter(known.clone(adapter_id), None)
 
     def _set_up(self, jobs: Sequence[Job], state: Stretch, steps: int) -> None:
         """The engine as it is before the one step of `state`: batch, blocks, slots, and as much of the queue as can

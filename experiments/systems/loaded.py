@@ -98,7 +98,7 @@ class FromFolders(Loaded):
                 manager.add_adapter(adapter)
                 self._read[adapter.lora_path] = manager.list_adapters()[adapter_id]
                 manager.remove_adapter(adapter_id)
-            manager.restore_adapter(self._read[adapter.lora_path].renamed(adapter_id), adapter)
+            manager.restore_adapter(self._read[adapter.lora_path].clone(adapter_id), adapter)
 
     def _request(self, job: Job) -> Request:
         return Request(f"request-{next(self._names)}", job.prompt, job.new_tokens, self._adapter(job.adapter_id))

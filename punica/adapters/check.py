@@ -1,8 +1,7 @@
-"""Is an adapter legal? The names, types, shapes and contents of its tensors, and whether it fits the model.
+"""Rules for the tensors of an adapter: names, dtypes, shapes and numbers.
 
-An adapter comes from a stranger (a tenant), so nothing unchecked reaches a slot: its config is checked first (by
-:meth:`punica.adapters.PEFTHelper.validate_legal`), names before any tensor is read, and all of it before anything in
-the serving process changes. Every rule stands here once; the stations around ask where they first have what it needs.
+An adapter is untrusted input. Its config is checked first (:meth:`punica.adapters.PEFTHelper.validate_legal`), names
+before any tensor is read, and everything before the serving process changes.
 """
 
 import math
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from punica.adapters.wrap import adapter_component
 from punica.checks import clip
-from punica.layers import BaseLayerWithLoRA
-from punica.layers.base import LoRAInput
+from punica.layers.packing import Slices
 from punica.layers.utils import ADAPTER_DTYPES
 from punica.ops.checks import check_dtype
 from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
@@ -25,12 +23,13 @@ RESIZED = (
     "resize), or merge it there (merge_and_unload) and serve that"
 )
 SCALE_SUFFIX = "_scale"
-"""What follows a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
+"""Suffix of a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
 
 
 def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collection[str]) -> None:
-    """The last name component of every module (of experts, the part from `experts` on) must be expected. Raises
-    ValueError with all offenders and what is.
+    """Check the last name component of every module (of experts, the part from `experts` on).
+
+    ValueError with all unexpected ones, and what is expected.
     """
     expected = set(expected_lora_modules)
     offenders = sorted({module for module in modules if adapter_component(module) not in expected})
@@ -51,7 +50,7 @@ def check_any(names: Mapping[str, object]) -> None:
 def check_tensors(
     names: Mapping[str, tuple[str, bool, str]], tensors: Mapping[str, Tensor | Fp8Matrix], model_vocab_size: int | None
 ) -> dict[str, dict[bool, str]]:
-    """Types and dtypes, A with B everywhere, embeddings of the model's vocabulary. `names` are the `TensorName`s.
+    """Check dtypes, that A and B come together, and the vocabulary of embeddings. `names` are the `TensorName`s.
 
     Returns:
         `{module: {True: key of A, False: key of B}}`.
@@ -93,7 +92,7 @@ def check_tensors(
 
 
 def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
-    """A is `[rank, in]`, B `[out, rank]`. Raises ValueError naming the module and both values otherwise."""
+    """Check A `[rank, in]` and B `[out, rank]`. Raises ValueError naming the module and both values."""
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"module {module!r}: A and B must be 2-D, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     if a.shape[0] != b.shape[1]:
@@ -104,9 +103,19 @@ def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: 
         raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
 
 
+def check_experts(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
+    """Check A `[E*rank, in]` and B `[out, E*rank]` of all experts of a layer. Raises as :func:`check_pair`."""
+    check_pair(module, a, b, a.shape[0] if a.ndim else 0)
+    if a.shape[0] % rank:
+        raise ValueError(
+            f"module {module!r}: {a.shape[0]} rows of A are no multiple of the rank {rank}, which the adapter's config "
+            "says every expert has"
+        )
+
+
 def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """FP8 tensors together with their scales, which checkpoints keep beside them: ``<name>`` ``[N, K]`` float8 and
-    ``<name>_scale``, one factor per tensor (one element) or per row (``[N]`` or ``[N, 1]``).
+    """Join FP8 tensors with their scales: ``<name>`` ``[N, K]`` float8 and ``<name>_scale``, one factor per tensor (one
+    element) or per row (``[N]`` or ``[N, 1]``).
 
     TypeError: scales of a tensor that is not FP8. ValueError: scales of another shape, or not all finite and >= 0.
     """
@@ -121,7 +130,7 @@ def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_scale_of_another(key: str, keys: Container[str]) -> bool:
-    """Whether ``key`` names the scales of another tensor among ``keys``."""
+    """Tell if ``key`` names the scales of another tensor among ``keys``."""
     return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in keys
 
 
@@ -139,12 +148,13 @@ def _with_scale(key: str, values: Any, name: str, scale: Any) -> Fp8Matrix:
             f"({rows},) or ({rows}, 1). Dequantise block-wise scales first"
         )
     scale = scale.reshape(rows).float().contiguous()
-    validate_scales(scale, repr(name))
+    if not scale.is_meta:
+        validate_scales(scale, repr(name))
     return Fp8Matrix(values.detach(), scale)
 
 
 def check_finite(module: str, is_a: bool, placed: Tensor | Fp8Matrix, read: Tensor | Fp8Matrix) -> None:
-    """ValueError if a matrix holds NaN or inf as `placed`, and whether only the cast of what was `read` brought it."""
+    """ValueError if a matrix holds NaN or inf as `placed`; tells if the cast of the `read` one overflowed."""
     if isinstance(placed, Fp8Matrix):  # its scales were checked; values may be NaN, and inf in e5m2
         placed = read = placed.values.float()
     elif isinstance(read, Fp8Matrix):
@@ -156,33 +166,16 @@ def check_finite(module: str, is_a: bool, placed: Tensor | Fp8Matrix, read: Tens
     raise ValueError(f"module {module!r}: {'A' if is_a else 'B'} contains NaN or inf{after}")
 
 
-def check_fits(adapter_id: int, name: str, lora_a: LoRAInput, lora_b: LoRAInput, layer: BaseLayerWithLoRA) -> None:
-    """All that the layer's `set_lora` would object to, so that activation cannot fail half-way; and overflow of B.
-
-    Raises TypeError or ValueError with the adapter's id and the module in front.
-    """
-    try:
-        _, slices_b = layer.check_lora(_with_data(lora_a), _with_data(lora_b))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"adapter {adapter_id}, module {name!r}: {error}") from error
-    if not all(b is None or _all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for b in slices_b):
+def check_scaled(adapter_id: int, name: str, slices: Slices) -> None:
+    """ValueError if the scaling made a B overflow."""
+    if not all(b is None or _all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for _, b in slices):
         raise ValueError(f"adapter {adapter_id}, module {name!r}: B contains NaN or inf after scaling")
 
 
-def _with_data(lora: LoRAInput) -> Any:
-    """For a meta tensor zeros of its shape, which take no memory: layers accept no weights without data."""
-    if isinstance(lora, (list, tuple)):
-        return [_with_data(of_slice) for of_slice in lora]
-    if isinstance(lora, Tensor) and lora.is_meta:
-        return torch.zeros((), dtype=lora.dtype, device="cpu").expand(lora.shape)
-    return lora
-
-
 def _all_finite(tensor: Tensor) -> bool:
-    """True if no element is NaN or inf, or if there are none but only a shape (meta tensors).
+    """True if no element is NaN or inf; always true of meta tensors.
 
-    One reduction instead of an element-wise test: NaN and inf survive a sum, so a finite sum proves all elements
-    finite; only a sum that overflowed needs the slow look.
+    NaN and inf survive a sum, so a finite sum proves all elements finite; only an overflow needs the element-wise test.
     """
     if tensor.is_meta:
         return True

@@ -1,42 +1,55 @@
-"""From a request to a packed adapter: everything about the folder that only has to be said once."""
+"""`AdapterLoader`: reads, checks and packs the PEFT folders that requests name."""
 
 import os
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
-from punica.adapters.hold import LRUCache
-from punica.adapters.lora_model import LoRAModel
+from punica.adapters.check import is_scale_of_another, join_scales
+from punica.adapters.lora_model import LoRAModel, ModuleEntry, table_of_contents
+from punica.adapters.lru import LRUCache
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config
-from punica.adapters.read import WEIGHTS_FILE, lora_names, read_tensors
+from punica.adapters.read import WEIGHTS_FILE, is_stacked_name, lora_names, read_tensors
 from punica.adapters.request import LoRARequest, loading
-from punica.adapters.weights import StackedLoRALayerWeights
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
-from punica.ops.quant import FP8_DTYPES
 
-_MOST_REMEMBERED = 1024  # folders that were checked and have not changed since
+_MOST_REMEMBERED = 1024  # certificates
+
+
+class Certificate(NamedTuple):
+    """Proof that a folder's tensors fit the model, all but their numbers.
+
+    Attributes:
+        config: of the folder.
+        forms: dtype and shape of every tensor.
+        contents: the modules.
+    """
+
+    config: PEFTHelper
+    forms: dict[str, tuple[torch.dtype, torch.Size]]
+    contents: list[ModuleEntry]
 
 
 class AdapterLoader:
-    """Reads, checks and packs the folders that requests name; nothing here changes what is registered.
+    """Loads adapters from folders; changes nothing that is registered.
 
-    What costs time in a folder that means harm (many names, expensive expressions) is limited, and paid by
-    :meth:`check`, when a request arrives; a :meth:`load` of the unchanged folder, beside the steps of others, finds it
-    done.
+    A hostile folder costs time by many names and expensive expressions. That is limited, and spent by :meth:`check`
+    when a request arrives; :meth:`load` of the unchanged folder, between the steps of others, uses its certificate.
 
     Args:
         packer: of the wrapped model.
-        expected_modules: what an adapter's modules may be called, see
+        expected_modules: names that an adapter's modules may have, see
             :func:`punica.adapters.check.check_expected_modules`.
         lora_config: with its dtype resolved.
         vocab_size: of the model.
-        moe_ep_spec: which experts this rank holds.
+        moe_ep_spec: the experts that this rank holds.
     """
 
     def __init__(
@@ -52,74 +65,78 @@ class AdapterLoader:
         self._lora_config = lora_config
         self._vocab_size = vocab_size
         self._moe_ep_spec = moe_ep_spec
-        self._checked: LRUCache[tuple, PEFTHelper] = LRUCache(_MOST_REMEMBERED)
-        self._lock = threading.Lock()  # of what is remembered: a folder may be loaded while another one is checked
+        self._certificates: LRUCache[tuple, Certificate] = LRUCache(_MOST_REMEMBERED)
+        self._lock = threading.Lock()  # of the certificates: a folder may be loaded while another one is checked
 
     def check(self, request: LoRARequest) -> None:
         """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers: config, names,
-        types, shapes, ranks. Of tensors in FP8 only the names are looked at.
-
-        Warns where `target_modules` and the tensors disagree.
+        types, shapes, ranks. Warns where `target_modules` and the tensors disagree.
 
         Raises:
-            FileNotFoundError, ValueError, TypeError: with the adapter's name and path in front.
+            FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
         with loading(request):
             state = _state_of(request)
             if self._known(state) is not None:
                 return
-            config, tensors = self._read(request, with_numbers=False)
-            self._check_shapes(request, config, tensors)
-            modules = {name.configured for name in lora_names(tensors, None, None).values()}
-            if self._moe_ep_spec is None and (problem := config.disagreement(modules)) is not None:
+            certificate = self._certify(request)
+            problem = certificate.config.disagreement(_configured(certificate.forms))
+            if self._moe_ep_spec is None and problem is not None:
                 warnings.warn(f"adapter {request.lora_name!r}: {problem}", stacklevel=2)
             if state is not None:
                 with self._lock:
-                    self._checked.put(state, config)
+                    self._certificates.put(state, certificate)
 
     def load(self, request: LoRARequest) -> LoRAModel:
-        """The request's adapter, read, checked and packed. No number is read before all shapes are known to fit.
+        """Read, check and pack a request's adapter. No number is read before all shapes are known to fit.
 
         Raises:
-            FileNotFoundError, ValueError, TypeError: with the adapter's name and path in front.
+            FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
         with loading(request):
-            state = _state_of(request)
-            if self._known(state) is None:
-                self._check_shapes(request, *self._read(request, with_numbers=False))
-            config, tensors = self._read(request, with_numbers=True)
-            return self._packer.pack(self._model(request, config, tensors, "cpu"))
+            certificate = self._known(_state_of(request))
+            if certificate is None:
+                certificate = self._certify(request)
+            tensors = self._read(request, with_numbers=True)
+            if _forms(tensors) != certificate.forms:  # the folder was replaced meanwhile
+                certificate = self._certify(request, tensors)
+            return self._packer.pack(self._model(request, certificate, tensors, "cpu"), fits=True)
 
-    def _known(self, state: tuple | None) -> PEFTHelper | None:
-        """The config of a folder in a state that was checked."""
+    def _known(self, state: tuple | None) -> Certificate | None:
+        """Find the certificate of a folder in this state."""
         with self._lock:
-            return None if state is None else self._checked.get(state)
+            return None if state is None else self._certificates.get(state)
 
-    def _check_shapes(self, request: LoRARequest, config: PEFTHelper, shapes: dict[str, torch.Tensor]) -> None:
-        if not any(shape.dtype in FP8_DTYPES for shape in shapes.values()):
-            self._packer.check(self._model(request, config, shapes, "meta"))
+    def _certify(self, request: LoRARequest, tensors: dict[str, Tensor] | None = None) -> Certificate:
+        """Check a folder's config, and names, types and shapes of its tensors, read from the header by default."""
+        config = read_config(request, self._lora_config)
+        if tensors is None:
+            tensors = self._read(request, with_numbers=False)
+        if config.rank_pattern:
+            config.validate_legal(self._lora_config, _configured(tensors))
+        contents = []
+        if tensors or self._moe_ep_spec is None:  # else all of it belongs to experts of other ranks
+            contents = table_of_contents(join_scales(tensors), config, self._vocab_size)
+        certificate = Certificate(config, _forms(tensors), contents)
+        self._packer.check(self._model(request, certificate, tensors, "meta"))
+        return certificate
 
-    def _read(self, request: LoRARequest, *, with_numbers: bool) -> tuple[PEFTHelper, dict[str, torch.Tensor]]:
-        config = self._known(_state_of(request))
-        if config is None:
-            config = read_config(request, self._lora_config)
-        tensors = read_tensors(
+    def _read(self, request: LoRARequest, *, with_numbers: bool) -> dict[str, Tensor]:
+        return read_tensors(
             request.absolute_path, self._expected_modules, None, None, self._moe_ep_spec, self._packer.most_tensors,
             with_numbers=with_numbers,
         )  # fmt: skip
-        if config.rank_pattern:
-            names = lora_names(tensors, None, None)
-            config.validate_legal(self._lora_config, {name.configured for name in names.values()})
-        return config, tensors
 
     def _model(
-        self, request: LoRARequest, config: PEFTHelper, tensors: dict[str, torch.Tensor], device: str
+        self, request: LoRARequest, certificate: Certificate, tensors: dict[str, Tensor], device: str
     ) -> LoRAModel:
-        if not tensors and self._moe_ep_spec is not None:  # all of it belongs to experts of other ranks
-            return LoRAModel(request.lora_int_id, config.r, {})
-        # what becomes FP8 is rounded once, from what the file has
+        if not certificate.contents:
+            return LoRAModel(request.lora_int_id, certificate.config.r, {})
+        # FP8 slots: rounded once, from the dtype of the file
         dtype = cast(torch.dtype, self._lora_config.lora_dtype) if self._lora_config.fp8 is None else None
-        lora = LoRAModel.from_lora_tensors(request.lora_int_id, tensors, config, device, dtype, self._vocab_size)
+        lora = LoRAModel.from_contents(
+            request.lora_int_id, certificate.contents, join_scales(tensors), device, dtype
+        )
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
             raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
         if self._moe_ep_spec is not None:
@@ -127,18 +144,29 @@ class AdapterLoader:
         return lora
 
 
+def _configured(keys: Collection[str]) -> set[str]:
+    """Return the adapter's names of the modules that it has tensors for."""
+    names = lora_names((key for key in keys if not is_scale_of_another(key, keys)), None, None)
+    return {name.configured for name in names.values()}
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+
+
 def _check_all_experts(lora: LoRAModel, num_experts: int) -> None:
-    """What a folder has is over all experts, although a rank holds but a part of them. ValueError."""
+    """ValueError for a folder that has a part of the experts; a rank takes its own from all of them."""
     for name, weights in lora.loras.items():
-        if isinstance(weights, StackedLoRALayerWeights) and weights.num_experts != num_experts:
+        a = weights.slices[0][0]
+        if a is not None and is_stacked_name(name) and a.shape[0] != num_experts:
             raise ValueError(
-                f"module {name!r} has {weights.num_experts} experts of rank {weights.rank}, the rank in the adapter's "
-                f"config; the model has {num_experts}"
+                f"module {name!r} has {a.shape[0]} experts of rank {weights.rank}, the rank in the adapter's config; "
+                f"the model has {num_experts}"
             )
 
 
 def _state_of(request: LoRARequest) -> tuple | None:
-    """Changes whenever somebody writes one of the adapter's files; `None` if one of them cannot be found."""
+    """Return a value that changes with every write to the adapter's files; `None` if one of them cannot be found."""
     try:
         files = [os.stat(Path(request.absolute_path, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
     except (OSError, ValueError):

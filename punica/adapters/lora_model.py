@@ -1,7 +1,7 @@
 """`LoRAModel`: one adapter in host memory, the weights of all modules that it touches.
 
-It is built from tensors with PEFT's names, in memory or in a folder. A layer adds `delta W = scaling * B A` of its own
-module; how a module's A and B look, alone or packed with others, is said in `weights.py`.
+It is built from tensors with PEFT's names, in memory or in a folder, in two steps. :func:`table_of_contents` checks
+names, dtypes, shapes and ranks, for which meta tensors will do; :meth:`LoRAModel.from_contents` checks only numbers.
 """
 
 from __future__ import annotations
@@ -10,20 +10,31 @@ import copy
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from punica.adapters.check import check_finite, check_tensors, join_scales
+from punica.adapters.check import check_experts, check_finite, check_pair, check_tensors, join_scales
 from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.read import NameMapper, is_stacked_name, lora_names, read_tensors
 from punica.adapters.request import check_adapter_id
-from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights, StackedLoRALayerWeights
+from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
-from punica.layers.base import LoRAInput
+from punica.layers.packing import Slices
 from punica.ops.quant import Fp8Matrix
 
-ModuleWeights = LoRALayerWeights | PackedLoRALayerWeights
 _next_model_id = itertools.count(1)
+
+
+class ModuleEntry(NamedTuple):
+    """One module in a checkpoint: its name, the keys of A and B, and what the adapter's config says of it."""
+
+    module: str
+    key_a: str
+    key_b: str
+    rank: int
+    lora_alpha: float
+    scaling: float
 
 
 class LoRAModel:
@@ -49,26 +60,22 @@ class LoRAModel:
         self.loras: dict[str, ModuleWeights] = dict(loras)
 
     def clone(self, lora_model_id: int) -> LoRAModel:
-        """The same adapter under another id; tensors are shared."""
-        return LoRAModel(lora_model_id, self.rank, self.loras, self.is_3d_lora_weight)
-
-    def renamed(self, lora_model_id: int) -> LoRAModel:
-        """What this is, staged or not, under another id, which may be one of the engine's own (negative)."""
+        """Return the same adapter, staged or not, under another id; weights are shared."""
         twin = copy.copy(self)
-        twin.id = lora_model_id
+        twin.id = check_adapter_id("lora_model_id", lora_model_id)
         return twin
 
     def get_lora(self, module_name: str) -> ModuleWeights | None:
-        """The weights of a module, `None` if the adapter does not touch it."""
+        """Return the weights of a module, `None` if the adapter does not touch it."""
         return self.loras.get(module_name)
 
-    def pair_of(self, module_name: str) -> tuple[LoRAInput, LoRAInput]:
-        """`(A, B)` of a module as its layer takes them, `(None, None)` if the adapter does not touch it."""
+    def slices_of(self, module_name: str) -> Slices | None:
+        """Return A and B of every slice of a module, `None` if the adapter does not touch it."""
         weights = self.get_lora(module_name)
-        return (None, None) if weights is None else weights.pair()
+        return None if weights is None else weights.slices
 
     def check_lora_name(self, module_name: str) -> bool:
-        """True if the adapter has weights for this module."""
+        """Tell if the adapter has weights for this module."""
         return module_name in self.loras
 
     @classmethod
@@ -97,20 +104,31 @@ class LoRAModel:
                 B, shapes or ranks that disagree, NaN or inf, an embedding of another vocabulary.
         """
         tensors = join_scales(tensors)
-        names = lora_names(tensors, weights_mapper, skip_prefixes)
-        sides = check_tensors(names, tensors, model_vocab_size)
-        peft_helper.resolve(name.configured for name in names.values())
-        placed: dict[str, torch.Tensor | Fp8Matrix] = {}
-        for key, (module, is_a, _) in names.items():
-            placed[key] = _placed(tensors[key], device, dtype)
-            check_finite(module, is_a, placed[key], tensors[key])
+        contents = table_of_contents(tensors, peft_helper, model_vocab_size, weights_mapper, skip_prefixes)
+        return cls.from_contents(lora_model_id, contents, tensors, device, dtype)
+
+    @classmethod
+    def from_contents(
+        cls,
+        lora_model_id: int,
+        contents: Collection[ModuleEntry],
+        tensors: Mapping[str, Factor],
+        device: torch.device | str,
+        dtype: torch.dtype | None,
+    ) -> LoRAModel:
+        """Build an adapter from tensors of the shapes that `contents`, one entry or more, was made from.
+
+        Raises:
+            ValueError: NaN or inf.
+        """
         loras: dict[str, ModuleWeights] = {}
-        for module, keys in sides.items():
-            shell = LoRALayerWeights.from_config(names[keys[False]].configured, peft_helper)
-            kind = StackedLoRALayerWeights if is_stacked_name(module) else LoRALayerWeights
-            a, b = placed[keys[True]], placed[keys[False]]
-            loras[module] = kind(module, shell.rank, shell.lora_alpha, a, b, shell.scaling)
-        stacked = any(isinstance(weights, StackedLoRALayerWeights) for weights in loras.values())
+        for module, key_a, key_b, rank, alpha, scaling in contents:
+            a, b = _placed(tensors[key_a], device, dtype), _placed(tensors[key_b], device, dtype)
+            check_finite(module, True, a, tensors[key_a])
+            check_finite(module, False, b, tensors[key_b])
+            pair = _by_expert(a, b, rank) if is_stacked_name(module) else (a, b)
+            loras[module] = ModuleWeights(module, rank, [pair], scaling, alpha)
+        stacked = any(map(is_stacked_name, loras))
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras, stacked)
 
     @classmethod
@@ -140,10 +158,47 @@ class LoRAModel:
         )
 
 
-def _placed(
-    tensor: torch.Tensor | Fp8Matrix, device: torch.device | str, dtype: torch.dtype | None
-) -> torch.Tensor | Fp8Matrix:
-    """On the device, as ``dtype`` (None: as it is)."""
+def table_of_contents(
+    tensors: Mapping[str, Factor],
+    peft_helper: PEFTHelper,
+    model_vocab_size: int | None = None,
+    weights_mapper: NameMapper | None = None,
+    skip_prefixes: Sequence[str] | None = None,
+) -> list[ModuleEntry]:
+    """Check names, dtypes, shapes and ranks of an adapter's tensors, all but the numbers; one entry per module.
+
+    Raises as :meth:`LoRAModel.from_lora_tensors`, whose arguments these are.
+    """
+    names = lora_names(tensors, weights_mapper, skip_prefixes)
+    sides = check_tensors(names, tensors, model_vocab_size)
+    peft_helper.resolve(name.configured for name in names.values())
+    contents = []
+    for module, keys in sides.items():
+        configured = names[keys[False]].configured
+        rank, check = peft_helper.rank_of(configured), check_experts if is_stacked_name(module) else check_pair
+        check(module, tensors[keys[True]], tensors[keys[False]], rank)
+        alpha, scaling = peft_helper.alpha_of(configured), peft_helper.scaling_of(configured)
+        contents.append(ModuleEntry(module, keys[True], keys[False], rank, alpha, scaling))
+    return contents
+
+
+def _by_expert(a: Factor, b: Factor, rank: int) -> tuple[Factor, Factor]:
+    """Views `A [E, r, in]` and `B [E, out, r]` of a pair as PEFT's `target_parameters` stores all experts of a layer.
+
+    There A is `[E*r, in]`, expert after expert, and B `[out, r*E]`, where column `j*E + e` is rank j of expert e. All
+    experts share the scales of an FP8 B.
+    """
+    experts = a.shape[0] // rank
+    values_a, values_b = (factor.values if isinstance(factor, Fp8Matrix) else factor for factor in (a, b))
+    rows = values_a.view(experts, rank, a.shape[1])
+    columns = values_b.view(b.shape[0], rank, experts).permute(2, 0, 1)
+    a = Fp8Matrix(rows, a.scale.view(experts, rank)) if isinstance(a, Fp8Matrix) else rows
+    b = Fp8Matrix(columns, b.scale.expand(experts, -1)) if isinstance(b, Fp8Matrix) else columns
+    return a, b
+
+
+def _placed(tensor: Factor, device: torch.device | str, dtype: torch.dtype | None) -> Factor:
+    """Copy to the device as ``dtype`` (None: as it is), where that is needed."""
     if isinstance(tensor, Fp8Matrix):
         if dtype is None:
             return Fp8Matrix(tensor.values.to(device), tensor.scale.to(device))

@@ -1,12 +1,10 @@
-"""`LoRAModelManager`: which adapters are registered (host memory) and which are active (in a slot on the device).
+"""`LoRAModelManager`: the adapters of one model, loaded, cached and put to use step by step.
 
-A *registered* adapter is packed, scaled and checked; an *active* one is also copied into a slot. Batches refer to
-slots, so a step may use as many distinct adapters as there are slots, while the stream of requests may bring any
-number: adapters are activated on demand (section 5.2 of the paper) and the least recently used one makes room. A
-*pinned* adapter is active and never makes room.
+Batches refer to slots, so a step has at most as many distinct adapters as there are slots. Requests may name any
+number of adapters: they are activated on demand (section 5.2 of the paper), see :mod:`punica.adapters.cache`.
 
-Validate first: an adapter is fully loaded, packed and checked, and a place for it found, before anything is evicted, so
-a failed call leaves registered adapters, slots and buffers exactly as they were.
+Validate first: an adapter is fully loaded, packed and checked, and has a place, before anything is evicted. A failed
+call leaves registered adapters, slots and buffers as they were.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,10 +16,10 @@ import torch
 from torch import nn
 
 from punica.adapters import wrap
+from punica.adapters.cache import AdapterCache
 from punica.adapters.load import AdapterLoader
 from punica.adapters.lora_model import LoRAModel
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.registered import RegisteredAdapters
 from punica.adapters.request import LoRARequest, check_same_source, distinct_requests
 from punica.adapters.synthetic import DummyAdapters
 from punica.adapters.write import make_slot_writer
@@ -32,12 +30,11 @@ from punica.parallel import all_ranks_agree, check_free_for_all
 from punica.wrapper import get_punica_wrapper
 
 
-class LoRAModelManager(RegisteredAdapters):
-    """Adapters of one model: loads, activates and evicts them, and tells the kernels who uses what.
+class LoRAModelManager(AdapterCache):
+    """Adapters of one model: loading, activation and eviction, and the metadata of each step.
 
     Building it wraps the model's layers in place. One thread uses a manager. On CUDA slots are written asynchronously:
-    no call here waits for a copy, and :meth:`begin_step` and
-    :meth:`set_adapter_mapping` make the step that follows wait for those it needs.
+    no call waits for a copy, and :meth:`begin_step` and :meth:`set_adapter_mapping` order the next step after its own.
 
     Args:
         model: module tree built from `punica.parallel` layers; may define `packed_modules_mapping` and
@@ -46,16 +43,15 @@ class LoRAModelManager(RegisteredAdapters):
         max_num_batched_tokens: most tokens in one step.
         vocab_size: of the model; embedding adapters must match it.
         lora_config: capacity and switches; `"auto"` takes the dtype of the model's weights.
-        device: where the metadata lives (the slots live where the layers' weights are).
+        device: of the metadata; slots are on the device of the layers' weights.
 
     Attributes:
-        modules: `{name: LoRA layer}`; a head's logits processor stands under the head's name.
+        modules: `{name: LoRA layer}`; a head's logits processor has the head's name.
         lora_config: the given one with its dtype resolved.
         punica_wrapper: shared by all layers.
 
-    With tensor parallelism every rank has a manager, and all make the same calls in the same order: what fails on one
-    rank then fails on all, with one error. What adapters it has, and where, is the matter of
-    :class:`~punica.adapters.registered.RegisteredAdapters`.
+    With tensor parallelism every rank has a manager, and all make the same calls in the same order; an error on one
+    rank is raised on all.
 
     Raises:
         ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory
@@ -75,7 +71,7 @@ class LoRAModelManager(RegisteredAdapters):
         self.model = model
         self.vocab_size = vocab_size
         config = replace(lora_config)
-        with all_ranks_agree():  # one that has too little memory must not leave the others with a wrapped model
+        with all_ranks_agree():  # a rank with too little memory must not leave the others with a wrapped model
             weight = base_weight(layers[0].layer)
             config.verify_with_model_config(weight)
             check_free_for_all([wrap.slots_need(model, config)], weight.device)
@@ -94,16 +90,15 @@ class LoRAModelManager(RegisteredAdapters):
             self._packer, wrap.expected_lora_modules(layers), self.lora_config, vocab_size, wrap.moe_ep_spec_of(layers)
         )
         self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
-        self._last_step: tuple = (None, None)  # as given with the slots of its adapters, and its rows in the wrapper
+        self._last_step: tuple = (None, None)  # key of the latest step, and its rows in the wrapper
 
     # --- registered adapters -----------------------------------------------------------------------------------------
 
     def check_adapter(self, request: LoRARequest) -> None:
         """Refuse a request's folder if :meth:`add_adapter` would, as far as can be told without reading the numbers.
 
-        Serving asks when a request arrives, so that what a hostile folder costs is not paid between the steps of
-        others. With tensor parallelism all ranks ask together, and all refuse if one does. Warns where the folder's
-        `target_modules` and its tensors disagree.
+        Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others. All
+        tensor-parallel ranks call it together. Warns where `target_modules` and the tensors disagree.
 
         Raises:
             TypeError: not a request. FileNotFoundError, ValueError, TypeError: the folder. Nothing has changed.
@@ -119,8 +114,8 @@ class LoRAModelManager(RegisteredAdapters):
         A `LoRAModel` is packed, checked and registered; a registered id is only marked as just used and gives `False`.
         On a CPU it shares the tensors that need no scaling or casting: do not change them afterwards.
 
-        A `LoRARequest` is what serving passes: its folder is loaded unless the id is registered (or `load_inplace` asks
-        to load it again; a pin stays), registered, and activated. Always `True`: afterwards it is loaded.
+        The folder of a `LoRARequest` is loaded unless the id is registered (with `load_inplace` in any case; a pin
+        stays), registered, and activated. Always `True`: afterwards it is loaded.
 
         Raises:
             FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model.
@@ -132,40 +127,40 @@ class LoRAModelManager(RegisteredAdapters):
             return True
         if not isinstance(adapter, LoRAModel):
             raise TypeError(f"adapter must be a LoRAModel or a LoRARequest, got {type(adapter).__name__}")
-        if adapter.id in self._held:
-            self._held.touch(adapter.id)
+        if (loaded := self.loaded(adapter.id)) is not None:
+            self._use(loaded)
             return False
         with all_ranks_agree():
             packed = self._packer.pack(adapter)
-            self._held.check_place(packed.id)
+            self._check_place(packed.id)
             staged = self._writer.stage(packed)
-        self._held.enter([staged], {})
+        self._enter([staged], {})
         return True
 
     def read_adapter(self, request: LoRARequest) -> LoRAModel:
-        """A request's folder, read, checked, packed and staged for :meth:`add_read_adapter`; nothing is registered.
+        """Read, check, pack and stage a request's folder for :meth:`add_read_adapter`; nothing is registered.
 
-        Other threads than the manager's may call it, meanwhile: it touches nothing that changes. Raises as
-        :meth:`add_adapter` for the folder. Not for tensor-parallel ranks, which have to agree on what they read.
+        Thread-safe: other threads than the manager's may call it. Raises as :meth:`add_adapter` for the folder. Not for
+        tensor-parallel ranks, which have to agree on errors.
         """
         return self._writer.stage(self._loader.load(request))
 
     def add_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
-        """Register and activate what :meth:`read_adapter` gave for an adapter whose id is not registered.
+        """Register and activate a result of :meth:`read_adapter`, whose id is not registered.
 
         RuntimeError: all that could make room are pinned; nothing has changed.
         """
-        self._held.check_slots([request.lora_int_id])
-        self._held.enter([read], {request.lora_int_id: request})
+        self._check_slots([request.lora_int_id], self.pinned_adapters)
+        self._enter([read], {request.lora_int_id: request})
         self.activate_adapter(request.lora_int_id)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def set_active_adapters(self, requests: Iterable[LoRARequest | None], mapping: LoRAMapping) -> None:
-        """Prepare a step: load what is missing, make every requested adapter active, tell the kernels who uses what.
+        """Prepare a step: load missing adapters, make every requested one active, and set the mapping.
 
-        Adapters that are not requested stay where they are as long as their place is not needed; requested ones never
-        evict each other. A request object with `load_inplace` is loaded once, however many steps it is passed for.
+        Others are evicted only where room is needed; requested ones never evict each other. A request object with
+        `load_inplace` is loaded once, however many steps it is passed for.
 
         Args:
             requests: adapters of the running requests; `None` (no adapter) and repetitions are fine.
@@ -173,9 +168,9 @@ class LoRAModelManager(RegisteredAdapters):
 
         Raises:
             RuntimeError: more distinct adapters than slots, or than pinned ones leave.
-            ValueError: two requests share an id but not name and path, a mapped id is not requested, the mapping does
-                not fit the wrapper's buffers; or an adapter cannot be loaded (also FileNotFoundError, TypeError). Any
-                of these changes nothing.
+            ValueError: two requests share an id but not name and path, a mapped id is not requested, or the mapping
+                does not fit the wrapper's buffers; or an adapter cannot be loaded (also FileNotFoundError, TypeError).
+                Nothing has changed.
         """
         wanted = distinct_requests(requests)
         if len(wanted) > self.lora_slots:
@@ -189,14 +184,16 @@ class LoRAModelManager(RegisteredAdapters):
         self.set_adapter_mapping(mapping)
 
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
-        """Announce the next step: its rows wait for the copies of the adapters they use, and its metadata are refilled
-        (skipped if neither the mapping nor the slot of any adapter in it changed since the last call).
+        """Begin the next step: order it after the copies of its adapters, and refill its metadata.
+
+        The refill is skipped if neither the mapping nor the slot of any adapter in it changed since the last call.
 
         Raises:
             ValueError: the mapping names an id that is not active, or has more rows than the buffers; the previous
                 metadata stay.
         """
-        placed = self._held.slots_of(_ids_of(mapping))
+        used = _ids_of(mapping)
+        placed = {adapter_id: slot for slot, adapter_id in enumerate(self.lora_index_to_id) if adapter_id in used}
         if not self._is_current((mapping, placed)):
             # one more than the slots, so that "no adapter" encodes as one past the last slot
             self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
@@ -207,7 +204,7 @@ class LoRAModelManager(RegisteredAdapters):
     def begin_step(
         self, segments: Sequence[tuple[int, int]], sampled_slots: Sequence[int], *, is_prefill: bool = False
     ) -> None:
-        """:meth:`set_adapter_mapping` for a step laid out by slot.
+        """Begin the next step as :meth:`set_adapter_mapping`, laid out by slot.
 
         Args:
             segments: `(slot, number of rows)` of the runs of rows, in row order; slot -1: rows without adapter.
@@ -229,7 +226,7 @@ class LoRAModelManager(RegisteredAdapters):
     def create_dummy_lora(
         self, adapter_id: int, rank: int, embedding_modules: Collection[str] | None = None
     ) -> LoRAModel:
-        """A zero adapter over all layers, for warm-up and graph capture: real cost, no effect on outputs.
+        """Build a zero adapter over all layers, for warm-up and graph capture: real cost, no effect on outputs.
 
         Args:
             rank: `1 <= rank <= max_lora_rank`; rounded up to a multiple of the tensor-parallel size when fully sharded.
@@ -243,23 +240,23 @@ class LoRAModelManager(RegisteredAdapters):
     def add_dummy_lora(self, request: LoRARequest, rank: int) -> bool:
         """Register and activate a zero adapter under the request's id; its path is not read.
 
-        `False`, and no change, if the id is registered. The zero adapter then is what that request stands for: remove
-        it before the real one is to be loaded. Raises as :meth:`create_dummy_lora` and :meth:`add_adapter`.
+        `False`, and no change, if the id is registered. Remove it before the real adapter is to be loaded. Raises as
+        :meth:`create_dummy_lora` and :meth:`add_adapter`.
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
         adapter_id = request.lora_int_id
-        if adapter_id in self._held:
+        if self.loaded(adapter_id) is not None:
             return False
         with all_ranks_agree():
             packed = self._packer.pack(self._dummies.get(adapter_id, rank))
-            self._held.check_slots([adapter_id])
+            self._check_slots([adapter_id], self.pinned_adapters)
             staged = self._writer.stage(packed)
-        self._held.enter([staged], {adapter_id: request})
+        self._enter([staged], {adapter_id: request})
         return self.activate_adapter(adapter_id)
 
     def dummy_lora_cache(self) -> AbstractContextManager[None]:
-        """A context in which :meth:`add_dummy_lora` builds one zero adapter per rank and clones it."""
+        """Return a context in which :meth:`add_dummy_lora` builds one zero adapter per rank and clones it."""
         return self._dummies.caching()
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -268,40 +265,49 @@ class LoRAModelManager(RegisteredAdapters):
         """Make all of `wanted` registered and active; those in `reload` are loaded again.
 
         Everything is loaded and checked on all tensor-parallel ranks, and slots for all found, before anything changes.
+        If a copy into a slot fails, versions that requests hold are registered again.
         """
         for adapter_id, request in wanted.items():
             if adapter_id not in reload:
                 check_same_source(self.request_of(adapter_id), request)
-        missing = [i for i in wanted if i in reload or i not in self._held]
+        missing = [i for i in wanted if i in reload or self.loaded(i) is None]
         staged: list[LoRAModel] = []
         with all_ranks_agree() if missing else nullcontext():
             packed = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
-            self._held.check_slots(wanted)
+            self._check_slots(wanted, self.pinned_adapters.difference(wanted))
             staged = [self._writer.stage(lora) for lora in packed]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
-        self._held.enter(staged, wanted)
-        for adapter_id in wanted:
-            self.activate_adapter(adapter_id)
+        in_use = [old for i in missing if (old := self.loaded(i)) is not None and old.users]
+        self._enter(staged, wanted)
+        try:
+            for adapter_id in wanted:
+                self.activate_adapter(adapter_id)
+        except BaseException:
+            for old in in_use:
+                self._register(old)
+                if old.lora.id in pinned:
+                    self.pin_adapter(old.lora.id)
+            raise
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
 
     def _is_current(self, step: tuple) -> bool:
-        """Whether the wrapper still holds this step, announced in the same words."""
+        """Tell if the wrapper still has the metadata of this step."""
         return self._last_step == (step, self.punica_wrapper.batch.rows)
 
     def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
-        """What `set_adapter_mapping` would object to after the adapters have been made active."""
+        """Raise the errors of `set_adapter_mapping` before the adapters are made active."""
         unknown = sorted(_ids_of(mapping) - {0, *wanted})
         if unknown:
             raise ValueError(
                 f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"
             )
-        # which slots they get does not matter here: other ids, other slots
+        # any slots will do: the rules do not depend on them
         self.punica_wrapper.check_metadata(mapping, list(wanted), self.lora_slots + 1, self.vocab_size)
 
 
 def _ids_of(mapping: LoRAMapping) -> set[int]:
-    """The adapters in a mapping, 0 for none among them. TypeError for anything else."""
+    """Return the adapter ids in a mapping, with 0 for none. TypeError for anything else."""
     if not isinstance(mapping, LoRAMapping):
         raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
     return {*mapping.index_mapping, *mapping.prompt_mapping}

@@ -1,41 +1,39 @@
-"""Packing: from the modules that an adapter knows to what the wrapped layers take, and on to one block of memory.
+"""Packing: from the modules of an adapter to the slices of the model's layers, and to one block of memory.
 
-Adapters know `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. The parts that an adapter has are packed
-under the runtime name, with the scaling inside B; absent parts stay `None` (their part of the slot stays zero). Nothing
-of this changes the caller's adapter.
+Adapters have `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. Parts are packed under the runtime name, with
+the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adapter does not change.
 
-A GPU can read only page-locked ("pinned") memory of the host by itself, and only a long read uses the whole link. So
-what is registered for a GPU is packed once more, this rank's part of every matrix in the order of the model's layers,
-into a slot image (:mod:`punica.ops.slot_image`).
+A GPU can read page-locked ("pinned") host memory directly, and only long reads use the whole link. So for a GPU this
+rank's part of every matrix is packed, in the order of the model's layers, into a slot image
+(:mod:`punica.ops.slot_image`).
 """
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from punica.adapters.check import check_fits
-from punica.adapters.lora_model import LoRAModel, ModuleWeights
-from punica.adapters.pack_experts import BASE_LAYER, pack_experts
-from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights
+from punica.adapters.check import check_scaled
+from punica.adapters.lora_model import LoRAModel
+from punica.adapters.pack_experts import BASE_LAYER, group_experts
+from punica.adapters.weights import ModuleWeights
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
 from punica.checks import clip
 from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from punica.layers.base import SlotPart
-from punica.layers.packing import LoRAFactor
+from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
-from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image
+from punica.ops.slot_image import image_matrices, pack_image
 
 
 class AdapterPacker:
-    """Prepares adapters for one wrapped model.
+    """Packer of adapters for one wrapped model.
 
     Args:
-        wrapped: the model's LoRA layers and all names that adapters may have trained them under.
+        wrapped: the model's LoRA layers with all their names.
         packed_modules_mapping: `{runtime suffix: adapter-visible parts}`.
-        target_modules: deployment filter; an adapter that touches more is refused rather than served incompletely.
-        fp8: the format of FP8 slots: adapters are quantised here, once (`None`: other slots).
+        target_modules: deployment filter; an adapter that touches more is refused.
+        fp8: format of FP8 slots, in which adapters are quantised here, once (`None`: other slots).
     """
 
     def __init__(
@@ -63,35 +61,45 @@ class AdapterPacker:
             if isinstance(layer.layer, FusedMoEWithLoRA):
                 self._place |= {f"{alias}.base_layer": (name, BASE_LAYER) for alias in layer.names}
 
-    def pack(self, lora: LoRAModel) -> LoRAModel:
-        """A new model with the same id, keyed by runtime names, which every target layer will accept.
+    def pack(self, lora: LoRAModel, *, fits: bool = False) -> LoRAModel:
+        """Return a new model with the same id: for every layer that it touches, the slices as the layer holds them.
+
+        `fits`: :meth:`check` has accepted tensors of these names, types and shapes, so only numbers are checked here.
 
         Raises:
-            ValueError: unknown modules, no module at all, a module given twice (under two of its names, or whole and in
-                parts), a wrong shape, rank or size, or a B that holds NaN or inf once it is scaled.
+            ValueError: unknown modules, or none; a module given twice (under two of its names, or whole and in parts).
+                A wrong shape, rank or size; a B that holds NaN or inf once it is scaled.
             TypeError: unsupported dtype. RuntimeError: a module without tensors (shell).
         """
-        packed = self.check(lora)
-        if self._fp8 is not None:
-            packed = {name: _quantised(weights, self._fp8) for name, weights in packed.items()}
+        groups = self._groups(lora)
+        if not fits:
+            self._check(lora.id, groups)
+        packed = {}
+        for name, weights in groups.items():
+            check_scaled(lora.id, name, weights.slices)
+            pairs = weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8)
+            packed[name] = ModuleWeights(name, weights.rank, self._wrapped[name].layer.to_slices(pairs))
         return LoRAModel(lora.id, max(weights.rank for weights in packed.values()), packed)
 
-    def check(self, lora: LoRAModel) -> dict[str, ModuleWeights]:
-        """What :meth:`pack` makes of the modules before it quantises; meta tensors will do. Raises as that."""
-        packed = {name: self._pack_module(lora, name, given) for name, given in self._by_layer(lora).items()}
-        for name, weights in packed.items():
-            check_fits(lora.id, name, *weights.pair(), self._wrapped[name].layer)
-        return packed
+    def check(self, lora: LoRAModel) -> None:
+        """Check names, types and shapes against every layer; meta tensors will do. Raises as :meth:`pack`."""
+        self._check(lora.id, self._groups(lora))
+
+    def _check(self, adapter_id: int, groups: Mapping[str, ModuleWeights]) -> None:
+        """Apply each layer's rules for `set_lora`, so that activation cannot fail half-way."""
+        for name, weights in groups.items():
+            try:
+                self._wrapped[name].layer.check_slices(weights.slices)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"adapter {adapter_id}, module {name!r}: {error}") from error
 
     @property
     def most_tensors(self) -> int:
-        """More tensors than an adapter of this model can have: A and B of every module, their scales, and what PEFT
-        saves along with an embedding.
-        """
+        """Upper bound of an adapter's tensors: A, B and scales of every module, and base weights of embeddings."""
         return 4 * len(self._place) + 64
 
     def _by_layer(self, lora: LoRAModel) -> dict[str, dict[int | None, str]]:
-        """`{layer: {part: how the adapter calls it}}`."""
+        """Return `{layer: {part: name in the adapter}}`; ValueError for unknown or ambiguous modules."""
         if not lora.loras:
             raise ValueError(f"adapter {lora.id} has no modules; nothing of it matches the model")
         if unknown := sorted(lora.loras.keys() - self._place.keys()):
@@ -115,45 +123,45 @@ class AdapterPacker:
             raise ValueError(f"adapter {lora.id} has {both} both whole and in parts; keep one of the two")
         return given
 
-    def _pack_module(self, lora: LoRAModel, name: str, given: Mapping[int | None, str]) -> ModuleWeights:
-        """The weights of one layer; one whole pair for a packed module is a list of one, which the layer splits."""
-        layer, n_parts = self._wrapped[name].layer, len(self._wrapped[name].parts)
-        if isinstance(layer, FusedMoEWithLoRA):
-            return pack_experts(lora, name, layer, given, n_parts)
-        whole = None if None not in given else lora.loras[given[None]]
-        if isinstance(whole, PackedLoRALayerWeights):
-            return whole
-        members: list[LoRALayerWeights | None] = [None] * (n_parts if whole is None else 1)
-        for part, own_name in given.items():
-            weights = lora.loras[own_name]
-            if not isinstance(weights, LoRALayerWeights):
-                kind = type(weights).__name__
-                raise TypeError(f"adapter {lora.id}: {own_name!r} must be LoRALayerWeights, got {kind}")
-            members[part or 0] = copy.copy(weights)  # tensors are shared, `optimize` makes a new B
-        if n_parts <= 1 and members[0] is not None:
-            return members[0].optimize()
-        return PackedLoRALayerWeights.pack(members, name)
+    def _groups(self, lora: LoRAModel) -> dict[str, ModuleWeights]:
+        """Collect the parts that an adapter has of every layer, scaled: one pair per part, or the whole as it is."""
+        groups = {}
+        for name, given in self._by_layer(lora).items():
+            layer, parts = self._wrapped[name].layer, self._wrapped[name].parts
+            own = {part: _weights_of(lora, adapter_name) for part, adapter_name in given.items()}
+            if isinstance(layer, FusedMoEWithLoRA):
+                groups[name] = group_experts(lora.id, name, layer, own, len(parts))
+                continue
+            slices: Slices = [(None, None)] * len(parts)
+            for part, weights in own.items():
+                if part is None:
+                    slices = weights.scaled()
+                else:
+                    (slices[part],) = weights.scaled()
+            groups[name] = ModuleWeights(name, max(weights.rank for weights in own.values()), slices)
+        return groups
 
 
-def _quantised(weights: ModuleWeights, fp8: torch.dtype) -> ModuleWeights:
-    """Copies of checked weights in FP8. Scales belong to whole rows of A and B, so later cuts find them ready."""
+def _weights_of(lora: LoRAModel, name: str) -> ModuleWeights:
+    weights = lora.loras[name]
+    if not isinstance(weights, ModuleWeights):
+        raise TypeError(f"adapter {lora.id}: {name!r} must be ModuleWeights, got {type(weights).__name__}")
+    return weights
+
+
+def _quantised(slices: Slices, fp8: torch.dtype) -> Slices:
+    """Quantise checked pairs. Scales belong to whole rows of A and B, so later cuts find them ready."""
 
     def quantise(factor: LoRAFactor) -> LoRAFactor:
         return None if factor is None else Fp8Matrix.of(factor, fp8, check=False)
 
-    if isinstance(weights, PackedLoRALayerWeights):
-        lora_a, lora_b = ([quantise(factor) for factor in each] for each in (weights.lora_a, weights.lora_b))
-        return PackedLoRALayerWeights(weights.module_name, weights.rank, lora_a, lora_b)
-    own = copy.copy(weights)
-    own.lora_a, own.lora_b = (quantise(factor) for factor in weights.pair())
-    return own
+    return [(quantise(a), quantise(b)) for a, b in slices]
 
 
 class StagedAdapter(LoRAModel):
-    """An adapter whose tensors are views of `image` (uint8, on the CPU), so that nothing is held twice.
+    """An adapter whose tensors are views of `image` (uint8, on the CPU), so that memory is taken once.
 
-    With tensor parallelism they are this rank's part of each matrix, otherwise the whole matrix; a module that the
-    model computes in several slices has one pair per slice.
+    With tensor parallelism they are this rank's part of each matrix, otherwise the whole matrix.
     """
 
     def __init__(self, lora: LoRAModel, loras: Mapping[str, ModuleWeights], image: Tensor) -> None:
@@ -166,52 +174,44 @@ def stage(
 ) -> StagedAdapter:
     """Copy this rank's part of every matrix of a packed adapter into an image, in the order of the model's layers.
 
-    `dtype` is that of the slots (uint8: they are in FP8, values and scales go as bytes). Casting, and turning a matrix
-    to the order in which its slot lies in memory, happens here, once.
+    `dtype` is that of the slots (uint8 for FP8: values and scales go as bytes). Matrices are cast, and turned to the
+    memory order of their slots, here, once.
     """
-    parts = {name: layer.slot_parts(*lora.pair_of(name)) for name, layer in modules.items()}
+    parts = {name: layer.slot_parts(lora.slices_of(name)) for name, layer in modules.items()}
     all_parts = [part for of_layer in parts.values() for part in of_layer]
-    image = pack_image([SlotMatrix(part.stored().part, part.rank) for part in all_parts], dtype, pin_memory=pin_memory)
+    image = pack_image([part.stored() for part in all_parts], dtype, pin_memory=pin_memory)
     matrices = zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True)
     views = iter([_as_part(part, matrix) for part, matrix in matrices])
     loras: dict[str, ModuleWeights] = {}
     for name, of_layer in parts.items():
         own = [next(views) for _ in of_layer]
         if (weights := lora.get_lora(name)) is not None:
-            loras[name] = _as_views(weights, own, of_layer[0].fp8)
+            loras[name] = ModuleWeights(name, weights.rank, _as_slices(own, weights.slices, of_layer[0].fp8))
     return StagedAdapter(lora, loras, image)
 
 
 def _as_part(part: SlotPart, matrix: Tensor | None) -> Tensor | None:
-    """A matrix of an image as the slot's layer takes it."""
+    """View a matrix of an image as the slot's layer takes it."""
     if matrix is None:
         return None
     typed = matrix.view(part.slots.dtype) if part.fp8 else matrix
     return typed if part.row_major else typed.T
 
 
-def _as_views(weights: ModuleWeights, views: list[Tensor | None], fp8: bool) -> ModuleWeights:
-    """`weights` with the tensors replaced by the views: first those of A, slice by slice, then those of B; with `fp8`
-    then the scales of both.
-    """
+def _as_slices(views: list[Tensor | None], slices: Slices, fp8: bool) -> Slices:
+    """Pair the matrices of an image, in the order of :meth:`BaseLayerWithLoRA.slot_parts`, as slices."""
     factors: list[LoRAFactor] = list(views)
     if fp8:
         half = len(views) // 2
+        of_experts = any(a is not None and a.ndim == 3 for a, _ in slices)
         pairs = zip(views[:half], views[half:], strict=True)
-        given = weights.lora_a if isinstance(weights, PackedLoRALayerWeights) else [weights.lora_a]
-        of_experts = any(a is not None and a.ndim == 3 for a in given)
         factors = [_fp8_view(values, scale, of_experts) for values, scale in pairs]
-    slices = len(factors) // 2
-    lora_a, lora_b = factors[:slices], factors[slices:]
-    if slices > 1 or isinstance(weights, PackedLoRALayerWeights):
-        return PackedLoRALayerWeights(weights.module_name, weights.rank, lora_a, lora_b)
-    own = copy.copy(weights)
-    own.lora_a, own.lora_b = lora_a[0], lora_b[0]
-    return own
+    half = len(factors) // 2
+    return list(zip(factors[:half], factors[half:], strict=True))
 
 
 def _fp8_view(values: Tensor | None, scale: Tensor | None, of_experts: bool) -> Fp8Matrix | None:
-    """Two matrices of an image as one of the adapter; scales of experts are ``[E, rows]``, of others ``[rows, 1]``."""
+    """View two matrices of an image as one; scales of experts are ``[E, rows]``, of others ``[rows, 1]``."""
     if values is None or scale is None:
         return None
     return Fp8Matrix(values.view(*scale.shape, -1), scale) if of_experts else Fp8Matrix(values, scale[:, 0])

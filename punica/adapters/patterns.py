@@ -1,18 +1,18 @@
-"""Which module names does a tenant's regular expression match? Answered in bounded time, whatever the expression.
+"""Regular expressions over module names, matched in bounded time: a bit-parallel NFA instead of backtracking.
 
-Python's `re` backtracks: `([a-z0-9_.]+)+!` against one module name of forty letters takes longer than anybody waits,
-and holds the interpreter lock meanwhile, so that neither a thread nor an alarm ends it. Here the expression is parsed
-by `re`'s own parser and then walked with *sets of positions*: each part of an expression maps the positions where it
-may begin to those where it may end. Nothing is tried twice, so there is nothing to explode. A set is the bits of one
-integer, and the names of all modules stand side by side in it:
+Python's `re` backtracks: `([a-z0-9_.]+)+!` against a name of forty letters takes exponential time, and holds the
+interpreter lock meanwhile. Here `re`'s own parser parses the expression, whose parts then map *sets of positions*,
+where they may begin, to those where they may end. No position is tried twice. A set is the bits of one integer, over
+the names of all modules in a row:
 
-    q_proj|k_proj|...     `[a-z]` maps the set S to  (S & where letters are) << 1
-                          a lookahead keeps of S the positions from which its inside can be walked backwards to anywhere
+    q_proj|k_proj|...     `[a-z]` maps the set S to  (S & positions of letters) << 1
+                          a lookahead keeps the positions of S from which its inside, walked backwards, can end
 
-What `re` can and this cannot are back-references, conditions on groups, atomic groups and possessive repetitions: they
-ask which way a match took, and are refused. Every walk is counted in steps of about a microsecond, and an expression
-that needs more than what is left of its adapter's steps is refused too: the limit does not depend on the clock, so all
-tensor-parallel ranks draw it at the same place.
+Back-references, conditions on groups, atomic groups and possessive repetitions depend on the path of a match; they are
+refused. Matching is counted in steps of about a microsecond, and an expression that exceeds its adapter's budget is
+refused too. The limit does not depend on the clock, so all tensor-parallel ranks reach the same verdict.
+
+The parser is private to `re`; `tests/adapters/test_patterns.py` runs it on every supported Python.
 """
 
 import re
@@ -48,11 +48,11 @@ _KNOWN = _CHARACTERS | {
 
 
 class UnboundedPattern(ValueError):
-    """An expression that is one, but that takes too long or cannot be matched in bounded time."""
+    """A valid expression that takes too long, or cannot be matched in bounded time."""
 
 
 class Steps:
-    """How many steps are left; :meth:`take` raises UnboundedPattern when there are none."""
+    """Budget of steps; :meth:`take` raises UnboundedPattern when it is exceeded."""
 
     def __init__(self, most: int = MOST_STEPS) -> None:
         self.most = self.left = most
@@ -67,10 +67,10 @@ class Steps:
 
 
 class NamePattern:
-    """A regular expression that was checked, to be matched by :meth:`ModuleNames.matching`.
+    """A parsed and checked regular expression, for :meth:`ModuleNames.matching`.
 
     Args:
-        pattern: the expression; as PEFT reads the keys of its patterns, `(?:.*\\.)?(?:KEY)`, if it is a `suffix`.
+        pattern: the expression; with `suffix` as PEFT reads the keys of its patterns, `(?:.*\\.)?(?:KEY)`.
 
     Raises:
         ValueError: no regular expression. UnboundedPattern (a ValueError): too long, too deeply nested, or of a kind
@@ -96,7 +96,7 @@ class NamePattern:
 
 
 def _check_parts(parts: Iterable[tuple[Any, Any]], depth: int) -> None:
-    """ValueError for what cannot be walked with sets of positions."""
+    """UnboundedPattern for parts that sets of positions cannot match."""
     if depth > _MOST_NESTED:
         raise UnboundedPattern(f"it is nested more than {_MOST_NESTED} deep")
     for code, value in parts:
@@ -115,14 +115,14 @@ def _check_parts(parts: Iterable[tuple[Any, Any]], depth: int) -> None:
 
 
 def _is_known(code: Any, value: Any) -> bool:
-    """Tell whether a part is of a kind that can be walked; a newer parser may have others."""
+    """Tell if a part is of a supported kind; a newer parser may have others."""
     if code is op.IN:
         return all(kind in _MEMBERS and (kind is not op.CATEGORY or of in _CATEGORIES) for kind, of in value)
     return code in _KNOWN and (code is not op.AT or value in _ANCHORS)
 
 
 def _inside(code: Any, value: Any) -> list[Any]:
-    """The expressions within one part of an expression."""
+    """Return the expressions within one part of an expression."""
     if code is op.BRANCH:
         return list(value[1])
     if code is op.SUBPATTERN:
@@ -133,10 +133,9 @@ def _inside(code: Any, value: Any) -> list[Any]:
 
 
 class ModuleNames:
-    """Names side by side, ready to be matched.
+    """Module names in a row, ready to be matched with steps from a budget.
 
-    Position `p` is before the p-th character of all names in a row, each followed by one character that belongs to
-    none; so no match reaches from one name into the next. `matching` takes its steps from `steps`.
+    Position `p` is before the p-th character. A separator after each name keeps matches from reaching into the next.
     """
 
     def __init__(self, names: Sequence[str], steps: Steps) -> None:
@@ -157,12 +156,12 @@ class ModuleNames:
         self._tested: dict[tuple[str, int], int] = {}
 
     def matching(self, pattern: NamePattern) -> list[bool]:
-        """Of every name, whether the whole of it matches. UnboundedPattern: out of steps."""
+        """Tell of every name if the whole of it matches. UnboundedPattern: out of steps."""
         reached = self._walk(pattern.parts, pattern.flags, self._start)
         text = bin(reached & self._end)[:1:-1]  # the bits, the lowest first
         return [text[end : end + 1] == "1" for end in self._ends]
 
-    # Each takes the positions where a part may begin and gives those where it may end; the other way `back`.
+    # Each maps the positions where a part may begin to those where it may end; `back`: the other way.
 
     def _walk(self, parts: Any, flags: int, at: int, back: bool = False) -> int:
         for code, value in reversed(list(parts)) if back else parts:
@@ -196,7 +195,7 @@ class ModuleNames:
         return (at >> 1) & where if back else (at & where) << 1
 
     def _repeat(self, least: int, most: int, inside: Any, flags: int, at: int, back: bool) -> int:
-        # After one round more than a name has characters, a round was empty and could be left out or repeated.
+        # A name has fewer characters than rounds here, so that one round was empty: more of them change nothing.
         for _ in range(min(least, self._longest + 2)):
             at = self._walk(inside, flags, at, back)
         reached = front = at
@@ -217,7 +216,7 @@ class ModuleNames:
         return boundary if code is op.AT_BOUNDARY else self._all & ~boundary
 
     def _where(self, code: Any, value: Any, flags: int) -> int:
-        """The positions before a character that this part of an expression takes."""
+        """Return the positions before a character that this part of an expression matches."""
         flags &= _FLAGS
         source = _one_character(code, value)
         if (source, flags) not in self._tested:
@@ -238,7 +237,7 @@ class ModuleNames:
 
 
 def _one_character(code: Any, value: Any) -> str:
-    """A part of an expression that takes one character, written as an expression again."""
+    """Write a part of an expression that matches one character as an expression again."""
     if code is op.ANY:
         return "."
     if code is op.LITERAL:
@@ -258,7 +257,7 @@ def _one_character(code: Any, value: Any) -> str:
 
 
 def sum_of_bits(positions: Iterable[int], size: int) -> int:
-    """The integer with these bits set, of `size` bits."""
+    """Build the integer of `size` bits with these bits set."""
     text = bytearray(b"0") * (size + 1)
     for position in positions:
         text[size - position] = 49  # "1"; the highest bit is written first

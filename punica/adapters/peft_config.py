@@ -1,6 +1,6 @@
-"""`adapter_config.json`: rank, alpha, targets, and what cannot be served; :class:`PEFTHelper` answers for each module.
+"""`PEFTHelper`: rank, scaling and targets of every module, from `adapter_config.json`.
 
-It comes from a stranger: its size is limited, and its regular expressions are matched in bounded time.
+The file is untrusted input: its size is limited, and its regular expressions are matched in bounded time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 class _Rule(NamedTuple):
-    """One entry of a pattern: its key, as an expression, and the value of the modules that match it first."""
+    """Entry of `rank_pattern` or `alpha_pattern`: its key, as an expression, and the value of matching modules."""
 
     key: str
     pattern: NamePattern
@@ -46,7 +46,7 @@ def _check_alpha(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class UnsupportedFeatures:
-    """What changes a layer's result beyond `+ scaling * B A`; any truthy value is refused."""
+    """Features that change a layer's result beyond `+ scaling * B A`; any truthy value is refused."""
 
     use_dora: bool = False
     lora_bias: bool = False
@@ -66,21 +66,20 @@ class UnsupportedFeatures:
 class PEFTHelper(UnsupportedFeatures):
     """The content of `adapter_config.json` as far as inference needs it.
 
-    For module m (adapter naming, without `base_model.model.`) the rank `r_m` and `alpha_m` are the values of the first
-    key of `rank_pattern` / `alpha_pattern`, in file order, that matches m or a suffix of m after a dot, else the global
-    ones; of a module that `target_parameters` adapts, it is its parameter's name that must match, `<m>.weight` or
+    For module m (adapter naming, without `base_model.model.`) `r_m` and `alpha_m` come from `rank_pattern` and
+    `alpha_pattern`: the value of the first key, in file order, that matches m or a suffix of m after a dot. Without a
+    match they are the global ones.
+    For a module that `target_parameters` adapts, the parameter's name must match, `<m>.weight` or
     `...experts.gate_up_proj`. Then
 
         delta W_m = scaling_m * B_m A_m,   scaling_m = alpha_m / r_m   (alpha_m / sqrt(r_m) with `use_rslora`)
 
-    These are the rules by which PEFT itself chose ranks and scalings in training; note that PEFT sorts the patterns'
-    keys when it saves. `target_modules` is informational (`"all-linear"`, a regular expression, or names): the tensors
-    in the folder say which modules are adapted, after `exclude_modules`, `layers_to_transform` and the like;
-    :meth:`disagreement` compares the two.
+    These are PEFT's own rules in training; note that PEFT sorts the patterns' keys when it saves. `target_modules` is
+    informational (`"all-linear"`, a regular expression, or names): the tensors in the folder decide which modules are
+    adapted. :meth:`disagreement` compares the two. Expressions are matched in bounded time
+    (:mod:`punica.adapters.patterns`).
 
-    Expressions are matched in bounded time (:mod:`punica.adapters.patterns`).
-
-    Unknown keys are ignored. What cannot be served (DoRA, biases, ...) is read here and refused by
+    Unknown keys are ignored. Unsupported features (DoRA, biases, ...) are read here and refused by
     :meth:`validate_legal`.
 
     Raises:
@@ -102,7 +101,7 @@ class PEFTHelper(UnsupportedFeatures):
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rank_rules: list[_Rule] = field(init=False, repr=False, compare=False)
     _alpha_rules: list[_Rule] = field(init=False, repr=False, compare=False)
-    # which rules count for the modules that were asked about; None: the global value
+    # rules of rank and alpha by name in patterns, as far as resolved; None: the global value
     _matched: dict[str, tuple[_Rule | None, _Rule | None]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -126,9 +125,7 @@ class PEFTHelper(UnsupportedFeatures):
     def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
         """Build from the parsed JSON, or from `LoraConfig.to_dict()`; unknown keys are ignored, `null` means not given.
 
-        Raises:
-            TypeError: `config` is not a mapping. ValueError: required keys are missing (all of them are named, and the
-                `peft_type` where another method than LoRA explains it).
+        TypeError: `config` is not a mapping. ValueError: required keys are missing, all of which are named.
         """
         if not isinstance(config, Mapping):
             raise TypeError(f"adapter config must be a JSON object, got {type(config).__name__}")
@@ -148,9 +145,7 @@ class PEFTHelper(UnsupportedFeatures):
     def from_local_dir(cls, path: str | Path) -> PEFTHelper:
         """Read `adapter_config.json` of a PEFT folder.
 
-        Raises:
-            FileNotFoundError: no such folder or file. ValueError, TypeError: invalid JSON or content; the message names
-                the file.
+        FileNotFoundError: no such folder or file. ValueError, TypeError: invalid JSON or content, with the file's name.
         """
         file = resolve_adapter_path(path) / CONFIG_FILE
         if not file.is_file():
@@ -171,10 +166,7 @@ class PEFTHelper(UnsupportedFeatures):
             raise type(error)(f"{str(file)!r}: {error}") from error
 
     def resolve(self, modules: Iterable[str]) -> None:
-        """Find ranks and alphas of these modules, all at once.
-
-        ValueError: that takes too long, see :mod:`punica.adapters.patterns`.
-        """
+        """Find ranks and alphas of these modules, all at once; ValueError: too many steps of matching."""
         names = [name for name in dict.fromkeys(map(self._name_in_patterns, modules)) if name not in self._matched]
         if not names or not (self._rank_rules or self._alpha_rules):
             return
@@ -184,39 +176,39 @@ class PEFTHelper(UnsupportedFeatures):
         self._matched.update(zip(names, zip(ranks, alphas, strict=True), strict=True))
 
     def _rules_of(self, module_name: str) -> tuple[_Rule | None, _Rule | None]:
-        """Of rank and alpha."""
+        """Return the rules of a module's rank and alpha."""
         self.resolve([module_name])
         return self._matched.get(self._name_in_patterns(module_name), (None, None))
 
     def _name_in_patterns(self, module_name: str) -> str:
-        """What PEFT compares patterns with: of one of `target_parameters` its own name, else the module's."""
+        """Return the name that PEFT matches: the parameter's for `target_parameters`, else the module's."""
         owner, depth = module_name.replace(".base_layer", ""), module_name.count(".base_layer")
         candidates = _EXPERT_PARAMETERS if is_stacked_name(module_name) else ("weight",)
         names = [name for parameter in candidates if self._is_parameter(name := f"{owner}.{parameter}")]
         return names[-1 - depth] if depth < len(names) else module_name
 
     def _is_parameter(self, name: str) -> bool:
-        """Whether `target_parameters` name it, whole or by its end."""
+        """Tell if `target_parameters` contain a name, whole or by its end."""
         return any(name[start:] in self._parameters for start in _starts_of_parts(name))
 
     def rank_of(self, module_name: str) -> int:
-        """`r_m` of one module."""
+        """Return `r_m` of one module."""
         rule, _ = self._rules_of(module_name)
         return self.r if rule is None else rule.value
 
     def alpha_of(self, module_name: str) -> float:
-        """`alpha_m` of one module."""
+        """Return `alpha_m` of one module."""
         _, rule = self._rules_of(module_name)
         return self.lora_alpha if rule is None else rule.value
 
     def scaling_of(self, module_name: str) -> float:
-        """`alpha_m / r_m`, or `alpha_m / sqrt(r_m)` with `use_rslora` (rank-stabilised LoRA)."""
+        """Return `alpha_m / r_m`, or `alpha_m / sqrt(r_m)` with `use_rslora` (rank-stabilised LoRA)."""
         rank = self.rank_of(module_name)
         return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def disagreement(self, modules: Iterable[str]) -> str | None:
-        """How the adapted `modules` differ from `target_modules`, both named; `None` if they agree, or if this cannot
-        be told (`"all-linear"`, `target_parameters`, an expression that cannot be matched in bounded time).
+        """Describe how the adapted `modules` differ from `target_modules`; `None` if they agree, or for `"all-linear"`,
+        `target_parameters`, and expressions that cannot be matched in bounded time.
         """
         targets, names = self.target_modules, sorted(modules)
         if not targets or self.target_parameters or targets == "all-linear":
@@ -238,10 +230,9 @@ class PEFTHelper(UnsupportedFeatures):
         return f"target_modules are {clip(targets)}, but {', and '.join(problems)}" if problems else None
 
     def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
-        """Refuse what this library cannot serve, all problems in one message.
+        """Refuse unsupported features, all problems in one message.
 
-        With `modules`, the ones adapted as far as they are known, only ranks that one of them has count; without a
-        `rank_pattern` that is `r`. `None`: any module may be meant, so every rank in the config counts.
+        With `modules`, the ones that are adapted, only their ranks are checked; `None`: every rank in the config.
 
         Warns when `init_lora_weights` is pissa, olora, corda, lora_ga or loftq: training started from a changed base
         model, which the serving backbone is not.
@@ -272,7 +263,7 @@ class PEFTHelper(UnsupportedFeatures):
             )
 
     def _ranks_in_use(self, modules: Iterable[str] | None) -> dict[str, int]:
-        """Where a rank is set, and the rank."""
+        """Return `{place in the config: rank}`."""
         if modules is None or not self._rank_rules:
             rules: Iterable[_Rule | None] = (None, *self._rank_rules)
         else:
@@ -285,7 +276,7 @@ class PEFTHelper(UnsupportedFeatures):
 
 
 def _remedy(feature: str) -> str:
-    """What to do about an unsupported feature that has a way out."""
+    """Explain the way around an unsupported feature, if there is one."""
     if feature == "modules_to_save":
         return (
             ": whole modules were trained; put them into a base model of their own (PEFT's merge_and_unload and "
@@ -295,12 +286,12 @@ def _remedy(feature: str) -> str:
 
 
 def _starts_of_parts(name: str) -> list[int]:
-    """Where the name and its parts behind a dot begin."""
+    """Return the offsets of the name and of its parts behind a dot."""
     return [0, *(position + 1 for position, character in enumerate(name) if character == ".")]
 
 
 def _first_matches(name: str, rules: list[_Rule], modules: ModuleNames, number: int) -> list[_Rule | None]:
-    """Of each module the first rule that matches it."""
+    """Find the first rule that matches each module."""
     found: list[_Rule | None] = [None] * number
     for rule in rules:
         try:
@@ -314,14 +305,14 @@ def _first_matches(name: str, rules: list[_Rule], modules: ModuleNames, number: 
 
 
 def _peft_type_problem(peft_type: object) -> str | None:
-    """What is wrong with a `peft_type` (a str, or PEFT's enum); `None` if it is LORA or absent."""
+    """Describe a wrong `peft_type` (a str, or PEFT's enum); `None` if it is LORA or absent."""
     name = str(peft_type).rpartition(".")[2]
     is_lora = peft_type is None or name.upper() == "LORA"
     return None if is_lora else f"peft_type is {clip(name)}, only 'LORA' is supported"
 
 
 def _targets(key: str, value: Any) -> list[str] | str | None:
-    """A str as it is, a collection of str as a list (sorted if it has no order). TypeError otherwise."""
+    """Return a str as it is, a collection of str as a list (a set is sorted). TypeError otherwise."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
@@ -330,7 +321,7 @@ def _targets(key: str, value: Any) -> list[str] | str | None:
 
 
 def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], object]) -> list[_Rule]:
-    """The rules of `{KEY: value}` in file order; a `^` inside KEY can match only at the module name's start."""
+    """Compile the rules of `{KEY: value}` in file order; a `^` in KEY matches only at the module name's start."""
     if patterns is None:
         return []
     if not isinstance(patterns, Mapping):
@@ -355,11 +346,9 @@ def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], obje
 
 
 def read_config(request: LoRARequest, lora_config: LoRAConfig) -> PEFTHelper:
-    """The config in a request's folder, if the adapter can be served as far as it tells; no tensor is read.
+    """Read and check the config in a request's folder.
 
-    Raises:
-        FileNotFoundError, ValueError, TypeError: as :meth:`PEFTHelper.from_local_dir` and
-            :meth:`PEFTHelper.validate_legal`.
+    Raises as :meth:`PEFTHelper.from_local_dir` and :meth:`PEFTHelper.validate_legal`.
     """
     config = PEFTHelper.from_local_dir(request.absolute_path)
     config.validate_legal(lora_config, modules=())

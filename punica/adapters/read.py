@@ -1,7 +1,6 @@
-"""Reading the tensors of a PEFT folder, `adapter_model.safetensors`: the pairs A, B.
+"""Tensors of a PEFT folder, `adapter_model.safetensors`: their names and their numbers.
 
-:func:`parse_fine_tuned_lora_name` turns a tensor's name into (module, is it A), :func:`read_tensors` reads no tensor
-before the names of all have been checked. No pickle is ever read.
+:func:`read_tensors` reads no number before the names of all tensors have been checked. No pickle is ever read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
 }  # fmt: skip
-"""What safetensors calls the types of torch: to ask it for a tensor of each would read all that the tensor has."""
+"""Dtypes by their names in safetensors, whose own way to find the dtype reads the whole tensor."""
 
 # <module>.lora_A[.<adapter>].weight, or <module>.lora_embedding_A[.<adapter>]
 _TENSOR_NAME = re.compile(
@@ -44,10 +43,10 @@ _TENSOR_NAME = re.compile(
 
 
 def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
-    """A checkpoint tensor's name without `base_model.model.`, renamed by `weights_mapper`.
+    """Return a checkpoint tensor's name without `base_model.model.`, renamed by `weights_mapper`.
 
-    The mapper is a function, or a dict `{old: new}` whose keys are replaced in order wherever they occur in the name
-    (so a key can be a prefix, a part or a suffix). Raises TypeError for anything else.
+    The mapper is a function, or a dict `{old: new}` whose keys are replaced in order wherever they occur in the name.
+    Raises TypeError for anything else.
     """
     name = name.removeprefix(PEFT_PREFIX)
     if weights_mapper is None:
@@ -62,10 +61,10 @@ def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
 
 
 class TensorName(NamedTuple):
-    """Which matrix a checkpoint's tensor is: A or B of a module, and how the adapter's own config calls that module.
+    """Meaning of a checkpoint tensor's name: A or B of a module.
 
-    `configured` is the name before the `weights_mapper`, by which `rank_pattern` and `alpha_pattern` know the module;
-    the mapped one where only that can be parsed.
+    `configured` is the module's name in the adapter's config, before the `weights_mapper`; the mapped one where only
+    that can be parsed.
     """
 
     module: str
@@ -104,11 +103,10 @@ def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
 def lora_names(
     keys: Iterable[str], weights_mapper: NameMapper | None, skip_prefixes: Sequence[str] | None
 ) -> dict[str, TensorName]:
-    """What the LoRA tensors among `keys` are; base weights that PEFT may save along are left out, and modules whose
-    name, or its part after some dot, starts with one of `skip_prefixes`.
+    """Parse the names of LoRA tensors. Left out are base weights that PEFT saves along, and modules whose name, or its
+    part after some dot, starts with one of `skip_prefixes`.
 
-    Raises:
-        ValueError: a key is not a LoRA name, or two keys name the same matrix.
+    ValueError: a key is not a LoRA name, or two keys name the same matrix.
     """
     names: dict[str, TensorName] = {}
     owner: dict[tuple[str, bool], str] = {}
@@ -126,7 +124,7 @@ def lora_names(
 
 
 def _remedy(key: str) -> str:
-    """What to do about a whole table of embeddings or a whole head beside the LoRA weights."""
+    """Explain a whole embedding or head beside the LoRA weights."""
     if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
         return ""
     return (
@@ -140,7 +138,7 @@ _STACKED_NAME = re.compile(r"(?:.*\.)?experts(?:\.base_layer)*")
 
 
 def is_stacked_name(module: str) -> bool:
-    """Whether a module is all experts of a layer at once: `...experts`, `...experts.base_layer`."""
+    """Tell if a module is all experts of a layer at once: `...experts`, `...experts.base_layer`."""
     return _STACKED_NAME.fullmatch(module) is not None
 
 
@@ -154,16 +152,16 @@ def read_tensors(
     *,
     with_numbers: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """The LoRA tensors of a PEFT folder, and the scales of those in FP8, after all their names have been checked; those
-    of remote experts are left out. Without numbers, on the meta device, if only types and shapes are asked for.
+    """Read the LoRA tensors of a PEFT folder, and the scales of those in FP8, but for those of remote experts. Without
+    numbers they are on the meta device, with types and shapes from the header alone, however large.
 
-    They are read, never mapped from the file: whoever overwrites it changes nothing here, and whoever makes it shorter
-    does not kill the process (SIGBUS). Types and shapes come from the header alone, whatever size they say.
+    Tensors are read, never mapped from the file, so that a change of the file changes nothing here, and a truncation
+    does not kill the process (SIGBUS).
 
     Raises:
-        ValueError: only pickled weights (.bin, .pt), which are never read; the file is no safetensors file or has a
-            header too large for `most_tensors` tensors, has a tensor of a type that torch lacks, or became shorter
-            meanwhile; a name is not a LoRA name, or a module is not in `expected_lora_modules`.
+        ValueError: only pickled weights (.bin, .pt); no safetensors file, or a header too large for `most_tensors`
+            tensors; a dtype that torch lacks; a file that became shorter meanwhile. A name is not a LoRA name, or a
+            module is not in `expected_lora_modules`.
         FileNotFoundError: no folder, or no weights in it.
     """
     directory = resolve_adapter_path(folder)
@@ -202,7 +200,7 @@ def read_tensors(
 
 
 def _read_header(opened: BinaryIO, file: Path, most: int) -> bytes:
-    """The header with the eight bytes of its size; ValueError if it says it is longer than `most` bytes."""
+    """Read the header with the eight bytes of its size; ValueError if it is longer than `most` bytes."""
     start = opened.read(8)
     size = int.from_bytes(start, "little")
     if size > most:
@@ -214,7 +212,7 @@ def _read_header(opened: BinaryIO, file: Path, most: int) -> bytes:
 
 
 def _shape_of(file: Path, key: str, entry: Any) -> torch.Tensor:
-    """A tensor as the checked header has it (`entry`: safetensors' view of it), on the meta device."""
+    """Build the meta tensor of an entry of the checked header."""
     dtype, shape = _DTYPES.get(entry.get_dtype()), entry.get_shape()
     if dtype is torch.float4_e2m1fn_x2:  # two numbers to an element
         *rows, columns = shape
@@ -230,7 +228,7 @@ def _shape_of(file: Path, key: str, entry: Any) -> torch.Tensor:
 def _read_numbers(
     opened: BinaryIO, file: Path, header: bytes, shapes: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of these types and shapes, from where the header, which safetensors has checked, says they lie."""
+    """Read tensors of these types and shapes, at the offsets in the header, which safetensors has checked."""
     entries = json.loads(header[8:])
     tensors = {}
     for key, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Which adapter a request asks for, and the rule that one id stands for one source."""
+"""`LoRARequest`: id, name and folder of an adapter, and the rule that one id has one source."""
 
 import hashlib
 import os
@@ -82,7 +82,7 @@ class LoRARequest:
 
 
 def check_adapter_id(name: str, value: object) -> int:
-    """`value` as an adapter id: an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
+    """Return `value` as an adapter id, an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
     return check_count(name, value, meaning="0 means 'no adapter'")
 
 
@@ -95,8 +95,7 @@ def _derived_id(name: str, path: str) -> int:
 def resolve_adapter_path(path: str | Path) -> Path:
     """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
 
-    Raises:
-        FileNotFoundError: there is no such folder, or no such path is possible.
+    FileNotFoundError: no such folder, or an impossible path.
     """
     try:
         resolved = Path(path).expanduser().resolve()
@@ -112,25 +111,21 @@ def resolve_adapter_path(path: str | Path) -> Path:
 
 
 def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
-    """One id, one source: ValueError if `known`, the request that the id stands for now, names another adapter.
+    """ValueError if `known`, the present request of this id, names another adapter; `None`: the id is free.
 
-    Everybody who takes requests asks this: the manager about the adapters that it has loaded and about the requests of
-    one step, the engine about those that wait. Who may replace an adapter (`load_inplace`) does not ask. `None`: the id
-    is free.
+    Not called for a request with `load_inplace`, which may replace the adapter.
     """
     if known is not None and known.source != request.source:
         raise ValueError(
             f"adapter id {request.lora_int_id} stands for {clip(known.source)}, now requested as "
-            f"{clip(request.source)}; use "
-            "another id, or load_inplace=True in a later step to replace it"
+            f"{clip(request.source)}; use another id, or load_inplace=True in a later step to replace it"
         )
 
 
 def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRARequest]:
-    """`{id: request}` in order of first appearance, without `None`; one with `load_inplace` counts before one without.
+    """Return `{id: request}` in order of first appearance, without `None`; `load_inplace` takes precedence.
 
-    Raises:
-        TypeError: an entry is neither a request nor `None`. ValueError: one id stands for two names or paths.
+    TypeError: an entry is neither a request nor `None`. ValueError: one id with two names or paths.
     """
     wanted: dict[int, LoRARequest] = {}
     for request in requests:
@@ -147,10 +142,10 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
 
 @contextmanager
 def loading(request: LoRARequest) -> Iterator[None]:
-    """Inside, the errors of a load get the adapter's name and path in front.
+    """Prefix the errors of a load with the adapter's name and path.
 
-    They stay what they are: FileNotFoundError, TypeError or ValueError; another OSError (no permission, a disk that
-    fails) becomes a ValueError.
+    FileNotFoundError, TypeError and ValueError keep their type; another OSError (no permission, a disk that fails)
+    becomes a ValueError.
     """
     try:
         yield

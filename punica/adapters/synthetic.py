@@ -1,11 +1,10 @@
-"""Adapters that nobody trained: random ones in the PEFT format, and zero ones for warm-up.
+"""Untrained adapters: random ones in the PEFT format for benchmarks, examples and tests, and zero ones for warm-up.
 
-Random adapters serve benchmarks, examples and tests: the weights are noise, everything else is genuine. The paper
-measures with random weights, because speed does not depend on their values. Here A ~ N(0, 1/in) and B ~ N(0, 1/(16 r)),
-so with the default `alpha = 2 r` the change `scaling * B A` has a standard deviation of `0.5 / sqrt(in)` per element:
-about half of a typical base weight, enough to change what is generated, too little to drown the base model.
+Speed does not depend on the values of weights, so the paper measures with random ones. Here A ~ N(0, 1/in) and B ~
+N(0, 1/(16 r)). With the default `alpha = 2 r` the change `scaling * B A` has a standard deviation of `0.5 / sqrt(in)`
+per element, about half of a typical base weight: it changes the output, but does not dominate the base model.
 
-A zero adapter (:class:`DummyAdapters`) costs what a real adapter of its rank costs and has no effect on outputs.
+A zero adapter (:class:`DummyAdapters`) has the cost of a real adapter of its rank, and no effect on outputs.
 """
 
 import json
@@ -19,23 +18,22 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 
-from punica.adapters.lora_model import LoRAModel, ModuleWeights
+from punica.adapters.lora_model import LoRAModel
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper
 from punica.adapters.read import PEFT_PREFIX, WEIGHTS_FILE
-from punica.adapters.weights import LoRALayerWeights, PackedLoRALayerWeights
+from punica.adapters.weights import ModuleWeights
 from punica.adapters.wrap import last_component
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
+from punica.layers import BaseLayerWithLoRA
 
 LLAMA_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def llama_module_shapes(model_config: Any, target_modules: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """`{module name: (in, out)}` of the targeted linear layers of a Hugging Face Llama config.
+    """Return `{module name: (in, out)}` of the targeted linear layers of a Hugging Face Llama config.
 
-    Raises:
-        ValueError: no target, or one that is not a linear layer of Llama.
+    ValueError: no target, or one that is not a linear layer of Llama.
     """
     unknown = sorted(set(target_modules) - set(LLAMA_LORA_MODULES))
     if unknown or not target_modules:
@@ -69,12 +67,10 @@ def random_adapter_tensors(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """PEFT-named random tensors `{...lora_A.weight: [rank, in], ...lora_B.weight: [out, rank]}`, drawn on `device`.
+    """Draw PEFT-named tensors `{...lora_A.weight: [rank, in], ...lora_B.weight: [out, rank]}` on `device`.
 
     The same seed gives the same bits on the same kind of device. A CPU takes a second for an adapter of a 7B model.
-
-    Raises:
-        ValueError: `rank` < 1 or bad `target_modules`.
+    ValueError: `rank` < 1 or bad `target_modules`.
     """
     check_count("rank", rank)
     generator = torch.Generator(device).manual_seed(seed)
@@ -138,10 +134,9 @@ def random_adapter(
     target_modules: Sequence[str] = LLAMA_LORA_MODULES,
     dtype: torch.dtype = torch.float32,
 ) -> LoRAModel:
-    """The adapter that :func:`write_random_adapter` would write with the same arguments, built in memory.
+    """Build in memory the adapter that :func:`write_random_adapter` would write with the same arguments.
 
-    Thousands of distinct tenants need not cost thousands of random draws: `random_adapter(...).clone(other_id)` shares
-    the tensors.
+    `random_adapter(...).clone(other_id)` is another tenant with the same tensors.
     """
     tensors = random_adapter_tensors(model_config, rank, seed, target_modules=target_modules, dtype=dtype)
     helper = PEFTHelper(rank, 2 * rank, list(target_modules))
@@ -150,7 +145,7 @@ def random_adapter(
 
 @dataclass
 class DummyAdapters:
-    """Makes zero adapters for one wrapped model.
+    """Factory of zero adapters for one wrapped model.
 
     Args:
         modules: `{name: LoRA layer}`.
@@ -164,7 +159,7 @@ class DummyAdapters:
     _by_rank: dict[int, LoRAModel] | None = None  # while caching
 
     def create(self, adapter_id: int, rank: int, embedding_modules: Collection[str] | None = None) -> LoRAModel:
-        """A zero adapter; see :meth:`punica.adapters.LoRAModelManager.create_dummy_lora`."""
+        """Build a zero adapter; see :meth:`punica.adapters.LoRAModelManager.create_dummy_lora`."""
         limit = self.lora_config.max_lora_rank
         if check_count("rank", rank) > limit:
             raise ValueError(f"rank must be in [1, max_lora_rank={limit}], got {rank}")
@@ -180,7 +175,7 @@ class DummyAdapters:
         return LoRAModel(adapter_id, rank, {name: self._zeros(name, rank) for name in names})
 
     def get(self, adapter_id: int, rank: int) -> LoRAModel:
-        """As :meth:`create` over all modules; inside :meth:`caching` adapters of one rank share their tensors."""
+        """Build a zero adapter over all modules; inside :meth:`caching` those of one rank share their tensors."""
         if self._by_rank is None:
             return self.create(adapter_id, rank)
         if rank not in self._by_rank:
@@ -189,7 +184,7 @@ class DummyAdapters:
 
     @contextmanager
     def caching(self) -> Iterator[None]:
-        """Inside, one zero adapter is built per rank. Nested uses share the outermost cache."""
+        """Build one zero adapter per rank inside this context. Nested uses share the outermost cache."""
         outer = self._by_rank
         self._by_rank = {} if outer is None else outer
         try:
@@ -198,12 +193,5 @@ class DummyAdapters:
             self._by_rank = outer
 
     def _zeros(self, name: str, rank: int) -> ModuleWeights:
-        """Zero weights for all slices of a layer; scaled, so that packing makes no copy."""
-        layer, dtype = self.modules[name], cast(torch.dtype, self.lora_config.lora_dtype)
-        if isinstance(layer, FusedMoEWithLoRA):
-            return PackedLoRALayerWeights(name, rank, *layer.zero_factors(rank, dtype))
-        slices = [
-            LoRALayerWeights.create_dummy_lora_weights(name, layer.full_input_size, size, rank, dtype, "cpu").optimize()
-            for size in layer.full_output_sizes
-        ]
-        return slices[0] if len(slices) == 1 else PackedLoRALayerWeights.pack(slices)
+        dtype = cast(torch.dtype, self.lora_config.lora_dtype)
+        return ModuleWeights(name, rank, self.modules[name].zero_slices(rank, dtype))

@@ -1,10 +1,10 @@
-"""The model side: which modules can carry LoRA, and replacing them in place.
+"""Layers of a model that can carry LoRA, and their replacement in place.
 
-A model says what it packs: `packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}` means that the
-module called `...qkv_proj` computes at once what adapters know as three modules. And it says which of its embeddings
-and heads may carry LoRA: `embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}`.
+A model declares the modules that it packs: `packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`
+means that `...qkv_proj` computes three modules of an adapter at once. It declares the embeddings and heads that may
+carry LoRA: `embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}`.
 
-One module can be reached by several names. It is wrapped once, and adapters may have trained it under any of them.
+A module with several names is wrapped once, and adapters may use any of them.
 """
 
 import re
@@ -33,10 +33,7 @@ L = TypeVar("L", bound=nn.Module, covariant=True)
 
 
 class NamedLayer(NamedTuple, Generic[L]):
-    """A layer, its names in the model, and the parts, if any, that adapters know it by.
-
-    It is listed under the first of its names.
-    """
+    """A layer, its names in the model, the first of which identifies it, and its parts, if any, in adapters."""
 
     layer: L
     names: list[str]
@@ -44,45 +41,44 @@ class NamedLayer(NamedTuple, Generic[L]):
 
 
 class MoEEPSpec(NamedTuple):
-    """Which experts a rank holds: `local_num_experts` of `global_num_experts`, in equal blocks one after the other."""
+    """Experts of a rank: `local_num_experts` of `global_num_experts`, in equal blocks one after the other."""
 
     ep_rank: int
     local_num_experts: int
     global_num_experts: int
 
     def is_remote(self, module: str) -> bool:
-        """Whether a module is known to belong to one expert that another rank holds."""
+        """Tell if a module is known to belong to one expert of another rank."""
         match = _EXPERT_NAME.fullmatch(module)
         return match is not None and int(match["expert"]) // self.local_num_experts != self.ep_rank
 
 
 def packed_modules_of(model: nn.Module) -> PackedMapping:
-    """The model's `packed_modules_mapping`: runtime name -> adapter-visible parts; `{}` if it packs nothing."""
+    """Return the model's `packed_modules_mapping`, runtime name -> adapter-visible parts, or `{}`."""
     return getattr(model, "packed_modules_mapping", {})
 
 
 def embedding_modules_of(model: nn.Module) -> set[str]:
-    """Last name components of the model's `embedding_modules`: embeddings and heads that may carry LoRA."""
+    """Return the last name components of the model's embeddings and heads that may carry LoRA."""
     return set(getattr(model, "embedding_modules", {}))
 
 
 def last_component(name: str) -> str:
-    """What `target_modules`, `embedding_modules` and adapters call a module in any layer: `q_proj`."""
+    """Return the last component of a module's name, the same in every layer: `q_proj`."""
     return name.rpartition(".")[2]
 
 
 def adapter_component(name: str) -> str:
-    """What an adapter may be expected to call a module: its last component, of experts the part from ``experts`` on:
-    ``q_proj``, ``experts.3.w1``.
+    """Return the end of a module's name in adapters, ``q_proj``; of experts the part from ``experts`` on,
+    ``experts.3.w1``.
     """
     parts = name.split(".")
     return ".".join(parts[parts.index("experts") :]) if "experts" in parts else parts[-1]
 
 
 def expert_parts_of(model: nn.Module) -> list[str]:
-    """The model's ``get_expert_mapping()``: w1, w2, w3 of every expert, by the names of siblings of the MoE layer.
-
-    ValueError if the model has none.
+    """Return the model's ``get_expert_mapping()``: w1, w2, w3 of every expert, by the names of siblings of the MoE
+    layer. ValueError if the model has none.
     """
     mapping = getattr(model, "get_expert_mapping", None)
     if mapping is None:
@@ -94,14 +90,13 @@ def expert_parts_of(model: nn.Module) -> list[str]:
 
 
 def sibling(name: str, last: str) -> str:
-    """The module called `last` beside the module `name`."""
+    """Return the name of the module called `last` beside the module `name`."""
     parent, dot, _ = name.rpartition(".")
     return f"{parent}{dot}{last}"
 
 
 def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
-    """Everything LoRA could wrap: all linear layers, mixtures of experts, and modules named in the model's
-    `embedding_modules`.
+    """Find all linear layers, mixtures of experts, and modules named in the model's `embedding_modules`.
 
     Raises RuntimeError if the model is already wrapped, ValueError if it has no such layer, or experts without names.
     """
@@ -113,7 +108,7 @@ def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
         names_of.setdefault(module, []).append(name)
     layers = []
     for module, names in names_of.items():
-        names.sort(key=lambda name: last_component(name) not in embedding_names)  # an embedding is known by its role
+        names.sort(key=lambda name: last_component(name) not in embedding_names)  # an embedding's role comes first
         if isinstance(module, LinearBase) or last_component(names[0]) in embedding_names:
             parts = next((packed[last] for last in map(last_component, names) if last in packed), [])
             layers.append(NamedLayer(module, names, parts))
@@ -125,7 +120,7 @@ def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
 
 
 def expected_lora_modules(layers: Collection[NamedLayer[nn.Module]]) -> set[str]:
-    """Last name components an adapter may use: those of the supported layers, and the parts of packed ones."""
+    """Return the last name components that an adapter may use: of supported layers, and of the parts of packed ones."""
     expected = {adapter_component(name) for layer in layers for name in [*layer.names, *layer.parts]}
     experts = [name for layer in layers if isinstance(layer.layer, FusedMoE) for name in layer.names]
     return expected | {f"{adapter_component(name)}.base_layer" for name in experts}
@@ -134,10 +129,10 @@ def expected_lora_modules(layers: Collection[NamedLayer[nn.Module]]) -> set[str]
 def is_in_target_modules(
     name: str, target_modules: Collection[str] | None, packed_modules_mapping: PackedMapping
 ) -> bool:
-    """Does the deployment filter `LoRAConfig.target_modules` let this module carry LoRA?
+    """Tell if the deployment filter `LoRAConfig.target_modules` lets this module carry LoRA.
 
-    True without a filter; if the module's suffix or full name is listed; if it is packed and one of its parts is
-    listed; or if it is a part and its packed parent is listed. Full names of parts and parents count too.
+    True without a filter, or if the suffix or full name of the module, of one of its parts or of its packed parent is
+    listed.
     """
     if target_modules is None:
         return True
@@ -151,10 +146,10 @@ def is_in_target_modules(
 def build_layers(
     model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig, vocab_size: int
 ) -> list[NamedLayer[BaseLayerWithLoRA]]:
-    """The LoRA layer of each targeted layer, listed under the first of its names that is targeted, with its slots; the
-    model stays as it is until :func:`put_layers`.
+    """Build the LoRA layer of each targeted layer, with its slots, under the first targeted name.
 
-    Of a language-model head the sibling `logits_processor` is wrapped, and listed under the head's name.
+    The model does not change before :func:`put_layers`. For a language-model head the sibling `logits_processor` is
+    wrapped, under the head's name.
 
     Raises:
         ValueError: the filter selects nothing, a targeted layer has no LoRA class in this configuration, a head has no
@@ -182,8 +177,8 @@ def build_layers(
 
 
 def put_layers(model: nn.Module, wrapped: Collection[NamedLayer[BaseLayerWithLoRA]]) -> None:
-    """Replace every layer that has been wrapped, in place. An alias, even one outside the filter of
-    :func:`build_layers`, still is the same layer, so it must see the same wrapper.
+    """Replace every wrapped layer in place, under all its names, also those outside the filter of
+    :func:`build_layers`.
     """
     by_base = {id(named.layer.base_layer): named.layer for named in wrapped}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -193,13 +188,13 @@ def put_layers(model: nn.Module, wrapped: Collection[NamedLayer[BaseLayerWithLoR
 
 
 def _targeted(layer: NamedLayer[nn.Module], lora_config: LoRAConfig, packed: PackedMapping) -> list[str]:
-    """Those of a layer's names that the deployment filter lets through."""
+    """Return the names of a layer that the deployment filter lets through."""
     return [name for name in layer.names if is_in_target_modules(name, lora_config.target_modules, packed)]
 
 
 def slots_need(model: nn.Module, lora_config: LoRAConfig) -> Need:
-    """What the slots of the targeted layers take on the device, before the model is wrapped: at least A and B of every
-    weight matrix, an A for each of its parts, one tensor-parallel rank's share where A is shared out too.
+    """Estimate the device memory of the targeted layers' slots, before the model is wrapped: A and B of every weight
+    matrix, an A for each of its parts, one tensor-parallel rank's share where A is sharded too.
 
     Raises as :func:`find_supported_layers`.
     """
@@ -222,8 +217,8 @@ def slots_need(model: nn.Module, lora_config: LoRAConfig) -> Need:
 
 
 def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | None:
-    """Which experts this rank holds, where the model shares them out in equal blocks; `None` where it does not: then
-    all tensors are read, and packing leaves out what belongs to other ranks.
+    """Return the experts of this rank, if ranks hold equal blocks; else `None`: all tensors are read, and packing
+    leaves out those of other ranks.
     """
     for named in layers:
         layer = named.layer
@@ -236,20 +231,20 @@ def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | Non
 
 
 def _expert_slices(model: nn.Module, lora_config: LoRAConfig) -> list[str]:
-    """What adapters of this model have apart in the first product of experts."""
+    """Name the matrices of the first product of experts in adapters of this model."""
     fused = getattr(model, "is_3d_moe_weight", False) and not lora_config.enable_mixed_moe_lora_format
     return ["w13"] if fused else ["w1", "w3"]
 
 
 def _check_vocabulary(name: str, layer: nn.Module, vocab_size: int) -> None:
-    """The offsets into a stacked embedding A are multiples of the vocabulary that the metadata are told."""
+    """Check an embedding's vocabulary, by which the kernel metadata compute offsets into its stacked A."""
     is_embedding = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
     if is_embedding and layer.org_vocab_size != vocab_size:
         raise ValueError(f"embedding {name!r} has {layer.org_vocab_size} ids, but vocab_size is {vocab_size}")
 
 
 def _logits_processor_of(model: nn.Module, head_name: str) -> nn.Module:
-    """The module that computes a head's logits: its sibling of that name."""
+    """Return the module that computes a head's logits: its sibling of that name."""
     parent = head_name.rpartition(".")[0]
     processor = getattr(model.get_submodule(parent), "logits_processor", None)
     if not isinstance(processor, nn.Module):

@@ -80,7 +80,7 @@ class KernelAttention:
 
         RuntimeError before the first ``begin``.
         """
-        from punica.ops.triton_ops.backbone import decode_attention, rotate_and_store
+        from punica.ops.triton_ops.backbone import Pages, decode_attention, rotate_and_store
 
         if self._kv_rows is None:
             raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
@@ -94,10 +94,9 @@ class KernelAttention:
             self._attend_prompts(output[:first], q[:first], k[:first], v[:first])
         decodes = q.shape[0] - first
         if decodes:
-            decode_attention(
-                output[first:], q[first:], keys, values, self._tables[:decodes], self._lengths[:decodes],
-                self._order[:decodes], self.cache.block_size, self._splits,
-            )  # fmt: skip
+            rows = (self._tables[:decodes], self._lengths[:decodes], self._order[:decodes])
+            pages = Pages(*rows, self.cache.block_size)
+            decode_attention(output[first:], q[first:], keys, values, pages, self._splits)
         return output
 
     def _attend_prompts(self, output: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:

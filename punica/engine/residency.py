@@ -1,69 +1,58 @@
 """Adapters on demand (section 5.2 of the paper): those of a step are made active just before it runs.
 
-Beside that, two promises to tenants. An id stands for one folder as long as somebody uses it or has pinned it, and for
-nothing afterwards. And a request is computed with one *version* of its adapter from its first token to its last,
-whatever is loaded under that id meanwhile:
+Two guarantees come with it. An id belongs to one folder while a request uses it or a pin keeps it, and is free then.
+And a request is computed with one *version* of its adapter, from its first token to its last:
 
-    version 1 of adapter 7, id 7     r1 ========= joined ===================> end: its memory and slot are free
-                                     load_inplace: version 1 is renamed, here to -3; r1.weights_id is -3
-    version 2 of adapter 7, id 7               r2 (weights_id -3 while it waits) joins, loads, has 7 =======>
+    version 1 of adapter 7      r1 ========= joined ===================> end: its memory and slot are free
+                                     load_inplace: version 2 is registered, r1 still holds version 1
+    version 2 of adapter 7                r2 (waits, reloads) joins, holds version 2 =======>
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import cast
 
-from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
+from punica.adapters import LoadedAdapter, LoRAModelManager, LoRARequest
 from punica.adapters.request import check_same_source
 from punica.checks import clip
 from punica.engine.readers import FolderReaders
 from punica.scheduling import RequestState
 
-_LOOKED_AT = 64  # waiting requests; beyond them the ones whose adapters have to be read are not looked for
-
-
-@dataclass(eq=False)
-class _Version:
-    """Weights that unfinished requests were begun with, the request they were loaded for, and how many use them."""
-
-    lora: LoRAModel
-    source: LoRARequest | None
-    users: int = 0
+_MOST_READ_AHEAD = 64  # waiting requests whose adapters are looked for
 
 
 class AdapterResidency:
-    """Between the engine and the manager: checks adapters when a request arrives, activates them when it is admitted.
+    """Checks the adapters of requests that arrive, and activates them at admission.
 
-    An adapter is loaded at admission, or beside the step before if there is a slot to spare, not at arrival, since
-    thousands may be queued while few are registered. An adapter that was registered in memory
-    (``manager.add_adapter(LoRAModel)``) is used as it is; its request's path is never read while it stays registered,
+    An adapter is loaded at admission, or beside the step before if a slot is free, since thousands of requests may be
+    queued while few adapters are registered. An adapter that was registered in memory
+    (``manager.add_adapter(LoRAModel)``) is used as it is. Its request's path is never read while it stays registered,
     so give ``max_cpu_loras`` room for all of those.
 
-    ``load_inplace`` asks for what the folder holds after the request has arrived: of several that wait for the same
-    folder the first one loads it for all. What was read for a request that has begun is kept in host memory until the
-    request leaves, even if the manager needs its place.
+    ``load_inplace`` asks for the folder's content at some time after the request arrived: of several requests that wait
+    for one folder, the first loads it for all. Weights that a request began with stay in host memory until it leaves,
+    even if the manager evicts them.
 
-    With ``reads_beside`` folders are read by threads of their own: a request whose adapter is not in host memory waits
-    for it in the queue, while those that run go on. As soon as one waits, the next in the queue are read too, up to
-    ``READERS`` at once and unused; who waits for the same folder shares one reading. It is for a device that computes
-    meanwhile, and for one rank. Only a ``load_inplace`` is read between two steps.
+    With ``reads_beside`` folders are read by threads: a request whose adapter is not in host memory waits in the queue
+    while others run. Then the next in the queue are read too, up to ``READERS`` at once and unused; requests for one
+    folder share its reading. It is for a device that computes meanwhile, and for one rank. Only a reload is read
+    between two steps.
     """
 
     def __init__(self, manager: LoRAModelManager, *, reads_beside: bool = False) -> None:
         self.manager = manager
         self._reads_beside, self._readers = reads_beside, FolderReaders(manager)
-        self._waiting: dict[str, RequestState] = {}  # who has not begun, in order of arrival
-        self._users: dict[int, dict[str, RequestState]] = {}  # of each id, who is not done, in order of arrival
-        self._versions: dict[int, _Version] = {}  # in use, by weights_id
-        self._new_ids = itertools.count(-1, -1)
+        self._waiting: dict[str, RequestState] = {}  # requests that have not begun, in order of arrival
+        self._users: dict[int, dict[str, RequestState]] = {}  # unfinished requests of each id, in order of arrival
         self._prefetched: str | None = None  # the waiting request that was last tried
-        self._settled: tuple[list[RequestState], int] = ([], -1)  # whose adapters are active, as of which use
+        self._settled: tuple[list[RequestState], int] = ([], -1)  # requests made active last, and `manager.uses` then
 
     # --- arrival and departure ---------------------------------------------------------------------------------------
 
     def check(self, adapter: object) -> None:
-        """Refuse an adapter by its type and slot; :meth:`check_folder` looks at its id and into its folder.
+        """Refuse an adapter by its type and slot; :meth:`check_folder` checks its id and folder.
 
         TypeError: not a LoRARequest. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
         """
@@ -79,14 +68,15 @@ class AdapterResidency:
     def check_folder(self, adapter: object) -> None:
         """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers.
 
-        FileNotFoundError, ValueError, TypeError: what the folder is or holds. ValueError: its id stands for another.
+        FileNotFoundError, ValueError, TypeError: the folder or its content. ValueError: its id belongs to another.
         """
         if not isinstance(adapter, LoRARequest):
             return  # an engine that ignores adapters
         if not adapter.load_inplace:
             check_same_source(self._known(adapter.lora_int_id), adapter)
-        if not adapter.load_inplace and self._is_held(adapter):
-            return
+            held = self._held(adapter.lora_int_id)
+            if held is not None and (held.users or _source_of(held.request) in {None, adapter.source}):
+                return  # nothing to load
         try:
             self.manager.check_adapter(adapter)
         except FileNotFoundError as error:
@@ -98,74 +88,67 @@ class AdapterResidency:
             ) from error
 
     def add(self, request: RequestState) -> None:
-        """A request whose adapter was checked is queued: until it leaves, the adapter's id stands for that folder."""
+        """Note a queued request, whose adapter was checked: its id belongs to that folder until the request leaves."""
         if isinstance(request.adapter, LoRARequest):
-            self._users.setdefault(request.adapter_id, {})[request.request_id] = request
-            self._waiting[request.request_id] = request
-            if request.adapter.load_inplace or self._replaces(request.adapter):
-                request.weights_id = next(self._new_ids)
+            users = self._users.setdefault(request.adapter_id, {})
+            request.reloads = request.adapter.load_inplace
+            if not users:
+                self._mark_reloads(request.adapter_id, [request])
+            users[request.request_id] = self._waiting[request.request_id] = request
 
     def release(self, request: RequestState) -> None:
-        """A request has left, for whatever reason; a version that only it used is forgotten if there is a newer one."""
-        self._waits_no_more(request)
+        """Forget a request that has left, for whatever reason, and its version of the adapter if no other holds it."""
+        self._leave_queue(request)
         users = self._users.get(request.adapter_id, {})
-        if _loads_anew(request):
-            self._hand_on(request, list(users.values()))
-        if users.pop(request.request_id, None) is not None and not users:
-            del self._users[request.adapter_id]
-        if request.has_weights:
-            version = self._versions[request.weights_id]
-            version.users -= 1
-            if version.users == 0:
-                del self._versions[request.weights_id]
-                if request.weights_id < 0:
-                    self.manager.remove_adapter(request.weights_id)
+        users.pop(request.request_id, None)
+        if not users:
+            self._users.pop(request.adapter_id, None)
+        if request.reloads:
+            self._mark_reloads(request.adapter_id, users.values())
+        if (weights := _weights_of(request)) is not None:
+            request.weights = None
+            self.manager.release(weights)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def running_first(self, requests: Iterable[RequestState]) -> list[RequestState]:
-        """The order in which the adapters of running requests must be made active: those that still are registered
-        first, so that none of them makes room for one that somebody removed meanwhile and that is brought back.
+        """Order running requests for activation: those with a slot first, so that none of them is evicted for an
+        adapter that was removed meanwhile and is brought back.
         """
-        return sorted(requests, key=lambda request: self.manager.get_adapter(request.weights_id) is None)
+        return sorted(requests, key=lambda request: (held := _weights_of(request)) is None or held.slot is None)
 
     def are_active(self, requests: list[RequestState]) -> bool:
-        """Whether :meth:`note_active` was called for these last, and no adapter was used or changed by anybody since:
-        then to make them active again would change nothing, and most steps are those.
+        """Tell if :meth:`note_active` was called for these last, and no adapter was used or changed since.
+
+        True for most steps: activating again would change nothing.
         """
         return self._settled == (requests, self.manager.uses)
 
     def note_active(self, requests: list[RequestState]) -> None:
-        """The adapters of all these were made active just now, in this order."""
+        """Note that the adapters of all these were made active just now, in this order."""
         self._settled = requests, self.manager.uses
 
     def activate(self, request: RequestState) -> None:
-        """Make the adapter of a request active: of one that joins the newest version, loading it if need be, of one
-        that has begun its own version.
+        """Make the adapter of a request active: its own version if it has begun, else the newest, loaded if need be.
 
         An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError) and leaves the others active.
         """
         if not isinstance(request.adapter, LoRARequest):
             return  # the plain backbone
         self._make_active(request, request.adapter)
-        if not request.has_weights:
-            version = self._versions.get(request.weights_id)
-            if version is None:
-                lora = self.manager.list_adapters()[request.weights_id]
-                version = self._versions[request.weights_id] = _Version(lora, self.manager.request_of(lora.id))
-            version.users += 1
-            request.has_weights = True
-            self._waits_no_more(request)
+        if request.weights is None:
+            request.weights = self.manager.hold(request.adapter_id)
+            self._leave_queue(request)
 
     def prefetch(self, request: RequestState) -> None:
         """Make the adapter of a waiting request active, beside the step that is running.
 
-        For a request whose adapter can have a slot now; tried once for each. One that cannot be loaded stays as it is:
-        the error belongs to the step in which the request joins. Not between two steps: only those who run in this one
-        have just used their adapters, so that none of them makes room.
+        For a request whose adapter can have a slot now; tried once for each. An error is left to the step in which the
+        request joins. Never call it between two steps: only the requests of a running step have just used their
+        adapters, so that none of these is evicted.
         """
         adapter, tried = request.adapter, self._prefetched == request.request_id
-        if not isinstance(adapter, LoRARequest) or _loads_anew(request) or tried:
+        if not isinstance(adapter, LoRARequest) or request.reloads or tried:
             return
         if not self._is_read(request, adapter) or self._read_failed(request):
             return  # and is tried again in the next step
@@ -174,36 +157,35 @@ class AdapterResidency:
             self._make_active(request, adapter)
 
     def is_resident(self, request: RequestState) -> bool:
-        """Whether the weights that a request would run with lie in a slot, or are on their way into one.
+        """Tell if the weights that a request would run with are in a slot, or being copied into one.
 
-        Not while somebody waits for the same adapter to be loaded anew: who came later counts on that load.
+        False while a request waits to reload the same adapter: later arrivals take the weights of that load.
         """
         if not isinstance(request.adapter, LoRARequest):
             return True
-        return self.manager.is_active(request.weights_id) and not self._is_loaded_anew(request.adapter_id)
+        held = _weights_of(request) or self.manager.loaded(request.adapter_id)
+        return held is not None and held.slot is not None and not self._awaits_reload(request.adapter_id)
 
     def is_loaded(self, request: RequestState) -> bool:
-        """Whether a waiting request can join without those who run having to wait for its folder; if not, that is read
-        from now on. The copy into a slot it may join with: the step comes behind it on the device, by 2 ms at most.
+        """Tell if a waiting request can join without delaying others by reading its folder; if not, begin to read it.
 
-        What cannot be read counts as loaded: the error belongs to the step in which the request joins.
+        It may join with the copy into a slot under way: the step is ordered behind that on the device, by 2 ms at most.
+        A folder that cannot be read counts as loaded: the error belongs to the step in which the request joins.
         """
         adapter = request.adapter
-        if not self._reads_beside or not isinstance(adapter, LoRARequest) or _loads_anew(request):
+        if not self._reads_beside or not isinstance(adapter, LoRARequest) or request.reloads:
             return True
         return self._is_read(request, adapter)
 
-    def slots(self) -> dict[int, int]:
-        """Slot of the active adapters by ``weights_id``."""
-        return {
-            adapter_id: slot for slot, adapter_id in enumerate(self.manager.lora_index_to_id) if adapter_id is not None
-        }
+    def slots(self) -> dict[Hashable, int]:
+        """Slot of the active adapters by ``RequestState.weights_key``."""
+        return {version.key: cast(int, version.slot) for version in self.manager.active_versions()}
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     def _is_read(self, request: RequestState, adapter: LoRARequest) -> bool:
-        """Whether the adapter of a waiting request needs no reading by a thread, or that is done; else it is read from
-        now on, and those of the next requests with it.
+        """Tell if a waiting request's adapter needs no reading by a thread, or that is done; else begin to read it, and
+        those of the next requests.
         """
         if not self._reads_beside or self._is_in_memory(request):
             return True
@@ -212,14 +194,14 @@ class AdapterResidency:
         return reading.done()
 
     def _is_in_memory(self, request: RequestState) -> bool:
-        return request.weights_id in self._versions or self.manager.get_adapter(request.weights_id) is not None
+        return request.weights is not None or self._held(request.adapter_id) is not None
 
     def _read_ahead(self) -> None:
-        """Read the next adapters of the queue while there is room for what nobody uses yet.
+        """Read the next adapters of the queue while there is room for unused ones.
 
-        Not that of an id that somebody waits to load anew: that load comes first, and gives all the others theirs.
+        Not that of an id that awaits a reload, which serves the requests behind it.
         """
-        for request in itertools.islice(self._waiting.values(), _LOOKED_AT):
+        for request in itertools.islice(self._waiting.values(), _MOST_READ_AHEAD):
             if not self._readers.has_room:
                 return
             adapter = request.adapter
@@ -227,67 +209,56 @@ class AdapterResidency:
                 isinstance(adapter, LoRARequest)
                 and not self._is_in_memory(request)
                 and self._readers.find(request.request_id, adapter) is None
-                and not self._is_loaded_anew(request.adapter_id)
+                and not self._awaits_reload(request.adapter_id)
             ):
                 self._readers.begin(request.request_id, adapter)
 
-    def _waits_no_more(self, request: RequestState) -> None:
-        self._waiting.pop(request.request_id, None)
-        self._readers.drop(request.request_id)
-
-    def _is_loaded_anew(self, adapter_id: int) -> bool:
-        """Whether somebody waits to load the folder of this id again: who came later counts on that."""
-        return any(_loads_anew(other) for other in self._users.get(adapter_id, {}).values())
-
     def _read_failed(self, request: RequestState) -> bool:
-        """Of one whose reading is done."""
+        """Tell if a reading that is done raised an error."""
         reading = self._readers.readings.get(request.request_id)
         return reading is not None and reading.exception() is not None
 
+    def _leave_queue(self, request: RequestState) -> None:
+        self._waiting.pop(request.request_id, None)
+        self._readers.drop(request.request_id)
+
+    # --- versions ----------------------------------------------------------------------------------------------------
+
     def _known(self, adapter_id: int) -> LoRARequest | None:
-        """What an id stands for: the folder that the last unfinished request named, or that of a pinned adapter."""
+        """Return the owner of an id: the adapter of the last unfinished request, or a pinned one."""
         users = self._users.get(adapter_id)
         last = next(reversed(users.values())).adapter if users else None
         if isinstance(last, LoRARequest):
             return last
         return self.manager.request_of(adapter_id) if adapter_id in self.manager.pinned_adapters else None
 
-    def _hand_on(self, leaver: RequestState, users: list[RequestState]) -> None:
-        """A load that was asked for and not made is made for the next one who counts on it: who came later for the same
-        folder, while the id still has, or will have, the weights of another one.
+    def _held(self, adapter_id: int) -> LoadedAdapter | None:
+        """Return the version of an adapter in memory: registered, or evicted while requests still hold it."""
+        versions = map(_weights_of, self._users.get(adapter_id, {}).values())
+        in_use = (version for version in versions if version is not None and not version.superseded)
+        return self.manager.loaded(adapter_id) or next(in_use, None)
+
+    def _awaits_reload(self, adapter_id: int) -> bool:
+        return any(request.reloads for request in self._users.get(adapter_id, {}).values())
+
+    def _mark_reloads(self, adapter_id: int, requests: Iterable[RequestState]) -> None:
+        """Mark each waiting request of an id whose folder differs from that of the weights before it: of those in
+        memory, or that an earlier request will load.
         """
-        sources = {self._held_source(leaver.adapter_id), *map(_source_of, users)} - {None, _source_of(leaver)}
-        later = (other for other in users[users.index(leaver) + 1 :] if _source_of(other) == _source_of(leaver))
-        heir = next(later, None) if sources else None
-        if heir is not None and not heir.has_weights and heir.weights_id > 0:
-            heir.weights_id = next(self._new_ids)
-
-    def _replaces(self, adapter: LoRARequest) -> bool:
-        """Whether its id, that nobody else uses, is still registered for another folder."""
-        alone = len(self._users[adapter.lora_int_id]) == 1 and adapter.lora_int_id not in self.manager.pinned_adapters
-        return alone and self._held_source(adapter.lora_int_id) not in {None, adapter.source}
-
-    def _held_source(self, adapter_id: int) -> tuple | None:
-        """Where the weights under an id came from; ``None`` if there are none, or they came from memory."""
-        version = self._versions.get(adapter_id)
-        held = self.manager.request_of(adapter_id) if version is None else version.source
-        return None if held is None else held.source
-
-    def _is_held(self, adapter: LoRARequest) -> bool:
-        """Whether nothing has to be loaded for it."""
-        if adapter.lora_int_id in self._versions:
-            return True
-        registered = self.manager.get_adapter(adapter.lora_int_id) is not None
-        return registered and self._held_source(adapter.lora_int_id) in {None, adapter.source}
+        held = self._held(adapter_id)
+        before = None if held is None else _source_of(held.request)
+        for request in requests:
+            if request.weights is None:
+                source = _source_of(request.adapter)
+                request.reloads |= before not in {None, source}
+                before = source
 
     def _make_active(self, request: RequestState, adapter: LoRARequest) -> None:
-        if _loads_anew(request):
-            self._load_new_version(request, adapter)
+        if request.reloads:
+            self._reload(request, adapter)
             return
-        self._settle(request.weights_id)
-        if request.has_weights:
-            self._settle(request.weights_id)  # under an id of its own, if somebody took its place
-        if self.manager.get_adapter(request.weights_id) is None:
+        held = _weights_of(request) or self._held(request.adapter_id)
+        if held is None:
             reading = self._readers.find(request.request_id, adapter)
             if reading is None:
                 self.manager.add_adapter(adapter)
@@ -296,64 +267,26 @@ class AdapterResidency:
                 self._readers.drop(request.request_id)
                 self._read_ahead()
             return
-        if not request.has_weights:
-            check_same_source(self.manager.request_of(request.weights_id), adapter)
-        self.manager.activate_adapter(request.weights_id)
+        if request.weights is None:
+            check_same_source(held.request, adapter)
+        self.manager.activate(held)
 
-    def _settle(self, weights_id: int) -> None:
-        """Let the manager hold under `weights_id` what requests began with: brought back if it was evicted or removed,
-        set apart from what somebody registered in its place.
+    def _reload(self, request: RequestState, adapter: LoRARequest) -> None:
+        """Load the folder again as a new version. Requests that have begun keep theirs; if the load fails, nothing
+        changes.
         """
-        version, registered = self._versions.get(weights_id), self.manager.get_adapter(weights_id)
-        if version is None or registered is version.lora:
-            return
-        if registered is None:
-            self.manager.restore_adapter(version.lora, version.source)
-        else:
-            self._set_apart(weights_id, next(self._new_ids))
-
-    def _load_new_version(self, request: RequestState, adapter: LoRARequest) -> None:
-        """Load the folder again under the adapter's id. Who runs with the version before keeps it, under the id that
-        `request` had; if the load fails, nothing has changed.
-        """
-        adapter_id, old_id = request.adapter_id, request.weights_id
-        version = self._versions.get(adapter_id)
-        renamed = version is not None and self.manager.get_adapter(adapter_id) is version.lora
-        if version is not None and renamed:
-            version.lora = self.manager.rename_adapter(adapter_id, old_id)
-        try:
-            self.manager.add_adapter(replace(adapter, load_inplace=True))
-        except BaseException:
-            if version is not None and renamed:
-                self.manager.remove_adapter(adapter_id)  # if it was its copy into the slot that failed
-                version.lora = self.manager.rename_adapter(old_id, adapter_id)
-            raise
-        self._set_apart(adapter_id, old_id)
-        if old_id in self.manager.pinned_adapters:  # the pin is the adapter's, not the version's
-            self.manager.unpin_adapter(old_id)
-            self.manager.pin_adapter(adapter_id)
-        for other in self._users[adapter_id].values():
-            if _source_of(other) == adapter.source and not other.has_weights:
-                other.weights_id = adapter_id
-                self._readers.drop(other.request_id)  # what was read is older than this load, on which it counts
-
-    def _set_apart(self, adapter_id: int, old_id: int) -> None:
-        """From now on, those who began with the version under `adapter_id` have it under `old_id`."""
-        version = self._versions.pop(adapter_id, None)
-        if version is None:
-            return
-        if version.lora.id != old_id:
-            version.lora = version.lora.renamed(old_id)
-        self._versions[old_id] = version
-        for request in self._users[adapter_id].values():
-            if request.has_weights and request.weights_id == adapter_id:
-                request.weights_id = old_id
+        self.manager.add_adapter(replace(adapter, load_inplace=True))
+        for other in self._users[request.adapter_id].values():
+            if (begun := _weights_of(other)) is not None:
+                begun.superseded = True
+            elif _source_of(other.adapter) == adapter.source:
+                other.reloads = False
+                self._readers.drop(other.request_id)  # its reading is older than this load
 
 
-def _source_of(request: RequestState) -> tuple | None:
-    return request.adapter.source if isinstance(request.adapter, LoRARequest) else None
+def _weights_of(request: RequestState) -> LoadedAdapter | None:
+    return cast(LoadedAdapter | None, request.weights)
 
 
-def _loads_anew(request: RequestState) -> bool:
-    """Whether it waits to load its folder again, under an id that others have."""
-    return request.weights_id < 0 and not request.has_weights
+def _source_of(adapter: object) -> tuple[str, str] | None:
+    return adapter.source if isinstance(adapter, LoRARequest) else None

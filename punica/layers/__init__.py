@@ -3,18 +3,17 @@
 ``from_layer`` picks the class; ``set_mapping`` connects the layer to the step's metadata; ``set_lora`` fills a slot.
 
     selection.py        which class wraps which base layer
-    base.py             what all have: a base layer, slots with adapters, the wrapper; packing.py splits fused adapters
-    base_linear.py      the way of ``x`` in every linear layer: ``apply`` calls the base layer's product, then
-                        ``punica_wrapper.add_lora_linear``, which launches the kernels (dual_stream.py: the first of
-                        them beside the base product)
+    base.py             base layer, slots with adapters, and wrapper of every layer; packing.py splits fused adapters
+    base_linear.py      ``apply`` of linear layers: the base layer's product, then ``punica_wrapper.add_lora_linear``,
+                        which launches the kernels (dual_stream.py: shrink beside the base product)
     column_parallel_linear.py, row_parallel_linear.py, replicated_linear.py
-                        the ``forward`` around ``apply``: who gathers or reduces, and which part of A and B a rank keeps
-    fully_sharded.py    both A and B cut over the ranks: shrink, a collective, expand
-    fused_moe.py        experts (fused_moe_3d.py: gate and up as one); expert_slots.py: what their slots hold;
-                        moe_context.py: what they add, and when
+                        the ``forward`` around ``apply``: gather or reduce, and a rank's part of A and B
+    fully_sharded.py    both A and B sharded over the ranks: shrink, a collective, expand
+    fused_moe.py        experts (fused_moe_3d.py: gate and up as one); expert_slots.py: their slots;
+                        moe_context.py: the calls that add LoRA to their products
     vocab_parallel_embedding.py, logits_processor.py
                         the two ends of a model
-    utils.py            the rules that all share
+    utils.py            rules that all layers share
 """
 
 from punica.layers.base import BaseLayerWithLoRA, SlotPart

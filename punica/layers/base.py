@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.layers.packing import LoRAFactor
-from punica.layers.utils import base_weight, check_lora_pair, check_slot_index
+from punica.layers.packing import LoRAFactor, Slices
+from punica.layers.utils import base_weight, check_has_data, check_lora_pair, check_slot_index
 from punica.ops.fp8_checks import PER_CHANNEL, PLAIN
 from punica.ops.quant import Fp8Matrix
 from punica.ops.weights import LoRAWeights, Stack
@@ -31,14 +31,14 @@ Shapes = list[tuple[int, int]]
 
 
 class SlotPart(NamedTuple):
-    """One matrix of one slot, and what belongs into it on this rank.
+    """One matrix of one slot, and this rank's content of it.
 
     ``slots``: the stacked buffer ``[L, 1, rows, cols]`` (A ``[R, in]``, B ``[out, R]``), contiguous or with its last
     two dimensions swapped.
     ``part``: the matrix ``[r, c]`` for its top-left corner, ``None`` where the adapter has none.
-    ``ranks``: int32 ``[L]``, a view; ``rank`` is what ``ranks[index]`` becomes: 0 without a part. (Of experts, B
-    carries the flag that says whether the slot holds anything.)
-    ``fp8``: it belongs to a slot in FP8, as its values, or as its scales (``rows`` of them, ``cols`` 1).
+    ``ranks``: int32 ``[L]``, a view; ``rank``: the value for ``ranks[index]``, 0 without a part. (B of experts has the
+    slot's flag here, 1 where it is filled.)
+    ``fp8``: values of a slot in FP8, or its scales (``rows`` of them, ``cols`` 1).
     """
 
     slots: Tensor
@@ -53,8 +53,8 @@ class SlotPart(NamedTuple):
         return self.slots.is_contiguous()
 
     def stored(self) -> "SlotPart":
-        """The same in the order of memory, as views: ``slots`` contiguous, and ``part`` turned like them; of FP8 slots
-        as bytes, since values and scales are of two types.
+        """Return the same in memory order, as views: ``slots`` contiguous, and ``part`` transposed like them; of FP8
+        slots as bytes, since values and scales have two dtypes.
         """
         slots, part = self.slots, self.part
         if not self.row_major:
@@ -64,7 +64,7 @@ class SlotPart(NamedTuple):
         return self._replace(slots=slots, part=part)
 
     def matrix(self, index: int) -> Tensor:
-        """Slot ``index`` as a matrix ``[rows, cols]``, a view."""
+        """Return slot ``index`` as a matrix ``[rows, cols]``, a view."""
         return self.slots[index, 0]
 
     def write(self, index: int) -> None:
@@ -79,8 +79,7 @@ class SlotPart(NamedTuple):
 
 
 class BaseLayerWithLoRA(nn.Module):
-    """A base layer with slots: everything about adapters except what a forward computes with them. The interface that
-    the adapter manager drives.
+    """A base layer with slots, as the adapter manager drives it; subclasses define the forward.
 
     Attributes:
         base_layer: the wrapped layer.
@@ -93,8 +92,8 @@ class BaseLayerWithLoRA(nn.Module):
         lora_a_scale, lora_b_scale: of FP8 slots (``lora_config.fp8``) the scales of every slice, float32 ``[L, 1, R]``
             and ``[L, 1, out]``; else empty.
         stack_a, stack_b, lora_weights: the slots as the wrapper's methods take them, and A and B as a pair.
-        skips_when_empty: whether a forward leaves the LoRA work out while ``filled_slots`` is empty: few adapters touch
-            embeddings and logits, and those that do not should not pay for them.
+        skips_when_empty: whether a forward skips the LoRA work while ``filled_slots`` is empty: few adapters touch
+            embeddings and logits.
         filled_slots: indices of the slots that hold an adapter, known to the host.
     """
 
@@ -179,8 +178,8 @@ class BaseLayerWithLoRA(nn.Module):
         """Zeroed slots ``[L, 1, rows, cols]``; unless ``row_major`` they are a view of memory ``[L, 1, cols, rows]``.
 
         So B ``[out, R]`` is stored, rank after rank like A ``[R, in]``: an adapter of rank ``r < R`` is then the first
-        piece of its slot. Row-major, its ranks would be a piece of every row, and as a GPU moves memory by 64 bytes,
-        rank 8 in a slot of 64 would cost what rank 32 costs. A CPU multiplies a few rows faster by it too.
+        piece of its slot. Row-major, rank 8 in a slot of 64 would cost as much as rank 32, as a GPU moves memory by 64
+        bytes. A CPU multiplies a few rows faster by it too.
         """
         rows, cols = shape
         if row_major:
@@ -196,7 +195,7 @@ class BaseLayerWithLoRA(nn.Module):
         """Zero slot ``index``. ``TypeError`` or ``ValueError``: bad index; ``RuntimeError``: no slots yet."""
         self._require_slots("reset_lora")
         check_slot_index(index, self.max_loras)
-        self._write(index, self.slot_parts(None, None))
+        self.fill_slot(index, None)
 
     def set_lora(self, index: int, lora_a: LoRAInput, lora_b: LoRAInput) -> None:
         """Replace slot ``index`` by full matrices A ``[r, in]`` and B ``[out, r]`` (lists of them for packed layers).
@@ -206,39 +205,39 @@ class BaseLayerWithLoRA(nn.Module):
         """
         self._require_slots("set_lora")
         check_slot_index(index, self.max_loras)
-        self._write(index, self._parts(*self.check_lora(lora_a, lora_b)))
+        self.fill_slot(index, self.check_lora(lora_a, lora_b))
 
-    def _write(self, index: int, parts: Sequence[SlotPart]) -> None:
+    def fill_slot(self, index: int, slices: Slices | None) -> None:
+        """Replace slot ``index`` by slices that :meth:`check_slices` has accepted, unchecked here; ``None``: zeros."""
+        parts = self.slot_parts(slices)
         for part in parts:
             part.write(index)
         self.mark_slot(index, any(part.part is not None for part in parts))
 
     def mark_slot(self, index: int, filled: bool) -> None:
-        """Note on the host whether slot ``index`` holds an adapter. Writers of slots other than ``set_lora`` call it,
-        at least on layers that skip when they are empty.
+        """Note on the host whether slot ``index`` holds an adapter. Asynchronous writers call it on layers that skip
+        when they are empty.
         """
         if filled:
             self.filled_slots.add(index)
         else:
             self.filled_slots.discard(index)
 
-    def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
-        """All matrices of a slot (first A of every slice, then B, then where they are FP8 the scales of both) and this
-        rank's part of A and B in each, checked.
-
-        A and B ``None``: an empty slot.
+    def slot_parts(self, slices: Slices | None = None) -> list[SlotPart]:
+        """All matrices of a slot (A of every slice, then B, then the scales of both in FP8) and this rank's part of
+        ``slices`` in each, which :meth:`check_slices` has accepted. ``None``: an empty slot.
         """
         self._require_slots("slot_parts")
-        if lora_a is None and lora_b is None:
-            nothing: list[LoRAFactor] = [None] * self.n_slices
-            return self._parts(nothing, nothing)
-        return self._parts(*self.check_lora(lora_a, lora_b))
+        return self._parts(slices or [(None, None)] * self._num_entries)
 
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        """:meth:`slot_parts` of checked full matrices, one A and one B (or None) per slice; of FP8 slots their scales
-        follow in the same order.
-        """
-        own = (self.slice_lora_a(self._held(full_a)), self.slice_lora_b(self._held(full_b)))
+    @property
+    def _num_entries(self) -> int:
+        """Entries of a list of slices."""
+        return self.n_slices
+
+    def _parts(self, slices: Slices) -> list[SlotPart]:
+        held_a, held_b = self._held([a for a, _ in slices]), self._held([b for _, b in slices])
+        own = (self.slice_lora_a(held_a), self.slice_lora_b(held_b))
         parts: list[SlotPart] = []
         scales: list[SlotPart] = []
         scale_slots = (self.lora_a_scale, self.lora_b_scale)
@@ -255,9 +254,7 @@ class BaseLayerWithLoRA(nn.Module):
         return parts + scales
 
     def _held(self, matrices: Sequence[LoRAFactor]) -> list[LoRAFactor]:
-        """Full matrices as the slots hold them, quantised whole: on every rank, and cut in any way, they have the same
-        bits.
-        """
+        """Convert full matrices to the format of the slots; quantised whole, so that all ranks have the same bits."""
         fp8 = cast(torch.dtype | None, cast(LoRAConfig, self.lora_config).fp8)
         held: list[LoRAFactor] = []
         for matrix in matrices:
@@ -270,16 +267,21 @@ class BaseLayerWithLoRA(nn.Module):
     @property
     def slot_bytes(self) -> int:
         """Device memory of one slot, in bytes: its matrices at full width."""
-        return sum(part.matrix(0).nbytes for part in self.slot_parts(None, None))
+        return sum(part.matrix(0).nbytes for part in self.slot_parts())
+
+    def zero_slices(self, rank: int, dtype: torch.dtype) -> Slices:
+        """Slices of ``rank`` that change nothing, in host memory."""
+        a = torch.zeros(rank, self.full_input_size, dtype=dtype, device="cpu")
+        return [(a, torch.zeros(rows, rank, dtype=dtype, device="cpu")) for rows in self.full_output_sizes]
 
     # --- this rank's part --------------------------------------------------------------------------------------------
 
     def slice_lora_a(self, lora_a: Any) -> Any:
-        """This rank's part of A (a view where possible): of one tensor, or of a list with one entry per slice."""
+        """Return this rank's part of A (a view where possible): of one tensor, or of a list with one per slice."""
         return _of_every_slice(self._slice_a, lora_a)
 
     def slice_lora_b(self, lora_b: Any) -> Any:
-        """This rank's part of B (a view where possible): of one tensor, or of a list with one entry per slice."""
+        """Return this rank's part of B (a view where possible): of one tensor, or of a list with one per slice."""
         return _of_every_slice(self._slice_b, lora_b)
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
@@ -292,34 +294,40 @@ class BaseLayerWithLoRA(nn.Module):
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
-    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """All that ``set_lora`` would object to, without touching a slot; returns one full A and B (or None) per slice.
+    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
+        """Check the arguments of ``set_lora`` and return the slices, without touching a slot."""
+        groups = self._as_groups(lora_a, lora_b)
+        check_has_data(groups)
+        return self.check_slices(groups)
 
-        A manager calls this when an adapter is registered, so that activating it cannot fail half-way.
+    def check_slices(self, groups: Slices) -> Slices:
+        """Check types, ranks and sizes of one pair per slice, or of the groups of a packed layer; meta tensors will do.
+
+        Returns the slices, which :meth:`slot_parts` and :meth:`fill_slot` take unchecked. Raises as ``set_lora``.
         """
         self._require_slots("check_lora")
-        slices_a, slices_b = self._to_slices(lora_a, lora_b)
-        for i, (a, b) in enumerate(zip(slices_a, slices_b, strict=True)):
+        for i, (a, b) in enumerate(groups):
+            check_lora_pair(i, a, b, cast(LoRAConfig, self.lora_config).max_lora_rank)
+        slices = self.to_slices(groups)
+        for i, (a, b) in enumerate(slices):
             if a is None or b is None:
                 continue
             if a.shape[1] != self.full_input_size:
                 raise ValueError(f"slice {i}: lora_a must have {self.full_input_size} columns, got {a.shape[1]}")
             if b.shape[0] != self.full_output_sizes[i]:
                 raise ValueError(f"slice {i}: lora_b must have {self.full_output_sizes[i]} rows, got {b.shape[0]}")
-        return slices_a, slices_b
+        return slices
 
-    def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """The given factors, one pair per slice, each pair checked. Here: one slice, one tensor."""
+    def to_slices(self, groups: Slices) -> Slices:
+        """Split the groups of a packed layer into slices; a layer of one slice has one group."""
+        return groups
+
+    def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
+        """Pair the arguments of ``set_lora``. Here: one slice, one tensor each."""
         for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
             if value is not None and not isinstance(value, (Tensor, Fp8Matrix)):
                 raise TypeError(f"{name} must be one tensor for {type(self).__name__}, got {type(value).__name__}")
-        self._check_pairs([lora_a], [lora_b])
-        return [cast(LoRAFactor, lora_a)], [cast(LoRAFactor, lora_b)]
-
-    def _check_pairs(self, lora_a: Sequence[object], lora_b: Sequence[object]) -> None:
-        config = cast(LoRAConfig, self.lora_config)
-        for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
-            check_lora_pair(i, a, b, config.max_lora_rank)
+        return [(cast(LoRAFactor, lora_a), cast(LoRAFactor, lora_b))]
 
     def _require_slots(self, caller: str) -> None:
         if self.lora_ranks is None:
@@ -332,7 +340,7 @@ class BaseLayerWithLoRA(nn.Module):
         self.punica_wrapper = punica_wrapper
 
     def _ready_wrapper(self) -> PunicaWrapperABC:
-        """The wrapper of a forward that has all it needs; ``RuntimeError`` naming the missing call otherwise."""
+        """Return the wrapper for a forward; ``RuntimeError`` naming the missing call without slots or wrapper."""
         self._require_slots("forward")
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
@@ -368,7 +376,7 @@ def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
 
 
 class UnsplitLayer(BaseLayerWithLoRA):
-    """One slice whose A and B are whole on every rank: what embeddings and logits have in common.
+    """Base of embeddings and logits: one slice whose A and B are whole on every rank.
 
     Attributes: ``lora_a_stacked``, ``lora_b_stacked``: tensors, as there is one slice.
     """

@@ -1,8 +1,8 @@
 """LoRA over column-parallel layers: plain, merged (gate/up) and QKV, with one adapter or one per packed matrix.
 
-Every rank makes its own outputs, so A is replicated and B is cut by rows like the base weight. What differs between
-the classes is which rows belong to this rank, and whether the packed matrices share one A (an adapter trained on the
-packed matrix) or have one each (trained on ``q_proj``, ``k_proj``, ``v_proj`` and so on: the usual case).
+Every rank computes its own outputs, so A is replicated and B is sharded by rows like the base weight. The classes
+differ in the rows of a rank. Packed matrices share one A (an adapter trained on the packed matrix), or have one each
+(trained on ``q_proj``, ``k_proj``, ``v_proj``: the usual case).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from punica.layers.base import LoRAInput
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
-from punica.layers.packing import LoRAFactor, expand_groups
+from punica.layers.packing import LoRAFactor, Slices, expand_groups
 from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
 from punica.ops.quant import Fp8Matrix
 from punica.parallel.group import tensor_model_parallel_all_gather
@@ -44,7 +44,7 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         )
         self.output_size = base_layer.output_size_per_partition
         self.output_slices = (self.output_size,)
-        # the matrices that lie below each other in the base layer's weight, and which rows of each this rank has
+        # the matrices stacked in the base layer's weight, with this rank's rows of each
         self._matrices: list[OutputShard] = list(base_layer.output_shards().values())
         self.full_output_sizes = (sum(matrix.full for matrix in self._matrices),)
 
@@ -90,12 +90,17 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
         return self._matrices[i].rows_of(lora_b)
 
-    def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+    def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
         list_a, list_b = as_pair_list("lora_a", lora_a), as_pair_list("lora_b", lora_b)
         if len(list_a) != len(list_b):
             raise ValueError(f"lora_a and lora_b must have equally many entries, got {len(list_a)} and {len(list_b)}")
-        self._check_pairs(list_a, list_b)
-        return (list_a, list_b) if len(list_b) == self.n_slices else self.expand_packed_lora(list_a, list_b)
+        return list(zip(list_a, list_b, strict=True))
+
+    def to_slices(self, groups: Slices) -> Slices:
+        """Split the groups into slices; ``ValueError`` when they do not cover them."""
+        if len(groups) == self.n_slices:
+            return groups
+        return list(zip(*self.expand_packed_lora(*zip(*groups, strict=True)), strict=True))
 
     def expand_packed_lora(
         self, lora_a: Sequence[LoRAFactor], lora_b: Sequence[LoRAFactor]
@@ -125,7 +130,7 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
     Besides lists, ``set_lora`` takes a single A (shared by all slices) and a single B (``sum(output_sizes)`` rows).
     """
 
-    def _to_slices(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
+    def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
         if isinstance(lora_b, (Tensor, Fp8Matrix)):
             if lora_b.ndim != 2 or lora_b.shape[0] != sum(self.output_sizes):
                 raise ValueError(
@@ -135,7 +140,7 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
             lora_b = list(lora_b.split(list(self.output_sizes)))
         if isinstance(lora_a, (Tensor, Fp8Matrix)):
             lora_a = [None if b is None else lora_a for b in as_pair_list("lora_b", lora_b)]
-        return super()._to_slices(lora_a, lora_b)
+        return super()._as_groups(lora_a, lora_b)
 
     @classmethod
     @_not_fully_sharded_can_replace
@@ -146,7 +151,7 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
 
 
 class _OverQKV(ColumnParallelLinearWithLoRA):
-    """Which rows of q, k and v a rank holds when query heads share kv heads, and kv heads are replicated over ranks.
+    """Rows of q, k and v on a rank when query heads share kv heads, and kv heads are replicated over ranks.
 
     Rank ``p`` holds q shard ``q_shard_id = p`` of ``q_proj_shard_size`` rows, and k and v shard
     ``kv_shard_id = p // num_kv_head_replicas`` of ``kv_proj_shard_size`` rows each. The full sizes are those of the

@@ -80,11 +80,10 @@ class DualStream:
 
 
 def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | None:
-    """The second stream of a LoRA layer, ``None`` where everything stays on the current stream.
+    """Build the second stream of a LoRA layer; ``None`` where everything stays on the current stream.
 
-    That is: without ``dual_stream``, on a CPU, with fully sharded adapters (the collective between shrink and expand
-    must keep its place among the others), and for a second LoRA layer over the same base layer. Wrappers that do not
-    take ``aside`` leave it unused.
+    That is without ``dual_stream``, on a CPU, with fully sharded adapters, whose collectives keep their order, and for
+    a second LoRA layer over one base layer. Wrappers that do not take ``aside`` leave it unused.
     """
     wanted = getattr(lora_config, "dual_stream", False) and not lora_config.fully_sharded_loras
     if not wanted or lora_layer.device.type != "cuda":
@@ -98,5 +97,5 @@ def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | No
 
 @functools.cache
 def _auxiliary_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
-    """The stream for what runs beside that stream (its handle)."""
+    """Return the auxiliary stream of a stream, given by its handle."""
     return torch.cuda.Stream(device)

@@ -1,12 +1,11 @@
-"""Slots of adapters on experts: how they lie in memory, and what of an adapter goes where.
+"""Slots of adapters on experts: their memory layout, and a rank's part of an adapter in each.
 
 A layer has four families of stacks, A and B of the first product (w13) and of the second (w2), each ``[L, E, rows,
-cols]``. Of an expert's matrix the adapter fills the first rows of A, and the first columns of B. Beside them:
+cols]``. An adapter fills the first rows of A and the first columns of B. Beside the stacks there are
 
-* ``lora_ranks [n, L]`` tells the kernels how many ranks a slot has in each slice of w13 and, last, in w2; rank 0 where
-  an adapter has no such matrix;
-* ``adapter_enabled [L+1]`` whether it has anything for this layer;
-* in FP8 every stack has scales, one per row: ``[L, E, rows]``.
+* ``lora_ranks [n, L]``: true rank of a slot in each slice of w13 and, last, in w2; 0 without such a matrix;
+* ``adapter_enabled [L+1]``: 1 where a slot holds weights for this layer;
+* in FP8 the scales of every stack, one per row: ``[L, E, rows]``.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, SlotPart
-from punica.layers.packing import LoRAFactor
+from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.experts import ExpertLoRAWeights, Fp8Experts, Switches
 from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import Fp8Matrix
@@ -27,7 +26,7 @@ Cut = Callable[[Tensor], Tensor]
 
 
 class ExpertSlots(BaseLayerWithLoRA):
-    """The slots of a layer of experts. What the experts are, and this rank's part of an adapter, a subclass says.
+    """Slots of a layer of experts; subclasses define the experts, and this rank's part of an adapter.
 
     Attributes:
         w13_lora_a_stacked, w13_lora_b_stacked: gate and up (non-gated: up), ``[L, E, R, H]`` and ``[L, E, I, R]``.
@@ -66,18 +65,18 @@ class ExpertSlots(BaseLayerWithLoRA):
         self.lora_ranks = self._zeros((len(self.w13_lora_a_stacked) + 1, max_loras), torch.int32)
 
     def _create_lora_a_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        """Of w13 and of w2."""
+        """Allocate A of w13 and of w2."""
         raise NotImplementedError
 
     def _create_lora_b_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        """Of w13 and of w2."""
+        """Allocate B of w13 and of w2."""
         raise NotImplementedError
 
     def _stack(self, lora_config: LoRAConfig, *shape: int) -> Tensor:
         return self._zeros(shape, cast(torch.dtype, lora_config.fp8 or lora_config.lora_dtype))
 
     def _weights(self) -> tuple[ExpertLoRAWeights, ExpertLoRAWeights]:
-        """Weights of w13 and of w2 as the wrapper takes them; references."""
+        """Return references to the weights of w13 and of w2, as the wrapper takes them."""
         ranks, tuned = cast(Tensor, self.lora_ranks), cast(LoRAConfig, self.lora_config).tuned_dir is not None
         fp8: tuple[Fp8Experts | None, Fp8Experts | None] = (None, None)
         if self.w2_lora_a_scale:
@@ -98,11 +97,11 @@ class ExpertSlots(BaseLayerWithLoRA):
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
-    def _parts(self, full_a: Sequence[LoRAFactor], full_b: Sequence[LoRAFactor]) -> list[SlotPart]:
-        """First A of w13 and w2, then B, then in FP8 their scales in the same order. What belongs to A carries the
-        ranks, what belongs to B the flag.
+    def _parts(self, slices: Slices) -> list[SlotPart]:
+        """A of w13 and w2, then B, then in FP8 their scales in the same order. Parts of A carry the ranks, those of B
+        the flag.
         """
-        a, b = (self._held(self._by_stack(factors)) for factors in (full_a, full_b))
+        a, b = (self._held(self._by_stack(factors)) for factors in zip(*slices, strict=True))
         filled = any(factor is not None for factor in (*a, *b))
         cuts_a, cuts_b = self._cuts
         flags = self.adapter_enabled[: self.max_loras]
@@ -126,11 +125,11 @@ class ExpertSlots(BaseLayerWithLoRA):
 
     @property
     def _cuts(self) -> tuple[list[Cut], list[Cut]]:
-        """What makes this rank's part of every A and every B."""
+        """Functions that cut this rank's part from every A and every B."""
         raise NotImplementedError
 
     def _by_stack(self, factors: Sequence[LoRAFactor]) -> list[LoRAFactor]:
-        """The entries of an adapter's list in the order of the stacks."""
+        """Order an adapter's entries as the stacks."""
         raise NotImplementedError
 
     # --- views -------------------------------------------------------------------------------------------------------
@@ -152,15 +151,15 @@ class ExpertSlots(BaseLayerWithLoRA):
 
 
 def _as_slots(stack: Tensor, of_a: bool) -> Tensor:
-    """The stack as matrices of which an adapter of lower rank fills the top-left corner: a row per expert of A, whose
-    first ranks lie first; a row per output of B.
+    """View the stack as matrices whose top-left corner an adapter of lower rank fills: a row per expert of A, a row
+    per output of B.
     """
     slots, experts, rows, cols = stack.shape
     return stack.view(slots, 1, experts, rows * cols) if of_a else stack.view(slots, 1, experts * rows, cols)
 
 
 def _as_part(own: Tensor | None, of_a: bool) -> Tensor | None:
-    """``[E, r, in]`` or ``[E, out, r]`` as such a corner."""
+    """View ``[E, r, in]`` or ``[E, out, r]`` as such a corner."""
     if own is None:
         return None
     experts, rows, cols = own.shape

@@ -1,8 +1,8 @@
-"""Fully sharded LoRA: over tensor-parallel ranks both A and B are cut, so no rank repeats another's work or weights.
+"""Fully sharded LoRA: A and B are both sharded over tensor-parallel ranks, without repeated work or weights.
 
-The plain classes leave one factor whole on every rank. Column: every rank computes the same full shrink. Row: every
-rank expands its partial intermediate to all ``out`` columns. At 8 ranks that repeated factor is what costs. S-LoRA
-(Sheng et al., 2023, Section 6) cuts it too and communicates the intermediate, which is only ``rank`` wide:
+The plain classes replicate one factor. Column: every rank computes the same full shrink. Row: every rank expands its
+partial intermediate to all ``out`` columns. At 8 ranks the replicated factor dominates the cost. S-LoRA (Sheng et al.,
+2023, Section 6) shards it too and communicates the intermediate, which is only ``rank`` wide:
 
     column     h_p = x A_p^T            A_p: rows [p*R/tp, (p+1)*R/tp) of A, "rank-sharded"; x is whole on every rank
                h   = all-gather(h_p)    [n, T, R/tp] -> [n, T, R]
@@ -43,7 +43,7 @@ class _FullySharded(BaseLinearLayerWithLoRA):
     """Shrink, a collective, expand, instead of one call. Replaces what the parent class does, where configured."""
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """The parent's result; the intermediate travels between the ranks. Never on a second stream."""
+        """Compute the parent's result with a collective on the intermediate, never on a second stream."""
         if self.tp_size == 1:
             return super().apply(x, bias)
         wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
@@ -64,17 +64,17 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         return (y if returned is None else returned).view(output.shape)
 
     def _join(self, h: Tensor) -> Tensor:
-        """The intermediate ``[n, T, R]`` from every rank's."""
+        """Combine the ranks' intermediates to ``[n, T, R]``."""
         raise NotImplementedError(f"{type(self).__name__}._join")
 
     def _first_column(self) -> int:
-        """Where this rank's slices begin in its output."""
+        """Return the first output column of this rank's slices."""
         return 0
 
     @classmethod
     @_fully_sharded_can_replace
     def can_replace_layer(cls, **layer: Any) -> bool:
-        """What the parent class wraps, for ``fully_sharded_loras``."""
+        """Apply the parent's rule, for ``fully_sharded_loras``."""
         return super().can_replace_layer(**layer, decorate=False)  # type: ignore[call-arg]
 
 

@@ -2,13 +2,12 @@
 
     y = sum_j p_j * (W2 + B2_l A2_l)[e_j] act((W13 + B13_l A13_l)[e_j] x)        l: the token's slot
 
-An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). The slots of a layer are stacked over
-adapters and experts, ``[L, E, rows, cols]``, and the delta is added to the products of the (token, expert) pairs while
-these are still apart: after the first product, before the activation; and after the second, before the sum over k. The
-experts make the two calls, see `punica.layers.moe_context`.
+An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). Slots are stacked over adapters and
+experts, ``[L, E, rows, cols]``. The delta is added to the product of each (token, expert) pair: to the first before the
+activation, to the second before the sum over k. The experts make the two calls, see `punica.layers.moe_context`.
 
-Tensor parallelism cuts B of w1 and w3 by rows and A of w2 by columns, as the experts themselves are cut; fully sharded
-also A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds what is for its experts.
+Tensor parallelism shards B of w1 and w3 by rows and A of w2 by columns, like the experts themselves; fully sharded also
+A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds the slots of its own experts.
 
 Slots: `punica.layers.expert_slots`. Adapters that store gate and up as one matrix: `punica.layers.fused_moe_3d`.
 """
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.layers.base import LoRAInput, SlotPart
+from punica.layers.base import LoRAInput
 from punica.layers.expert_slots import Cut, ExpertSlots, Stacks
 from punica.layers.moe_context import MoELoRAContext
-from punica.layers.packing import LoRAFactor
+from punica.layers.packing import LoRAFactor, Slices
 from punica.layers.utils import ADAPTER_DTYPES, is_kind_of
 from punica.ops.quant import Fp8Matrix
 from punica.parallel.moe import FusedMoE
@@ -33,7 +32,7 @@ SUPPORTED_BACKEND = "allgather_reducescatter"
 
 
 class FusedMoEWithLoRA(ExpertSlots):
-    """Adapters with w1, w2 and w3 per expert.
+    """LoRA over experts, with w1, w2 and w3 per expert.
 
     ``n_slices``: pairs of A and B in an adapter, over all experts.
 
@@ -66,7 +65,7 @@ class FusedMoEWithLoRA(ExpertSlots):
         self.full_input_size = self.hidden_size
         self.fully_sharded = False
 
-    # --- what the base layer knows -----------------------------------------------------------------------------------
+    # --- sizes of the base layer -------------------------------------------------------------------------------------
 
     @property
     def hidden_size(self) -> int:
@@ -90,12 +89,12 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     @property
     def use_ep(self) -> bool:
-        """Whether the ranks share the experts out."""
+        """True with expert parallelism."""
         return self.moe_config.moe_parallel_config.use_ep
 
     @property
     def ep_rank(self) -> int:
-        """This rank's place among those that share the experts out."""
+        """This rank in the expert-parallel group."""
         return self.moe_config.moe_parallel_config.ep_rank
 
     @property
@@ -115,7 +114,7 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     @property
     def is_internal_router(self) -> bool:
-        """Whether the base layer computes the router's logits itself."""
+        """True if the base layer computes the router's logits itself."""
         return self.base_layer.is_internal_router
 
     def _ep_check(self) -> None:
@@ -131,9 +130,10 @@ class FusedMoEWithLoRA(ExpertSlots):
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """As in the base class. ValueError: expert parallelism with fully sharded adapters, ``max_loras`` not that of
-        the config, a rank or hidden size that does not divide over the ranks, or separate gate and up over experts that
-        interleave them.
+        """Allocate slots as the base class.
+
+        ValueError: expert parallelism with fully sharded adapters; another ``max_loras`` than the config's; a rank or
+        hidden size that does not divide over the ranks; separate gate and up over experts that interleave them.
         """
         self._check_new_slots(max_loras, lora_config)
         self._verify_ep_fs(lora_config)
@@ -215,25 +215,27 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
-    def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """Both are lists of one entry per name in ``names``, ``[E, r, in]`` and ``[E, out, r]``, or None for zeros.
-
-        TypeError: no list, or a dtype that is no float. ValueError: another length, number of experts, rank or size.
-        Without a gate w3 is not looked at.
-        """
+    def check_slices(self, groups: Slices) -> Slices:
+        """Check one entry per name in ``names`` as the base class. Without a gate w3 is ignored."""
         self._require_slots("check_lora")
+        slices, sizes = self.to_slices(groups), self._full_sizes()
+        for name, (a, b) in zip(self.names, slices, strict=True):
+            self._check_factor_pair(name, a, b, *sizes[name])
+        return slices
+
+    def to_slices(self, groups: Slices) -> Slices:
+        """Leave out w3 where there is no gate."""
+        has_gate = self.moe_config.is_act_and_mul or len(self.names) < 3
+        return groups if has_gate else [*groups[:2], (None, None)]
+
+    def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
         for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
             if not isinstance(value, (list, tuple)):
                 raise TypeError(f"{name} must be a list {list(self.names)}, got {type(value).__name__}")
             if len(value) != len(self.names):
                 raise ValueError(f"{name} must have {len(self.names)} entries {list(self.names)}, got {len(value)}")
-        factors_a, factors_b = list(cast(Sequence[LoRAFactor], lora_a)), list(cast(Sequence[LoRAFactor], lora_b))
-        if not self.moe_config.is_act_and_mul and len(self.names) == 3:
-            factors_a[2] = factors_b[2] = None
-        sizes = self._full_sizes()
-        for name, a, b in zip(self.names, factors_a, factors_b, strict=True):
-            self._check_factor_pair(name, a, b, *sizes[name])
-        return factors_a, factors_b
+        pairs = zip(cast(Sequence[LoRAFactor], lora_a), cast(Sequence[LoRAFactor], lora_b), strict=True)
+        return list(pairs)
 
     def _full_sizes(self) -> dict[str, tuple[int, int]]:
         """Unsharded ``(in, out)`` by name."""
@@ -274,25 +276,25 @@ class FusedMoEWithLoRA(ExpertSlots):
                 f"{height}"
             )
 
-    def slot_parts(self, lora_a: LoRAInput, lora_b: LoRAInput) -> list[SlotPart]:
-        """As in the base class."""
-        self._require_slots("slot_parts")
-        if lora_a is None and lora_b is None:
-            nothing: list[LoRAFactor] = [None] * len(self.names)
-            return self._parts(nothing, nothing)
-        return self._parts(*self.check_lora(lora_a, lora_b))
+    @property
+    def _num_entries(self) -> int:
+        return len(self.names)
 
     def _by_stack(self, factors: Sequence[LoRAFactor]) -> list[LoRAFactor]:
-        """w1, w3 if gated, w2."""
+        """Order w1, w3 if gated, w2."""
         w1, w2, w3 = factors
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
-    def zero_factors(self, rank: int, dtype: torch.dtype) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """An adapter that changes nothing, as `set_lora` takes it."""
-        lead, sizes = self.local_num_experts, [self._full_sizes()[name] for name in self.names]
-        a: list[LoRAFactor] = [torch.zeros(lead, rank, width, dtype=dtype, device="cpu") for width, _ in sizes]
-        b: list[LoRAFactor] = [torch.zeros(lead, height, rank, dtype=dtype, device="cpu") for _, height in sizes]
-        return a, b
+    def zero_slices(self, rank: int, dtype: torch.dtype) -> Slices:
+        """Return zeros as the base class, for this rank's experts."""
+        experts = self.local_num_experts
+        return [
+            (
+                torch.zeros(experts, rank, width, dtype=dtype, device="cpu"),
+                torch.zeros(experts, height, rank, dtype=dtype, device="cpu"),
+            )
+            for width, height in (self._full_sizes()[name] for name in self.names)
+        ]
 
     # --- into a model ------------------------------------------------------------------------------------------------
 
@@ -313,7 +315,7 @@ class FusedMoEWithLoRA(ExpertSlots):
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The base layer's, whose experts add the adapters."""
+        """Call the base layer, whose experts add the adapters."""
         self._ready_wrapper()
         return self.base_layer(*args, **kwargs)
 

@@ -14,9 +14,9 @@ from punica.parallel.moe import FusedMoE
 
 
 class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
-    """Adapters with gate and up as one matrix w13, ``B [E, 2*I*tp, r]``, and w2; one slice in the first product.
+    """LoRA over experts, with gate and up as one matrix w13, ``B [E, 2*I*tp, r]``, and w2; w13 is one slice.
 
-    Rows of that B lie as the base layer's do: gate above up, or interleaved (gpt-oss).
+    Rows of that B are ordered as the base layer's: gate above up, or interleaved (gpt-oss).
     """
 
     names = ("w13", "w2")
@@ -29,7 +29,7 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
         self._base_model = ""
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """As in the parent class. TypeError without a ``model_config``, ValueError if it names no architecture."""
+        """Allocate slots. TypeError without a ``model_config``, ValueError if it names no architecture."""
         if model_config is None:
             raise TypeError("FusedMoE3DWithLoRA needs model_config, whose architectures say how gate and up lie")
         architectures = getattr(model_config, "architectures", None)
@@ -39,7 +39,7 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
         self._base_model = architectures[0]
 
     def _check_layout(self, model_config: Any) -> None:
-        """Either layout."""
+        """Support both w13 layouts."""
 
     @property
     def _interleaved(self) -> bool:

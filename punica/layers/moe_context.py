@@ -1,7 +1,7 @@
-"""LoRA of one layer of experts: its slots, and the calls that add them to the experts' products.
+"""`MoELoRAContext`: the slots of a layer of experts, and the calls that add LoRA to the experts' products.
 
-References only: weights that are put into a slot later are seen. The experts call :meth:`MoELoRAContext.add_w13` after
-their first product and :meth:`MoELoRAContext.add_w2` after their second, with the assignment that the first returned.
+It holds references, so later contents of the slots are used. The experts call :meth:`MoELoRAContext.add_w13` after
+their first product and :meth:`MoELoRAContext.add_w2` after their second, with the assignment of the first.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,10 @@ from torch import Tensor
 from punica.ops.quant import Fp8Matrix
 
 LoRAFactor = Tensor | Fp8Matrix | None
+Slices = list[tuple[LoRAFactor, LoRAFactor]]
+"""A ``[r, in]`` and B ``[out, r]`` of every slice, of experts ``[E, r, in]`` and ``[E, out, r]``; ``(None, None)``:
+not adapted.
+"""
 
 
 def expand_groups(

@@ -1,7 +1,7 @@
-"""Which LoRA class wraps which base layer: ask each class in a fixed order, the first that agrees wins.
+"""Selection of the LoRA class for a base layer: the first in a fixed order that can replace it.
 
-The order matters where two would agree: a merged layer on one rank is wrapped by the plain class, since full sharding
-has nothing to cut there.
+The order matters where two can: a merged layer on one rank is wrapped by the plain class, since full sharding has
+nothing to shard there.
 """
 
 from typing import Any

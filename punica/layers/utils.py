@@ -1,4 +1,4 @@
-"""Rules that all LoRA layers share: which base layer a class replaces, where slots live, what `set_lora` accepts."""
+"""Rules that all LoRA layers share: replaceable base layers, device of slots, arguments of `set_lora`."""
 
 import functools
 from collections.abc import Callable, Collection, Iterator
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from punica.layers.packing import Slices
 from punica.ops.quant import Fp8Matrix
 
 # FP8 values go with their scales, as an `Fp8Matrix`: a plain cast would drop them; integers are no weights.
@@ -18,7 +19,7 @@ _replacements: dict[str, type[nn.Module]] = {}
 
 
 def register_layer_class(name: str, replacement: type[nn.Module]) -> None:
-    """Let ``replacement`` stand for the base layer class called ``name`` (e.g. ``"ColumnParallelLinear"``).
+    """Substitute ``replacement`` for the base layer class called ``name`` (e.g. ``"ColumnParallelLinear"``).
 
     For deployments that substitute their own subclass for a base layer everywhere: the replacement rules that ask for
     *exactly* that class then accept the substitute, and no longer the original.
@@ -87,9 +88,9 @@ def check_slot_index(index: object, num_slots: int) -> None:
 
 
 def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> None:
-    """Check one pair A ``[r, in]``, B ``[out, r]`` by itself (sizes in and out are the layer's to check).
+    """Check one pair A ``[r, in]``, B ``[out, r]``, all but the sizes in and out.
 
-    ``TypeError``: not dense tensors with data, or a dtype other than fp16, bf16, fp32, fp64 (FP8 comes as `Fp8Matrix`).
+    ``TypeError``: not dense tensors, or a dtype other than fp16, bf16, fp32, fp64 (FP8 comes as `Fp8Matrix`).
     ``ValueError``: only one of them is ``None``, not 2-D, ranks differ, rank above ``max_rank``.
     """
     if lora_a is None and lora_b is None:
@@ -107,9 +108,10 @@ def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> N
                 f"slice {position}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; "
                 "give float8 with its scales (punica.ops.quant.Fp8Matrix), or dequantise it first"
             )
-        if tensor.is_meta or tensor.layout != torch.strided:
-            kind = "a meta tensor without data" if tensor.is_meta else f"of layout {tensor.layout}"
-            raise TypeError(f"slice {position}: {name} must be a dense tensor, it is {kind}; load or densify it first")
+        if tensor.layout != torch.strided:
+            raise TypeError(
+                f"slice {position}: {name} must be a dense tensor, it is of layout {tensor.layout}; densify it first"
+            )
         if tensor.ndim != 2:
             raise ValueError(f"slice {position}: {name} must be 2-D, got shape {tuple(tensor.shape)}")
     rank = lora_a.shape[0]
@@ -121,6 +123,16 @@ def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> N
         raise ValueError(
             f"slice {position}: rank {rank} exceeds max_lora_rank {max_rank}; raise LoRAConfig.max_lora_rank"
         )
+
+
+def check_has_data(groups: Slices) -> None:
+    """``TypeError`` for a meta tensor."""
+    for position, pair in enumerate(groups):
+        for name, tensor in zip(("lora_a", "lora_b"), pair, strict=True):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                raise TypeError(
+                    f"slice {position}: {name} must be a dense tensor, it is a meta tensor without data; load it first"
+                )
 
 
 def has_no_lora(wrapper: object) -> bool:

@@ -1,4 +1,4 @@
-"""What the processor computes: pure functions on tensors, no state, no metadata of their own.
+"""Operators: pure functions on tensors, without state or metadata of their own.
 
 :mod:`~punica.ops.reference` says what each operator means, :mod:`~punica.ops.torch_ops` and
 :mod:`~punica.ops.moe_torch` compute it fast on a CPU, ``punica.ops.triton_ops`` holds the GPU kernels. These are

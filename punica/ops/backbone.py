@@ -1,6 +1,6 @@
-"""What stands between the dense projections of a decoder layer: norms behind residual connections, the activation of
-the MLP, the rotation of queries and keys; and what a step needs once, the angles of that rotation and the most probable
-tokens. One Triton kernel each on a GPU (:mod:`punica.ops.triton_ops.backbone`), plain torch elsewhere.
+"""Operations between the dense projections of a decoder layer: norms after residual connections, the activation of the
+MLP; and of a step, the angles of RoPE and the most probable tokens. One Triton kernel each on a GPU
+(:mod:`punica.ops.triton_ops.backbone`), plain torch elsewhere.
 """
 
 import torch
@@ -11,8 +11,8 @@ from punica.ops.checks import FLOATS
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """``x += delta`` in place (``None``: nothing), and the RMSNorm of that as a new tensor; ``x``, ``delta``
-    ``[T, hidden]``, ``weight [hidden]``.
+    """Add ``delta`` to ``x`` in place (``None``: nothing) and return the RMSNorm of that as a new tensor; ``x``,
+    ``delta`` ``[T, hidden]``, ``weight [hidden]``.
     """
     if runs_kernels(x):
         from punica.ops.triton_ops import backbone
@@ -26,7 +26,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``gate_up [T, 2 * I]`` (gate, then up) to ``silu(gate) * up`` ``[T, I]``."""
+    """Compute, of ``gate_up [T, 2 * I]`` (gate, then up), ``silu(gate) * up`` ``[T, I]``."""
     if runs_kernels(gate_up):
         from punica.ops.triton_ops import backbone
 
@@ -38,8 +38,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``factor`` times cosine and sine of ``positions [T] * frequencies [D / 2]`` (int64, float32; the product in
-    float32), each ``[T, 1, D / 2]`` in ``dtype``.
+    """Compute ``factor`` times cosine and sine of ``positions [T] * frequencies [D / 2]`` (int64, float32; the product
+    in float32), each ``[T, 1, D / 2]`` in ``dtype``.
     """
     if positions.is_cuda and dtype in FLOATS:
         from punica.ops.triton_ops import backbone
@@ -52,7 +52,7 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: 
 
 
 def argmax(logits: Tensor, no_index: int) -> Tensor:
-    """The index of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``.
+    """Return the index of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``.
     ``no_index``, which is negative, for a row that holds NaN.
     """
     if runs_kernels(logits) and logits.stride(-1) == 1:
@@ -67,5 +67,5 @@ def argmax(logits: Tensor, no_index: int) -> Tensor:
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether the Triton kernels serve ``x``: it is on a GPU, of a dtype that they have."""
+    """Tell whether Triton kernels serve ``x``: on a GPU, of a dtype that they have."""
     return x.is_cuda and x.dtype in FLOATS

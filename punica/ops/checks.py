@@ -52,7 +52,7 @@ class Weights(NamedTuple):
 
 
 def check_keywords(method: str, given: Mapping[str, Any], allowed: Sequence[str] = ()) -> None:
-    """TypeError listing the keywords that ``method`` does not know."""
+    """Raise TypeError listing the keywords that ``method`` does not know."""
     unknown = sorted(set(given) - set(allowed))
     if unknown:
         known = ", ".join(allowed) or "none"
@@ -60,7 +60,7 @@ def check_keywords(method: str, given: Mapping[str, Any], allowed: Sequence[str]
 
 
 def check_scale(name: str, scale: Any) -> None:
-    """TypeError unless ``scale`` is a Python number, ValueError unless it is finite."""
+    """Raise TypeError unless ``scale`` is a Python number, ValueError unless it is finite."""
     if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"{name} must be a Python float, got {type(scale).__name__} {scale!r}")
     if not math.isfinite(scale):
@@ -68,13 +68,13 @@ def check_scale(name: str, scale: Any) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """TypeError unless ``value`` is a bool."""
+    """Raise TypeError unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
 
 
 def check_dtype(name: str, tensor: Any, allowed: Sequence[torch.dtype]) -> None:
-    """TypeError unless ``tensor`` is a tensor of an allowed dtype."""
+    """Raise TypeError unless ``tensor`` is a tensor of an allowed dtype."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in allowed:
@@ -82,17 +82,23 @@ def check_dtype(name: str, tensor: Any, allowed: Sequence[torch.dtype]) -> None:
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """ValueError unless ``tensor`` is on the device of the weights."""
+    """Raise ValueError unless ``tensor`` is on the device of the weights."""
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the weights are on {device}; move one of them")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless ``tensor`` is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}")
 
 
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
 def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[torch.dtype] = FLOATS) -> Weights:
-    """The form of checked ``weights``; ``rank_dim`` is the dimension of r: -2 for A, ``[L, (1,) r, K]``, and -1 for B,
-    ``[L, (1,) N, r]``.
+    """Check ``weights`` and return their form; ``rank_dim`` is the dimension of r: -2 for A, ``[L, (1,) r, K]``, and -1
+    for B, ``[L, (1,) N, r]``.
     """
     if not isinstance(weights, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of tensors, one per slice, got {type(weights).__name__}")
@@ -123,7 +129,7 @@ def describe_weights(name: str, weights: Any, rank_dim: int, allowed: Sequence[t
 
 
 def storage_order(weights: Sequence[Tensor]) -> bool | None:
-    """Storage order of all slices: True row-major, False with the last two dimensions swapped, None otherwise."""
+    """Return the storage order of all slices: True row-major, False with the last two dimensions swapped, else None."""
     orders = set()
     for weight in weights:
         row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
@@ -135,8 +141,9 @@ def storage_order(weights: Sequence[Tensor]) -> bool | None:
 
 
 def check_input(name: str, x: Any, weights: Weights, hidden: str) -> None:
-    """x of a shrink: ``[T, K]`` with the dtype and device of A (``hidden`` names A)."""
-    check_dtype(name, x, (weights.dtype,))
+    """Check x of a shrink: ``[T, K]`` on the device of A (``hidden`` names A), with its dtype unless A is FP8."""
+    if weights.dtype.itemsize > 1:
+        check_dtype(name, x, (weights.dtype,))
     check_device(name, x, weights.device)
     if x.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected rows, [T, {weights.widths[0]}]")
@@ -148,7 +155,7 @@ def check_input(name: str, x: Any, weights: Weights, hidden: str) -> None:
 
 
 def check_low_rank(name: str, h: Any, weights: Weights, rows: int, allowed: Sequence[torch.dtype]) -> None:
-    """Output of a shrink or input of an expand: ``[n, T, r]`` on the device of the weights."""
+    """Check the output of a shrink or input of an expand: ``[n, T, r]`` on the device of the weights."""
     check_dtype(name, h, allowed)
     check_device(name, h, weights.device)
     shape = (len(weights.widths), rows, weights.rank)
@@ -159,7 +166,7 @@ def check_low_rank(name: str, h: Any, weights: Weights, rows: int, allowed: Sequ
 def check_output(
     name: str, y: Any, weights: Weights, offset_start: Any, allowed: Sequence[torch.dtype] = FLOATS
 ) -> None:
-    """y of an expand: ``[T, W]`` on the device of B; all slices fit its columns from ``offset_start`` on."""
+    """Check y of an expand: ``[T, W]`` on the device of B; all slices fit its columns from ``offset_start`` on."""
     check_dtype(name, y, allowed)
     check_device(name, y, weights.device)
     if isinstance(offset_start, bool) or not isinstance(offset_start, int):
@@ -175,14 +182,14 @@ def check_output(
 
 
 def check_stored_output(name: str, y: Any, weights: Weights, offset_start: Any) -> None:
-    """`check_output` for kernels, which want rows without gaps."""
+    """Check y for kernels, which want rows without gaps, too."""
     check_output(name, y, weights, offset_start)
     if y.stride(1) != 1 and y.shape[1] > 1:
         raise ValueError(f"{name} needs stride 1 along its last dimension, got strides {y.stride()}")
 
 
 def check_equal_rows(names: Names, x: Tensor, y: Tensor) -> None:
-    """ValueError unless x and y of a linear have equally many rows."""
+    """Raise ValueError unless x and y of a linear have equally many rows."""
     if x.shape[0] != y.shape[0]:
         raise ValueError(
             f"{names.input} has {x.shape[0]} rows and {names.output} has {y.shape[0]}; they must be equal"
@@ -190,7 +197,7 @@ def check_equal_rows(names: Names, x: Tensor, y: Tensor) -> None:
 
 
 def check_ranks(lora_ranks: Any, weights: Weights) -> None:
-    """True ranks: None (full width), or contiguous int32 ``[n, L]`` on the device of the weights."""
+    """Check true ranks: None (full width), or contiguous int32 ``[n, L]`` on the device of the weights."""
     if lora_ranks is None:
         return
     check_dtype("lora_ranks", lora_ranks, (torch.int32,))
@@ -204,7 +211,7 @@ def check_ranks(lora_ranks: Any, weights: Weights) -> None:
 
 
 def check_slices(output_slices: Any, weights: Any) -> None:
-    """``output_slices[i] == B_i.shape[-2]`` for all n slices.
+    """Check ``output_slices[i] == B_i.shape[-2]`` for all n slices.
 
     Weights that are none are left to the operator, which says what is wrong with them.
     """
@@ -218,8 +225,8 @@ def check_slices(output_slices: Any, weights: Any) -> None:
         raise ValueError(f"output_slices is {list(output_slices)}, the B weights are {widths} wide; they must be equal")
 
 
-def check_parts(name: str, parts: Any, weights: Weights) -> None:
-    """n low-rank operands ``[T', r]``, one per slice of the weights and all alike."""
+def check_parts(name: str, parts: Any, weights: Weights, contiguous: bool = False) -> None:
+    """Check n low-rank operands ``[T', r]``, one per slice of the weights and all alike."""
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
     for i, part in enumerate(parts):
@@ -228,6 +235,8 @@ def check_parts(name: str, parts: Any, weights: Weights) -> None:
         check_device(f"{name}[{i}]", part, weights.device)
         if part.dtype != parts[0].dtype:
             raise TypeError(f"{name}[{i}] has dtype {part.dtype}, {name}[0] has {parts[0].dtype}; use one dtype")
+        if contiguous:
+            check_contiguous(f"{name}[{i}]", part)
     shapes = [tuple(part.shape) for part in parts]
     wanted = (parts[0].shape[0] if parts and parts[0].ndim else 0, weights.rank)
     if shapes != [wanted] * len(weights.widths):
@@ -249,7 +258,7 @@ def weights_3d(weights: Tensor, name: str) -> Tensor:
 
 
 def check_slot_vector(slots: Tensor, name: str) -> None:
-    """``ValueError`` / ``TypeError`` unless ``slots`` is a vector of integers; on any device, values unread."""
+    """Raise ``ValueError`` / ``TypeError`` unless ``slots`` is a vector of integers; on any device, values unread."""
     if slots.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {slots.dtype}; expected an integer dtype (slot numbers, -1 = no adapter)")
     if slots.dim() != 1:
@@ -257,7 +266,7 @@ def check_slot_vector(slots: Tensor, name: str) -> None:
 
 
 def check_slot_range(used: Sequence[int], num_slots: int, name: str) -> None:
-    """``ValueError`` unless every slot of ``used`` is in ``[-1, num_slots)``."""
+    """Raise ``ValueError`` unless every slot of ``used`` is in ``[-1, num_slots)``."""
     bad = [slot for slot in used if not -1 <= slot < num_slots]
     if bad:
         raise ValueError(f"{name} holds slot {bad[0]}; the weights have slots 0 to {num_slots - 1} (-1 = no adapter)")
@@ -295,7 +304,7 @@ def check_bgmv(
 
 
 def check_slice(weights: Tensor, output: Tensor, slice_offset: int, slice_size: int) -> None:
-    """``ValueError`` unless columns ``[slice_offset, slice_offset + slice_size)`` exist and fit the width of the
+    """Raise ``ValueError`` unless columns ``[slice_offset, slice_offset + slice_size)`` exist and fit the width of the
     weights."""
     width = weights.shape[-2]
     if slice_size != width:
@@ -310,7 +319,7 @@ def check_slice(weights: Tensor, output: Tensor, slice_offset: int, slice_size: 
 def segment_slots(
     inputs: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, batches: int, token_nums: int
 ) -> Tensor:
-    """Per-row slots ``[T]`` of segments: slot b repeated ``lengths[b]`` times, rows from ``token_nums`` on get -1.
+    """Return per-row slots ``[T]`` of segments: slot b ``lengths[b]`` times, -1 for rows from ``token_nums`` on.
 
     ``ValueError`` when the segments are not ``batches`` many, do not follow each other from row 0, do not cover exactly
     ``token_nums`` rows, or ``token_nums`` exceeds the rows of ``inputs``.

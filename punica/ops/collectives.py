@@ -1,7 +1,7 @@
-"""What an op needs of the other ranks. The ops know no process groups: `punica.parallel` installs its collectives here.
+"""Collectives of the ops, which know no process groups: `punica.parallel` installs its own here.
 
-One op talks to other ranks in its middle, fully sharded fused MoE LoRA, whose low-rank tensor lies in parts on all of
-them (`punica.layers.fused_moe`). Without an installation there is one rank.
+One op needs them: fully sharded fused MoE LoRA, whose low-rank tensor is cut among the ranks
+(`punica.layers.fused_moe`). Without an installation there is one rank.
 """
 
 from typing import NamedTuple, Protocol
@@ -52,5 +52,5 @@ def install(collectives: Collectives) -> None:
 
 
 def current() -> Collectives:
-    """What was installed last, or those of a single rank."""
+    """Return the collectives installed last, or those of a single rank."""
     return _installed

@@ -25,7 +25,7 @@ from punica.ops.quant import validate_scales
 
 NAIVE_SHARE = 8
 """Naive assignment (one block per pair) where pairs x this are at most experts x slots. On a GPU only for
-batch-invariant and tuned calls, else `punica.ops.triton_ops.moe_rules.most_alone`.
+batch-invariant and tuned calls, else `punica.ops.triton_ops.moe_rules.most_naive`.
 """
 
 
@@ -90,7 +90,7 @@ class ExpertLoRAWeights:
         """E."""
         return self.lora_a[0].shape[1]
 
-    def outnumber(self, pairs: int) -> bool:
+    def prefers_naive(self, pairs: int) -> bool:
         """Tell whether an expert of an adapter rarely has two of so few pairs."""
         return pairs * NAIVE_SHARE <= self.experts * self.slots
 
@@ -168,9 +168,6 @@ class ExpertOps(Protocol):
     """
 
     smallest_block: int
-
-    def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
-        """`punica.ops.quant.quantize_per_token` without its check of values."""
 
     def align(
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,

@@ -34,7 +34,7 @@ class Scheme(NamedTuple):
 
     @classmethod
     def of(cls, quant_args: Mapping[str, Any]) -> "Scheme":
-        """From a mapping; TypeError for unknown keys or wrong types, ValueError for sizes that make no scheme."""
+        """Build a scheme from a mapping; TypeError for unknown keys or types, ValueError for sizes of no scheme."""
         check_keywords("quant_args", quant_args, cls._fields)
         scheme = cls(**quant_args)
         scheme.check()
@@ -42,12 +42,12 @@ class Scheme(NamedTuple):
 
     @property
     def block_wise(self) -> bool:
-        """Whether scales belong to blocks."""
+        """True where scales belong to blocks."""
         return self.group_k > 0
 
     def check(self) -> None:
-        """TypeError for a field of another type; ValueError for a negative size, one block size without the other, or
-        blocks per channel.
+        """Raise TypeError for a field of another type; ValueError for a negative size, one block size without the
+        other, or blocks per channel.
         """
         for name, kind in (("group_k", int), ("group_n", int), ("use_fp8_w8a8", bool), ("per_channel_quant", bool)):
             value = getattr(self, name)
@@ -78,7 +78,7 @@ class Scales(NamedTuple):
 
 
 def check_no_scheme(scheme: Scheme) -> None:
-    """Weights without scales: TypeError, ValueError for a scheme that needs them."""
+    """Raise TypeError, ValueError for a scheme that needs scales, of weights without them."""
     if scheme.use_fp8_w8a8:
         raise TypeError("use_fp8_w8a8 needs float8 weights with b_scale; these weights are not float8")
     if scheme != PLAIN:
@@ -86,14 +86,14 @@ def check_no_scheme(scheme: Scheme) -> None:
 
 
 def same_activations(shrink: Scheme, expand: Scheme) -> None:
-    """ValueError where only one of two products quantises its activations."""
+    """Raise ValueError where only one of two products quantises its activations."""
     if shrink.use_fp8_w8a8 != expand.use_fp8_w8a8:
         raise ValueError("use_fp8_w8a8 differs between shrink and expand; quantise the activations of both or neither")
 
 
 def check_scales(name: str, scales: Any, weights: Weights, rank_is_out: bool, scheme: Scheme) -> Scales:
-    """The strides of the scales of checked weights: one float32 tensor per slice, on their device, of the shape that
-    the scheme says.
+    """Check the scales of checked weights and return their strides: one float32 tensor per slice, on their device, of
+    the shape that the scheme says.
 
     ``rank_is_out``: the columns are ranks (shrink), and K the widths.
     """
@@ -124,8 +124,8 @@ def check_scales(name: str, scales: Any, weights: Weights, rank_is_out: bool, sc
 def check_activation(
     name: str, x: Any, x_scale: Any, k: int, scheme: Scheme, weights: Weights
 ) -> tuple[int, int] | None:
-    """x is what scheme and weights say, real or FP8 with scales; strides of ``x_scale`` along rows and groups (0:
-    shared), None without scales.
+    """Check that x is what scheme and weights say, real or FP8 with scales, and return the strides of ``x_scale`` along
+    rows and groups (0: shared), None without scales.
 
     ``k``: the contraction size of the product; x has its rows in the last dimension but one.
     """

@@ -19,7 +19,7 @@ from punica.ops.weights import Stack
 def shrink(
     y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float, accumulate: bool, x_scale: Tensor | None
 ) -> None:
-    """``y[i, t] (+)= scale * acc_i[t]`` of `punica.ops.fp8_checks`, N the rank."""
+    """Compute ``y[i, t] (+)= scale * acc_i[t]`` of `punica.ops.fp8_checks`, N the rank."""
     segments, scheme = list(_segments(batch, a)), a.form.scheme
     if not accumulate:
         y.zero_()
@@ -36,7 +36,7 @@ def shrink(
 def expand(
     y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset_start: int, add_inputs: bool, x_scale: Tensor | None
 ) -> None:
-    """``y[t, o_i : o_i + N_i] (+)= acc_i[t]`` of `punica.ops.fp8_checks`, K the rank; slices share a row's scales."""
+    """Compute ``y[t, o_i : o_i + N_i] (+)= acc_i[t]`` of `punica.ops.fp8_checks`, K the rank; slices share scales."""
     scheme, widths = b.form.scheme, b.form.stored.widths
     real = _real_rows(x, x_scale, scheme)
     for slot, rows in _segments(batch, b):
@@ -51,7 +51,7 @@ def expand(
 
 
 def _segments(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor]]:
-    """Every slot in use and the rows that use it. ValueError: a slot beyond the weights."""
+    """Yield every slot in use and the rows that use it. ValueError: a slot beyond the weights."""
     slots, counts = batch.rows.present
     device, most = stack.form.stored.device, stack.form.stored.slots
     if slots.size and slots[-1] >= most:
@@ -72,7 +72,7 @@ def _rank(stack: Stack, i: int, slot: int) -> int:
 
 
 def _real_rows(x: Tensor, a_scale: Tensor | None, scheme: Scheme) -> Tensor:
-    """The activations as float32, ``[..., T, K]``."""
+    """Return the activations as float32, ``[..., T, K]``."""
     real = x.float()
     if a_scale is None:
         return real
@@ -84,7 +84,7 @@ def _real_rows(x: Tensor, a_scale: Tensor | None, scheme: Scheme) -> Tensor:
 
 
 def _real_weight(stacked: Tensor, scales: Tensor, slot: int, scheme: Scheme) -> Tensor:
-    """Slot ``slot`` of the weights as float32 ``[N, K]``."""
+    """Return slot ``slot`` of the weights as float32 ``[N, K]``."""
     weight, scale = upcast(weights_3d(stacked, "weights")[slot]), scales[slot]
     if scheme.block_wise:
         scale = scale.reshape(scale.shape[-2:])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.checks import FLOATS, check_bool, check_dtype
+from punica.ops.checks import FLOATS, Weights, check_bool, check_device, check_dtype, check_ranks
 from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
@@ -122,8 +122,8 @@ def check_experts(
     given: Experts, max_lora_rank: Any, top_k: Any, switches: Switches, block_m: int | None = None
 ) -> ExpertForm:
     """Check a call on the host; return its sizes. ``block_m``: of the alignment; None: P / B, where that is whole."""
-    for name, value in (("mul_routed_weight", switches.mul_routed_weight), ("add_inputs", switches.add_inputs)):
-        check_bool(name, value)
+    check_bool("mul_routed_weight", switches.mul_routed_weight)
+    check_bool("add_inputs", switches.add_inputs)
     slots, experts, rank, full_rank, hidden, width = _check_weights(given)
     slices = len(given.lora_a)
     if max_lora_rank != rank:
@@ -146,13 +146,12 @@ def check_experts(
         )
     _check_moe_output(given.output, (tokens, k), slices * width, switches.offset)
     block_m = _check_alignment(given, slots, tokens * k, block_m)
-    _check_rank_table(given.lora_ranks, slices, slots)
+    first = given.lora_a[0]
+    check_ranks(given.lora_ranks, Weights(slots, rank, (hidden,) * slices, first.dtype, first.device))
     if given.fp8 is not None:
         check_fp8(given.fp8, given.x, (given.lora_a, given.lora_b), tokens * k)
-    operands = {"qcurr_hidden_states": given.x, "output": given.output, "mapping": given.mapping}
-    for name, tensor in (operands | ({} if given.lora_ranks is None else {"lora_ranks": given.lora_ranks})).items():
-        if tensor.device != given.lora_a[0].device:
-            raise ValueError(f"{name} is on {tensor.device}, the weights are on {given.lora_a[0].device}")
+    for name, tensor in (("qcurr_hidden_states", given.x), ("output", given.output), ("mapping", given.mapping)):
+        check_device(name, tensor, first.device)
     factor = 1 if switches.mul_routed_weight else k
     return ExpertForm(tokens, k, slices, slots, experts, rank, full_rank, hidden, width, factor, block_m)
 
@@ -189,15 +188,6 @@ def _check_weights(given: Experts) -> tuple[int, int, int, int, int, int]:
     if a[:2] != b[:2]:
         raise ValueError(f"lora_a_stacked has {tuple(a[:2])} slots and experts, lora_b_stacked {tuple(b[:2])}")
     return a[0], a[1], a[2], b[3], a[3], b[2]
-
-
-def _check_rank_table(ranks: Any, slices: int, slots: int) -> None:
-    if ranks is None:
-        return
-    check_dtype("lora_ranks", ranks, (torch.int32,))
-    if tuple(ranks.shape) != (slices, slots) or not ranks.is_contiguous():
-        raise ValueError(f"lora_ranks has shape {tuple(ranks.shape)}; contiguous ({slices}, {slots}) is needed, one "
-                         "per slice and slot")  # fmt: skip
 
 
 def _check_ranks(rank: int, full_rank: int, switches: Switches) -> None:
@@ -313,8 +303,7 @@ def _check_scales(name: str, scales: Any, weights: Sequence[Tensor], scheme: Sch
             shape += (rows,)
         if tuple(scale.shape) not in (shape, (*shape, 1)):
             raise ValueError(f"{name}[{i}] has shape {tuple(scale.shape)}, slice {i} needs {shape} with {scheme}")
-        if scale.device != weight.device:
-            raise ValueError(f"{name}[{i}] is on {scale.device}, the weights are on {weight.device}; move one of them")
+        check_device(f"{name}[{i}]", scale, weight.device)
 
 
 def _check_row_scales(name: str, scale: Any, rows: int, k: int, scheme: Scheme, x: Tensor) -> None:

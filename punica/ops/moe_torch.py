@@ -6,7 +6,6 @@ the output. Values are read back to the host, which is free on a CPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from punica.ops import collectives
 from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Numbers, Switches
 from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_checks import check_alignment, check_experts
-from punica.ops.quant import FP8_MAX, quantize_per_token, upcast
+from punica.ops.quant import FP8_MAX, upcast
 
 Group = tuple[int, int, Tensor]
 """Slot, expert, pairs."""
@@ -195,7 +194,6 @@ class TorchExpertOps:
     """Alignment and fused op on a CPU (`punica.ops.experts.ExpertOps`)."""
 
     smallest_block = 1
-    quantize = staticmethod(partial(quantize_per_token, check=False))
 
     def align(
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
@@ -213,7 +211,7 @@ class TorchExpertOps:
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
         """Apply the contract's rule."""
-        return weights.outnumber(pairs)
+        return weights.prefers_naive(pairs)
 
     def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
         """Return 16."""

@@ -34,7 +34,7 @@ class PaperOps:
         lora_indices_tensor: Tensor,
         scaling: float = 1.0,
     ) -> None:
-        """``out[t, :r] = scaling * x[t] @ A[l_t]^T``; rows at -1 become 0.
+        """Compute ``out[t, :r] = scaling * x[t] @ A[l_t]^T``; rows at -1 become 0.
 
         Args:
             inputs: ``[T, K]`` floating.
@@ -56,7 +56,7 @@ class PaperOps:
         lora_indices_tensor: Tensor,
         add_inputs: bool = True,
     ) -> None:
-        """``out[t, :c] (+)= x[t] @ B[l_t]^T`` with ``c = min(N, out.shape[1])``; rows at -1 are not written.
+        """Compute ``out[t, :c] (+)= x[t] @ B[l_t]^T`` with ``c = min(N, out.shape[1])``; rows at -1 are not written.
 
         Args:
             inputs: ``[T, r]``, float32 or the dtype of the weights.
@@ -79,7 +79,7 @@ class PaperOps:
         slice_size: int,
         add_inputs: bool = True,
     ) -> None:
-        """`bgmv_expand` into columns ``[slice_offset, slice_offset + slice_size)``; ``slice_size`` must equal N.
+        """Run `bgmv_expand` into columns ``[slice_offset, slice_offset + slice_size)``; ``slice_size`` must equal N.
 
         ValueError also when the slice does not fit the output or the weights.
         """
@@ -93,7 +93,7 @@ class PaperOps:
         seq_len_tensor: Tensor, lora_indices_tensor: Tensor,
         batches: int, max_seq_length: int, token_nums: int, scaling: float,
     ) -> None:  # fmt: skip
-        """`bgmv_shrink` with slots given per segment (the outputs of `punica.metadata.compute_meta`).
+        """Run `bgmv_shrink` with slots given per segment (the outputs of `punica.metadata.compute_meta`).
 
         Segment b covers rows ``[b_seq_start_loc[b], b_seq_start_loc[b] + seq_len_tensor[b])`` and uses slot
         ``lora_indices_tensor[b]``. The ``batches`` segments cover the first ``token_nums`` rows; later rows have slot
@@ -108,7 +108,7 @@ class PaperOps:
         batches: int, max_seq_length: int, token_nums: int,
         add_inputs: bool = False,
     ) -> None:  # fmt: skip
-        """`bgmv_expand` with slots given per segment, as in `sgmv_shrink`."""
+        """Run `bgmv_expand` with slots given per segment, as in `sgmv_shrink`."""
         slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
         self.bgmv_expand(inputs, lora_b_weights, output_tensor, slots, add_inputs)
 
@@ -118,6 +118,6 @@ class PaperOps:
         batches: int, max_seq_length: int, token_nums: int, slice_offset: int, slice_size: int,
         add_inputs: bool = False,
     ) -> None:  # fmt: skip
-        """`bgmv_expand_slice` with slots given per segment, as in `sgmv_shrink`."""
+        """Run `bgmv_expand_slice` with slots given per segment, as in `sgmv_shrink`."""
         slots = segment_slots(inputs, b_seq_start_loc, seq_len_tensor, lora_indices_tensor, batches, token_nums)
         self.bgmv_expand_slice(inputs, lora_b_weights, output_tensor, slots, slice_offset, slice_size, add_inputs)

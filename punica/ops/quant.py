@@ -2,7 +2,7 @@
 
 A scale belongs to a *unit* of elements and is ``max(max|w|, 1e-12) / fp8_max`` over it, so that the largest element of
 every unit becomes the largest FP8 value; ``stored = cast(clamp(w / scale))`` in float32, rounded to nearest even and
-clamped before the cast, which does not saturate by itself. A weight ``[N, K]`` has the units
+clamped before the cast, which does not saturate. A weight ``[N, K]`` has the units
 
     per tensor   all of it                          scale []
     per channel  a row                              scale [N]
@@ -33,19 +33,19 @@ LEAST = 1e-12
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` cast to an FP8 ``dtype`` without a scale; saturating at the largest value; NaN stays NaN."""
+    """Cast ``x`` to an FP8 ``dtype`` without a scale, saturating at the largest value; NaN stays NaN."""
     return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
 def quantize_per_tensor(w: Tensor, dtype: torch.dtype = E4M3, *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """``w`` of any shape as (values of the same shape, 0-d scale)."""
+    """Quantise ``w`` of any shape as (values of the same shape, 0-d scale)."""
     _check_source("w", w, dtype, check)
     scale = _scale_of(w.float().abs().amax() if w.numel() else w.new_zeros((), dtype=torch.float32), dtype)
     return _stored(w, scale, dtype), scale
 
 
 def quantize_per_channel(w: Tensor, dtype: torch.dtype = E4M3, *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """``w [..., N, K]`` as (values, scale ``[..., N]``)."""
+    """Quantise ``w [..., N, K]`` as (values, scale ``[..., N]``)."""
     _check_source("w", w, dtype, check, 2)
     scale = _scale_of(_largest(w.float().abs()), dtype)
     return _stored(w, scale[..., None], dtype), scale
@@ -54,7 +54,7 @@ def quantize_per_channel(w: Tensor, dtype: torch.dtype = E4M3, *, check: bool = 
 def quantize_blockwise(
     w: Tensor, block_n: int, block_k: int, dtype: torch.dtype = E4M3, *, check: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """``w [..., N, K]`` as (values, scale ``[..., ceil(N/block_n), ceil(K/block_k)]``)."""
+    """Quantise ``w [..., N, K]`` as (values, scale ``[..., ceil(N/block_n), ceil(K/block_k)]``)."""
     _check_source("w", w, dtype, check, 2)
     blocks = _check_blocks((block_n, block_k))
     rows, columns = w.shape[-2:]
@@ -69,8 +69,8 @@ def quantize_blockwise(
 def quantize_per_token(
     x: Tensor, group_k: int = 0, dtype: torch.dtype = E4M3, *, check: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Activations ``x [T, K]`` or ``[n, T, K]`` as (values, a_scale ``[T, 1]``), or ``[T, ceil(K/group_k)]`` with one
-    scale per group of ``group_k`` columns. The n slices of a row share its scales.
+    """Quantise activations ``x [T, K]`` or ``[n, T, K]`` as (values, a_scale ``[T, 1]``), or ``[T, ceil(K/group_k)]``
+    with one scale per group of ``group_k`` columns. The n slices of a row share its scales.
     """
     _check_source("x", x, dtype, check)
     if x.ndim not in (2, 3):
@@ -87,7 +87,7 @@ def quantize_per_token(
 
 
 def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> Tensor:
-    """The float32 values behind ``q``: exact products with a scale per tensor (0-d or one element), per channel
+    """Return the float32 values behind ``q``: exact products with a scale per tensor (0-d or one element), per channel
     (``q.shape[:-1]``), or with ``block`` ``(block_n, block_k)`` per block.
     """
     check_dtype("q", q, FP8_DTYPES)
@@ -108,7 +108,7 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> 
 
 
 def upcast(q: Tensor) -> Tensor:
-    """FP8 values as float32, without a scale: what ``q.float()`` gives, on a CPU three times as fast for e4m3."""
+    """Convert FP8 values to float32, without a scale: ``q.float()``, but on a CPU three times as fast for e4m3."""
     if q.dtype != E4M3 or q.device.type != "cpu":
         return q.float()
     if q.ndim > 1 and not q.is_contiguous() and q.mT.is_contiguous():
@@ -117,8 +117,8 @@ def upcast(q: Tensor) -> Tensor:
 
 
 def validate_scales(scales: Tensor | Sequence[Tensor], name: str) -> None:
-    """Scales from elsewhere, before they are stored: TypeError unless float32, ValueError unless all are finite and
-    >= 0, with ``name``, the slice and the first bad index. Waits for the device.
+    """Check scales from elsewhere, before they are stored: TypeError unless float32, ValueError unless all are finite
+    and >= 0, with ``name``, the slice and the first bad index. Waits for the device.
     """
     for i, scale in enumerate([scales] if isinstance(scales, Tensor) else scales):
         label = name if isinstance(scales, Tensor) else f"{name}[{i}]"
@@ -156,7 +156,7 @@ class Fp8Matrix:
 
     @classmethod
     def of(cls, w: "Tensor | Fp8Matrix", dtype: torch.dtype, *, check: bool = True) -> "Fp8Matrix":
-        """``w [..., N, K]`` quantised per channel; itself where it is that already."""
+        """Quantise ``w [..., N, K]`` per channel; itself where it is that already."""
         if isinstance(w, Fp8Matrix):
             if w.dtype == dtype:
                 return w
@@ -165,7 +165,7 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values."""
+        """Shape of the values."""
         return self.values.shape
 
     @property
@@ -184,17 +184,17 @@ class Fp8Matrix:
         return self.values.device
 
     def real(self) -> Tensor:
-        """float32, of the same shape."""
+        """Return the matrix in float32, of the same shape."""
         return dequantize(self.values, self.scale)
 
     def scaled(self, factor: float) -> "Fp8Matrix":
-        """``factor`` times the matrix, by its scales: the values stay, but for the sign of a negative factor."""
+        """Multiply the matrix by ``factor``, by its scales: the values stay, but for the sign of a negative factor."""
         values = self.values if factor >= 0 else (-self.values.float()).to(self.dtype)
         return Fp8Matrix(values, self.scale * abs(factor))
 
     def cut(self, part: Callable[[Tensor], Any]) -> "Fp8Matrix":
-        """``part`` of the matrix, a function that selects rows and columns of a tensor: the scales are cut as the
-        values are.
+        """Cut out ``part`` of the matrix, a function that selects rows and columns of a tensor: the scales are cut as
+        the values are.
         """
         values = part(self.values)
         # a tensor of the matrix's shape whose every column is the scales, without their memory
@@ -202,7 +202,7 @@ class Fp8Matrix:
         return Fp8Matrix(values, scale[..., 0].contiguous() if values.shape[-1] else scale.sum(-1))
 
     def split(self, sizes: Sequence[int]) -> "list[Fp8Matrix]":
-        """Blocks of so many rows each, of one matrix."""
+        """Split one matrix into blocks of so many rows each."""
         return [
             Fp8Matrix(*part) for part in zip(self.values.split(list(sizes)), self.scale.split(list(sizes)), strict=True)
         ]
@@ -230,7 +230,7 @@ def _check_blocks(block: Sequence[int]) -> tuple[int, int]:
 
 
 def _largest(magnitudes: Tensor) -> Tensor:
-    """Largest element along the last dimension, 0 where it is empty."""
+    """Return the largest element along the last dimension, 0 where it is empty."""
     return magnitudes.amax(-1) if magnitudes.shape[-1] else magnitudes.sum(-1)
 
 
@@ -247,6 +247,6 @@ def _counts(w: Tensor, block: tuple[int, int]) -> tuple[int, int]:
 
 
 def _over_elements(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
-    """Block scales repeated to the elements of a tensor of ``shape``."""
+    """Return block scales repeated to the elements of a tensor of ``shape``."""
     rows = scale.repeat_interleave(block[0], -2)[..., : shape[-2], :]
     return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]

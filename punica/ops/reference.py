@@ -13,6 +13,7 @@ run on every torch device; on ``meta`` they only check. Speed is the business of
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def _compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _rows_by_slot(slots: Tensor, num_slots: int) -> list[tuple[int, Tensor]]:
-    """``(slot, rows)`` for every slot >= 0 in use. Rows at -1 are left out, so -1 can never index the last slot."""
+    """Return ``(slot, rows)`` for every slot >= 0 in use. Rows at -1 are left out: -1 would index the last slot."""
     used = slots.unique().tolist()
     check_slot_range(used, num_slots, "lora_indices_tensor")
     return [(slot, (slots == slot).nonzero().flatten()) for slot in used if slot >= 0]
@@ -35,7 +36,7 @@ def _rows_by_slot(slots: Tensor, num_slots: int) -> list[tuple[int, Tensor]]:
 def _multiply(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *, scaling: float, add: bool, zero_idle: bool
 ) -> None:
-    """``output[t] (+)= scaling * inputs[t] @ weights[slots[t]]^T`` for checked arguments, one adapter at a time."""
+    """Compute ``output[t] (+)= scaling * inputs[t] @ weights[slots[t]]^T`` for checked arguments."""
     if any(tensor.is_meta for tensor in (inputs, weights, output, slots)):
         return
     dtype = _compute_dtype(inputs, weights, output)
@@ -66,12 +67,22 @@ sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand
 # --- mixture of experts ----------------------------------------------------------------------------------------------
 
 
+class Routing(NamedTuple):
+    """Pairs of T tokens: experts of this rank by local number and their weights ``[T, k]``, slots ``[T]``, and which
+    slots are enabled ``[L+1]``.
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+    token_lora_mapping: Tensor
+    adapter_enabled: Tensor
+
+
 def fused_moe_lora(
-    output: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
-    topk_ids: Tensor, topk_weights: Tensor, token_lora_mapping: Tensor, adapter_enabled: Tensor,
+    output: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor], routing: Routing,
     mul_routed_weight: bool = False, offset: int = 0, add_inputs: bool = True,
 ) -> None:  # fmt: skip
-    """LoRA of every (token, expert) pair, pair by pair, in place.
+    """Add LoRA to every (token, expert) pair, pair by pair, in place.
 
     Pair ``i = t * k + j`` has the slot ``l`` of its token and the expert ``e = topk_ids[t, j]``:
 
@@ -84,9 +95,8 @@ def fused_moe_lora(
     Args:
         output: ``[T, k, W]``. x: ``[T, K]``, or ``[T*k, K]`` with ``mul_routed_weight``.
         lora_a_stacked, lora_b_stacked: n x ``[L, E, R, K]`` and ``[L, E, N, R]``.
-        topk_ids, topk_weights: ``[T, k]``, experts of this rank by local number.
-        token_lora_mapping: ``[T]``. adapter_enabled: ``[L+1]``.
     """
+    topk_ids, topk_weights, token_lora_mapping, adapter_enabled = routing
     slots, experts, _, _ = lora_a_stacked[0].shape
     tokens, top_k = topk_ids.shape
     for t in range(tokens):

@@ -65,7 +65,7 @@ class Cut(NamedTuple):
 def cut(
     plan: SegmentPlan, tensors: tuple[Tensor, ...], rank_dim: int, ranks: Ranks | None, x: Tensor, out: Tensor
 ) -> Cut:
-    """The products of a call whose operands were checked.
+    """Cut a call, whose operands were checked, into products.
 
     Args:
         tensors: one per slice, ``[L, (1,) out, in]``; ``rank_dim`` is where they have their rank: -2 in A (shrink), -1
@@ -97,7 +97,7 @@ def _cut_slice(
     rank_dim: int, rows: int,
     out_dtype: torch.dtype, x_dtype: torch.dtype,
 ) -> Slice:  # fmt: skip
-    """The products of one slice on ``rows`` rows; a run whose adapters differ in rank is cut where the rank changes."""
+    """Cut one slice into products on ``rows`` rows; a run is also cut where the rank of its adapters changes."""
     blocks: list[int] = []
     products: list[Product] = []
     done = 0
@@ -133,7 +133,7 @@ def _cut_by_rank(runs: tuple[Run, ...], ranks: list[int], width: int) -> tuple[R
 
 
 def multiply_products(out: Tensor, x: Tensor, part: Slice, alpha: float, beta: float, rank_of_out: bool) -> None:
-    """All products of one slice, in place: ``out [T, N]``, ``x [T, K]``. The rank is N (``rank_of_out``) or K."""
+    """Compute the products of a slice in place: ``out [T, N]``, ``x [T, K]``; the rank is N (``rank_of_out``) or K."""
     blocks, products = part
     out_blocks, x_blocks = out.split_with_sizes(blocks), x.split_with_sizes(blocks)
     for block, segments, length, rank, multiply, weight in products:

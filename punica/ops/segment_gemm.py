@@ -79,8 +79,9 @@ class _Scratch(threading.local):
         self.operands: dict[_Convert, Operands] = {}
 
     def cut(self, convert: _Convert) -> Operands:
-        """Operands that later calls of ``convert`` find again in ``operands``. Never inference tensors: the next call
-        may be outside of inference mode."""
+        """Cut operands that later calls of ``convert`` find again in ``operands``. Never inference tensors: the next
+        call may be outside of inference mode.
+        """
         tile = convert.tile
         batch, dtype = tile.batch, tile.dtype
         with torch.inference_mode(False):
@@ -117,7 +118,7 @@ def _onednn_multiplies_bfloat16() -> bool:
 
 
 def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int) -> tuple[Multiply, Tensor]:
-    """The form for a run of segments of ``length`` rows, and its weight operand.
+    """Choose the form for a run of segments of ``length`` rows, and its weight operand.
 
     Args:
         out_dtype, x_dtype: dtypes that the calls will have.
@@ -144,7 +145,7 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
 
 
 def _is_row_major(w: Tensor) -> bool:
-    """True where the rows of ``[..., N, K]`` are contiguous, False where its columns are."""
+    """Return True where the rows of ``[..., N, K]`` are contiguous, False where its columns are."""
     return w.stride(-2) >= w.stride(-1)
 
 
@@ -159,7 +160,7 @@ def _native_applies(out_dtype: torch.dtype, w: Tensor) -> bool:
 
 
 def _multiplication(plain: Callable[..., Tensor], adding: Callable[..., Tensor]) -> Callable[..., None]:
-    """``out = beta * out + alpha * x @ wt`` in the cheapest of torch's forms: ``plain`` overwrites, ``adding`` adds."""
+    """Return ``out = beta * out + alpha * x @ wt`` in torch's cheapest form: ``plain`` overwrites, ``adding`` adds."""
 
     def multiply(out: Tensor, x: Tensor, wt: Tensor, alpha: float, beta: float) -> None:
         if beta == 0 and alpha == 1:
@@ -210,18 +211,18 @@ class _Convert:
 
 @functools.lru_cache(maxsize=1024)
 def _convert(tile: Tile) -> _Convert:
-    """One object per tile, so that all weights of one shape share their scratch."""
+    """Return one object per tile, so that all weights of one shape share their scratch."""
     return _Convert(tile)
 
 
 def _convert_segment(tile: Tile) -> Multiply:
-    """One segment, at once if it fits a tile."""
+    """Return the product of one segment, at once if it fits a tile."""
     fits = tile.n * (tile.k + tile.length) <= _TILE and tile.length <= _TILE_ROWS
     return _convert(tile) if fits else _convert_blocks
 
 
 def _convert_groups(tile: Tile, group: int) -> Multiply:
-    """A run, ``group`` segments at a time; the last group may be smaller."""
+    """Return the product of a run, ``group`` segments at a time; the last group may be smaller."""
     (count,) = tile.batch
     whole, rest = _convert(tile._replace(batch=(group,))), _convert(tile._replace(batch=(count % group,)))
 
@@ -234,7 +235,7 @@ def _convert_groups(tile: Tile, group: int) -> Multiply:
 
 
 def _convert_each(one: Multiply) -> Multiply:
-    """A run of segments of which no two fit a tile."""
+    """Return the product of a run of segments of which no two fit a tile."""
 
     def multiply(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
         for i in range(w.shape[0]):
@@ -244,7 +245,8 @@ def _convert_each(one: Multiply) -> Multiply:
 
 
 def _convert_blocks(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
-    """One segment, ``w [N, K]``, too large for a tile: blocks of columns, each converted once for all blocks of rows.
+    """Multiply one segment, ``w [N, K]``, too large for a tile: blocks of columns, each converted once for all blocks
+    of rows.
 
     A column block is a weight in the arithmetic dtype, so the tiles of its row blocks convert only ``x`` and ``out``.
     """

@@ -14,13 +14,25 @@ not part of the image: the kernel makes them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16
 HEADER = 4
+
+
+class ImagePart(Protocol):
+    """An entry of an image: a :class:`SlotMatrix`, or a layer's record of one of its slots."""
+
+    @property
+    def part(self) -> Tensor | None:
+        """The matrix ``[r, c]``, or ``None``."""
+
+    @property
+    def rank(self) -> int:
+        """Its entry in the table of ranks."""
 
 
 class SlotMatrix(NamedTuple):
@@ -32,8 +44,8 @@ class SlotMatrix(NamedTuple):
     rank: int
 
 
-def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
-    """The image of ``matrices`` as uint8 ``[bytes]`` on the CPU, cast to ``dtype``; in page-locked memory if asked."""
+def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
+    """Pack ``matrices``, cast to ``dtype``, into an image: uint8 ``[bytes]`` on the CPU, page-locked if asked."""
     offsets = _offsets(matrices, dtype)
     image = torch.empty(offsets[-1] * ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     header = [
@@ -51,7 +63,7 @@ def pack_image(matrices: Sequence[SlotMatrix], dtype: torch.dtype, *, pin_memory
 
 
 def image_matrices(image: Tensor, count: int, dtype: torch.dtype) -> list[Tensor | None]:
-    """The ``count`` matrices of an image on the CPU, as views; ``None`` where a slot's matrix is all zeros."""
+    """Return the ``count`` matrices of an image on the CPU, as views; ``None`` where a slot's matrix is all zeros."""
     data, per_unit = image.view(dtype), ALIGNMENT // dtype.itemsize
     found: list[Tensor | None] = []
     for offset, rows, cols, _ in _header(image, count).tolist():
@@ -79,8 +91,8 @@ def _header(image: Tensor, count: int) -> Tensor:
     return image[: count * HEADER * 8].view(torch.int64).view(count, HEADER)
 
 
-def _offsets(matrices: Sequence[SlotMatrix], dtype: torch.dtype) -> list[int]:
-    """First unit of 16 bytes of every matrix, and last the end of the image."""
+def _offsets(matrices: Sequence[ImagePart], dtype: torch.dtype) -> list[int]:
+    """Return the first unit of 16 bytes of every matrix, and last the end of the image."""
     offsets = [_units(len(matrices) * HEADER * 8)]
     for matrix in matrices:
         size = 0 if matrix.part is None else matrix.part.numel() * dtype.itemsize

@@ -43,11 +43,13 @@ class TorchOps:
     Lanes beyond a true rank are not read in A, B or the input of an expand.
     """
 
+    contiguous_shrinks = False
+
     def shrink(
         self, y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float = 1.0,
         accumulate: bool = False, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Hidden size to rank."""
+        """Shrink hidden size to rank."""
         check_dtype(STEP.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
         check_scale(STEP.scale, scale)
         if not x.shape[0]:
@@ -62,7 +64,7 @@ class TorchOps:
         self, y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Rank to hidden size."""
+        """Expand rank to hidden size."""
         check_dtype(STEP.output, y, WITH_DOUBLE)
         check_dtype(STEP.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
         if not y.shape[0]:
@@ -77,7 +79,7 @@ class TorchOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float = 1.0,
         add_inputs: bool = True, x_scale: Tensor | None = None, beside: Beside = ALONE,
     ) -> None:  # fmt: skip
-        """Both. There is no second stream, and base products are the caller's."""
+        """Run both. There is no second stream, and base products are the caller's."""
         if beside is not ALONE:
             raise NotImplementedError("TorchOps computes no base product; multiply it before")
         check_dtype(STEP.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
@@ -88,12 +90,12 @@ class TorchOps:
             add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
-        """`punica.ops.quant.quantize_per_token` without its check."""
+        """Quantise as `punica.ops.quant.quantize_per_token`, without its check."""
         return quantize_per_token(x, group_k, check=False)
 
 
 def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_scale: Tensor | None) -> Cut:
-    """The products of a call: those of the last such call on this step, or the operands checked and cut."""
+    """Return the products of a call: those of the last such call on this step, or the operands checked and cut."""
     plan, ranks = batch.plan, None if stack.ranks is None else stack.ranks.tolist()
     if stack.cuts_of is not plan or len(stack.cuts) >= _MOST_CUTS:
         stack.cuts_of, stack.cuts = plan, {}
@@ -111,7 +113,7 @@ def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_sc
 def _check_shrink(y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, x_scale: Tensor | None) -> None:
     form, is_fp8 = a.form.stored, a.form.is_fp8
     check_activation(STEP.input, x, x_scale, form.widths[0], a.form.scheme, form)
-    check_input(STEP.input, x, form._replace(dtype=x.dtype) if is_fp8 else form, STEP.a)
+    check_input(STEP.input, x, form, STEP.a)
     check_low_rank(STEP.output, y, form, x.shape[0], FLOATS if is_fp8 else WITH_DOUBLE)
     batch.check_rows(x.shape[0])
 

@@ -64,29 +64,28 @@ class Stack:
     ) -> None:  # fmt: skip
         self.form = _form(tensors, rank_dim, ranks, scales, scheme, names)
         self.tensors, self.ranks, self.rank_dim = tuple(tensors), ranks, rank_dim
-        self.scales = tuple(scales or ())
-        self.plans = plans_of(self.form)
+        self.scales, self.plans = tuple(scales or ()), plans_of(self.form)
         self.operands: tuple[Tensor, ...] = ()
         self.cuts: dict[tuple, Any] = {}
         self.cuts_of: Any = None
 
     @classmethod
     def of_a(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
-        """A, ``[L, (1,) r, K]`` per slice."""
+        """Build A, ``[L, (1,) r, K]`` per slice."""
         return cls(tensors, -2, *args, **kwargs)
 
     @classmethod
     def of_b(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
-        """B, ``[L, (1,) N_i, r]`` per slice."""
+        """Build B, ``[L, (1,) N_i, r]`` per slice."""
         return cls(tensors, -1, *args, **kwargs)
 
     def slice(self, i: int) -> Stack:
-        """Slice ``i`` alone."""
+        """Return slice ``i`` alone."""
         ranks = None if self.ranks is None else self.ranks[i : i + 1]
         return Stack(self.tensors[i : i + 1], self.rank_dim, ranks, self.scales[i : i + 1], self.form.scheme)
 
     def validate(self) -> None:
-        """For debugging: ValueError unless all scales are finite and >= 0. Waits for the device."""
+        """Raise ValueError unless all scales are finite and >= 0, for debugging. Waits for the device."""
         validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")
 
     @functools.cached_property
@@ -105,8 +104,7 @@ class LoRAWeights:
 
     def __init__(self, a: Stack, b: Stack, names: Names = STEP) -> None:
         _check_pair(a.form, b.form, names)
-        self.a, self.b = a, b
-        self.plans = plans_of(a.form, b.form)
+        self.a, self.b, self.plans = a, b, plans_of(a.form, b.form)
 
     @classmethod
     def of(
@@ -114,42 +112,54 @@ class LoRAWeights:
         scales: tuple[Scaled, Scaled] = (None, None), schemes: tuple[Scheme, Scheme] = (PLAIN, PLAIN),
         names: Names = STEP,
     ) -> LoRAWeights:  # fmt: skip
-        """From the tensors of both; ``scales`` and ``schemes`` of A and of B."""
+        """Build both from their tensors; ``scales`` and ``schemes`` of A and of B."""
         a = Stack.of_a(lora_a, ranks, scales[0], schemes[0], names)
         return cls(a, Stack.of_b(lora_b, ranks, scales[1], schemes[1], names), names)
 
     def validate(self) -> None:
-        """`Stack.validate` of both."""
+        """Run `Stack.validate` on both."""
         self.a.validate()
         self.b.validate()
 
 
-@functools.lru_cache(maxsize=4096)
-def plans_of(*forms: Form) -> dict[tuple, Any]:
-    """The table of plans for weights of these forms."""
-    return {}
-
-
 _FORMS: dict[tuple, Form] = {}
-_MOST_FORMS = 4096  # a full table starts anew
+_PLANS: dict[tuple[Form, ...], dict[tuple, Any]] = {}
+_MOST_FORMS = 4096  # of both; a full table starts anew
+
+
+def plans_of(*forms: Form) -> dict[tuple, Any]:
+    """Return the table of plans for weights of these forms; a new one where sizes are symbols, which have no hash."""
+    try:
+        known = _PLANS.get(forms)
+    except TypeError:
+        return {}
+    if known is None:
+        if len(_PLANS) >= _MOST_FORMS:
+            _PLANS.clear()
+        known = _PLANS[forms] = {}
+    return known
+
+
+def forget_plans() -> None:
+    """Empty the tables of plans, also those that weights in use and the operations of experts hold."""
+    for table in _PLANS.values():
+        table.clear()
 
 
 def _form(
     tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
 ) -> Form:
-    """The form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
-    key: tuple = ()
-    known, listed = None, (tuple, list)
-    if isinstance(tensors, listed) and (scales is None or isinstance(scales, listed)):
-        try:
-            key = (
-                rank_dim, scheme, len(tensors),
-                *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
-                ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
-            )  # fmt: skip
-            known = _FORMS.get(key)
-        except (AttributeError, TypeError):  # not tensors: the checks name what is wrong
-            pass
+    """Return the form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
+    listed = (tuple, list)
+    try:
+        key = (
+            rank_dim, scheme, isinstance(tensors, listed), scales is None or isinstance(scales, listed), len(tensors),
+            *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
+            ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
+        )  # fmt: skip
+        known = _FORMS.get(key)
+    except (AttributeError, TypeError):  # not tensors, which the checks name; or sizes are symbols, which have no hash
+        return _checked(tensors, rank_dim, ranks, scales, scheme, names)
     if known is None:
         known = _checked(tensors, rank_dim, ranks, scales, scheme, names)
         if len(_FORMS) >= _MOST_FORMS:
@@ -179,7 +189,7 @@ def _checked(
 
 
 def check_stored(stack: Stack, name: str) -> None:
-    """Checks for kernels beyond those of every stack: 16 or 32 bits or FP8, and memory in one order."""
+    """Check a stack for kernels: 16 or 32 bits or FP8, and memory in one order."""
     from_dtype = stack.form.stored.dtype
     if from_dtype not in (*FLOATS, *FP8_DTYPES):
         raise TypeError(f"{name} has dtype {from_dtype}, expected {' or '.join(map(str, FLOATS))}")

@@ -5,13 +5,12 @@ On a GPU a few rows of 16 bits go through `skinny_gemm`, which reads the weight 
 torch sends float32 products on a CPU to MKL, which is slow for a few rows on other makers' processors. The linear
 layers of ``llama-small`` on an AMD EPYC with two cores take 17 ms for one row and 81 ms for four; oneDNN (also in
 torch) takes 19 and 33 ms, and less than half of MKL's time up to 512 rows. So batches go to oneDNN and a single row to
-MKL. On an Intel Xeon a single row takes MKL 18 ms and two rows take oneDNN 13 ms: `use_faster_products` measures both
-and keeps the faster. It is not the default, since bits would then depend on a clock. oneDNN's operator is not public
-API: where torch lacks it, or its answer differs, ``F.linear`` serves all.
+MKL. On an Intel Xeon a single row takes MKL 18 ms and two rows take oneDNN 13 ms: experiments measure both and set
+`onednn_for`. The library does not, since bits would then depend on a clock. oneDNN's operator is not public API: where
+torch lacks it, or its answer differs, ``F.linear`` serves all.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +24,14 @@ MOST_SKINNY_ROWS = 32
 
 
 @dataclass
-class _Choice:
+class OneDnnRows:
     """Row counts that oneDNN multiplies."""
 
     one: bool = False
     several: bool = True
 
 
-_onednn_for = _Choice()
+onednn_for = OneDnnRows()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,12 +40,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _skinny(x, weight, bias)
     if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() > 1 and x.numel():
         rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
-        if _onednn_for.several if rows > 1 else _onednn_for.one:
-            onednn = _onednn_linear()
+        if onednn_for.several if rows > 1 else onednn_for.one:
+            onednn = onednn_linear()
             if onednn is not None:
                 if x.dim() == 2:
-                    return _through(onednn, x, weight, bias)
-                return _through(onednn, x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+                    return through(onednn, x, weight, bias)
+                return through(onednn, x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
 
 
@@ -77,46 +76,13 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return out.view(*x.shape[:-1], -1)
 
 
-def _through(onednn: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def through(onednn: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by oneDNN's fused linear."""
     return onednn(x, weight, bias, "none", [], "")
 
 
 @functools.cache
-def use_faster_products(hidden: int = 2048, inner: int = 5504, attempts: int = 7) -> dict[str, str]:
-    """Time MKL and oneDNN for one row and for four against ``[inner, hidden]`` float32 weights, and use the faster for
-    every caller of `linear` in this process. Returns its name for ``"one"`` and ``"several"``.
-
-    For benchmarks: all systems compared get the machine's best product. Takes a quarter of a second, once.
-    """
-    onednn = _onednn_linear()
-    if onednn is None:
-        return {"one": "torch", "several": "torch"}
-    weights = [torch.ones(inner, hidden, device="cpu") for _ in range(2)]
-    for kind, rows in (("one", 1), ("several", 4)):
-        x = torch.ones(rows, hidden, device="cpu")
-        products: list[Callable[[Tensor], Tensor]] = [
-            functools.partial(F.linear, x),
-            functools.partial(_through, onednn, x),
-        ]
-        plain, other = _best_of(products, weights, attempts)
-        setattr(_onednn_for, kind, other < plain)
-    return {kind: "oneDNN" if getattr(_onednn_for, kind) else "torch" for kind in ("one", "several")}
-
-
-def _best_of(products: list[Callable[[Tensor], Tensor]], weights: list[Tensor], attempts: int) -> list[float]:
-    """Least seconds of each product for all weights, measured in turns."""
-    best = [float("inf")] * len(products)
-    for _ in range(attempts):
-        for index, product in enumerate(products):
-            started = time.perf_counter()
-            for weight in weights:
-                product(weight)
-            best[index] = min(best[index], time.perf_counter() - started)
-    return best
-
-
-@functools.cache
-def _onednn_linear() -> Any | None:
+def onednn_linear() -> Any | None:
     """oneDNN's fused linear, if this torch has it and it agrees with ``F.linear``; probed once."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return None

@@ -102,7 +102,7 @@ class SingleAdapter(AdmissionRule):
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
         """Allow one prefill per step, of the batch's adapter."""
-        return not admitted and all(request.weights_id == candidate.weights_id for request in running)
+        return not admitted and all(request.weights_key == candidate.weights_key for request in running)
 
 
 @ADMISSION_RULES.register("static")
@@ -119,7 +119,8 @@ class StaticBatching(AdmissionRule):
         self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
     ) -> bool:
         """Form a batch in one step, when nothing runs."""
-        return len(running) == len(admitted) and all(request.weights_id == candidate.weights_id for request in admitted)
+        key = candidate.weights_key
+        return len(running) == len(admitted) and all(request.weights_key == key for request in admitted)
 
 
 @ADMISSION_RULES.register("static_mixed")

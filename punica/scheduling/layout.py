@@ -7,7 +7,7 @@ Sorting makes the rows of one adapter adjacent: one SGMV segment per adapter, wi
 are made once per invocation and shared by all LoRA layers of the model (7 L of them).
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -138,12 +138,12 @@ def next_decode_step(layout: StepLayout, blocks: BlockManager) -> StepLayout | N
 
 
 def lay_out(
-    plan: StepPlan, blocks: BlockManager, slots: Mapping[int, int] | None, index_rule: str = "per_request",
+    plan: StepPlan, blocks: BlockManager, slots: Mapping[Hashable, int] | None, index_rule: str = "per_request",
     expected: StepLayout | None = None,
 ) -> StepLayout:  # fmt: skip
     """Build the layout of ``plan``: prompts, then decode rows without adapter, then decode rows by ascending slot.
 
-    ``slots``: ``weights_id`` to slot, for every request of the plan; ``None`` when no adapters are applied.
+    ``slots``: ``weights_key`` to slot, for every request of the plan; ``None`` when no adapters are applied.
     ``expected``: the layout that :func:`next_decode_step` made of the step before. If ``plan`` is that step, its spans
     are reused with the token ids known now.
 
@@ -153,7 +153,7 @@ def lay_out(
     """
 
     def slot_of(request: RequestState) -> int:
-        return slots[request.weights_id] if slots is not None and request.weights_id else -1
+        return slots[request.weights_key] if slots is not None and request.weights_key else -1
 
     requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
     sampled_slots = tuple(map(slot_of, requests))

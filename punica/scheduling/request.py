@@ -1,7 +1,7 @@
 """Generation requests, and their state in an engine."""
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
@@ -18,6 +18,14 @@ class AdapterRequest(Protocol):
     @property
     def lora_int_id(self) -> int:
         """Id of the adapter, at least 1."""
+
+
+class AdapterWeights(Protocol):
+    """Weights that a request runs with (``punica.adapters.LoadedAdapter``)."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for weights that share a slot: the adapter's id, unless another version took its place."""
 
 
 class OutputText(Protocol):
@@ -105,9 +113,8 @@ class RequestState:
         finish_reason: reason of the end, ``None`` before.
         preemptions: number of preemptions for want of blocks or slots.
         overtaken: number of later requests that joined while it waited.
-        weights_id: id of its adapter weights; requests with equal ids share a slot. The adapter's id, unless a new
-            version of it was or is to be loaded: see ``punica.engine.residency``.
-        has_weights: it has joined, and keeps the version of its adapter that it started with.
+        weights: the version of its adapter that it started with, and keeps; ``None`` before it has joined.
+        reloads: it waits to load a new version of its adapter.
         arrival_s, first_token_s, last_token_s: seconds on the clock of ``time.perf_counter``.
     """
 
@@ -127,8 +134,8 @@ class RequestState:
     error: str | None = field(default=None, init=False)
     preemptions: int = field(default=0, init=False)
     overtaken: int = field(default=0, init=False)
-    weights_id: int = field(init=False)
-    has_weights: bool = field(default=False, init=False)
+    weights: AdapterWeights | None = field(default=None, init=False)
+    reloads: bool = field(default=False, init=False)
     arrival_s: float = field(default_factory=time.perf_counter, init=False)
     first_token_s: float | None = field(default=None, init=False)
     last_token_s: float | None = field(default=None, init=False)
@@ -140,9 +147,16 @@ class RequestState:
             request.prompt_token_ids,
             request.adapter,
         )
-        self.adapter_id = self.weights_id = request.adapter_id
+        self.adapter_id = request.adapter_id
         self.params = params = as_sampling_params(request.params)
         self._ends = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
+
+    @property
+    def weights_key(self) -> Hashable:
+        """Identity of the adapter weights it needs: two requests share a slot if theirs are equal; 0 for none."""
+        if self.weights is not None:
+            return self.weights.key
+        return self if self.reloads else self.adapter_id
 
     @property
     def token_ids(self) -> list[int]:

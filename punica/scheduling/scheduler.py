@@ -147,9 +147,9 @@ class Scheduler:
 
         A new version of an adapter replaces the previous one in its slot, unless a running request uses that one.
         """
-        in_use = {request.weights_id for request in self.running}
-        replaces = not candidate.has_weights and candidate.adapter_id not in in_use
-        adapters = {*in_use, candidate.adapter_id if replaces else candidate.weights_id} - {0}
+        in_use = {request.weights_key for request in self.running}
+        replaces = candidate.weights is None and candidate.adapter_id not in in_use
+        adapters = {*in_use, candidate.adapter_id if replaces else candidate.weights_key} - {0}
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
 
     def _drop(self, request: RequestState) -> None:
@@ -173,11 +173,11 @@ class Scheduler:
         if self.max_adapters is None:
             return []
         by_worth = sorted(self.running, key=lambda request: request.status is RequestStatus.FINISHED)
-        in_use = dict.fromkeys(request.weights_id for request in by_worth)
-        unpinned = [weights_id for weights_id in in_use if weights_id not in {0, *pinned}]
+        in_use = dict.fromkeys(request.weights_key for request in by_worth)
+        unpinned = [key for key in in_use if key not in {0, *pinned}]
         leaving = set(unpinned[max(0, self.max_adapters - len(set(pinned))) :])
         preempted: list[RequestState] = []
-        for request in [request for request in reversed(self.running) if request.weights_id in leaving]:
+        for request in [request for request in reversed(self.running) if request.weights_key in leaving]:
             if request.status is RequestStatus.FINISHED:
                 self._release(request)
             else:

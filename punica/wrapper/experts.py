@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import is_fake
 from punica.ops.checks import FLOATS
 from punica.ops.experts import Assignment, ExpertLoRAWeights, ExpertOps, Experts, Fp8Experts
 from punica.ops.moe_checks import check_mapping, check_routing
-from punica.wrapper.step import StepMetadata
+from punica.wrapper.linear import LinearMethods
 
 
-class ExpertMethods(StepMetadata):
+class ExpertMethods(LinearMethods):
     """Checks and errors are those of the ops; NotImplementedError of a wrapper whose backend has none for experts."""
 
     _experts: ExpertOps | None = None
@@ -82,7 +82,7 @@ class ExpertMethods(StepMetadata):
             return x, fp8
         if fp8.x_scale is not None:
             raise ValueError(f"a_scale is given, but x has dtype {x.dtype}: it is quantised here, leave a_scale out")
-        x, scale = self._expert_ops("add_lora_experts").quantize(x, fp8.shrink.group_k)
+        x, scale = self.ops.quantize(x, fp8.shrink.group_k)
         return x, fp8._replace(x_scale=scale)
 
     def _expert_ops(self, method: str) -> ExpertOps:

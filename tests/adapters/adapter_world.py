@@ -164,7 +164,7 @@ class Tenants:
 
 def buffers(layer: BaseLayerWithLoRA) -> list[torch.Tensor]:
     """Everything that a layer's slots consist of: `[L, ...]` each."""
-    return [buffer for part in layer.slot_parts(None, None) for buffer in (part.slots, part.ranks)]
+    return [buffer for part in layer.slot_parts() for buffer in (part.slots, part.ranks)]
 
 
 def all_buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
@@ -173,7 +173,11 @@ def all_buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
 
 def active_in_order(manager: LoRAModelManager) -> list[int]:
     """The active adapters, the least recently used first."""
-    return [i for i in manager.list_adapters() if i in manager._held.active]
+    return [loaded.lora.id for loaded, _ in manager._active.items()]
+
+
+def requests_of(manager: LoRAModelManager) -> dict[int, LoRARequest | None]:
+    return {i: manager.request_of(i) for i in manager.list_adapters()}
 
 
 def snapshot(manager: LoRAModelManager) -> dict[str, object]:
@@ -184,7 +188,7 @@ def snapshot(manager: LoRAModelManager) -> dict[str, object]:
         "active": active_in_order(manager),
         "slots": list(manager.lora_index_to_id),
         "pinned": manager.pinned_adapters,
-        "requests": dict(manager._held.requests),
+        "requests": requests_of(manager),
         "mapping": manager._last_step,
         "buffers": [tensor.clone() for tensor in all_buffers(manager)],
         "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone(), list(wrapper.indices_len)],
@@ -208,12 +212,14 @@ def check_invariants(manager: LoRAModelManager) -> None:
     registered, in_slots = manager.list_adapters(), [i for i in manager.lora_index_to_id if i is not None]
     assert len(in_slots) == len(set(in_slots))
     assert set(in_slots) <= set(registered)
-    assert set(in_slots) == set(manager._held.active)
-    assert manager._held.slots_of(in_slots) == {i: manager.lora_index_to_id.index(i) for i in in_slots}
+    assert {i: manager.loaded(i).slot for i in active_in_order(manager)} == {
+        i: manager.lora_index_to_id.index(i) for i in in_slots
+    }
+    registered_active = [i for i in registered if manager.is_active(i)]
+    assert active_in_order(manager) == registered_active, "one order of use"
     assert len(manager) == len(registered) <= manager.capacity
     assert len(manager.lora_index_to_id) == manager.lora_slots
-    assert manager.pinned_adapters == manager._held.pinned <= set(in_slots)
-    assert set(manager._held.requests) <= set(registered)
+    assert manager.pinned_adapters == {loaded.lora.id for loaded in manager._active.pinned} <= set(in_slots)
 
 
 def decode(*adapter_ids: int) -> LoRAMapping:

@@ -32,7 +32,7 @@ def served(manager: LoRAModelManager, tenants: Tenants, tensors: dict[str, Tenso
     tenants.write(1, tensors, RANK)
     manager.set_active_adapters([tenants.request(1)], decode(1))
     assert set(manager.get_adapter(1).loras) == {layer}
-    return [part.slots[0].clone() for part in manager.modules[layer].slot_parts(None, None)]
+    return [part.slots[0].clone() for part in manager.modules[layer].slot_parts()]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -240,7 +240,7 @@ def test_an_image_holds_embedding_and_head(folders, dtype):
         manager.add_adapter(folders.request(i))
         lora = manager.get_adapter(i)
         staged = stage(manager.modules, lora, dtype, pin_memory=False)
-        parts = [part for layer in manager.modules.values() for part in layer.slot_parts(None, None)]
+        parts = [part for layer in manager.modules.values() for part in layer.slot_parts()]
         write_slot(staged.image, [part.stored().slots for part in parts], [part.ranks for part in parts], 1)
         for part in parts:
             assert torch.equal(part.slots[1], part.slots[0])

@@ -72,6 +72,7 @@ def test_fp8_files(scheme, slots, dense, tenants):
     stored = as_fp8(adapter_tensors(3, 4), scheme)
     tenants.write(3, stored, 4)
     manager = managed(dense, slots)
+    manager.check_adapter(tenants.request(3))
     manager.set_active_adapters([tenants.request(3)], decode(3, 0, 3))
     x = torch.randn(3, 24)
     expected = dense.merged(real(stored), 2.0)(x)
@@ -119,14 +120,14 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, sharded):
     staged = stage(manager.modules, lora, torch.uint8, pin_memory=False)
     for buffer in all_buffers(manager):
         buffer[1].fill_(3)
-    empty = [part.stored() for layer in manager.modules.values() for part in layer.slot_parts(None, None)]
+    empty = [part.stored() for layer in manager.modules.values() for part in layer.slot_parts()]
     write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], 1)
     for found, wanted in zip(all_buffers(manager), expected, strict=True):
         assert torch.equal(found.float(), wanted.float())
     if tp_size == 1:  # the staged adapter is the adapter
         for name, weights in lora.loras.items():
             own = staged.loras[name]
-            for a, b in zip(*[w.lora_a if w.is_packed else [w.lora_a] for w in (weights, own)], strict=True):
+            for (a, _), (b, _) in zip(weights.slices, own.slices, strict=True):
                 assert torch.equal(a.real(), b.real())
 
 
@@ -135,7 +136,7 @@ def test_an_image_is_about_half_as_large(dense):
     for fp8, dtype in ((None, torch.bfloat16), (E4M3, torch.uint8)):
         manager = managed(dense, fp8, lora_dtype="bfloat16")
         lora = manager._packer.pack(adapter(3, rank=8))
-        matrices = sum(len(layer.slot_parts(None, None)) for layer in manager.modules.values())
+        matrices = sum(len(layer.slot_parts()) for layer in manager.modules.values())
         sizes.append(stage(manager.modules, lora, dtype, pin_memory=False).image.numel() - 32 * matrices)
     values = sum(8 * (width + height) for width, height in MODULES.values())
     scales = sum(8 + height for _, height in MODULES.values())
@@ -182,6 +183,13 @@ def test_bad_files_change_nothing(change, error, message, dense, tenants):
     after = snapshot(manager)
     assert all(torch.equal(a.float(), b) for a, b in zip(after["buffers"], before["buffers"], strict=True))
     assert after["registered"] == before["registered"]
+
+
+def test_shapes_of_fp8_files_are_checked_on_arrival(dense, tenants):
+    short = {name: w[:-1] if "down_proj.lora_B" in name else w for name, w in adapter_tensors(3, 4).items()}
+    tenants.write(3, as_fp8(short), 4)
+    with pytest.raises(ValueError, match="lora_b must have 24 rows, got 23"):
+        managed(dense).check_adapter(tenants.request(3))
 
 
 def test_negative_scaling(dense):

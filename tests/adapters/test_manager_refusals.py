@@ -127,11 +127,14 @@ def test_a_layer_that_fails_leaves_its_slot_empty_and_free(make_manager, monkeyp
     manager.add_adapter(adapter(2))
     manager.activate_adapter(2)
     last = list(manager.modules.values())[-1]
+    reset = last.fill_slot
 
-    def fail(*_args: object) -> None:
-        raise RuntimeError("device lost")
+    def fail(index: int, slices: object) -> None:
+        if slices is not None:
+            raise RuntimeError("device lost")
+        reset(index, None)
 
-    monkeypatch.setattr(last, "set_lora", fail)
+    monkeypatch.setattr(last, "fill_slot", fail)
     with pytest.raises(RuntimeError, match="device lost"):
         manager.activate_adapter(1)
     assert manager.lora_index_to_id == [2, None]

@@ -21,8 +21,8 @@ from punica.metadata import LoRAMapping
 def count_writes(manager: LoRAModelManager, monkeypatch) -> list[int]:
     slots: list[int] = []
     layer = manager.modules[QKV]
-    original = layer.set_lora
-    monkeypatch.setattr(layer, "set_lora", lambda slot, a, b: (slots.append(slot), original(slot, a, b)))
+    original = layer.fill_slot
+    monkeypatch.setattr(layer, "fill_slot", lambda slot, slices: (slots.append(slot), original(slot, slices)))
     return slots
 
 

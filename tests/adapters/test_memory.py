@@ -130,10 +130,9 @@ def table_sizes(manager: LoRAModelManager) -> dict[str, int]:
     """Every table that could grow."""
     return {
         "registered": len(manager),
-        "requests": len(manager._held.requests),
-        "active": len(manager._held.active),
+        "active": len(manager._active),
         "slots": len(manager.lora_index_to_id),
-        "pins": len(manager.pinned_adapters) + len(manager._held.pinned),
+        "pins": len(manager.pinned_adapters) + len(manager._active.pinned),
     }
 
 
@@ -167,7 +166,7 @@ def test_ten_thousand_activations_leave_nothing_behind():
     assert growth < 10_000  # bytes; one object kept per activation would be more
     churn(7600)
     assert live_tensors() == tensors
-    assert table_sizes(manager) == tables == {"registered": 3, "requests": 0, "active": 2, "slots": 2, "pins": 0}
+    assert table_sizes(manager) == tables == {"registered": 3, "active": 2, "slots": 2, "pins": 0}
     assert [b.data_ptr() for layer in manager.modules.values() for b in layer.lora_a_stacked] == pointers
 
 

@@ -2,8 +2,12 @@
 
 import random
 import re
+import shutil
+import subprocess
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from re import _constants as op  # type: ignore[attr-defined]
 from types import SimpleNamespace
 
@@ -168,3 +172,24 @@ def test_names_do_not_reach_into_each_other() -> None:
     assert matches("a(?s:.)b", names, suffix=False) == [False] * 4 + [True]
     assert matches("(?s:.)*", names, suffix=False) == [True] * 5
     assert matches("[^x]{2}", names, suffix=False) == [False, False, True, False, False]
+
+
+def interpreter(version: str) -> str | None:
+    """Return a Python of this version: the one that runs, one on the path, or one of pyenv."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return str(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_the_private_parser_of_re_is_there_and_understood(version) -> None:
+    """`re._parser` and `re._constants` have no promise from Python: every version that is supported is asked."""
+    python, here = interpreter(version), Path(__file__)
+    if python is None:
+        pytest.skip(f"this machine has no Python {version}")
+    script = [python, str(here.with_name("patterns_check.py")), str(here.parents[2])]
+    ran = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    if "pyenv" in ran.stderr and ran.returncode == 127:
+        pytest.skip(f"pyenv has no Python {version}")
+    assert ran.returncode == 0, ran.stderr

@@ -36,10 +36,14 @@ def test_a_layer_that_fails_leaves_no_half_of_an_adapter(make_manager, monkeypat
     writer.write(0, manager.get_adapter(1))
     empty = [buffer[1].clone() for buffer in all_buffers(manager)]
 
-    def fail(*_args: object) -> None:
-        raise error
+    def fail(index: int, slices: object) -> None:
+        if slices is not None:
+            raise error
+        reset(index, None)
 
-    monkeypatch.setattr(list(manager.modules.values())[-1], "set_lora", fail)
+    last = list(manager.modules.values())[-1]
+    reset = last.fill_slot
+    monkeypatch.setattr(last, "fill_slot", fail)
     with pytest.raises(type(error)):
         writer.write(1, manager.get_adapter(1))
     after = [buffer[1].clone() for buffer in all_buffers(manager)]
@@ -115,9 +119,9 @@ def test_a_step_begins_even_if_its_metadata_are_the_same(deferred, tenants, monk
     manager.set_adapter_mapping(decode(1, 0, 2))
     assert manager._writer.log[-1] == ("begin_step", {0, 1})
     manager.add_adapter(tenants.request(1, load_inplace=True))
-    assert not manager._held.active[1].copy.is_ready()
+    assert not manager._active.peek(manager.loaded(1)).is_ready()
     manager.set_adapter_mapping(decode(1, 0, 2))
-    assert manager._held.active[1].copy.is_ready()
+    assert manager._active.peek(manager.loaded(1)).is_ready()
     assert updates == []
 
 

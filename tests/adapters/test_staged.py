@@ -32,7 +32,7 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, shard
     staged = stage(manager.modules, lora, dtype, pin_memory=False)
     for buffer in all_buffers(manager):
         buffer[SLOT].fill_(3)
-    empty = [part.stored() for layer in manager.modules.values() for part in layer.slot_parts(None, None)]
+    empty = [part.stored() for layer in manager.modules.values() for part in layer.slot_parts()]
     write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], SLOT)
     for found, wanted in zip(all_buffers(manager), expected, strict=True):
         assert torch.equal(found, wanted)
@@ -48,12 +48,11 @@ def test_a_staged_adapter_is_the_adapter(make_manager):
     storage = staged.image.untyped_storage().data_ptr()
     for name, weights in lora.loras.items():
         own = staged.loras[name]
-        pairs = zip(weights.lora_a, own.lora_a, strict=True) if weights.is_packed else [(weights.lora_a, own.lora_a)]
-        for wanted, found in pairs:
-            assert torch.equal(found, wanted)
-            assert found.untyped_storage().data_ptr() == storage
-        for b in own.lora_b if weights.is_packed else [own.lora_b]:
-            assert b.T.is_contiguous(), "it lies as its slot does"
+        for pair, views in zip(weights.slices, own.slices, strict=True):
+            for wanted, found in zip(pair, views, strict=True):
+                assert torch.equal(found, wanted)
+                assert found.untyped_storage().data_ptr() == storage
+            assert views[1].T.is_contiguous(), "it lies as its slot does"
     manager.add_adapter(staged)
     manager.activate_adapter(3)
     down = manager.modules["model.layers.1.mlp.down_proj"]

@@ -235,7 +235,7 @@ def test_registered_adapters_are_page_locked_and_counted(gpu_manager):
     assert weights.lora_a.is_pinned()
     assert weights.lora_b.is_pinned()
     lora = manager.get_adapter(1)
-    parts = [part for name, layer in manager.modules.items() for part in layer.slot_parts(*lora.pair_of(name))]
+    parts = [part for name, layer in manager.modules.items() for part in layer.slot_parts(lora.slices_of(name))]
     expected = 4 * 8 * len(parts) + sum(-(-part.part.nbytes // 16) * 16 for part in parts if part.part is not None)
     assert manager.adapter_bytes(1) == expected
 

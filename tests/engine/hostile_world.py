@@ -85,7 +85,7 @@ class Arena:
         manager = self.engine.manager
         return (
             sorted(manager.list_adapters()), list(manager.lora_index_to_id), manager.pinned_adapters,
-            dict(self.engine._residency._users), dict(self.engine._residency._versions), self.engine.blocks.num_free,
+            dict(self.engine._residency._users), self.engine.blocks.num_free,
             len(self.engine.scheduler.waiting), len(self.engine.scheduler.running),
             [tensor.double().sum().item() for layer in manager.modules.values() for tensor in layer.lora_a_stacked],
         )  # fmt: skip

@@ -189,7 +189,7 @@ def test_a_copy_into_a_slot_that_fails_costs_only_those_it_was_for(backbone, mon
     assert states[0].output_token_ids == backbone.generate_merged((0, 3), 2, 2)
     assert states[1].error == "RuntimeError: out of memory"
     assert states[2].output_token_ids == backbone.generate_merged((2, 3), 1, 8)
-    assert engine._residency._users == engine._residency._versions == {}
+    assert engine._residency._users == {}
 
 
 def test_a_damaged_reload_takes_no_running_request_along(backbone, tmp_path) -> None:

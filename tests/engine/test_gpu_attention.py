@@ -99,7 +99,7 @@ def test_a_step_forgets_the_one_before() -> None:
 def test_the_longest_request_is_taken_first_and_what_pads_the_step_last(monkeypatch) -> None:
     taken = []
     monkeypatch.setattr(
-        "punica.ops.triton_ops.backbone.decode_attention", lambda *given: taken.append((given[5], given[6]))
+        "punica.ops.triton_ops.backbone.decode_attention", lambda *given: taken.append(given[4][1:3])
     )
     attention = KernelAttention(caches("cpu", 2, 8)[0], 8, 5)
     prompt, *decodes = [Span(0, 7, 7, TABLES[3]), *(Span(7 + i, 1, n, TABLES[0]) for i, n in enumerate((9, 3, 11, 9)))]

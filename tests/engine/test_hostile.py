@@ -137,7 +137,7 @@ def check_interference(backbone, root: Path, count: int) -> None:
     assert [error for error in crowd.refusals if type(error).__name__ not in CLEAR] == []
     reasons = {state.finish_reason for state in crowd.own}
     assert reasons == {"length", "failed", "aborted"}
-    assert crowd.engine._residency._users == crowd.engine._residency._versions == {}
+    assert crowd.engine._residency._users == {}
     assert crowd.engine.blocks.num_free == crowd.engine.blocks.num_blocks
 
 

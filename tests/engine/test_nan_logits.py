@@ -42,7 +42,7 @@ def finish(engine: Engine) -> dict[str, list[str]]:
         failed |= {result.request_id: result.error for result in output.failed}
         assert not failed.keys() & output.tokens.keys()
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert engine._residency._users == engine._residency._versions == {}
+    assert engine._residency._users == {}
     return failed
 
 

@@ -226,7 +226,7 @@ def test_who_counts_on_a_new_load_gets_nothing_read_before_it(backbone, tmp_path
     anew = engine.add_request(Request("anew", [1, 2], 1, LoRARequest("changing", 9, str(folder), load_inplace=True)))
     later = engine.add_request(Request("later", [1, 2], 3, adapter))
     residency._readers.readings["later"] = residency._readers.readings["old"]  # as if it had asked at once
-    residency._load_new_version(anew, anew.adapter)
+    residency._reload(anew, anew.adapter)
     assert residency._readers.readings == {}
     engine.manager.remove_adapter(9)
     finish(engine)

@@ -1,5 +1,6 @@
 """One version of an adapter per request, from its first token to its last, and ids that nobody uses are free."""
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from punica.adapters import LoRARequest, random_adapter
-from punica.engine import Engine, Request, RequestState, RequestStatus
+from punica.engine import Engine, EngineConfig, Request, RequestState, RequestStatus
+from punica.engine.runner import ModelRunner
 from tests.engine.helpers import tokens_of
 
 ID = 9
@@ -44,8 +46,8 @@ def finish(engine: Engine) -> None:
         engine.step()
     assert not engine.has_unfinished()
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert engine._residency._users == engine._residency._versions == {}
-    assert all(adapter_id > 0 for adapter_id in engine.manager.list_adapters())
+    assert engine._residency._users == {}
+    assert all(version.users == 0 and not version.superseded for version in engine.manager.active_versions())
 
 
 def is_of(backbone, state: RequestState, version: int) -> bool:
@@ -82,10 +84,10 @@ def test_versions_run_side_by_side_and_the_old_one_gives_its_slot_back(backbone,
     tenant.write(2)
     new = engine.add_request(Request("new", [1, 7], 20, tenant.asks(load_inplace=True)))
     engine.step()
-    assert len([i for i in engine.manager.lora_index_to_id if i is not None]) == 2
+    assert len(engine.manager.active_versions()) == 2
     while old.status is not RequestStatus.FINISHED:
         engine.step()
-    assert [i for i in engine.manager.lora_index_to_id if i is not None] == [ID]
+    assert [version.key for version in engine.manager.active_versions()] == [ID]
     finish(engine)
     assert is_of(backbone, old, 1)
     assert is_of(backbone, new, 2)
@@ -218,6 +220,64 @@ def test_random_replacements_preemptions_and_aborts(backbone, tmp_path, seed) ->
     assert [is_of(backbone, state, version) for state, version in seen] == [True] * len(seen)
 
 
+def disturb(engine: Engine, draw: random.Random, tenants: list[Tenant]) -> None:
+    """Do what an owner may do to adapters and requests between two steps."""
+    manager, place = engine.manager, draw.randrange(len(tenants))
+    what = draw.choice(["write", "remove", "reload", "pin", "unpin", "preempt", "abort", "fill", "nothing", "nothing"])
+    with contextlib.suppress(RuntimeError, ValueError):  # all slots are pinned, or nothing is registered
+        if what == "write":
+            tenants[place].write(draw.choice([1, 2, 3]))
+        elif what == "remove":
+            manager.remove_adapter(place + 1)
+        elif what == "reload":
+            tenant = LoRARequest(f"tenant {place}", place + 1, str(tenants[place].folder), load_inplace=True)
+            manager.add_adapter(tenant)
+        elif what == "pin" and not manager.pinned_adapters:
+            manager.pin_adapter(place + 1)
+        elif what == "unpin":
+            [manager.unpin_adapter(adapter_id) for adapter_id in manager.pinned_adapters]
+        elif what == "preempt" and engine.scheduler.running and not engine.scheduler.rule.inseparable:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+        elif what == "abort" and engine._requests:
+            engine.abort_request(draw.choice(sorted(engine._requests)))
+        elif what == "fill":
+            manager.add_adapter(tenants[0].backbone.adapters[draw.choice([4, 5])])
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_to_adapters_a_request_is_computed_with_one_version(
+    backbone, tmp_path, monkeypatch, seed, ahead
+) -> None:
+    """Folders change, and adapters are removed, reloaded, pinned and evicted under the requests that use them."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    draw = random.Random(seed)
+    slots = draw.choice([1, 2, 3])
+    sizes = EngineConfig(max_batch_size=8, max_model_len=64, block_size=4, num_blocks=draw.choice([16, 60]))
+    loras = sizes.lora_config(16, max_loras=slots, max_cpu_loras=slots + draw.choice([0, 0, 1, 3]))
+    engine = Engine(backbone.model(), loras, sizes, draw.choice(RULES))
+    tenants = [Tenant(backbone, tmp_path / f"t{i}") for i in range(3)]
+    for tenant in tenants:
+        tenant.write(1)
+    states: list[RequestState] = []
+    for number in range(40):
+        place = draw.randrange(3)
+        adapter = LoRARequest(
+            f"tenant {place}", place + 1, str(tenants[place].folder), load_inplace=draw.random() < 0.4
+        )
+        new = draw.choice([1, 5, 14])
+        with contextlib.suppress(RuntimeError):  # every slot is pinned
+            states.append(engine.add_request(Request(str(number), [place, draw.randrange(200)], new, adapter)))
+        for _ in range(draw.choice([0, 1, 1, 3])):
+            engine.step()
+            disturb(engine, draw, tenants)
+    [engine.manager.unpin_adapter(adapter_id) for adapter_id in engine.manager.pinned_adapters]
+    finish(engine)
+    served = [state for state in states if state.status is RequestStatus.FINISHED]
+    assert len(served) > 5
+    assert all(any(is_of(backbone, state, version) for version in (1, 2, 3)) for state in served)
+
+
 # --- ids ----------------------------------------------------------------------------------------------------------
 
 
@@ -271,4 +331,4 @@ def test_memory_is_bounded_by_what_is_registered(backbone) -> None:
             engine.abort_request(f"r{i}")
         engine.step()
     finish(engine)
-    assert len(engine.manager) == len(engine.manager._held.requests) == 2
+    assert len(engine.manager) == 2

@@ -6,9 +6,8 @@ import pytest
 import torch
 from fakes import QUIET
 
-from experiments.harness import passes
+from experiments.harness import passes, products
 from punica.measure.disturbance import Disturbance
-from punica.parallel import matmul
 
 
 class ScriptedWatch:
@@ -29,6 +28,6 @@ def machine(monkeypatch) -> Iterator[type[ScriptedWatch]]:
     threads = torch.get_num_threads()
     monkeypatch.setattr(ScriptedWatch, "script", [], raising=False)
     monkeypatch.setattr(passes, "Watch", ScriptedWatch)
-    monkeypatch.setattr(matmul, "use_faster_products", lambda: {})
+    monkeypatch.setattr(products, "use_faster_products", lambda: {})
     yield ScriptedWatch
     torch.set_num_threads(threads)

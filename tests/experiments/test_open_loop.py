@@ -329,7 +329,7 @@ def test_copies_share_the_memory_of_the_adapter(systems) -> None:
     held = system.engine.manager.list_adapters()
     assert len(held) == 9
     name = next(iter(held[1].loras))
-    first, copy, other = (held[i].pair_of(name)[0] for i in (1, 5, 2))
+    first, copy, other = (held[i].get_lora(name) for i in (1, 5, 2))
     assert first is copy
     assert first is not other
 

@@ -87,7 +87,7 @@ def test_set_lora_takes_tensors_and_fp8(kind):
     assert (layer.lora_a_scale[0][1, 0, 3:] == 0).all()
     assert layer.lora_ranks[0, 1] == 3
     layer.reset_lora(1)
-    for part in layer.slot_parts(None, None):
+    for part in layer.slot_parts():
         assert (part.matrix(1).float() == 0).all()
 
 
@@ -148,12 +148,12 @@ def test_embedding_and_logits(fp8):
 def test_refusals():
     layer, _ = linear_layer(LINEAR["replicated"], config_for(torch.float32, fp8=E4M3), place=ALONE)
     a, b = random_pair(3, IN, 12)
-    before = [part.slots.clone() for part in layer.slot_parts(None, None)]
+    before = [part.slots.clone() for part in layer.slot_parts()]
     with pytest.raises(TypeError, match=r"float8.*scales"):
         layer.set_lora(0, a.to(E4M3), b.to(E4M3))
     with pytest.raises(ValueError, match="rank 9"):
         layer.set_lora(0, *(Fp8Matrix.of(w, E4M3) for w in random_pair(MAX_RANK + 1, IN, 12)))
     with pytest.raises(ValueError, match="columns"):
         layer.set_lora(0, Fp8Matrix.of(a[:, 1:], E4M3), Fp8Matrix.of(b, E4M3))
-    for part, old in zip(layer.slot_parts(None, None), before, strict=True):
+    for part, old in zip(layer.slot_parts(), before, strict=True):
         assert torch.equal(part.slots.float(), old.float())

@@ -236,7 +236,7 @@ def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, k
         for stacked in layer.lora_a_stacked:
             assert tuple(stacked.shape) == (4, 1, 8 // tp_size, 4)
             assert stacked[1, 0].sum(1).tolist() == [4.0] * len(rows) + [0.0] * (8 // tp_size - len(rows))
-        parts = layer.slot_parts([a] * len(b) if packed else a, b if packed else b[0])
+        parts = layer.slot_parts([(a, own) for own in b])
         assert [part.rank for part in parts] == [len(rows)] * len(b) + [given] * len(b)
         assert all((part.part is None) == (part.rank == 0) for part in parts)
 

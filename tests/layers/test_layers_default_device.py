@@ -39,7 +39,7 @@ def linear(name: str, sharded: bool, device: str, wrapper: Any) -> Result:
     layer, _ = linear_layer(LINEAR[name], config, device, ALONE)
     layer.set_mapping(wrapper)
     x = torch.randn(len(MIXED), IN, device="cpu").to(device)
-    return layer(x), [part.slots for part in layer.slot_parts(None, None)]
+    return layer(x), [part.slots for part in layer.slot_parts()]
 
 
 def embedding(device: str, wrapper: Any) -> Result:
@@ -51,7 +51,7 @@ def embedding(device: str, wrapper: Any) -> Result:
     for slot, rank in RANKS.items():
         layer.set_lora(slot, *random_pair(rank, ORG, DIM))
     ids = torch.tensor([0, 3, 14, 19, 7, 2, 8], device=device)
-    return layer(ids), [part.slots for part in layer.slot_parts(None, None)]
+    return layer(ids), [part.slots for part in layer.slot_parts()]
 
 
 def logits(device: str, wrapper: Any) -> Result:
@@ -63,7 +63,7 @@ def logits(device: str, wrapper: Any) -> Result:
     for slot, rank in RANKS.items():
         layer.set_lora(slot, *random_pair(rank, DIM, VOCAB))
     hidden = torch.randn(len(MIXED), DIM, device="cpu").to(device)
-    return layer(head, hidden), [part.slots for part in layer.slot_parts(None, None)]
+    return layer(head, hidden), [part.slots for part in layer.slot_parts()]
 
 
 def run(name: str, sharded: bool, device: str, default: str | None) -> Result:
@@ -94,6 +94,6 @@ def test_a_layer_under_default_device_cuda(name: str, sharded: bool, device: str
 
 
 def test_the_probe_of_the_dense_product() -> None:
-    known = matmul._onednn_linear.__wrapped__()
+    known = matmul.onednn_linear.__wrapped__()
     with torch.device("meta"):
-        assert matmul._onednn_linear.__wrapped__() is known
+        assert matmul.onednn_linear.__wrapped__() is known

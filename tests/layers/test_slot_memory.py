@@ -11,7 +11,7 @@ from torch import Tensor
 from punica.config import LoRAConfig
 from punica.layers import from_layer, from_layer_logits_processor
 from punica.ops import slot_image
-from punica.ops.slot_image import SlotMatrix, pack_image
+from punica.ops.slot_image import pack_image
 from punica.ops.triton_ops import slot_write
 from punica.parallel import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 
@@ -45,7 +45,7 @@ def layer_of(
 
 
 def adapter(layer: Any, rank: int, in_size: int, sizes: Sequence[int]) -> Any:
-    """A random adapter as `set_lora` and `slot_parts` take it."""
+    """A random adapter as `set_lora` and `check_lora` take it."""
     return as_arguments(layer, [random_pair(rank, in_size, size) for size in sizes])
 
 
@@ -56,7 +56,7 @@ def test_b_is_the_first_piece_of_its_slot(name: str, place: dict[str, Any], rank
     layer.set_lora(SLOT, *adapter(layer, WIDTH, *widths))
     given = adapter(layer, rank, *widths)
     layer.set_lora(SLOT, *given)
-    parts, stacked = layer.slot_parts(*given)[layer.n_slices :], layer.lora_b_stacked
+    parts, stacked = layer.slot_parts(layer.check_lora(*given))[layer.n_slices :], layer.lora_b_stacked
     for part, buffer in zip(parts, stacked if isinstance(stacked, tuple) else [stacked], strict=True):
         assert part.slots is buffer
         loras, _, out, ranks = buffer.shape
@@ -80,13 +80,13 @@ def test_an_image_fills_a_slot_as_set_lora_does(
     layer, *widths = layer_of(name, **place, dtype=dtype)
     given = adapter(layer, rank, *widths)
     layer.set_lora(SLOT, *given)
-    parts = layer.slot_parts(*given)
+    parts = layer.slot_parts(layer.check_lora(*given))
     expected = [(part.slots.clone(), part.ranks.clone()) for part in parts]
     for part in parts:
         part.slots[SLOT].fill_(torch.nan)
         part.ranks[SLOT] = -1
     stored = [part.stored() for part in parts]
-    image = pack_image([SlotMatrix(part.part, part.rank) for part in stored], dtype)
+    image = pack_image(stored, dtype)
     write(image, [part.slots for part in stored], [part.ranks for part in stored], SLOT)
     for part, (slots, ranks) in zip(parts, expected, strict=True):
         assert torch.equal(part.slots, slots)

@@ -136,7 +136,7 @@ def test_an_image_fills_a_slot_as_set_lora_does(world, tmp_path, fp8, absent):
     lora = manager.get_adapter(7)
     assert lora is not None
     layers = manager.modules.values()
-    parts = [part.stored() for layer in layers for part in layer.slot_parts(None, None)]
+    parts = [part.stored() for layer in layers for part in layer.slot_parts()]
     LayerSlotWriter(manager.modules).write(1, lora)
     expected = [(part.slots[1].clone(), part.ranks[1].item()) for part in parts]
     assert {rank for _, rank in expected} == ({0, 1, 4} if absent else {1, 4})
@@ -149,5 +149,5 @@ def test_an_image_fills_a_slot_as_set_lora_does(world, tmp_path, fp8, absent):
     for part, (slot, rank) in zip(parts, expected, strict=True):
         assert torch.equal(part.slots[1], slot)
         assert part.ranks[1] == rank
-    filled = [part.part for layer in layers for part in layer.slot_parts(*lora.pair_of(NAME)) if part.part is not None]
+    filled = [part.part for layer in layers for part in layer.slot_parts(lora.slices_of(NAME)) if part.part is not None]
     assert image.numel() == pytest.approx(sum(one.nbytes for one in filled), rel=0.2)  # of its own rank, not the slot's

@@ -22,8 +22,9 @@ def test_fused_op(name):
 def test_reference(name):
     world = World(CASES[name])
     output = world.y.clone()
-    operands = (world.x, world.a, world.b, world.topk_ids, world.weights, world.mapping, world.enabled)
-    reference.fused_moe_lora(output, *operands, world.case.down, world.case.offset, world.case.add_inputs)
+    routing = reference.Routing(world.topk_ids, world.weights, world.mapping, world.enabled)
+    switches = (world.case.down, world.case.offset, world.case.add_inputs)
+    reference.fused_moe_lora(output, world.x, world.a, world.b, routing, *switches)
     world.check(output)
 
 

@@ -170,7 +170,7 @@ def worlds(name: str, device: Any) -> tuple[World, World]:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("override", [False, True])
 def test_both_products_of_a_layer(make, name, override, monkeypatch):
-    monkeypatch.setattr(moe_rules, "most_alone", lambda *call: 10**6 if LAYERS[name].naive else 0)
+    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 10**6 if LAYERS[name].naive else 0)
     own = [-1] * LAYERS[name].tokens if override else World(LAYERS[name]).mapping.tolist()
     wrapper = make(own, LAYERS[name].slots)
     up, down = worlds(name, wrapper.device)
@@ -185,9 +185,9 @@ def test_pairs_are_grouped_where_each_alone_would_read_much_again(monkeypatch):
     """18 pairs meet about 7.28 of 8 adapters of experts, so 10.7 of them read their 5,376 bytes again: 57,648."""
     case = LAYERS["sorted"]
     up, down = worlds("sorted", "cuda" if HAS_GPU else "cpu")
-    monkeypatch.setattr(moe_rules, "most_alone", moe_rules.most_alone.__wrapped__)
+    monkeypatch.setattr(moe_rules, "most_naive", moe_rules.most_naive.__wrapped__)
     for bytes_again, invariant, alone in ((57_700, False, True), (57_600, False, False), (57_700, True, False)):
-        monkeypatch.setattr(moe_rules, "ALONE_BYTES", bytes_again)
+        monkeypatch.setattr(moe_rules, "NAIVE_BYTES", bytes_again)
         config = LoRAConfig(max_loras=case.slots, batch_invariant=invariant)
         wrapper = PunicaWrapperGPU(64, 64, up.x.device, lora_config=config)
         ids = tuple(slot + 1 for slot in up.mapping.tolist())

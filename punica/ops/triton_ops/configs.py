@@ -4,12 +4,10 @@ from its file, else by estimate; else from the shipped table of this GPU (`tuned
 A configuration is the dict form of a `schedules.Schedule`, with lower-case keys: ``block_m, block_n, block_k,
 num_warps, num_stages`` always, ``split_k`` for shrinks, and these extras, all optional in a tuned file:
 
-| key | op | meaning |
-|---|---|---|
-| ``row_wise`` | both | GEMV: one row per program, no tensor core (`block_m` is then unused) |
-| ``block_r`` | shrink, row-wise | ranks per program (a power of two, 1 and up) |
-| ``tiles_n`` | expand, tiles | column blocks of one program |
-| ``swap_ab`` | both, tiles | weights are the left operand of the tensor cores |
+``row_wise``: GEMV, one row per program without tensor cores; `block_m` is then unused.
+``block_r``: of a row-wise shrink, ranks per program (a power of two, 1 and up).
+``tiles_n``: of an expand by tiles, column blocks of one program.
+``swap_ab``: of tiles, weights are the left operand of the tensor cores.
 
 A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
 nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k
@@ -34,12 +32,13 @@ from punica.metadata import StepShape
 from punica.ops.triton_ops.launch import block_at_least
 from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule, choose_expand, choose_shrink
 from punica.ops.triton_ops.tuned import measured_schedule, read_table
+from punica.ops.weights import forget_plans
 
 Config = dict[str, Any]
 
 
 class Options(NamedTuple):
-    """How kernels are chosen, whatever is computed; fields of `punica.config.LoRAConfig`."""
+    """Options of the choice of kernels; fields of `punica.config.LoRAConfig`."""
 
     batch_invariant: bool = False
     pdl: bool = True
@@ -59,6 +58,8 @@ OPTIONAL_KEYS: dict[str, Config] = {
     "expand": {"row_wise": False, "tiles_n": 1, "swap_ab": False},
 }
 """Keys that a tuned file may leave out, and their values then."""
+_EXPERT_KEYS = ("row_wise", "tiles_n")
+_UNUSED_KEYS = ("num_ctas", "group_size_m", "max_nreg")  # of tables by other tools
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
 _BLOCKS = ("block_m", "block_n", "block_k")
 _COUNTS = ("num_warps", "num_stages")
@@ -66,8 +67,8 @@ _SWITCHES = ("row_wise", "swap_ab")
 
 
 def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str:
-    """File name of the tuned table: ``NVIDIA_H200_EXPAND_TRUE.json``, or for an expand whose `add_inputs` is None the
-    table of both values, ``NVIDIA_H200_EXPAND.json``.
+    """Return the file name of the tuned table: ``NVIDIA_H200_EXPAND_TRUE.json``, or for an expand whose `add_inputs` is
+    None the table of both values, ``NVIDIA_H200_EXPAND.json``.
     """
     value = f"_{add_inputs}" if op_type == "expand" and add_inputs is not None else ""
     return f"{gpu_name.replace(' ', '_').replace('-', '_')}_{op_type.upper()}{value.upper()}.json"
@@ -75,7 +76,7 @@ def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str
 
 @functools.cache
 def _gpu_name(device: torch.device | None = None) -> str:
-    """Name of the GPU ``device`` (None: the current one); "cpu" where it is none."""
+    """Return the name of the GPU ``device`` (None: the current one); "cpu" where it is none."""
     is_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return torch.cuda.get_device_name(device) if is_gpu else "cpu"
 
@@ -87,7 +88,7 @@ def _warn_once(message: str) -> None:
 
 @functools.cache
 def _table_path(op_type: str, add_inputs: bool | None, tuned_dir: str) -> Path:
-    """The table made for `add_inputs`, or that of both values when there is only this one."""
+    """Return the table made for `add_inputs`, or that of both values when there is only this one."""
     own, both = (Path(tuned_dir, tuned_file_name(op_type, value, _gpu_name())) for value in (bool(add_inputs), None))
     return both if both.is_file() and not own.is_file() else own
 
@@ -99,8 +100,8 @@ def _check_op_type(op_type: str) -> None:
 
 @functools.cache
 def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None = None) -> dict | None:
-    """Parsed tuned table of this GPU from `tuned_dir`, or None: no folder, or no such file in it. What it holds is as
-    it stands in the file: sparse, and perhaps names where configurations are meant.
+    """Load the tuned table of this GPU from `tuned_dir`; None: no folder, or no such file in it. It is as in the file:
+    sparse, and perhaps with names in place of configurations.
 
     ValueError: unknown `op_type`, or a file that is not JSON. A given folder without the file warns, once per process.
     """
@@ -119,8 +120,8 @@ def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | 
 
 @functools.cache
 def _checked_table(op_type: str, add_inputs: bool | None, tuned_dir: str | None, depth: int) -> Any:
-    """The tuned table with every key and configuration of its `depth` levels checked, ready to be searched (None: there
-    is no file): ``num_slices`` is a dict, the other levels are (limits, what is below) as `_nearest` reads them.
+    """Check every key and configuration of the tuned table's `depth` levels; return it ready to be searched (None:
+    there is no file): ``num_slices`` is a dict, the other levels are (limits, what is below) as `_nearest` reads them.
     """
     table = load_lora_op_config(op_type, add_inputs, tuned_dir)
     if table is None or tuned_dir is None:
@@ -152,20 +153,23 @@ def _checked(node: Any, levels: Sequence[str], named: dict[str, Config], op_type
 
 
 def _nearest(level: tuple[list[int], list[Any]], wanted: int) -> Any:
-    """What is below the key nearest to `wanted`: each key but the last answers up to half-way to the next."""
+    """Return the node below the key nearest to `wanted`: each key but the last answers up to half-way to the next."""
     limits, below = level
     return below[bisect_left(limits, wanted)]
 
 
 def _complete(op_type: str, leaf: Any, where: str) -> Config:
-    """`leaf` checked, with the optional keys filled in."""
+    """Check `leaf` and fill in the optional keys."""
     required = _BLOCKS + _COUNTS + (() if op_type == "expand" else ("split_k",))
     if not isinstance(leaf, dict):
         raise ValueError(f"{where}: a configuration is needed, got {leaf!r}")
     for key in required:
         if key not in leaf:
             raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
+    known = (*required, *OPTIONAL_KEYS.get(op_type, _EXPERT_KEYS), *_UNUSED_KEYS)
     for key, value in leaf.items():
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}; known are {', '.join(known)}")
         if key in _SWITCHES:
             continue
         smallest = 16 if key in _BLOCKS else 1
@@ -177,7 +181,8 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
 
 
 def clear_config_cache() -> None:
-    """Forget loaded tables, chosen configurations and given warnings (for tests)."""
+    """Forget loaded tables, chosen configurations, the plans made with them, and given warnings (for tests)."""
+    forget_plans()
     for cached in (choose, read_table, _checked_table, load_lora_op_config, _table_path, _warn_once, _gpu_name):
         cached.cache_clear()
 
@@ -188,8 +193,8 @@ def get_lora_op_configs(
     add_inputs: bool | None = None, moe_intermediate_size: int | None = None, tuned_dir: str | None = None,
     batch_invariant: bool = False,
 ) -> Config:  # fmt: skip
-    """Configuration of one launch. ``max_loras``: segments the grid holds; ``batch``: rows; ``batch_invariant``: the
-    one form and split that depends on neither, whatever a tuned file says.
+    """Return the configuration of one launch. ``max_loras``: segments of the grid; ``batch``: rows;
+    ``batch_invariant``: the one form and split that depends on neither, whatever a tuned file says.
     """
     _check_op_type(op_type)
     sizes: tuple[int, ...] = (batch, hidden_size, rank) if op_type == "shrink" else (batch, rank, hidden_size)
@@ -212,7 +217,7 @@ def choose(
     op_type: str, problem: Problem, options: Options, device: torch.device, partials: int = 1,
     add_inputs: bool | None = None,
 ) -> Schedule:  # fmt: skip
-    """The schedule of a shrink or an expand (which adds up ``partials`` sums)."""
+    """Choose the schedule of a shrink or an expand (which adds up ``partials`` sums)."""
     shape, rank, slices = problem.shape, problem.rank, len(problem.widths)
     if options.batch_invariant:
         problem = problem._replace(invariant=True)
@@ -228,7 +233,7 @@ def choose(
 
 
 def _schedule_of(op_type: str, config: Config) -> Schedule:
-    """The schedule that a configuration of a tuned file stands for."""
+    """Convert a configuration of a tuned file to a schedule."""
     block_m, block_n = config["block_m"], config["block_n"]
     if config["row_wise"]:
         block_m, block_n = 0, config["block_r"] if op_type == "shrink" else block_n
@@ -239,7 +244,7 @@ def _schedule_of(op_type: str, config: Config) -> Schedule:
 
 
 def _config_of(op_type: str, schedule: Schedule) -> Config:
-    """The configuration of a schedule, as a tuned file has it."""
+    """Convert a schedule to a configuration of a tuned file."""
     config = schedule._asdict() | {"row_wise": not schedule.block_m, "block_m": schedule.block_m or 16}
     if op_type == "expand":
         del config["split_k"]
@@ -250,7 +255,9 @@ def _config_of(op_type: str, schedule: Schedule) -> Config:
 
 
 def _of_experts(op_type: str, rank: int) -> Config:
-    """Defaults of fused MoE LoRA, for callers who ask by name; the ops have schedules of their own (`moe_rules`)."""
+    """Return the defaults of fused MoE LoRA, for callers who ask by name; the ops have schedules of their own
+    (`moe_rules`).
+    """
     lanes = block_at_least(rank)
     block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
     config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
@@ -258,7 +265,7 @@ def _of_experts(op_type: str, rank: int) -> Config:
 
 
 def _tuned(op_type: str, add_inputs: bool | None, tuned_dir: str | None, keys: tuple[int, ...]) -> Config | None:
-    """What the tuned file has for ``keys``: segments, slices, rows and sizes; None without file or slices."""
+    """Look up ``keys`` in the tuned file: segments, slices, rows and sizes; None without file or slices."""
     table = _checked_table(op_type, add_inputs, tuned_dir, len(keys))
     if table is None or tuned_dir is None:
         return None

@@ -20,17 +20,17 @@ INDEX_POINTERS = [
 
 
 def max_tiles(tokens: int, segments: int, block_m: int) -> int:
-    """Most tiles that `tokens` rows in at most `segments` segments can make: one short tile each, the rest full."""
+    """Return the most tiles of `tokens` rows in at most `segments` segments: one short tile each, the rest full."""
     segments = min(segments, tokens)
     return segments + (tokens - segments) // block_m
 
 
 @triton.jit
-def pick(values, index, COUNT: tl.constexpr):
-    """Entry `index` (run time) of the tuple `values`: selects, so what is known about every entry stays known."""
-    chosen = values[0]
+def pick(values, index, COUNT: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Select entry FIRST + `index` (run time, below COUNT) of a tuple; what is known of every entry stays known."""
+    chosen = values[FIRST]
     for i in tl.static_range(1, COUNT):
-        chosen = tl.where(index == i, values[i], chosen)
+        chosen = tl.where(index == i, values[FIRST + i], chosen)
     return chosen
 
 
@@ -86,8 +86,21 @@ def pdl_wait_or_barrier(PDL: tl.constexpr):
 
 
 @triton.jit
+def read_old_then_wait(y_ptrs, mask, DTYPE: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Read old y [COLUMNS] in DTYPE, if it is added to: before the PDL wait or, where it is ``late``, after it."""
+    old = tl.zeros(mask.shape, DTYPE)
+    if SHAPE.add and not TILE.late:
+        old = tl.load(y_ptrs, mask=mask, other=0.0).to(DTYPE)
+    pdl_launch_dependents(TILE.pdl)
+    pdl_wait_or_barrier(TILE.pdl)
+    if SHAPE.add and TILE.late:
+        old = tl.load(y_ptrs, mask=mask, other=0.0).to(DTYPE)
+    return old
+
+
+@triton.jit
 def rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE: tl.constexpr):
-    """True rank of the adapter in `slot`, at most that of the slot (which it is without a table); 0 for slot -1."""
+    """Return the true rank of the adapter in `slot`, without a table the slot's; 0 for slot -1."""
     if SHAPE.has_ranks:
         rank = tl.minimum(tl.load(ranks_ptr + slice_id * num_slots + slot, mask=slot >= 0, other=0), SHAPE.rank)
     else:
@@ -97,7 +110,7 @@ def rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE: tl.constexpr):
 
 @triton.jit
 def find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr):
-    """Slot (-1: no such tile), first sorted position and number of rows of tile number `tile`."""
+    """Return the slot (-1: no such tile), first sorted position and number of rows of tile number `tile`."""
     offs = tl.arange(0, BLOCK_SEGMENTS)
     mask = offs < num_segments
     ids = tl.load(ids_ptr + offs, mask=mask, other=-1)
@@ -116,13 +129,13 @@ def find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M: tl.c
 
 @triton.jit
 def read_record(record):
-    """Slot, first sorted position and number of rows of a tile of `punica.metadata.tiles` (of a row: slot, row, 0)."""
+    """Return slot, first sorted position and rows of a tile of `punica.metadata.tiles` (of a row: slot, row, 0)."""
     return ((record >> 32) & 0xFFFFFF).to(tl.int32), (record & 0xFFFFFFFF).to(tl.int32), (record >> 56).to(tl.int32)
 
 
 @triton.jit
 def rows_of_tile(sorted_ptr, tile, BLOCK_M: tl.constexpr):
-    """Rows [BLOCK_M] of a tile and which of them exist; the others repeat its first."""
+    """Return rows [BLOCK_M] of a tile and which of them exist; the others repeat its first."""
     _, start, num_rows = tile
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < num_rows
@@ -131,7 +144,7 @@ def rows_of_tile(sorted_ptr, tile, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr):
-    """Zeros for `dot`: [ROWS, COLUMNS], transposed with SWAP_AB."""
+    """Return zeros for `dot`: [ROWS, COLUMNS], transposed with SWAP_AB."""
     if SWAP_AB:
         zeros = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
@@ -141,7 +154,7 @@ def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr
 
 @triton.jit
 def result(acc, SWAP_AB: tl.constexpr):
-    """Accumulator of `dot` in [ROWS, COLUMNS] order."""
+    """Return the accumulator of `dot` in [ROWS, COLUMNS] order."""
     if SWAP_AB:
         acc = tl.trans(acc)
     return acc
@@ -149,7 +162,7 @@ def result(acc, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, SWAP_AB: tl.constexpr, INTERPRETED: tl.constexpr):
-    """acc + a @ b in float32, a [ROWS, K], b [K, COLUMNS]; float32 operands take IEEE products.
+    """Compute acc + a @ b in float32, a [ROWS, K], b [K, COLUMNS]; float32 operands take IEEE products.
 
     Every row's result depends on that row of `a` alone, also in the interpreter, whose own product depends on the
     row's position (and multiplies bfloat16 as integers). SWAP_AB: the tensor cores compute the transposed product.
@@ -169,14 +182,14 @@ def dot(a, b, acc, SWAP_AB: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def product(a, b, TILE: tl.constexpr):
-    """a [ROWS, K] @ b [K, COLUMNS] in float32, as `dot` computes it."""
+    """Compute a [ROWS, K] @ b [K, COLUMNS] in float32, as `dot` computes it."""
     acc = accumulator(a.shape[0], b.shape[1], TILE.swap_ab)
     return result(dot(a, b, acc, TILE.swap_ab, TILE.interpret), TILE.swap_ab)
 
 
 @triton.jit
 def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """acc + h @ b for the float32 result `h` of shrink and a block of B in `DTYPE`, the type of the product.
+    """Compute acc + h @ b for the float32 result `h` of shrink and a block of B in `DTYPE`, the type of the product.
 
     bfloat16's 8 bits would lose more of `h` than the sum of the ranks allows, so it goes in two parts, of 8 bits each.
     """

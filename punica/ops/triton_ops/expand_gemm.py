@@ -32,7 +32,7 @@ from punica.ops.triton_ops.fp8_words import expand_tile_in_words
 
 @triton.constexpr_function
 def _dtype_of_product(y_ptr, b_ptr, quant):
-    """Type in which h and B are multiplied: B's own, for FP8 that of y, with FP8 activations float16."""
+    """Return the type in which h and B are multiplied: B's own, for FP8 that of y, with FP8 activations float16."""
     if quant.x_format > 0:
         return tl.float16
     return y_ptr.dtype.element_ty if quant.format > 0 else b_ptr.dtype.element_ty
@@ -40,9 +40,9 @@ def _dtype_of_product(y_ptr, b_ptr, quant):
 
 @triton.jit
 def _channel_scales(operands, place, offs_n, width, SHAPE: tl.constexpr):
-    """Scales [BLOCK_N] that follow the sum over the ranks; 1, and not read, where there are none."""
+    """Return the scales [BLOCK_N] that follow the sum over the ranks; 1, and not read, where there are none."""
     QUANT: tl.constexpr = SHAPE.quant
-    slice_id, slot = place
+    slice_id, slot, _, _ = place
     if QUANT.format > 0 and QUANT.group_k == 0:
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
     else:
@@ -52,7 +52,7 @@ def _channel_scales(operands, place, offs_n, width, SHAPE: tl.constexpr):
 
 @triton.jit
 def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
-    """Sums [BLOCK_M, BLOCK_N] times the scales of activations and columns, plus y: an FMA in every form alike."""
+    """Multiply sums [BLOCK_M, BLOCK_N] by the scales of activations and columns, and add y: an FMA in every form."""
     QUANT: tl.constexpr = SHAPE.quant
     CHANNELS: tl.constexpr = QUANT.format > 0 and QUANT.group_k == 0
     if QUANT.has_a and QUANT.group_k == 0:
@@ -68,16 +68,18 @@ def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
 
 @triton.jit
 def _one_pass(
-    pointers, operands, place, rows, columns, ranks, strides,
-    READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    pointers, operands, place, rows, columns, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """All ranks at once. ``at_once``: blocks go through registers, the first is loaded ahead of the PDL wait, and every
-    other one while the one before it is multiplied; else the compiler pipelines the loop over columns.
+    """Compute all ranks at once. ``at_once``: blocks go through registers, the first is loaded ahead of the PDL wait,
+    and every other one while the one before it is multiplied; else the compiler pipelines the loop over columns.
+
+    pointers: of blocks of h, B and y, and the strides of h along partials and ranks; place: slice, slot, true rank, and
+    ranks that are read.
     """
-    h_ptrs, b_ptrs, y_ptrs = pointers
+    h_ptrs, b_ptrs, y_ptrs, stride_hp, _ = pointers
     rows, mask_m = rows
     offs_n, width = columns
-    rank, rank_read = ranks
+    _, _, rank, rank_read = place
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
@@ -86,14 +88,14 @@ def _one_pass(
     mask_b = (offs_r < (rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
-        b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
+        b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)  # [BLOCK_R, BLOCK_N]
         if SHAPE.add and not TILE.late:
-            old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
+            old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)  # [BLOCK_M, BLOCK_N]
     pdl_launch_dependents(TILE.pdl)
-    pdl_wait(TILE.pdl, TILE.at_once or strides[0] > 0)  # blocks in registers would be waited for first
+    pdl_wait(TILE.pdl, TILE.at_once or stride_hp > 0)  # blocks in registers would be waited for first
     if TILE.at_once and SHAPE.add and TILE.late:
         old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-    h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, strides[0], READ == "rank", DTYPE, SHAPE)
+    h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, READ == "rank", DTYPE, SHAPE)  # [BLOCK_M, BLOCK_R]
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         if not TILE.at_once:
             mask_n = (offs_n < (1 << 30 if TILE.even_n else width))[None, :]
@@ -120,16 +122,13 @@ def _one_pass(
 
 @triton.jit
 def _sum_ranks(
-    pointers, operands, place, rows, columns, ranks, strides,
-    READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    pointers, operands, place, rows, columns, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Sums [BLOCK_M, BLOCK_N] over blocks of ranks; with a scale per block of ranks each is a product of its own."""
-    h_ptrs, b_ptrs, y_ptrs = pointers
+    """Compute sums [BLOCK_M, BLOCK_N] over blocks of ranks; a block with a scale of its own is a product of its own."""
+    h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr = pointers
     rows, mask_m = rows
     offs_n, width = columns
-    rank, rank_read = ranks
-    stride_hp, stride_hr = strides
-    slice_id, slot = place
+    slice_id, slot, rank, rank_read = place
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     offs_r = tl.arange(0, TILE.block_r)
@@ -159,17 +158,16 @@ def _sum_ranks(
 
 @triton.jit
 def _rank_loop(
-    pointers, operands, place, rows, columns, ranks, strides, READ: tl.constexpr, SHAPE: tl.constexpr,
-    TILE: tl.constexpr,
+    pointers, operands, place, rows, columns, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
-    h_ptrs, b_ptrs, y_ptrs = pointers
+    """Compute column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
+    h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr = pointers
     offs_n, width = columns
     pdl_launch_then_wait(TILE.pdl)
     for _ in tl.range(0, TILE.tiles_n):
         mask_y = rows[1][:, None] & (offs_n < width)[None, :]
-        pointers = (h_ptrs, b_ptrs, y_ptrs)
-        total = _sum_ranks(pointers, operands, place, rows, (offs_n, width), ranks, strides, READ, SHAPE, TILE)
+        pointers = (h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr)
+        total = _sum_ranks(pointers, operands, place, rows, (offs_n, width), READ, SHAPE, TILE)  # [BLOCK_M, BLOCK_N]
         before = 0.0
         if SHAPE.add:
             before = tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
@@ -183,16 +181,18 @@ def _rank_loop(
 
 @triton.jit
 def _expand_rows_of(
-    tensors, operands, place, rows, block, rank, strides, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, place, rows, block, READ: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """``rows`` x tiles_n blocks of block_n columns.
+    """Compute ``rows`` x tiles_n blocks of block_n columns.
 
     READ: how far loads of h and B reach. "rank": as far as the rank, a multiple of ``vector``, the ranks of one load.
     "vectors": to the end of a vector, and values beyond the rank are dropped (B by ranks: as far as the rank).
 
-    place: slice and slot; block: first column, width of the slice and its first column in y.
+    tensors: h, B and y, and strides as in `expand_tile`; place: slice, slot and true rank; block: first column, width
+    of the slice and its first column in y.
     """
-    h_ptr, b_ptr, y_ptr = tensors
+    h_ptr, b_ptr, y_ptr, strides = tensors
+    slice_id, slot, rank = place
     first_n, width, column = block
     stride_hp, _, stride_ht, stride_hr, stride_yt = strides
     offs_n = first_n + tl.arange(0, TILE.block_n)
@@ -205,26 +205,25 @@ def _expand_rows_of(
     y_ptrs = y_ptr + rows[0][:, None] * stride_yt + (column + offs_n)[None, :]  # [BLOCK_M, BLOCK_N]
     # "rank": it is the rank, and the compiler sees that it is a multiple
     rank_read = (rank if READ == "rank" else rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
-    pointers, columns, ranks = (h_ptrs, b_ptrs, y_ptrs), (offs_n, width), (rank, rank_read)
+    pointers, columns = (h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr), (offs_n, width)
     if TILE.block_r >= SHAPE.rank:
-        _one_pass(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), READ, SHAPE, TILE)
+        _one_pass(pointers, operands, (slice_id, slot, rank, rank_read), rows, columns, READ, SHAPE, TILE)
     else:
-        _rank_loop(pointers, operands, place, rows, columns, ranks, (stride_hp, stride_hr), READ, SHAPE, TILE)
+        _rank_loop(pointers, operands, (slice_id, slot, rank, rank_read), rows, columns, READ, SHAPE, TILE)
 
 
 @triton.jit
-def expand_tile(
-    tensors, operands, sorted_ptr, tile, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The rows of one tile x tiles_n blocks of block_n columns of one slice; words: by `expand_tile_in_words`.
+def expand_tile(tensors, operands, tile, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute the rows of one tile x tiles_n blocks of block_n columns of one slice.
 
     In a loop, true ranks that are whole vectors have code of their own, as B streams best where nothing of it is
     dropped; float32 does without, since the shared memory of both counts.
 
-    tile: slot, first sorted position and number of rows; call: as in `expand_row`.
+    tile: as in `shrink_gemm.shrink_tile`; call: as in `expand_row`.
     """
     h_ptr, y_ptr = tensors
-    slot, _, _ = tile
+    sorted_ptr, found = tile
+    slot, _, _ = found
     ranks_ptr, num_slots, pdl_anchor = call
     _, stride_hs, _, _, _ = strides
     EITHER: tl.constexpr = SHAPE.has_ranks and SHAPE.vector > 1
@@ -232,18 +231,18 @@ def expand_tile(
     slice_id, first_n, width, column = column_block(block, SHAPE, TILE.block_n * TILE.tiles_n)
     rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
     if (rank > 0) if SHAPE.add else (slot >= 0):
-        rows = rows_of_tile(sorted_ptr, tile, TILE.block_m)
+        rows = rows_of_tile(sorted_ptr, found, TILE.block_m)
         b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
         h_ptr += slice_id.to(tl.int64) * stride_hs
-        given, place, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot), (first_n, width, column)
+        given, place, columns = (h_ptr, b_ptr, y_ptr, strides), (slice_id, slot, rank), (first_n, width, column)
         if EITHER and SHAPE.row_major and TILE.tiles_n > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
             if rank % SHAPE.vector == 0:
-                _expand_rows_of(given, operands, place, rows, columns, rank, strides, "rank", SHAPE, TILE)
+                _expand_rows_of(given, operands, place, rows, columns, "rank", SHAPE, TILE)
             else:
-                _expand_rows_of(given, operands, place, rows, columns, rank, strides, "vectors", SHAPE, TILE)
+                _expand_rows_of(given, operands, place, rows, columns, "vectors", SHAPE, TILE)
         elif TILE.words:
-            expand_tile_in_words(given, operands, place, rows, columns, rank, strides, SHAPE, TILE)
+            expand_tile_in_words(given, operands, place, rows, columns, SHAPE, TILE)
         else:
-            _expand_rows_of(given, operands, place, rows, columns, rank, strides, READ, SHAPE, TILE)
+            _expand_rows_of(given, operands, place, rows, columns, READ, SHAPE, TILE)
     else:
         pdl_wait(TILE.pdl, pdl_anchor)

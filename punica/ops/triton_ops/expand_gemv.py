@@ -7,21 +7,14 @@ what rank 16 costs. B rank after rank: a loop over the ranks, as far as the true
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import (
-    pdl_launch_dependents,
-    pdl_wait,
-    pdl_wait_or_barrier,
-    pick,
-    rank_of,
-    read_shrunk,
-)
+from punica.ops.triton_ops.device import pdl_wait, pick, rank_of, read_old_then_wait, read_shrunk
 from punica.ops.triton_ops.fp8_device import block_scaled, channel_scales, row_scaled, upcast
 from punica.ops.triton_ops.fp8_words import expand_row_in_words
 
 
 @triton.jit
 def column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
-    """Slice, first column inside it, its width and its first column in y, for the pid_n-th run of SPAN columns."""
+    """Return slice, first column in it, its width and its first column in y, of the pid_n-th run of SPAN columns."""
     WIDTHS: tl.constexpr = SHAPE.widths
     COLUMNS: tl.constexpr = SHAPE.columns
     slice_id = pid_n * 0
@@ -37,7 +30,7 @@ def column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.constexpr):
-    """Result [ranks] of shrink for one row in float32: the sum of its partials, or FP8 values times their scales."""
+    """Read the result [ranks] of shrink for one row in float32: summed partials, or FP8 values times their scales."""
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.x_format > 0:
         h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, tl.float32)
@@ -49,10 +42,10 @@ def _shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.conste
 
 @triton.jit
 def _by_columns(
-    tensors, operands, place, block, rank, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    tensors, operands, place, block, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded before
-    one is summed. Arguments as of `_by_ranks`.
+    """Multiply ``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded
+    before one is summed. Arguments as of `_by_ranks`.
     """
     QUANT: tl.constexpr = SHAPE.quant
     CHANNELS: tl.constexpr = QUANT.format > 0 and QUANT.group_k == 0
@@ -60,7 +53,7 @@ def _by_columns(
     COLUMNS: tl.constexpr = TILE.row.block_n // STEPS
     LANES: tl.constexpr = TILE.row.lanes[WIDTH]
     h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot, row = place
+    slice_id, slot, row, rank = place
     first_n, width = block
     stride_hp, stride_hr = strides
     offs_r = tl.arange(0, LANES)
@@ -70,14 +63,8 @@ def _by_columns(
     mask_read = offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
     b_ptrs = b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :]  # [COLUMNS, LANES]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
-    old = tl.zeros([COLUMNS], y_ptr.dtype.element_ty)
-    if SHAPE.add and not TILE.late:
-        old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    pdl_launch_dependents(TILE.pdl)
-    pdl_wait_or_barrier(TILE.pdl)
-    if SHAPE.add and TILE.late:
-        old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
-    h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)
+    old = read_old_then_wait(y_ptr + offs_n, mask_n, y_ptr.dtype.element_ty, SHAPE, TILE)  # [COLUMNS]
+    h = _shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)  # [LANES]
     if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
@@ -85,7 +72,7 @@ def _by_columns(
         if QUANT.group_k > 0:
             mask_b = mask_n[:, None] & mask_read[None, :]
             weights = block_scaled(weights, operands, (slice_id, slot), offs_n, offs_r, mask_b, SHAPE)
-        product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)
+        product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)  # [COLUMNS, LANES]
         if CHANNELS:
             scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
@@ -104,12 +91,13 @@ def _by_columns(
 
 
 @triton.jit
-def _multiply(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """b [COLUMNS, LANES] times h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks that are not
-    ``live`` are dropped.
+def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr):
+    """Multiply b [COLUMNS, LANES] by h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks beyond
+    the true rank are dropped.
     """
     QUANT: tl.constexpr = SHAPE.quant
-    slice_id, slot, _ = place
+    slice_id, slot, _, rank = place
+    live = offs_r < rank
     if QUANT.format > 0:
         weights = tl.where(live[None, :], upcast(b, QUANT.format, tl.float32), 0.0)
         mask = mask_n[:, None] & live[None, :]
@@ -122,46 +110,39 @@ def _multiply(b, h, live, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.con
 
 
 @triton.jit
-def _by_ranks(
-    tensors, operands, place, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """A block of columns of a B stored rank after rank, LANES ranks at a time as far as the true rank goes. The next
+def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Multiply a block of columns of a B stored rank after rank, LANES ranks at a time up to the true rank. The next
     ranks are loaded before these are summed. Up to 16 LANES are held by one thread for its columns: no shuffles.
 
-    place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
+    place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
+    ranks.
     """
     QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
     h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot, row = place
+    slice_id, slot, row, rank = place
     first_n, width = block
     stride_hp, stride_hr = strides
     offs_r = tl.arange(0, LANES)
     offs_n = first_n + tl.arange(0, COLUMNS)
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]  # [COLUMNS, LANES]
-    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
-    before = tl.zeros([COLUMNS], tl.float32)
-    if SHAPE.add and not TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    pdl_launch_dependents(TILE.pdl)
-    pdl_wait_or_barrier(TILE.pdl)
-    if SHAPE.add and TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)  # [COLUMNS, LANES]
+    before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
     total = tl.zeros([COLUMNS], tl.float32) if QUANT.format > 0 else before
     h_ptrs = h_ptr + offs_r * stride_hr
     h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)  # [LANES]
     if SHAPE.rank > LANES:
         for _ in tl.range(LANES, rank, LANES):
-            product = _multiply(b, h, offs_r < rank, operands, place, offs_n, offs_r, mask_n, SHAPE, TILE)
+            product = _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE)
             offs_r += LANES
             b_ptrs += LANES * width
             h_ptrs += LANES * stride_hr
             b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
             h = _shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)
             total += tl.sum(product, 1)
-    total += tl.sum(_multiply(b, h, offs_r < rank, operands, place, offs_n, offs_r, mask_n, SHAPE, TILE), 1)
+    total += tl.sum(_multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE), 1)
     if QUANT.format > 0:
         if QUANT.group_k == 0:
             total *= channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
@@ -171,7 +152,7 @@ def _by_ranks(
 
 @triton.jit
 def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """One row x a block of columns of one slice.
+    """Compute one row x a block of columns of one slice.
 
     With a row-major B the true rank chooses among the ascending ``lanes`` the width in ranks of a block, and with it in
     how many ``steps`` the columns are taken: the elements in flight stay about as many.
@@ -189,15 +170,15 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
         b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
         y_ptr += row * stride_yt + column
-        given, where, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot, row), (first_n, width)
+        given, where, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot, row, rank), (first_n, width)
         if SHAPE.row_major:
             for i in tl.static_range(len(TILE.row.lanes)):
                 above = TILE.row.lanes[i - 1] if i > 0 else -1
                 if (rank > above) & (rank <= TILE.row.lanes[i]):
-                    _by_columns(given, operands, where, columns, rank, (stride_hp, stride_hr), i, SHAPE, TILE)
+                    _by_columns(given, operands, where, columns, (stride_hp, stride_hr), i, SHAPE, TILE)
         elif QUANT.words:
-            expand_row_in_words(given, operands, where, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
+            expand_row_in_words(given, operands, where, columns, (stride_hp, stride_hr), SHAPE, TILE)
         else:
-            _by_ranks(given, operands, where, columns, rank, (stride_hp, stride_hr), SHAPE, TILE)
+            _by_ranks(given, operands, where, columns, (stride_hp, stride_hr), SHAPE, TILE)
     else:
         pdl_wait(TILE.pdl, pdl_anchor)

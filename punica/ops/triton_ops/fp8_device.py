@@ -14,18 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.checks import Weights
-from punica.ops.fp8_checks import Scales, Scheme
+from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.triton_ops.device import read_shrunk
+from punica.ops.triton_ops.device import pick, read_shrunk
 from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM
+from punica.ops.weights import Form
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """Compute dtype of products, as kernels name it."""
 
 
 def fp8_format(dtype: torch.dtype) -> int:
-    """Format number of an operand in kernels: 0 not FP8, 1 e4m3, 2 e5m2."""
+    """Return the format number of an operand in kernels: 0 not FP8, 1 e4m3, 2 e5m2."""
     return FP8_DTYPES.index(dtype) + 1 if dtype in FP8_DTYPES else 0
 
 
@@ -72,13 +72,15 @@ WIDE = Quant()
 
 
 def quant_of(
-    weights: Weights, x_dtype: torch.dtype, scales: Scales, scheme: Scheme, channels: Sequence[int], k: int,
-    a_strides: tuple[int, int] | None = None,
-) -> Quant:  # fmt: skip
-    """Storage of FP8 weights whose slices have ``channels`` outputs, in a product that sums over ``k`` elements.
+    form: Form, x_dtype: torch.dtype, channels: Sequence[int], k: int, a_strides: tuple[int, int] | None
+) -> Quant:
+    """Return the storage of weights with ``channels`` outputs per slice in a product that sums over ``k`` elements.
 
     ``a_strides``: of the activations' scales along rows and groups; None without them.
     """
+    if form.scales is None:
+        return WIDE
+    weights, scales, scheme = form.stored, form.scales, form.scheme
     split = 0 < scheme.group_k < k
     wanted = list(channels) if scheme.per_channel_quant else [1] * len(channels)
     dense = not scheme.block_wise and list(scales.slot) == wanted
@@ -95,22 +97,13 @@ def quant_of(
 
 
 def check_group_k(scheme: Scheme, k: int) -> None:
-    """ValueError where a tile of K could cross a block."""
+    """Raise ValueError where a tile of K could cross a block."""
     group = scheme.group_k
     if 0 < group < k and (group < 16 or group & (group - 1)):
         raise ValueError(
             f"group_k is {group}; the kernels need a power of two >= 16, or at least K = {k} (punica.ops.fp8_ops takes "
             "any)"
         )
-
-
-@triton.jit
-def pick_from(values, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Entry ``FIRST + index`` of the tuple `values`, index below COUNT: as `device.pick`."""
-    chosen = values[FIRST]
-    for i in tl.static_range(1, COUNT):
-        chosen = tl.where(index == i, values[FIRST + i], chosen)
-    return chosen
 
 
 @triton.jit
@@ -178,14 +171,16 @@ def read_shrunk_rows(
 
 @triton.jit
 def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.constexpr):
-    """Scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their scales."""
+    """Return the scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their
+    scales.
+    """
     QUANT: tl.constexpr = SHAPE.quant
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
-    scale_ptr = pick_from(operands, slice_id, SHAPE.slices, SHAPE.slices)
+    scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
     if not QUANT.dense:
-        scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
-        offsets = channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
+        scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
+        offsets = channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
     elif QUANT.channel:
         offsets = slot.to(tl.int64) * COUNT + channels
     else:
@@ -195,22 +190,22 @@ def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.co
 
 @triton.jit
 def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
-    """Addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
+    """Return addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
     QUANT: tl.constexpr = SHAPE.quant
     SLOTS: tl.constexpr = QUANT.slots
     COLUMNS: tl.constexpr = QUANT.columns
     BLOCKS: tl.constexpr = QUANT.blocks
-    scale_ptr = pick_from(operands, slice_id, SHAPE.slices, SHAPE.slices)
-    scale_ptr += slot.to(tl.int64) * pick_from(SLOTS, slice_id, 0, len(SLOTS))
-    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick_from(COLUMNS, slice_id, 0, len(COLUMNS))
-    return scale_ptrs, pick_from(BLOCKS, slice_id, 0, len(BLOCKS))
+    scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
+    scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
+    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
+    return scale_ptrs, pick(BLOCKS, slice_id, len(BLOCKS))
 
 
 @triton.jit
 def activation_scale_ptrs(operands, rows, SHAPE: tl.constexpr):
-    """Addresses [rows] of the scales of the activations' first group."""
+    """Return the addresses [rows] of the scales of the activations' first group."""
     QUANT: tl.constexpr = SHAPE.quant
-    return pick_from(operands, 0, 2 * SHAPE.slices, 1) + rows * QUANT.a_row
+    return operands[2 * SHAPE.slices] + rows * QUANT.a_row
 
 
 @triton.jit
@@ -266,7 +261,7 @@ def real_rows(stored, operands, rows, ks, mask, SHAPE: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def expert_scales(operands, slice_id, slot, channels, mask, SHAPE: tl.constexpr):
-    """Factors [channels] of a product's columns: ones where scales belong to blocks of K, or there are none."""
+    """Return factors [channels] of a product's columns: ones without scales, or where they belong to blocks of K."""
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.format > 0 and QUANT.group_k == 0:
         scale = channel_scales(operands, slice_id, slot, channels, mask, 1, SHAPE)

@@ -5,17 +5,10 @@ and unpacked where they are multiplied. In a GEMM a word's four columns belong t
 them: through shared memory (where Hopper's product of 64 rows wants its operands) each block would wait for a store.
 """
 
-
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import (
-    dot,
-    pdl_launch_dependents,
-    pdl_launch_then_wait,
-    pdl_wait_or_barrier,
-    read_shrunk,
-)
+from punica.ops.triton_ops.device import dot, pdl_launch_then_wait, read_old_then_wait, read_shrunk
 from punica.ops.triton_ops.fp8_device import channel_scales, read_shrunk_rows, upcast
 
 _CONVERT = """{
@@ -89,18 +82,17 @@ def upcast_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.co
 
 
 @triton.jit
-def expand_row_in_words(
-    tensors, operands, place, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """GEMV: one row x COLUMNS columns, LANES ranks at a time, as `expand_gemv._by_ranks`.
+def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute one row x COLUMNS columns, LANES ranks at a time, as `expand_gemv._by_ranks`.
 
-    place: slice, slot and row; block: first column and width of the slice; strides: of h along partials and ranks.
+    place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
+    ranks.
     """
     QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
     h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot, _ = place
+    slice_id, slot, _, rank = place
     first_n, width = block
     stride_hp, stride_hr = strides
     NATIVE: tl.constexpr = b_ptr.dtype.element_ty != tl.uint8
@@ -113,15 +105,9 @@ def expand_row_in_words(
     word_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + offs_r[None, :] * width_w + offs_w[:, None]  # [COLUMNS/4, LANES]
     words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
     scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
-    before = tl.zeros([COLUMNS], tl.float32)
-    if SHAPE.add and not TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    pdl_launch_dependents(TILE.pdl)
-    pdl_wait_or_barrier(TILE.pdl)
-    if SHAPE.add and TILE.late:
-        before = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
+    h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)  # [LANES]
     first = tl.zeros([COLUMNS // 4], tl.float32)
     second, third, fourth = first, first, first
     for _ in tl.range(0, rank if SHAPE.rank > LANES else 1, LANES):
@@ -132,31 +118,29 @@ def expand_row_in_words(
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
             h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
-        a, b, c, d = upcast_words(these, QUANT.format, NATIVE, tl.float32)
+        a, b, c, d = upcast_words(these, QUANT.format, NATIVE, tl.float32)  # each [COLUMNS/4, LANES]
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
         third += tl.sum(c * factors, 1)
         fourth += tl.sum(d * factors, 1)
-    total = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (COLUMNS,))
+    total = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (COLUMNS,))  # [COLUMNS]
     total = total * scale + before
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not SHAPE.add)))
 
 
 @triton.jit
-def expand_tile_in_words(
-    tensors, operands, place, rows, block, rank, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """GEMM: ``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the PDL wait is in the
+def expand_tile_in_words(tensors, operands, place, rows, block, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute ``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the PDL wait is in the
     first iteration of the loop, so that the first blocks of B and y are in flight before it.
 
-    place: slice and slot; block: first column, width of the slice and its first column in y.
+    Arguments as of `expand_gemm._expand_rows_of`.
     """
     QUANT: tl.constexpr = SHAPE.quant
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_R: tl.constexpr = TILE.block_r
-    h_ptr, b_ptr, y_ptr = tensors
-    slice_id, slot = place
+    h_ptr, b_ptr, y_ptr, strides = tensors
+    slice_id, slot, rank = place
     rows, mask_m = rows
     first_n, width, column = block
     stride_hp, _, stride_ht, stride_hr, stride_yt = strides
@@ -177,16 +161,16 @@ def expand_tile_in_words(
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         mask_n = offs_n < (1 << 30 if TILE.even_n else width)
         mask_w = (offs_w < (1 << 30 if TILE.even_n else width_w))[None, :]
-        words = tl.load(word_ptrs, mask=(offs_r < rank)[:, None] & mask_w, other=0)
+        words = tl.load(word_ptrs, mask=(offs_r < rank)[:, None] & mask_w, other=0)  # [BLOCK_R, BLOCK_N/4]
         if SHAPE.add:
-            before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
+            before = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)  # [BLOCK_M, BLOCK_N]
         if not TILE.late:  # noqa: SIM102 (TILE.late is decided at compile time)
             if step == 0:
                 pdl_launch_then_wait(TILE.pdl)
                 h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, False, DTYPE, SHAPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
-        a, b, c, d = upcast_words(words, QUANT.format, NATIVE, DTYPE)
+        a, b, c, d = upcast_words(words, QUANT.format, NATIVE, DTYPE)  # each [BLOCK_R, BLOCK_N/4]
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         a, b = dot(h, a, zeros, False, TILE.interpret), dot(h, b, zeros, False, TILE.interpret)
         c, d = dot(h, c, zeros, False, TILE.interpret), dot(h, d, zeros, False, TILE.interpret)

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.checks import Weights
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
 from punica.ops.triton_ops.backbone.skinny_gemm import (
     MAX_TOKENS,
@@ -37,12 +36,12 @@ from punica.ops.triton_ops.backbone.skinny_gemm import (
     weight_form,
 )
 from punica.ops.triton_ops.device import INDEX_POINTERS
-from punica.ops.triton_ops.fp8_device import WIDE, Quant
-from punica.ops.triton_ops.launch import Launch, block_at_least, multiprocessors
-from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkTile, partial_rank, stored_shape
+from punica.ops.triton_ops.launch import Launch, block_at_least
+from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkMode, ShrinkTile, stored_shape
 from punica.ops.triton_ops.plan import Batch
-from punica.ops.triton_ops.schedules import Schedule
+from punica.ops.triton_ops.schedules import Gpu, Schedule
 from punica.ops.triton_ops.shrink_gemv import shrink_row
+from punica.ops.weights import Form
 
 MOST_RANKS = 16
 _MOST_ELEMENTS = 16384
@@ -63,7 +62,7 @@ def _gemm_and_shrink_kernel(
     tokens, num_slots, gemm_programs, scaling, strides,
     GEMM: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink.
+    """Compute tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink.
 
     base: weight, bias (or any tensor) and y; sums: workspace of a split product; strides: of rows of x, weight and y.
     """
@@ -90,19 +89,19 @@ class GemmAndShrinkPlan(NamedTuple):
     counts: tuple[int, int, int]
 
     def run(
-        self, x: Tensor, base: Sequence[Tensor], y: Tensor, lora_a: Sequence[Tensor], partials: Tensor, batch: Batch,
+        self, source: Sequence[Tensor], weights: Sequence[Tensor], targets: tuple[Tensor, Tensor], batch: Batch,
         lora_ranks: Tensor | None, aligned: bool, scale: float,
     ) -> None:  # fmt: skip
-        """Launch; ``base``: weight, and bias if it has one."""
-        mapping = batch.tensors[0]
+        """Launch; source: x, the base weight, and its bias if it has one; targets: partials and y."""
+        (x, *base), (partials, y), mapping = source, targets, batch.tensors[0]
         ranks = mapping if lora_ranks is None else lora_ranks
         sums = split_workspace(y, base[0], self.form)
-        tensors = (x, (base[0], base[-1], y), sums, tuple(lora_a), partials, mapping, ranks)
+        tensors = (x, (base[0], base[-1], y), sums, tuple(weights), partials, mapping, ranks)
         self.launch(tensors, (*self.counts, scale), aligned)
 
 
 def check_base_switches(base: Sequence[Tensor], add_inputs: bool) -> None:
-    """TypeError, ValueError: not a weight and perhaps a bias, or one whose product the LoRA term would overwrite."""
+    """Raise TypeError, ValueError: no weight and perhaps bias, or one whose product the LoRA term would overwrite."""
     if not isinstance(base, (tuple, list)) or not all(isinstance(one, Tensor) for one in base) or len(base) > 2:
         raise TypeError(f"base must be (weight,) or (weight, bias), two tensors at most, got {type(base).__name__}")
     if base and not add_inputs:
@@ -110,7 +109,7 @@ def check_base_switches(base: Sequence[Tensor], add_inputs: bool) -> None:
 
 
 def describe_base(base: Sequence[Tensor]) -> BaseForm | None:
-    """Form of ``weight [N, K]`` and ``bias [N]`` (if given); None without a base product.
+    """Check ``weight [N, K]`` and ``bias [N]`` (if given) and return their form; None without a base product.
 
     ValueError, TypeError: shapes, layouts, dtypes or devices.
     """
@@ -127,7 +126,7 @@ def describe_base(base: Sequence[Tensor]) -> BaseForm | None:
 
 
 def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
-    """ValueError, TypeError: operands that do not fit the base product."""
+    """Raise ValueError, TypeError: operands that do not fit the base product."""
     n, k = base.weight[:2]
     if y.shape[1] != n or x.shape[1] != k:
         raise ValueError(
@@ -143,7 +142,7 @@ def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
 
 
 def fused_schedule(x: Tensor, base: BaseForm, rank: int) -> Schedule | None:
-    """The shrink's schedule in one launch with this base product; None where each has a launch of its own."""
+    """Return the shrink's schedule in one launch with this base product; None where each has a launch of its own."""
     if rank > MOST_RANKS or not isinstance(_form_of(x, base), TilesForm):
         return None
     block_k = min(4096, block_at_least(base.weight.k))
@@ -152,28 +151,27 @@ def fused_schedule(x: Tensor, base: BaseForm, rank: int) -> Schedule | None:
 
 
 def plan_gemm_and_shrink(
-    x: Tensor, base: BaseForm, y: Tensor, a: Weights, schedule: Schedule,
-    *, has_ranks: bool, pdl: bool, quant: Quant = WIDE,
-) -> GemmAndShrinkPlan:  # fmt: skip
-    """The launch with a schedule of `fused_schedule`, for the forms and strides of these tensors."""
+    x: Tensor, base: BaseForm, y: Tensor, a: Form, schedule: Schedule, pdl: bool
+) -> GemmAndShrinkPlan:
+    """Plan the launch with a schedule of `fused_schedule`, for the forms and strides of these tensors."""
     form = cast(TilesForm, _form_of(x, base))  # fused_schedule answers for no other
-    block_r, splits, tokens = schedule.block_n, schedule.split_k, x.shape[0]
-    row = RowTile(block_r, triton.cdiv(a.rank, block_r), schedule.block_k)
+    stored, block_r, splits, tokens = a.stored, schedule.block_n, schedule.split_k, x.shape[0]
+    row = RowTile(block_r, triton.cdiv(stored.rank, block_r), schedule.block_k)
     constants = {
         "GEMM": gemm_tiles(form, x, base.weight, pdl),
-        "SHAPE": stored_shape(a, partial_rank(a.rank), quant, has_ranks),
+        "SHAPE": stored_shape(a, x.dtype, ShrinkMode()),
         "TILE": ShrinkTile("rows", splits, pdl, row),
     }
     gemm_programs = triton.cdiv(base.weight.n, form.block_n) * form.split_k
-    shrink_programs = tokens * len(a.widths) * row.programs * splits
+    shrink_programs = tokens * len(stored.widths) * row.programs * splits
     launch = Launch(
-        _gemm_and_shrink_kernel, (gemm_programs + shrink_programs, 1, 1), (x.dtype, a.dtype, form.split_k > 1),
+        _gemm_and_shrink_kernel, (gemm_programs + shrink_programs, 1, 1), (x.dtype, stored.dtype, form.split_k > 1),
         (x.stride(0), base.weight.stride, y.stride(0)), constants, num_warps=form.num_warps, pdl=pdl, device=x.device,
     )  # fmt: skip
-    return GemmAndShrinkPlan(launch, form, (tokens, a.slots, gemm_programs))
+    return GemmAndShrinkPlan(launch, form, (tokens, stored.slots, gemm_programs))
 
 
 def _form_of(x: Tensor, base: BaseForm) -> GemmForm:
-    """The form in which `skinny_gemm` multiplies."""
+    """Return the form in which `skinny_gemm` multiplies."""
     n, k = base.weight[:2]
-    return choose_form(n, k, x.shape[0], x.dtype, multiprocessors(x.device), batch_invariant=False)
+    return choose_form(n, k, x.shape[0], x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant=False)

@@ -11,6 +11,7 @@ import functools
 import inspect
 import textwrap
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _HERE = nullcontext()
 
 
 def block_at_least(size: int, smallest: int = 16) -> int:
-    """The power of two that holds `size` elements, at least `smallest` (16: what a tensor-core operand needs)."""
+    """Return the power of two that holds `size` elements, at least `smallest` (16: least of a tensor-core operand)."""
     return max(smallest, 1 << (size - 1).bit_length())  # triton.next_power_of_2 takes 2 us on the host
 
 
@@ -41,19 +42,11 @@ def supports_pdl(device: torch.device) -> bool:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use on `device`; an H200's where there is no GPU to ask."""
+    """Return the bytes of shared memory that a program may use on `device`; an H200's where there is no GPU to ask."""
     if device.type != "cuda":
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)  # builds of torch declare different fields
     return properties.shared_memory_per_block if IS_ROCM else properties.shared_memory_per_block_optin
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of `device`; an H200's where there is no GPU to ask."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
@@ -81,23 +74,14 @@ def launches_directly() -> bool:
     return [call for call in calls if call.startswith("kernel.run(")] == [_DIRECT_CALL]
 
 
-class _Binary:
-    """A compiled kernel, once some launch has compiled it."""
-
-    __slots__ = ("compiled",)
-
-    def __init__(self) -> None:
-        self.compiled: Any = None
-
-
 @functools.lru_cache(maxsize=4096)
-def _binary(kernel: Any, dtypes: tuple, strides: tuple, constants: tuple, options: tuple, device: int) -> _Binary:
-    """Binary shared by launches whose arguments Triton specialises alike."""
-    return _Binary()
+def _binary(*specialised: Any) -> SimpleNamespace:
+    """Return the binary of launches whose arguments Triton specialises alike: a compiled kernel once one has run."""
+    return SimpleNamespace(compiled=None)
 
 
 def _specialised(stride: int) -> tuple[bool, bool, bool]:
-    """Properties of an integer that Triton compiles for: being 1, a multiple of 16, wider than 32 bits."""
+    """Return the properties of an integer that Triton compiles for: being 1, a multiple of 16, wider than 32 bits."""
     return stride == 1, stride % 16 == 0, not -(1 << 31) <= stride < 1 << 31
 
 
@@ -166,6 +150,18 @@ class Launch:
             self.binary.compiled = compiled
 
 
+def launch_alone(
+    kernel: Any, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], shape: Any,
+    *, strides: tuple[int, ...] = (), dtypes: tuple, num_warps: int, counts: tuple = (),
+) -> None:  # fmt: skip
+    """Launch a kernel with one constexpr, SHAPE, on the device of its first tensor; ``shape.pdl``: it starts early."""
+    launch = Launch(
+        kernel, grid, dtypes, strides, {"SHAPE": shape}, num_warps=num_warps, pdl=shape.pdl, device=tensors[0].device
+    )
+    with on_device(tensors[0].get_device()):
+        launch(tensors, counts, not INTERPRETED and all_aligned(*tensors))
+
+
 def all_aligned(*tensors: torch.Tensor) -> bool:
     """Tell whether every address is a multiple of 16, as kernels are compiled for."""
     addresses = 0
@@ -175,7 +171,7 @@ def all_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def on_device(index: int) -> AbstractContextManager:
-    """Context in which device `index` is the current one; -1 (the CPU) and the current device cost nothing."""
+    """Return a context in which device `index` is the current one; -1 (the CPU) and the current device cost nothing."""
     if index < 0 or index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(index)

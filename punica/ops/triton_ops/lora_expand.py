@@ -14,9 +14,9 @@ With PDL the kernel starts while its predecessor still runs: B is loaded first, 
 shrink, which launches this kernel only after its own wait.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -25,14 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.metadata import HEIGHTS
-from punica.ops.checks import Weights
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
 from punica.ops.triton_ops.expand_gemm import expand_tile
 from punica.ops.triton_ops.expand_gemv import expand_row
-from punica.ops.triton_ops.fp8_device import WIDE, Quant
+from punica.ops.triton_ops.fp8_device import Quant
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, shared_memory, stages_that_fit
-from punica.ops.triton_ops.plan import Batch, FixedPlan, KernelPlan, ListedPlan
+from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant
 from punica.ops.triton_ops.schedules import WIDE_RANKS, Schedule
+from punica.ops.weights import Form
 
 
 class ExpandShape(NamedTuple):
@@ -93,11 +93,9 @@ class ExpandTile(NamedTuple):
 
 
 @triton.jit
-def _expand_list(
-    tensors, operands, sorted_ptr, work, num_tiles, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """A persistent loop over a step's list, as `lora_shrink._shrink_list`."""
-    tiles_ptr, totals_ptr = work
+def _expand_list(tensors, operands, work, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Run a persistent loop over a step's list, as `lora_shrink._shrink_list`."""
+    sorted_ptr, tiles_ptr, totals_ptr, num_tiles = work
     _, _, anchor = call
     pid = tl.program_id(0)
     tile = pid // TILE.blocks
@@ -105,8 +103,8 @@ def _expand_list(
     total = tl.load(totals_ptr + TILE.height)
     pdl_wait(TILE.pdl, anchor & (tile >= total))
     while tile < total:
-        found = read_record(record)
-        expand_tile(tensors, operands, sorted_ptr, found, pid % TILE.blocks, call, strides, SHAPE, TILE)
+        found = (sorted_ptr, read_record(record))
+        expand_tile(tensors, operands, found, pid % TILE.blocks, call, strides, SHAPE, TILE)
         tile += num_tiles
         record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
 
@@ -119,7 +117,7 @@ def _lora_expand_kernel(
     tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, num_segments, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Entry of all modes; arguments as of `lora_shrink._lora_shrink_kernel`.
+    """Run one mode; arguments as of `lora_shrink._lora_shrink_kernel`.
 
     tensors: h and y; strides: of h along partials, slices, rows and ranks, and of rows of y.
     """
@@ -130,63 +128,97 @@ def _lora_expand_kernel(
         slot = tl.load(mapping_ptr + row)
         expand_row(tensors, operands, (row, slot), pid % TILE.row.blocks, call, strides, SHAPE, TILE)
     elif TILE.mode == "list":
-        _expand_list(tensors, operands, sorted_ptr, (tiles_ptr, totals_ptr), num_tiles, call, strides, SHAPE, TILE)
+        work = (sorted_ptr, tiles_ptr, totals_ptr, num_tiles)
+        _expand_list(tensors, operands, work, call, strides, SHAPE, TILE)
     else:
         tile = pid // TILE.blocks
         found = find_tile(tile, tiles_ptr, totals_ptr, starts_ptr, num_segments, TILE.block_m, TILE.segments)
-        expand_tile(tensors, operands, sorted_ptr, found, pid % TILE.blocks, call, strides, SHAPE, TILE)
+        expand_tile(tensors, operands, (sorted_ptr, found), pid % TILE.blocks, call, strides, SHAPE, TILE)
+
+
+class LowRank(NamedTuple):
+    """h ``[partials, n, T, r]``; rows may be wider than r, and partials are added up."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def result(cls, h: Tensor) -> "LowRank":
+        """Return a result ``[n, T, r]``: one partial."""
+        return cls((1, *h.shape), (0, *h.stride()), h.dtype)
+
+    @classmethod
+    def sums(cls, *shape: int) -> "LowRank":
+        """Return contiguous float32 partials."""
+        return cls(shape, tuple([prod(shape[i + 1 :]) for i in range(4)]), torch.float32)
+
+
+class ExpandMode(NamedTuple):
+    """Options of a launch.
+
+    offset_start: first column written. add_inputs: y is added to, else overwritten. pdl: it starts early. late: y is
+    not read before the PDL wait. words: B in FP8 begins where four columns may be read at once. x_strides: as in
+    `lora_shrink.ShrinkMode`.
+    """
+
+    offset_start: int = 0
+    add_inputs: bool = True
+    pdl: bool = False
+    late: bool = False
+    words: bool = False
+    x_strides: tuple[int, int] | None = None
 
 
 def plan_expand(
-    h_shape: Sequence[int], h_strides: Sequence[int], h_dtype: torch.dtype, y: Tensor, weights: Weights,
-    batch: Batch,
-    schedule: Schedule,
-    *,
-    offset_start: int, add_inputs: bool, has_ranks: bool,
-    pdl: bool = False, late: bool = False, quant: Quant = WIDE,
-) -> KernelPlan:  # fmt: skip
-    """The launch of a schedule. h has strides of ``[partials, n, T, r]`` (rows may be wider than r); partials are added
-    up. ``late``: y is not read before the PDL wait. ``quant``: as in `plan_shrink`.
-    """
-    if pdl and h_strides[0] <= 0:  # kernels branch on it where they wait (`pdl_wait`)
-        raise ValueError(f"partials of h have a stride of {h_strides[0]}; give a positive one, or pdl=False")
-    partials, _, tokens, _ = h_shape
-    columns = tuple(accumulate(weights.widths[:-1], initial=offset_start))
-    vector = gcd(weights.rank, 16 // weights.dtype.itemsize if weights.row_major else 4)
-    shape = ExpandShape(
-        weights.rank, weights.widths, columns, len(weights.widths), quant, weights.row_major, vector, partials,
-        has_ranks, add_inputs,
-    )  # fmt: skip
-    sizes = (tokens, weights.slots)
+    h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: ExpandMode
+) -> KernelPlan:
+    """Plan the launch of a schedule, for these strides and a B of this form."""
+    weights, (_, _, tokens, _), pdl = form.stored, h.shape, mode.pdl
+    if pdl and h.strides[0] <= 0:  # kernels branch on it where they wait (`pdl_wait`)
+        raise ValueError(f"partials of h have a stride of {h.strides[0]}; give a positive one, or pdl=False")
+    shape = _shape(h, form, mode)
 
     def launch(tile: ExpandTile, programs: int) -> Launch:
         return Launch(
-            _lora_expand_kernel, (programs, 1, 1), (h_dtype, weights.dtype, y.dtype), (*h_strides, y.stride(0)),
+            _lora_expand_kernel, (programs, 1, 1), (h.dtype, weights.dtype, y.dtype), (*h.strides, y.stride(0)),
             {"SHAPE": shape, "TILE": tile}, num_warps=schedule.num_warps, pdl=pdl, device=weights.device,
         )  # fmt: skip
 
+    tile = ExpandTile("rows", mode.late and pdl, pdl)
     if not schedule.block_m:
-        row = _row_tile(shape, schedule, tokens)
-        return FixedPlan(launch(ExpandTile("rows", late and pdl, pdl, row), tokens * row.blocks), (*sizes, 0, 0))
-    tile = ExpandTile("search", late and pdl, pdl)
-    itemsizes = (h_dtype.itemsize, weights.dtype.itemsize, y.element_size())
+        tile = tile._replace(row=_row_tile(shape, schedule, tokens))
+        return KernelPlan(launch(tile, tokens * tile.row.blocks), (tokens, weights.slots, 0, 0))
+    itemsizes = (h.dtype.itemsize, weights.dtype.itemsize, y.element_size())
     tile = _gemm_tile(tile, schedule, shape, itemsizes, weights.device)
     if batch.listed and schedule.block_m in HEIGHTS:
         height = HEIGHTS.index(tile.block_m)
-        return ListedPlan(launch(tile._replace(mode="list", height=height), 0), height, tile.blocks, 1, sizes)
-    segments = batch.max_segments
-    tile = tile._replace(segments=block_at_least(batch.tensors[4].numel()))
-    tiles = max_tiles(tokens, segments, tile.block_m)
-    return FixedPlan(launch(tile, tiles * tile.blocks), (*sizes, tiles, segments))
+        second = launch(tile._replace(mode="list", height=height), 0)
+        return KernelPlan(second, (tokens, weights.slots, 0, 0), height, tile.blocks)
+    tile = tile._replace(mode="search", segments=block_at_least(batch.tensors[4].numel()))
+    tiles = max_tiles(tokens, batch.max_segments, tile.block_m)
+    return KernelPlan(launch(tile, tiles * tile.blocks), (tokens, weights.slots, tiles, batch.max_segments))
+
+
+def _shape(h: LowRank, form: Form, mode: ExpandMode) -> ExpandShape:
+    weights, quant = form.stored, expand_quant(form, h.dtype, mode.x_strides)
+    whole = all([width % 4 == 0 for width in weights.widths])  # every rank of a slice ends with a word
+    quant = quant._replace(words=mode.words and whole and quant.dense and not weights.row_major)
+    columns = tuple(accumulate(weights.widths[:-1], initial=mode.offset_start))
+    vector = gcd(weights.rank, 16 // weights.dtype.itemsize if weights.row_major else 4)
+    return ExpandShape(
+        weights.rank, weights.widths, columns, len(weights.widths), quant, weights.row_major, vector, h.shape[0],
+        form.has_ranks, mode.add_inputs,
+    )  # fmt: skip
 
 
 def _blocks(shape: ExpandShape, block_n: int) -> int:
-    """Blocks of this many columns in all slices."""
+    """Return the blocks of this many columns in all slices."""
     return sum([triton.cdiv(width, block_n) for width in shape.widths])
 
 
 def _row_tile(shape: ExpandShape, schedule: Schedule, rows: int) -> RowTile:
-    """Work of a program that takes one of ``rows`` rows."""
+    """Return the work of a program that takes one of ``rows`` rows."""
     block_n, lanes = schedule.block_n, schedule.block_k
     if not shape.row_major:
         lanes = min(lanes, shape.quant.group_k or lanes, block_at_least(shape.rank, 1))
@@ -200,7 +232,7 @@ def _row_tile(shape: ExpandShape, schedule: Schedule, rows: int) -> RowTile:
 def _gemm_tile(
     tile: ExpandTile, schedule: Schedule, shape: ExpandShape, itemsizes: tuple[int, int, int], device: torch.device
 ) -> ExpandTile:
-    """``tile`` with the blocks of the tensor cores, and as many stages as fit into shared memory.
+    """Return ``tile`` with the blocks of the tensor cores, and as many stages as fit into shared memory.
 
     All ranks go in one pass where that fits, since more would read h again for every block of columns. The operands of
     a float32 product are held in registers, whose number per program is the limit there.
@@ -231,8 +263,8 @@ def _gemm_tile(
 def _lane_blocks(
     rank: int, block_n: int, has_ranks: bool, programs: Callable[[int], int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Block widths in ranks among which the kernel chooses for B by rows, in how many steps each takes a program's
-    columns, and how many columns that is.
+    """Return the block widths in ranks among which the kernel chooses for B by rows, in how many steps each takes a
+    program's columns, and how many columns that is.
 
     ``block_n`` suits the whole width. With true ranks a program gets up to as many times more columns as 16 ranks, the
     least that memory moves, are narrower, so that its blocks stay as large; ``programs(block_n)`` must still occupy the

@@ -12,22 +12,19 @@ complete two kernels ago. The exception is an expand whose shrink ran beside the
 """
 
 from contextlib import nullcontext
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from punica.ops.checks import Weights
 from punica.ops.interface import Beside
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
-from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.gemm_and_shrink import BaseForm, GemmAndShrinkPlan, fused_schedule, plan_gemm_and_shrink
 from punica.ops.triton_ops.launch import on_device
-from punica.ops.triton_ops.lora_expand import plan_expand
-from punica.ops.triton_ops.lora_shrink import partial_rank, plan_shrink
-from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant, operands_of, shrink_quant
+from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
+from punica.ops.triton_ops.lora_shrink import ShrinkMode, partial_rank, plan_shrink
+from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of, shrink_quant
 from punica.ops.triton_ops.schedules import Problem, Schedule
 from punica.ops.weights import Form, LoRAWeights
 
@@ -39,7 +36,7 @@ class LinearPlan(NamedTuple):
 
     shrink: KernelPlan | GemmAndShrinkPlan
     expand: KernelPlan
-    partials: tuple[int, int, int, int]
+    partials: tuple[int, ...]
 
     def run(
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, aligned: bool, scale: float, beside: Beside
@@ -49,7 +46,7 @@ class LinearPlan(NamedTuple):
         with on_device(x.get_device()):
             if isinstance(self.shrink, GemmAndShrinkPlan):
                 partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
-                self.shrink.run(x, base, y, a, partials, batch, ranks, aligned, scale)
+                self.shrink.run((x, *base), a, (partials, y), batch, ranks, aligned, scale)
             else:
                 if base:
                     skinny_gemm(y, x, *base)
@@ -60,61 +57,48 @@ class LinearPlan(NamedTuple):
 
 
 class LinearMode(NamedTuple):
-    """Switches of a linear. ``pdl``: kernels start early; ``apart``: shrink and expand are not behind one another;
-    ``fused``: the shrink's launch makes this base product, too.
+    """Options of a linear.
+
+    pdl: its kernels start early. apart: shrink and expand do not follow one another directly. fused: the shrink's
+    launch makes this base product, too. words: as in `ExpandMode`. early: shrink starts early (None: as with pdl).
     """
 
     add_inputs: bool = True
-    has_ranks: bool = False
     pdl: bool = False
     apart: bool = False
     fused: BaseForm | None = None
+    words: bool = True
+    early: bool | None = None
 
 
 def plan_linear(
-    y: Tensor, x: Tensor, weights: tuple[Weights, Weights], batch: Batch,
-    schedules: tuple[Schedule, Schedule], mode: LinearMode,
-    quant: tuple[Quant, Quant] = (WIDE, WIDE), pdl_shrink: bool | None = None,
-) -> LinearPlan:  # fmt: skip
-    """The two launches with the given schedules (the first of `fused_schedule` where fused).
-
-    ``quant``: storage of A and B; ``pdl_shrink``: start shrink early too (None: as the mode's ``pdl``).
-    """
-    (a, b), (shrink, expand), (add_inputs, has_ranks, pdl, apart, fused) = weights, schedules, mode
-    slices, tokens, rank, kind = len(a.widths), x.shape[0], a.rank, torch.float32
-    partials = (shrink.split_k, slices, tokens, partial_rank(rank))
-    strides = (prod(partials[1:]), prod(partials[2:]), partials[3], 1)
-    overlap, early = pdl and not apart, (pdl if pdl_shrink is None else pdl_shrink) and not apart
+    y: Tensor, x: Tensor, forms: tuple[Form, Form], batch: Batch, schedules: tuple[Schedule, Schedule], mode: LinearMode
+) -> LinearPlan:
+    """Plan the two launches with the given schedules (the first of `fused_schedule` where fused), for A and B."""
+    (a, b), (shrink, expand), (add_inputs, pdl, apart, fused, words, early) = forms, schedules, mode
     first: KernelPlan | GemmAndShrinkPlan
     if fused is None:
-        first = plan_shrink(
-            x, a, kind, batch, shrink, has_ranks=has_ranks, direct=False, overlap=overlap, early=early, quant=quant[0]
-        )
+        early = (pdl if early is None else early) and not apart
+        first = plan_shrink(x, a, batch, shrink, ShrinkMode(overlap=pdl and not apart, early=early))
     else:
-        first = plan_gemm_and_shrink(x, fused, y, a, shrink, has_ranks=has_ranks, pdl=pdl, quant=quant[0])
-    second = plan_expand(
-        partials, strides, kind, y, b, batch, expand,
-        offset_start=0, add_inputs=add_inputs, has_ranks=has_ranks, pdl=pdl, late=apart or fused is not None,
-        quant=quant[1],
-    )  # fmt: skip
-    return LinearPlan(first, second, partials)
+        first = plan_gemm_and_shrink(x, fused, y, a, shrink, pdl)
+    partials = LowRank.sums(shrink.split_k, len(a.stored.widths), x.shape[0], partial_rank(a.stored.rank))
+    late = apart or fused is not None
+    second = plan_expand(partials, y, b, batch, expand, ExpandMode(0, add_inputs, pdl, late, words))
+    return LinearPlan(first, second, partials.shape)
 
 
 def choose_linear(
-    y: Tensor, x: Tensor, forms: tuple[Form, Form], batch: Batch, options: Options, mode: LinearMode, words: bool = True
+    y: Tensor, x: Tensor, forms: tuple[Form, Form], batch: Batch, options: Options, mode: LinearMode
 ) -> LinearPlan:
-    """The two launches that suit the step. ``mode.fused``: a base product that the first may make, too; ``words``: B in
-    FP8 begins where four columns may be read at once.
-    """
-    (a, b), base = (forms[0].stored, forms[1].stored), mode.fused
-    a_quant, b_quant = shrink_quant(forms[0], x.dtype), expand_quant(forms[1], torch.float32)
-    whole = not any([width % 4 for width in b.widths])  # every rank of a slice ends with a word
-    b_quant = b_quant._replace(words=words and whole and b_quant.dense and not b.row_major)
+    """Choose schedules for the step and plan both launches. ``mode.fused``: a base product that the first may make."""
+    a, b, base = forms[0].stored, forms[1].stored, mode.fused
     problem = Problem(batch.shape, x.shape[0], a.widths[0], b.widths, a.rank, a.dtype.itemsize, b.row_major)
     shrink = choose("shrink", problem, options, x.device)
-    may_fuse = not shrink.block_m and options.tuned_dir is None and (a_quant.dense or not forms[0].is_fp8)
+    may_fuse = not shrink.block_m and options.tuned_dir is None
+    may_fuse = may_fuse and (shrink_quant(forms[0], x.dtype).dense or not forms[0].is_fp8)
     fused = fused_schedule(x, base, a.rank) if base is not None and may_fuse else None
     shrink = fused or shrink
     expand = choose("expand", problem, options, x.device, shrink.split_k, mode.add_inputs)
     mode = mode._replace(fused=base if fused else None, apart=mode.apart or base is not None)
-    return plan_linear(y, x, (a, b), batch, (shrink, expand), mode, (a_quant, b_quant))
+    return plan_linear(y, x, forms, batch, (shrink, expand), mode)

@@ -23,14 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.metadata import HEIGHTS
-from punica.ops.checks import Weights
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
-from punica.ops.triton_ops.fp8_device import WIDE, Quant
+from punica.ops.triton_ops.fp8_device import Quant
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit
-from punica.ops.triton_ops.plan import Batch, FixedPlan, KernelPlan, ListedPlan
+from punica.ops.triton_ops.plan import Batch, KernelPlan, shrink_quant
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.triton_ops.shrink_gemm import shrink_tile
 from punica.ops.triton_ops.shrink_gemv import shrink_row
+from punica.ops.weights import Form
 
 
 class ShrinkShape(NamedTuple):
@@ -82,14 +82,12 @@ class ShrinkTile(NamedTuple):
 
 
 @triton.jit
-def _shrink_list(
-    tensors, operands, sorted_ptr, work, num_tiles, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """A persistent loop over a step's list: programs for ``num_tiles`` tiles stride over all of them.
+def _shrink_list(tensors, operands, work, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Run a persistent loop over a step's list: programs for ``num_tiles`` tiles stride over all of them.
 
-    work: records of the tiles, and their numbers for all heights.
+    work: sorted rows, records of the tiles, their numbers for all heights, and num_tiles.
     """
-    tiles_ptr, totals_ptr = work
+    sorted_ptr, tiles_ptr, totals_ptr, num_tiles = work
     _, _, _, _, anchor = call
     R_BLOCKS: tl.constexpr = (SHAPE.rank + TILE.block_r - 1) // TILE.block_r
     pid, slice_id = tl.program_id(0), tl.program_id(1)
@@ -99,23 +97,21 @@ def _shrink_list(
     pdl_wait(TILE.pdl, anchor & (tile >= total))
     while tile < total:
         place = (pid % TILE.split_k, first_r, slice_id)
-        shrink_tile(tensors, operands, sorted_ptr, read_record(record), place, call, strides, SHAPE, TILE)
+        found = (sorted_ptr, read_record(record))
+        shrink_tile(tensors, operands, found, place, call, strides, SHAPE, TILE)
         tile += num_tiles
         record = tl.load(tiles_ptr + tile, mask=tile < total, other=0)
 
 
 @triton.jit
-def _shrink_found(
-    tensors, operands, pointers, segments, counts, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """The tile that this program finds among the segments. With ``direct``, programs past the tiles zero-fill rows
-    without adapter.
+def _shrink_found(tensors, operands, step, counts, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute the tile that this program finds among the segments. With ``direct``, programs past the tiles zero-fill
+    rows without adapter.
 
-    pointers: of the slots of the rows, and of the sorted rows; segments: of ids, counts and starts.
+    step: slots of the rows, sorted rows, and ids, counts and starts of the segments; counts: of tiles and segments.
     """
     _, out_ptr = tensors
-    mapping_ptr, sorted_ptr = pointers
-    ids_ptr, counts_ptr, starts_ptr = segments
+    mapping_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr = step
     num_tiles, num_segments = counts
     _, num_tokens, _, _, _ = call
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -127,7 +123,7 @@ def _shrink_found(
     if tile < num_tiles:
         found = find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M, TILE.segments)
         place = (pid % TILE.split_k, first_r, slice_id)
-        shrink_tile(tensors, operands, sorted_ptr, found, place, call, strides, SHAPE, TILE)
+        shrink_tile(tensors, operands, (sorted_ptr, found), place, call, strides, SHAPE, TILE)
     else:
         rows = (tile - num_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         offs_r = first_r + tl.arange(0, BLOCK_R)
@@ -145,7 +141,7 @@ def _lora_shrink_kernel(
     tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, num_segments, scaling, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Entry of all modes. ``mode`` "search" has ids and counts of the segments in place of the list (tiles, totals),
+    """Run one mode. ``mode`` "search" has ids and counts of the segments in place of the list (tiles, totals),
     their starts and their number. Pointers that a mode does not read are None.
 
     tensors: x and the output; operands: `fp8_device.operands`; strides: of x.
@@ -158,32 +154,34 @@ def _lora_shrink_kernel(
         slot = tl.load(mapping_ptr + row)
         shrink_row(tensors, operands, (row, slot, slice_id), block, call, strides, SHAPE, TILE)
     elif TILE.mode == "list":
-        work = (tiles_ptr, totals_ptr)
-        _shrink_list(tensors, operands, sorted_ptr, work, num_tiles, call, strides, SHAPE, TILE)
+        work = (sorted_ptr, tiles_ptr, totals_ptr, num_tiles)
+        _shrink_list(tensors, operands, work, call, strides, SHAPE, TILE)
     else:
-        segments, counts = (tiles_ptr, totals_ptr, starts_ptr), (num_tiles, num_segments)
-        _shrink_found(tensors, operands, (mapping_ptr, sorted_ptr), segments, counts, call, strides, SHAPE, TILE)
+        step, counts = (mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr), (num_tiles, num_segments)
+        _shrink_found(tensors, operands, step, counts, call, strides, SHAPE, TILE)
 
 
-def plan_shrink(
-    x: Tensor, weights: Weights, out_dtype: torch.dtype,
-    batch: Batch,
-    schedule: Schedule,
-    *,
-    has_ranks: bool, direct: bool,
-    accumulate: bool = False, overlap: bool = False, early: bool = False, quant: Quant = WIDE,
-) -> KernelPlan:  # fmt: skip
-    """The launch of a schedule, for x's shape and strides.
+class ShrinkMode(NamedTuple):
+    """Options of a launch.
 
-    ``direct``: the kernel writes the result [n, T, r]; else fp32 partials [split_k, n, T, `partial_rank`]. ``overlap``:
-    its dependent starts early; ``early``: it itself starts early. ``quant``: storage of A and x; scales then follow
-    the weights that the launch is given.
+    direct: it writes the result [n, T, r] in out_dtype; else float32 partials [split_k, n, T, `partial_rank`].
+    accumulate: it adds to the result. overlap: its dependent starts early; early: it starts early itself.
+    x_strides: of the scales of FP8 activations along rows and groups.
     """
+
+    out_dtype: torch.dtype = torch.float32
+    direct: bool = False
+    accumulate: bool = False
+    overlap: bool = False
+    early: bool = False
+    x_strides: tuple[int, int] | None = None
+
+
+def plan_shrink(x: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: ShrinkMode) -> KernelPlan:
+    """Plan the launch of a schedule, for x's shape and strides and an A of this form."""
+    weights, (out_dtype, direct, accumulate, overlap, early, _) = form.stored, mode
     tokens, rank, slices = x.shape[0], weights.rank, len(weights.widths)
-    split_k = 1 if direct else schedule.split_k
-    shape = stored_shape(weights, rank if direct else partial_rank(rank), quant, has_ranks)
-    shape = shape._replace(direct=direct, accumulate=accumulate)
-    sizes = (tokens, weights.slots)
+    split_k, shape = 1 if direct else schedule.split_k, stored_shape(form, x.dtype, mode)
 
     def launch(tile: ShrinkTile, programs: int) -> Launch:
         return Launch(
@@ -193,24 +191,24 @@ def plan_shrink(
 
     if not schedule.block_m:
         row = _row_tile(schedule, shape, tokens * slices * split_k)
-        return FixedPlan(
-            launch(ShrinkTile("rows", split_k, overlap, row), tokens * row.programs * split_k), (*sizes, 0, 0)
-        )
-    listed = batch.listed and schedule.block_m in HEIGHTS and (accumulate or not direct)
+        tile = ShrinkTile("rows", split_k, overlap, row)
+        return KernelPlan(launch(tile, tokens * row.programs * split_k), (tokens, weights.slots, 0, 0))
     tile = _gemm_tile(schedule, shape, x.element_size(), weights.device)._replace(split_k=split_k, pdl=overlap)
     per_tile = triton.cdiv(rank, tile.block_r) * split_k
-    if listed:
+    if batch.listed and schedule.block_m in HEIGHTS and (accumulate or not direct):
         height = HEIGHTS.index(tile.block_m)
-        return ListedPlan(launch(tile._replace(mode="list", height=height), 0), height, per_tile, slices, sizes)
-    segments = batch.max_segments
-    tiles = max_tiles(tokens, segments, tile.block_m)
+        first = launch(tile._replace(mode="list", height=height), 0)
+        return KernelPlan(first, (tokens, weights.slots, 0, 0), height, per_tile, slices)
+    tiles = max_tiles(tokens, batch.max_segments, tile.block_m)
     bare_tiles = triton.cdiv(tokens, tile.block_m) if direct and not accumulate else 0
     tile = tile._replace(segments=block_at_least(batch.tensors[4].numel()))
-    return FixedPlan(launch(tile, (tiles + bare_tiles) * per_tile), (*sizes, tiles, segments))
+    return KernelPlan(
+        launch(tile, (tiles + bare_tiles) * per_tile), (tokens, weights.slots, tiles, batch.max_segments)
+    )
 
 
 def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:
-    """Work of a program on one of ``rows`` rows, slices and K splits."""
+    """Return the work of a program on one of ``rows`` rows, slices and K splits."""
     block_r = min(schedule.block_n, block_at_least(shape.rank, 1))
     programs = triton.cdiv(shape.rank, block_r)
     if not (shape.direct or shape.quant.format) and shape.has_ranks:
@@ -219,7 +217,7 @@ def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:
 
 
 def _gemm_tile(schedule: Schedule, shape: ShrinkShape, itemsize: int, device: torch.device) -> ShrinkTile:
-    """Tile of the tensor cores, with as many stages as fit into shared memory."""
+    """Return the tile of the tensor cores, with as many stages as fit into shared memory."""
     block_m, block_r = schedule.block_m, min(schedule.block_n, block_at_least(shape.rank))
     of_x, of_a = max(2, itemsize), 1 if shape.quant.format else max(2, itemsize)
     block_k = min(schedule.block_k, block_at_least(shape.k))
@@ -233,21 +231,26 @@ def _gemm_tile(schedule: Schedule, shape: ShrinkShape, itemsize: int, device: to
     return ShrinkTile("search", 1, False, RowTile(), block_m, block_r, block_k, stages, schedule.swap_ab)
 
 
-def stored_shape(weights: Weights, out_rank: int, quant: Quant, has_ranks: bool) -> ShrinkShape:
-    """Shape of A, and of rows of partials with room for ``out_rank`` ranks."""
+def stored_shape(form: Form, x_dtype: torch.dtype, mode: ShrinkMode) -> ShrinkShape:
+    """Return the shape and storage of A, and of the output."""
+    weights, quant = form.stored, shrink_quant(form, x_dtype, mode.x_strides)
     rank, k = weights.rank, weights.widths[0]
-    stride_r, stride_k = (k, 1) if weights.row_major else (1, rank)
-    return ShrinkShape(k, rank, out_rank, stride_r, stride_k, len(weights.widths), quant, has_ranks, False, False)
+    strides = (k, 1) if weights.row_major else (1, rank)
+    out_rank = rank if mode.direct else partial_rank(rank)
+    return ShrinkShape(
+        k, rank, out_rank, *strides, len(weights.widths), quant, form.has_ranks, mode.direct, mode.accumulate
+    )
 
 
 def partial_rank(rank: int) -> int:
-    """Ranks that a row of a partial has room for: rows of odd ranks would straddle the 32 bytes that memory moves."""
+    """Return the ranks of a row of a partial, with padding: odd rows would straddle the 32 bytes that memory moves."""
     return block_at_least(rank, 8)
 
 
 def _rank_programs(blocks: int, block_r: int, others: int, rank: int) -> int:
-    """Programs that share the rank blocks of one row when true ranks vary: as few as cover rank 16, or half a wider
-    slot, at once, so that low ranks leave few idle programs behind, but enough to occupy the device."""
+    """Return the programs that share the rank blocks of one row when true ranks vary: few, so that low ranks leave few
+    idle, but enough to cover rank 16, or half a wider slot, at once, and to occupy the device.
+    """
     programs, cover = blocks, max(16, rank // 2)
     while programs * block_r > cover and programs % 2 == 0 and programs // 2 * others >= 256:
         programs //= 2

@@ -25,16 +25,15 @@ from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, tuned_config
 from punica.ops.triton_ops.op import custom_op, is_traced, named
-from punica.ops.triton_ops.quantize_rows import quantized_rows
+from punica.ops.weights import plans_of
 
-_PLANS: dict[tuple, MoEPlan | None] = {}
+_PLANS: dict[tuple, MoEPlan | None] = plans_of()
 
 
 class TritonExpertOps:
     """Alignment and fused op on a GPU (`punica.ops.experts.ExpertOps`)."""
 
     smallest_block = 16
-    quantize = staticmethod(quantized_rows)
     align = staticmethod(align_all)
 
     def __init__(self, options: Options) -> None:
@@ -47,10 +46,10 @@ class TritonExpertOps:
         folder = self.options.tuned_dir if weights.site is not None else None
         tuned = folder is not None and load_lora_op_config("fused_moe_lora_w13_shrink", None, folder) is not None
         if tuned or self.options.batch_invariant:
-            return weights.outnumber(pairs)
+            return weights.prefers_naive(pairs)
         (_, experts, rank, hidden), width = weights.lora_a[0].shape, weights.lora_b[0].shape[-2]
         pair_bytes = (len(weights.lora_a) + 1) * rank * (hidden + width) * weights.lora_a[0].element_size()
-        return pairs <= moe_rules.most_alone(int(active), int(experts), int(pair_bytes))  # symbols cannot be remembered
+        return pairs <= moe_rules.most_naive(int(active), int(experts), int(pair_bytes))  # symbols cannot be remembered
 
     def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
         """Rows of a block of the alignment: of the tuned file of the first product if there is one, else the rule's."""

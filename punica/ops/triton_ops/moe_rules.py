@@ -32,7 +32,7 @@ LEAST_SPAN, MOST_SPAN = 2 * BLOCK, 1024
 """Elements of K of one program: partial sums dominate below, a long chain of loads above."""
 ROW_WEIGHTS = 4096
 """Weights of B of a program by rows, in registers: 64 for each thread of two warps. Of wide outputs twice as many."""
-ALONE_BYTES, ALONE_MEAN = 40_000_000, 2.5
+NAIVE_BYTES, NAIVE_MEAN = 40_000_000, 2.5
 """Limits of naive assignment: redundant weight reads in bytes (from the 50 MB of L2 cache), and pairs per group."""
 ROWS_MEAN = 1.6
 """Pairs per group of one slice up to which multiply and sum, a row at a time, beats a block of 16 rows."""
@@ -79,15 +79,15 @@ class Work(NamedTuple):
 
 
 @lru_cache
-def most_alone(active: int, experts: int, pair_bytes: int) -> int:
+def most_naive(active: int, experts: int, pair_bytes: int) -> int:
     """Most pairs of naive assignment; ``pair_bytes``: weights that a pair reads, of both products."""
     most = max(1, active * experts)
 
     def too_many(pairs: int) -> bool:
         groups = _groups(pairs, most)
-        return pairs > ALONE_MEAN * groups or (pairs - groups) * pair_bytes > ALONE_BYTES
+        return pairs > NAIVE_MEAN * groups or (pairs - groups) * pair_bytes > NAIVE_BYTES
 
-    return bisect_right(range(1, int(ALONE_MEAN * most) + 2), False, key=too_many)
+    return bisect_right(range(1, int(NAIVE_MEAN * most) + 2), False, key=too_many)
 
 
 def _groups(pairs: int, most: int) -> float:

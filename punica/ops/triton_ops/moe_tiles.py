@@ -1,8 +1,8 @@
 """Device functions of fused MoE LoRA: slot, expert, pairs and true rank of a tile.
 
-A *tile* is a block of the alignment, up to ``block_m`` pairs of one (slot, expert); naive, it is one pair. Only the
-device knows their number: every slot has ``counts / block_m``, and a running sum over the slots finds the slot of tile
-number ``tile``, numbered without gaps. Programs loop while there are tiles, so a grid need not cover the worst case.
+A *tile* is a block of the alignment, up to ``block_m`` pairs of one (slot, expert); naive, it is one pair. Their
+number is known on the device only: every slot has ``counts / block_m``, and a running sum over the slots finds the slot
+of tile number ``tile``, numbered without gaps. Programs loop while there are tiles: a grid may be below the worst case.
 """
 
 from typing import NamedTuple

@@ -22,7 +22,7 @@ LIBRARY = Library("punica", "FRAGMENT")
 
 
 def check_runnable(device: torch.device) -> None:
-    """RuntimeError where no Triton kernel can run."""
+    """Raise RuntimeError where no Triton kernel can run."""
     if device.type != "cuda" and not INTERPRETED:
         raise RuntimeError(
             f"the Triton ops need CUDA tensors, got {device}; on the CPU use punica.ops.torch_ops, or set "
@@ -97,7 +97,7 @@ def custom_op(mutates: str | tuple[str, ...]) -> Callable[[Callable[..., None]],
 
 
 def _writes_in_place(*args: Any, **kwargs: Any) -> None:
-    """Shape function of every op here: it only writes a tensor that it was given."""
+    """Give no shape: every op here only writes tensors that it was given."""
 
 
 def _number_or_tensor(function: Callable) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def _maybe_lists(function: Callable) -> tuple[str, ...]:
 
 
 def _schema(function: Callable, mutates: tuple[str, ...], either: Sequence[str], lists: Sequence[str]) -> str:
-    """The schema that torch infers from the function's signature."""
+    """Return the schema that torch infers from the function's signature."""
     hints, parameters = typing.get_type_hints(function), []
     for parameter in inspect.signature(function).parameters.values():
         hint = typing.Optional[Tensor] if parameter.name in either else hints[parameter.name]  # noqa: UP045

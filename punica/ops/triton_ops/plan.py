@@ -1,4 +1,4 @@
-"""Plans of single kernels: the tensors of a step that a kernel reads, and its grid."""
+"""Plan of a kernel on a step: its launch, the tensors of the step that it reads, and the storage of its operands."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from punica.metadata import StepShape
-from punica.ops.triton_ops.fp8_device import WIDE, Quant, check_group_k, operands, quant_of
+from punica.ops.triton_ops.fp8_device import Quant, operands, quant_of
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.weights import Form, Stack
 
@@ -33,88 +33,62 @@ class Batch(Protocol):
     @property
     def listed(self) -> bool: ...
     def tiles(self, height: int) -> tuple[Any, ...]:
-        """Sorted rows, records of tiles of `HEIGHTS[height]` rows, numbers of tiles on the device and on the host."""
+        """Return sorted rows, records of tiles of `HEIGHTS[height]` rows, and their number on the device and here."""
 
     def check_rows(self, rows: int) -> None:
-        """ValueError unless ``rows`` rows hold those of the step."""
+        """Raise ValueError unless ``rows`` rows hold those of the step."""
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
-        """TypeError, ValueError: tensors that kernels on ``device`` cannot read for so many rows."""
+        """Raise TypeError, ValueError: tensors that kernels on ``device`` cannot read for so many rows."""
 
 
 def operands_of(stack: Stack, x_scale: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Weights as one argument of a kernel: of FP8 followed by their scales and the activations'."""
+    """Return the weights as one argument of a kernel: of FP8 followed by their scales and the activations'."""
     if not stack.operands:
         stack.operands = operands(stack.tensors, stack.scales, None) if stack.form.is_fp8 else stack.tensors
     return stack.operands if x_scale is None else (*stack.operands[:-1], x_scale)
 
 
 def shrink_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
-    """Storage of A and x in a shrink; ``x_strides``: of the activations' scales along rows and groups."""
-    stored, k = form.stored, form.stored.widths[0]
-    return _quant(form, x_dtype, [stored.rank] * len(stored.widths), k, x_strides)
+    """Return the storage of A and x in a shrink; ``x_strides``: of the activations' scales along rows and groups."""
+    stored = form.stored
+    return quant_of(form, x_dtype, [stored.rank] * len(stored.widths), stored.widths[0], x_strides)
 
 
 def expand_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
-    """The same of B and x in an expand."""
-    return _quant(form, x_dtype, form.stored.widths, form.stored.rank, x_strides)
+    """Return the same of B and x in an expand."""
+    return quant_of(form, x_dtype, form.stored.widths, form.stored.rank, x_strides)
 
 
-def _quant(
-    form: Form, x_dtype: torch.dtype, channels: Sequence[int], k: int, x_strides: tuple[int, int] | None
-) -> Quant:
-    if form.scales is None:
-        return WIDE
-    check_group_k(form.scheme, k)
-    return quant_of(form.stored, x_dtype, form.scales, form.scheme, channels, k, x_strides)
+class KernelPlan(NamedTuple):
+    """A launch on rows one by one, on the tiles of a step's list, or on tiles that search the segments.
 
-
-class KernelPlan(Protocol):
-    """A launch of one kernel of an op."""
-
-    def run(
-        self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
-        aligned: bool, *numbers: float,
-    ) -> None:  # fmt: skip
-        """Launch. ``numbers`` follow the counts."""
-
-
-class FixedPlan(NamedTuple):
-    """Rows one by one, or tiles that search the segments of tensors without lists: a grid that follows from shapes."""
+    counts: rows and slots; of a search also tiles and segments, else 0. height: number of the list (None: without one),
+    whose tiles have ``per_tile`` programs for each of the ``slices``.
+    """
 
     launch: Launch
     counts: tuple[int, int, int, int]
+    height: int | None = None
+    per_tile: int = 0
+    slices: int = 1
 
     def run(
         self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
         aligned: bool, *numbers: float,
     ) -> None:  # fmt: skip
-        mapping, order, counts, starts, ids = batch.tensors
-        step = (mapping, order, ids, counts, starts) if self.counts[3] else (mapping, None, None, None, None)
-        self.launch(((source, target), tuple(weights), *step, lora_ranks), (*self.counts, *numbers), aligned)
+        """Launch; ``numbers`` follow the counts.
 
-
-class ListedPlan(NamedTuple):
-    """The tiles of the step's list ``height``. ``per_tile``: programs; ``sizes``: rows and slots."""
-
-    launch: Launch
-    height: int
-    per_tile: int
-    slices: int
-    sizes: tuple[int, int]
-
-    def run(
-        self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
-        aligned: bool, *numbers: float,
-    ) -> None:  # fmt: skip
-        """Launch with the grid of the step at hand. In a captured graph it stays so; a later step with more to do is
+        A list's grid is that of the step at hand. In a captured graph it stays so; a later step with more to do is
         served too, since the kernel's loop is persistent.
         """
-        order, tiles, totals, number = batch.tiles(self.height)
+        launch, sizes, height, per_tile, slices = self
+        if height is None:
+            mapping, order, counts, starts, ids = batch.tensors
+            step = (mapping, order, ids, counts, starts) if sizes[3] else (mapping, None, None, None, None)
+            launch(((source, target), tuple(weights), *step, lora_ranks), (*sizes, *numbers), aligned)
+            return
+        order, tiles, totals, number = batch.tiles(height)
         number = max(1, number)
-        self.launch(
-            ((source, target), tuple(weights), None, order, tiles, totals, None, lora_ranks),
-            (*self.sizes, number, 0, *numbers),
-            aligned,
-            (number * self.per_tile, self.slices, 1),
-        )
+        tensors = ((source, target), tuple(weights), None, order, tiles, totals, None, lora_ranks)
+        launch(tensors, (sizes[0], sizes[1], number, 0, *numbers), aligned, (number * per_tile, slices, 1))

@@ -60,7 +60,7 @@ def _store_rounded(x, scale, values_ptrs, mask, SHAPE: tl.constexpr):
 def _quantize_rows_kernel(
     x_ptr, values_ptr, scale_ptr, num_rows, stride_xs, stride_xt, stride_xk, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows x one group of columns, BLOCK at a time, of all slices."""
+    """Quantise ROWS rows x one group of columns, BLOCK at a time, of all slices."""
     K: tl.constexpr = SHAPE.columns
     GROUP: tl.constexpr = SHAPE.group
     ROWS: tl.constexpr = SHAPE.rows
@@ -115,7 +115,7 @@ def _launch(
 @custom_op(mutates=("values", "scale"))
 @named("quantize_rows")
 def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 0) -> None:
-    """``inputs`` as ``values * scale``, both written in place.
+    """Write ``inputs`` as ``values * scale``, both written in place.
 
     Args:
         inputs: [T, K] or [n, T, K] float16, bfloat16, float32 or float64, any strides.
@@ -146,7 +146,7 @@ def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 
 
 
 def quantized_rows(x: Tensor, group_k: int = 0, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    """`punica.ops.quant.quantize_per_token`, without its check of values."""
+    """Quantise as `punica.ops.quant.quantize_per_token`, without its check of values."""
     check_dtype("x", x, WITH_DOUBLE)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(_scale_shape(x, group_k), dtype=torch.float32, device=x.device)

@@ -3,13 +3,13 @@
 A schedule is a frozen set of block sizes. For a problem there are ten to thirty candidates; the one with the least
 estimated time is taken, unless a measurement for this GPU says otherwise (`punica.ops.triton_ops.tuned`).
 
-The estimate adds what the programs of one multiprocessor need: a start for each program and each round of them, and
-the longer of three times: its bytes at the rate at which a multiprocessor reads from the L2 cache, its loop steps one
-after the other, and the unique bytes of the whole launch at the rate of the memory. `Gpu` holds what is read
-from the device; the nine fitted constants, of a multiprocessor, are an H200's everywhere (2026-11-26, to the times of
-about 20 candidates per product of 188 operators in 16 bits and 53 in FP8). The choice is within 5 % of the best
-candidate on the geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No
-constant depends on an operator. `experiments/commands/fit_estimate.py` fits them again.
+The estimate adds the times of one multiprocessor's programs: a start for each program and each round of them, and the
+longest of three. These are its bytes at the rate of the L2 cache, its loop steps one after the other, and the launch's
+unique bytes at the rate of the memory. `Gpu` holds what is read from the device; the nine
+fitted constants, of a multiprocessor, are an H200's everywhere. They were fitted on 2026-11-26 to the times of about 20
+candidates per product of 188 operators in 16 bits and 53 in FP8. The choice is within 5 % of the best candidate on the
+geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No constant depends
+on an operator. `experiments/commands/fit_estimate.py` fits them again.
 """
 
 import functools
@@ -49,7 +49,7 @@ class Schedule(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What decides the schedules of a LoRA product: the step's shape, and shape and storage of the weights.
+    """Step and weights of a LoRA product, as far as they decide its schedules.
 
     k: elements of x (0: an expand alone); widths: columns of every slice; rank: of the slots; element: bytes of
     a weight; by_rows: B is stored row by row (else rank after rank); invariant: a row has the same bits in every batch;
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
 
     @property
     def has_segments(self) -> bool:
-        """Whether some adapter has several rows, which a tile can share."""
+        """True where some adapter has several rows, which a tile can share."""
         return self.rows > 1 and self.shape.longest > 1
 
 
@@ -82,7 +82,7 @@ class Gpu(NamedTuple):
     @classmethod
     @functools.cache
     def of(cls, device: torch.device) -> "Gpu":
-        """The GPU ``device``; an H200 where there is none to ask."""
+        """Describe the GPU ``device``; an H200 without one."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return cls()
         properties = torch.cuda.get_device_properties(device)
@@ -119,7 +119,7 @@ PARTIAL, OUTPUT = 4, 2 * 2
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
-    """Powers of two from ``first`` to ``last``."""
+    """Return the powers of two from ``first`` to ``last``."""
     return (first,) if first >= last else (first, *_powers(2 * first, last))
 
 
@@ -150,7 +150,7 @@ WIDE_RANKS = 256
 
 
 def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Candidates for the shrink of ``problem``."""
+    """Yield candidates for the shrink of ``problem``."""
     if problem.invariant:
         yield from _invariant_shrinks(problem)
         return
@@ -168,7 +168,7 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
 
 
 def expand_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Candidates for the expand of ``problem``."""
+    """Yield candidates for the expand of ``problem``."""
     if problem.invariant:
         yield from _invariant_expands(problem)
         return
@@ -191,7 +191,7 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
 
 
 def _tile_rows(problem: Problem) -> Iterator[int]:
-    """Heights of tiles: up to the one that holds the longest segment; none where every segment is a row."""
+    """Yield heights of tiles: up to the one that holds the longest segment; none where every segment is a row."""
     if problem.has_segments:
         for rows in TILE_ROWS:
             if rows == TILE_ROWS[0] or rows < 2 * problem.shape.longest:
@@ -199,10 +199,10 @@ def _tile_rows(problem: Problem) -> Iterator[int]:
 
 
 def _invariant_shrinks(problem: Problem) -> Iterator[Schedule]:
-    """Candidates of batch invariance: one split and one instruction, whatever the step is.
+    """Yield candidates of batch invariance: one split and one instruction, whatever the step is.
 
     Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. Up to
-    32 lanes every warp multiplies a quarter of the split by itself, with the one instruction that a warp has, so that
+    32 lanes every warp multiplies a quarter of the split, with the one instruction that a warp has, so that
     the height of a tile is free; above, four warps multiply together, and the height is fixed because Hopper and
     Blackwell have instructions for several. All else that matters for the bits depends on the layer only.
     """
@@ -216,7 +216,7 @@ def _invariant_shrinks(problem: Problem) -> Iterator[Schedule]:
 
 
 def _invariant_expands(problem: Problem) -> Iterator[Schedule]:
-    """The same; with fewer than four warps the instruction is the same for every block of columns."""
+    """Yield the same for expand; with fewer than four warps the instruction is the same for every block of columns."""
     lanes = block_at_least(problem.rank)
     ranks = lanes if lanes <= COLUMNS[0] else WARP_LANES
     for rows, columns, steps in product(INVARIANT_ROWS, GEMV_COLUMNS[:2], COLUMN_STEPS):
@@ -228,7 +228,7 @@ def _invariant_expands(problem: Problem) -> Iterator[Schedule]:
 
 
 def shrink_us(problem: Problem, schedule: Schedule, gpu: Gpu) -> float:
-    """Estimated microseconds of a shrink, and of an expand's reading what it leaves."""
+    """Estimate microseconds of a shrink, and of an expand's reading of its partials."""
     rows, slices, splits = problem.rows, len(problem.widths), schedule.split_k
     readers = slices + sum(cdiv(width, GEMV_COLUMNS[-1]) for width in problem.widths)
     partials = splits * rows * problem.rank * PARTIAL * readers / (gpu.multiprocessors * SM_RATE)
@@ -251,7 +251,7 @@ def shrink_us(problem: Problem, schedule: Schedule, gpu: Gpu) -> float:
 
 
 def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> float:
-    """Estimated microseconds of an expand that adds up ``partials`` sums for every rank."""
+    """Estimate microseconds of an expand that adds up ``partials`` sums for every rank."""
     rows, rank, columns = problem.rows, problem.rank, sum(problem.widths)
     unique = (problem.element * problem.shape.adapters * rank + OUTPUT * rows) * columns / gpu.memory
     blocks = sum(cdiv(width, schedule.block_n * schedule.tiles_n) for width in problem.widths)
@@ -275,8 +275,9 @@ def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> 
 def _us(
     programs: int, resident: int, loaded: float, chain: float, unique: float, gpu: Gpu, passes: int = 1
 ) -> float:  # fmt: skip
-    """Microseconds of ``programs`` programs, of which ``resident`` fit a multiprocessor: each loads ``loaded`` bytes
-    and takes ``chain`` microseconds of dependent steps; ``unique``: microseconds of the bytes that memory must move.
+    """Estimate microseconds of ``programs`` programs, of which ``resident`` fit a multiprocessor: each loads ``loaded``
+    bytes and takes ``chain`` microseconds of dependent steps; ``unique``: microseconds of the bytes that memory must
+    move.
     """
     rounds = max(1, cdiv(programs, gpu.multiprocessors * resident))
     each = cdiv(programs, gpu.multiprocessors)
@@ -284,17 +285,17 @@ def _us(
 
 
 def _true_rank(rank: int) -> int:
-    """Rank that adapters in slots of ``rank`` are expected to have: of wide slots they fill a part."""
+    """Return the rank that adapters in slots of ``rank`` are expected to have: of wide slots they fill a part."""
     return max(min(rank, TRUE_RANK), rank // 4)
 
 
 def _resident(schedule: Schedule, elements: int) -> int:
-    """GEMV programs of a multiprocessor, each with so many weights in its registers."""
+    """Return the GEMV programs of a multiprocessor, each with so many weights in its registers."""
     return int(max(1, min(REGISTERS / (2 * elements), MOST_WARPS // max(2, schedule.num_warps))))
 
 
 def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
-    """About how many tiles of `block_m` rows the step makes: some are not full, unless all segments are equal (which
+    """Estimate the number of tiles of `block_m` rows: some are not full, unless all segments are equal (which
     their shape tells where number and length are powers of two).
     """
     if rows <= block_m * shape.adapters:
@@ -306,10 +307,10 @@ def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
 
 
 def choose_shrink(problem: Problem, gpu: Gpu) -> Schedule:
-    """The candidate with the least estimated time; the first of several."""
+    """Choose the candidate with the least estimated time; the first of several."""
     return min(shrink_schedules(problem), key=lambda schedule: shrink_us(problem, schedule, gpu))
 
 
 def choose_expand(problem: Problem, partials: int, gpu: Gpu) -> Schedule:
-    """The candidate with the least estimated time; the first of several."""
+    """Choose the candidate with the least estimated time; the first of several."""
     return min(expand_schedules(problem), key=lambda schedule: expand_us(problem, schedule, partials, gpu))

@@ -26,7 +26,7 @@ from punica.ops.triton_ops.shrink_gemv import store_shrunk
 
 @triton.constexpr_function
 def dtype_of_product(x_type, quant):
-    """Type in which x and A are multiplied: that of x, float16 for FP8 activations."""
+    """Return the type in which x and A are multiplied: that of x, float16 for FP8 activations."""
     return tl.float16 if quant.x_format > 0 else x_type
 
 
@@ -48,7 +48,7 @@ def _pads_ranks(shape, tile):
 
 @triton.jit
 def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
-    """acc + a @ b for a batch of matrices, in float32."""
+    """Compute acc + a @ b for a batch of matrices, in float32."""
     if INTERPRET:
         acc += tl.sum(a.to(tl.float32)[:, :, :, None] * b.to(tl.float32)[:, None, :, :], 2)
     else:
@@ -58,8 +58,8 @@ def _batched_dot(a, b, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sums [BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one per warp and of its own quarter of the
-    split, added up at the end. Neither instruction nor order of the sums depends on block_m or block_k.
+    """Compute sums [BLOCK_M, BLOCK_R] of one K split: a batch of WARPS products, one per warp and of its own quarter of
+    the split, added up at the end. Neither instruction nor order of the sums depends on block_m or block_k.
     """
     stride_xt, stride_xk = strides
     mask_m, mask_lanes = masks
@@ -79,6 +79,7 @@ def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constex
     mask_r = mask_lanes[None, :, None]
     mask_rows = mask_m[None, None, :]
     acc = tl.zeros([WARPS, BLOCK_R, BLOCK_M], tl.float32)
+    # a [WARPS, BLOCK_R, PART], x [WARPS, PART, BLOCK_M]
     if STEPS == 1:
         a = tl.load(a_ptrs, mask=mask_r & (offs_ak < QUARTER) & (first_k + offs_ak < SHAPE.k), other=0.0)
         pdl_wait_then_launch(TILE.pdl)
@@ -96,26 +97,26 @@ def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constex
             acc = _batched_dot(upcast(a, QUANT.format, DTYPE), x, acc, TILE.interpret)
             a_ptrs += PART * SHAPE.stride_k
             x_ptrs += PART * stride_xk
-    return tl.trans(tl.sum(acc, 0))
+    return tl.trans(tl.sum(acc, 0))  # [BLOCK_M, BLOCK_R]
 
 
 @triton.jit
 def _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sums [BLOCK_M, BLOCK_R] of one K split that one block covers; A is loaded before the PDL wait."""
+    """Compute sums [BLOCK_M, BLOCK_R] of one K split that one block covers; A is loaded before the PDL wait."""
     mask_m, mask_lanes = masks
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
     acc = accumulator(TILE.block_m, TILE.block_r, False)
     mask_k = offs_k < (1 << 30 if _even_k(SHAPE, TILE) else SHAPE.k)
-    a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)
+    a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)  # [BLOCK_K, BLOCK_R]
     pdl_wait_then_launch(TILE.pdl)
-    x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+    x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
     return dot(upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE), acc, False, TILE.interpret)
 
 
 @triton.jit
 def _read_block(x_ptrs, a_ptrs, offs_k, end, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """x [BLOCK_M, BLOCK_K] and A [BLOCK_K, BLOCK_R] of one step, masked only where needed."""
+    """Read x [BLOCK_M, BLOCK_K] and A [BLOCK_K, BLOCK_R] of one step, masked only where needed."""
     mask_m, mask_lanes = masks
     if _even_k(SHAPE, TILE):
         # swap_ab: rows beyond the tile's repeat its first, without masks; they are no rows of the result
@@ -130,7 +131,7 @@ def _read_block(x_ptrs, a_ptrs, offs_k, end, masks, SHAPE: tl.constexpr, TILE: t
 
 @triton.jit
 def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr):
-    """A product [BLOCK_M, BLOCK_R] within one block of K, times the scales of that block."""
+    """Multiply a product [BLOCK_M, BLOCK_R] within one block of K by the scales of that block."""
     QUANT: tl.constexpr = SHAPE.quant
     slice_id, slot, lane = place
     mask_m, mask_lanes = masks
@@ -144,16 +145,20 @@ def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr
 
 
 @triton.jit
-def _sum_over_k(
-    x_ptrs, a_ptrs, operands, place, pid_k, rows, masks, stride_xk, opaque, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Sums [BLOCK_M, BLOCK_R] of one K split; with a scale per block of K each step is a product of its own."""
+def _sum_over_k(pointers, operands, place, pid_k, rows, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute sums [BLOCK_M, BLOCK_R] of one K split; a block of K with a scale of its own is a product of its own.
+
+    pointers: of x and A, and the strides of x; place: slice, slot and ranks.
+    """
+    x_ptrs, a_ptrs, strides = pointers
+    stride_xt, stride_xk = strides
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
     STRIDE: tl.constexpr = TILE.block_k * TILE.split_k
     offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
     acc = accumulator(TILE.block_m, TILE.block_r, TILE.swap_ab and QUANT.group_k == 0)
-    pdl_wait(TILE.pdl, opaque)
+    # An opaque wait where it was measured to gain, of high tiles. torch knows no negative strides.
+    pdl_wait(TILE.pdl, TILE.block_m < 64 or stride_xt >= 0)
     pdl_launch_dependents(TILE.pdl)
     for step in tl.range(0, (SHAPE.k + STRIDE - 1) // STRIDE, num_stages=TILE.stages):
         x, a = _read_block(x_ptrs, a_ptrs, offs_k, SHAPE.k - step * STRIDE, masks, SHAPE, TILE)
@@ -169,15 +174,15 @@ def _sum_over_k(
 
 
 @triton.jit
-def shrink_tile(
-    tensors, operands, sorted_ptr, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The rows of one tile x block_r ranks x one K split. Slots of up to 16 ranks are read whole, as in `shrink_row`.
+def shrink_tile(tensors, operands, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute the rows of one tile x block_r ranks x one K split. Slots of up to 16 ranks are read whole.
 
-    tile: slot, first sorted position and number of rows; place: K split, first rank and slice; call: of `shrink_row`.
+    tile: sorted rows, and slot, first sorted position and number of rows of the tile; place: K split, first rank and
+    slice; call: of `shrink_row`.
     """
     x_ptr, out_ptr = tensors
-    slot, _, _ = tile
+    sorted_ptr, found = tile
+    slot, _, _ = found
     pid_k, first_r, slice_id = place
     ranks_ptr, num_tokens, num_slots, scaling, pdl_anchor = call
     stride_xt, stride_xk = strides
@@ -190,7 +195,7 @@ def shrink_tile(
     if not (SHAPE.direct or WHOLE):
         needed &= first_r < rank
     if needed:
-        rows, mask_m = rows_of_tile(sorted_ptr, tile, TILE.block_m)
+        rows, mask_m = rows_of_tile(sorted_ptr, found, TILE.block_m)
         offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
         lane_read = lane
         if LOOSE:
@@ -209,11 +214,8 @@ def shrink_tile(
         elif SHAPE.k <= TILE.block_k * TILE.split_k and not TILE.swap_ab and QUANT.group_k == 0:
             acc = _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE, TILE)
         else:
-            # An opaque wait where it was measured to gain, of high tiles. torch knows no negative strides.
-            opaque = TILE.block_m < 64 or stride_xt >= 0
-            acc = _sum_over_k(
-                x_ptrs, a_ptrs, operands, (slice_id, slot, lane), pid_k, rows, masks, stride_xk, opaque, SHAPE, TILE
-            )
+            pointers = (x_ptrs, a_ptrs, strides)
+            acc = _sum_over_k(pointers, operands, (slice_id, slot, lane), pid_k, rows, masks, SHAPE, TILE)
         if QUANT.has_a and QUANT.group_k == 0:
             acc *= tl.load(activation_scale_ptrs(operands, rows, SHAPE))[:, None]
         if WHOLE and SHAPE.direct:

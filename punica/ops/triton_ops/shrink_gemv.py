@@ -20,7 +20,7 @@ def store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE: tl.constexpr):
-    """Elements [BLOCK_K] of a row of x in float32, times their scales."""
+    """Read elements [BLOCK_K] of a row of x in float32, times their scales."""
     QUANT: tl.constexpr = SHAPE.quant
     x = upcast(tl.load(x_ptrs, mask=mask_k, other=0.0), QUANT.x_format, tl.float32)
     if QUANT.has_a:
@@ -30,7 +30,7 @@ def _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
-    """Products [BLOCK_R, BLOCK_K] in float32; block scales are applied, channel scales are not."""
+    """Compute products [BLOCK_R, BLOCK_K] in float32; block scales are applied, channel scales are not."""
     QUANT: tl.constexpr = SHAPE.quant
     weights = upcast(a, QUANT.format, tl.float32)
     if QUANT.group_k > 0:
@@ -40,11 +40,14 @@ def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _sum_steps(
-    a, x, pointers, operands, place, offs_r, offs_k, masks, stride_xk, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Products [BLOCK_R, BLOCK_K] of one block of ranks, summed over the steps of a K split; the first is loaded."""
-    a_ptrs, x_ptrs = pointers
+def _sum_steps(loaded, pointers, operands, place, offsets, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Sum products [BLOCK_R, BLOCK_K] of one block of ranks over the steps of a K split.
+
+    loaded: A and x of the first step; pointers: of both, and the stride of x along K.
+    """
+    a, x = loaded
+    a_ptrs, x_ptrs, stride_xk = pointers
+    offs_r, offs_k = offsets
     mask_r, mask_k = masks
     row, _, _ = place
     STRIDE: tl.constexpr = TILE.row.block_k * TILE.split_k
@@ -60,10 +63,8 @@ def _sum_steps(
 
 
 @triton.jit
-def shrink_row(
-    tensors, operands, place, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One row x ``block_r`` ranks x one K split, in a grid-stride loop over the blocks of ranks up to the true rank.
+def shrink_row(tensors, operands, place, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute one row x ``block_r`` ranks x one K split, in a grid-stride loop over blocks of ranks up to the true one.
 
     FP8 has a program per block: loop-carried FP8 values occupy a register each. ``direct``: padding ranks and rows
     without adapter are zero-filled. Slots of up to 16 ranks are read whole, without waiting for the table of ranks.
@@ -94,15 +95,16 @@ def shrink_row(
         a_ptrs = a_ptr + offs_r[:, None] * SHAPE.stride_r + offs_k[None, :] * SHAPE.stride_k  # [BLOCK_R, BLOCK_K]
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk  # [BLOCK_K]
         mask_k = offs_k < (1 << 30 if SHAPE.k % (BLOCK_K * TILE.split_k) == 0 else SHAPE.k)
-        a = tl.load(a_ptrs, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)
+        a = tl.load(a_ptrs, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_R, BLOCK_K]
         if CHANNELS:
-            scale = channel_scales(operands, slice_id, slot, offs_r, offs_r < lanes, SHAPE.rank, SHAPE)
+            scale = channel_scales(operands, slice_id, slot, offs_r, offs_r < lanes, SHAPE.rank, SHAPE)  # [BLOCK_R]
         pdl_wait_or_barrier(TILE.pdl)  # A was written long before; x may be the predecessor's
         pdl_launch_dependents(TILE.pdl)  # after the wait: expand reads early what the predecessor writes, y
-        x = _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE)
+        x = _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE)  # [BLOCK_K]
         for _ in tl.range(first_r, lanes if LOOP else first_r + 1, ROW.programs * BLOCK_R):
             masks = ((offs_r < lanes)[:, None], mask_k)
-            total = _sum_steps(a, x, (a_ptrs, x_ptrs), operands, place, offs_r, offs_k, masks, stride_xk, SHAPE, TILE)
+            pointers, offsets = (a_ptrs, x_ptrs, stride_xk), (offs_r, offs_k)
+            total = _sum_steps((a, x), pointers, operands, place, offsets, masks, SHAPE, TILE)  # [BLOCK_R, BLOCK_K]
             mask_out = offs_r < (SHAPE.rank if SHAPE.direct else rank)
             factor = scaling
             if CHANNELS:

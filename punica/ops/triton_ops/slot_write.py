@@ -12,10 +12,10 @@ other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one l
 40 to 640 MB with 44 to 50 GB/s (results/h200/sec52_adapter_loading.csv). The zeros of a slot that is wider than the
 adapter cost the device's bandwidth, not the link's.
 
-Which buffers there are never changes, so their addresses, sizes and widths lie in a table on the device
-(:class:`SlotTable`), beside a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its
-slot, and the k-th piece of what the adapter brings for it. What the adapter brings (offset, rows, columns, rank) is in
-the image's own header, so the host passes a few pointers and two numbers, whatever the model.
+The buffers never change, so their addresses, sizes and widths are in a table on the device (:class:`SlotTable`), beside
+a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its slot, and of the adapter's
+part of it. Offset, rows, columns and rank of the part are in the image's own header, so the host passes a few pointers
+and two numbers, whatever the model.
 
 The buffers are reached through raw addresses, so this is a plain function and no torch custom op: no schema could say
 what it writes.
@@ -99,12 +99,14 @@ def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
 
 
 @triton.jit
-def _write_tile(
-    part_ptr, target_ptr,
-    tile, slot_size, cols, part_rows, part_cols,
-    BLOCK: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """One tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all zero."""
+def _write_tile(part, slot, tile, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    """Write one tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all
+    zero.
+
+    part: pointer, rows and columns; slot: pointer, elements and columns.
+    """
+    part_ptr, part_rows, part_cols = part
+    target_ptr, slot_size, cols = slot
     UNITS: tl.constexpr = BLOCK // UNIT
     first = tile * BLOCK + tl.arange(0, UNITS) * UNIT
     lanes = tl.arange(0, UNIT)[None, :]
@@ -123,7 +125,7 @@ def _slot_write_kernel(
     table_ptr, tiles_ptr, image_ptr, data_ptr,
     index, num_tiles, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """A grid-stride loop over the tiles of all matrices."""
+    """Write the tiles of all matrices in a grid-stride loop."""
     BLOCK: tl.constexpr = SCHEDULE.block
     UNIT: tl.constexpr = SCHEDULE.unit
     for pid in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -151,9 +153,10 @@ def _slot_write_kernel(
             # products, as the compiler then knows what divides them; tl.multiple_of would promise it on every path
             cols_in_units = cols // UNIT * UNIT
             part_in_units = part_cols // UNIT * UNIT
-            _write_tile(part_ptr, target_ptr, tile, slot_size, cols_in_units, part_rows, part_in_units, BLOCK, UNIT)
+            part, slot = (part_ptr, part_rows, part_in_units), (target_ptr, slot_size, cols_in_units)
+            _write_tile(part, slot, tile, BLOCK, UNIT)
         else:
-            _write_tile(part_ptr, target_ptr, tile, slot_size, cols, part_rows, part_cols, BLOCK, 1)
+            _write_tile((part_ptr, part_rows, part_cols), (target_ptr, slot_size, cols), tile, BLOCK, 1)
         if tile == 0:
             ranks_ptr = tl.load(row + 3).to(tl.pointer_type(tl.int32))
             tl.store(ranks_ptr + index, tl.load(head + 3).to(tl.int32))
@@ -162,7 +165,7 @@ def _slot_write_kernel(
 def write_slot(image: Tensor, table: SlotTable, index: int) -> None:
     """Replace slot ``index`` on all layers of ``table`` by ``image`` (uint8), asynchronously on the current stream.
 
-    The image lies in page-locked host memory, or on the table's device. It must stay alive and unchanged until the
+    The image is in page-locked host memory, or on the table's device. It must stay alive and unchanged until the
     kernel has ended. ValueError: an index out of range, or an image elsewhere.
     """
     if not 0 <= index < table.num_slots:

@@ -18,6 +18,7 @@ from punica.ops.checks import (
     STEP,
     WITH_DOUBLE,
     Names,
+    check_contiguous,
     check_dtype,
     check_equal_rows,
     check_input,
@@ -30,14 +31,14 @@ from punica.ops.interface import ALONE, Beside, add_low_rank, low_rank_of
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
-from punica.ops.triton_ops.fp8_device import as_operand
+from punica.ops.triton_ops.fp8_device import as_operand, check_group_k
 from punica.ops.triton_ops.gemm_and_shrink import check_base, check_base_switches, describe_base
 from punica.ops.triton_ops.launch import on_device, supports_pdl
-from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
 from punica.ops.triton_ops.lora_linear import LinearMode, LinearPlan, choose_linear
-from punica.ops.triton_ops.lora_shrink import plan_shrink
+from punica.ops.triton_ops.lora_shrink import ShrinkMode, plan_shrink
 from punica.ops.triton_ops.op import check_runnable, is_traced, named
-from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant, operands_of, shrink_quant
+from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of
 from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.schedules import Problem
 from punica.ops.weights import LoRAWeights, Stack, check_stored
@@ -50,6 +51,8 @@ DTYPES = (*FLOATS, *FP8_DTYPES)
 class TritonOps:
     """The operations of `punica.ops.interface.Ops`, arguments and errors as there; ``options`` choose the kernels."""
 
+    contiguous_shrinks = True
+
     def __init__(self, options: Options = Options()) -> None:
         self.options = options
 
@@ -58,7 +61,7 @@ class TritonOps:
         self, y: Tensor, x: Tensor, a: Stack, batch: Batch, scale: float = 1.0,
         accumulate: bool = False, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Hidden size to rank; y is contiguous."""
+        """Shrink hidden size to rank; y is contiguous."""
         if batch.no_lora:
             if isinstance(batch, LoRABatch) and not accumulate:
                 y.zero_()  # with the flag of the flat form set, nothing is written
@@ -83,7 +86,7 @@ class TritonOps:
         self, y: Tensor, x: Tensor, b: Stack, batch: Batch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Rank to hidden size; y has a last stride of 1."""
+        """Expand rank to hidden size; y has a last stride of 1."""
         if batch.no_lora:
             return
         if isinstance(batch, LoRABatch) and is_traced():
@@ -104,7 +107,7 @@ class TritonOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float = 1.0,
         add_inputs: bool = True, x_scale: Tensor | None = None, beside: Beside = ALONE,
     ) -> None:  # fmt: skip
-        """Both, in two launches.
+        """Run both, in two launches.
 
         ``beside.base`` is the product of up to 64 rows (`skinny_gemm`) with ``add_inputs``, and y is not x; the shrink
         is made beside it, or in the same launch. Under a graph tracer the product is one launch and the op another.
@@ -140,14 +143,14 @@ class TritonOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float, add_inputs: bool,
         x_scale: Tensor | None, beside: Beside,
     ) -> None:  # fmt: skip
-        """Both, with quantised activations."""
+        """Run both, with quantised activations."""
         names, a, base = _names(batch), weights.a.form.stored, describe_base(beside.base)
         check_equal_rows(names, x, y)
         if not x.shape[0]:
             return
         if base is not None:  # y is written in front of the checks of shrink and expand
             check_base(base, x, y)
-            check_input(names.input, x, a._replace(dtype=x.dtype), names.a)
+            check_input(names.input, x, a, names.a)
             check_stored_output(names.output, y, weights.b.form.stored, 0)
             skinny_gemm(y, x, *beside.base)
         with nullcontext() if beside.aside is None else beside.aside():
@@ -155,7 +158,7 @@ class TritonOps:
         add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
-        """`punica.ops.triton_ops.quantize_rows`, into new tensors."""
+        """Return `punica.ops.triton_ops.quantize_rows`, into new tensors."""
         return quantized_rows(x, group_k)
 
     # --- plans: the remaining checks, then the launches; None where there is nothing to multiply ---------------------
@@ -167,22 +170,19 @@ class TritonOps:
         check_stored(a, names.a)
         check_dtype(names.input, x, DTYPES)
         x_strides = check_activation(names.input, x, x_scale, stored.widths[0], form.scheme, stored)
-        quant = shrink_quant(form, x.dtype, x_strides)
-        check_input(names.input, x, stored._replace(dtype=x.dtype) if form.is_fp8 else stored, names.a)
+        check_group_k(form.scheme, stored.widths[0])
+        check_input(names.input, x, stored, names.a)
         tokens, k = x.shape
         check_low_rank(names.output, y, stored, tokens, FLOATS)
-        if not y.is_contiguous():
-            raise ValueError(f"{names.output} must be contiguous, got shape {tuple(y.shape)} with strides {y.stride()}")
+        check_contiguous(names.output, y)
         batch.check_tensors(tokens, x.device)
         if 0 in (tokens, k, stored.rank, batch.max_segments):
             return None
         check_runnable(x.device)
         slices = (0,) * len(stored.widths)
         problem = Problem(batch.shape, tokens, k, slices, stored.rank, stored.dtype.itemsize, direct=True)
-        return plan_shrink(
-            x, stored, y.dtype, batch, choose("shrink", problem, self.options, x.device),
-            has_ranks=form.has_ranks, direct=True, accumulate=accumulate, quant=quant,
-        )  # fmt: skip
+        schedule = choose("shrink", problem, self.options, x.device)
+        return plan_shrink(x, form, batch, schedule, ShrinkMode(y.dtype, True, accumulate, x_strides=x_strides))
 
     def _plan_expand(
         self, y: Tensor, x: Tensor, b: Stack, batch: Batch, where: tuple[int, bool], x_scale: Tensor | None
@@ -191,7 +191,7 @@ class TritonOps:
         check_stored(b, names.b)
         check_dtype(names.input, x, DTYPES)
         x_strides = check_activation(names.input, x, x_scale, stored.rank, form.scheme, stored)
-        quant = expand_quant(form, x.dtype, x_strides)
+        check_group_k(form.scheme, stored.rank)
         check_stored_output(names.output, y, stored, offset_start)
         tokens, rank, width = y.shape[0], stored.rank, max(stored.widths)
         check_low_rank(names.input, x, stored, tokens, (x.dtype,) if form.is_fp8 else (torch.float32, stored.dtype))
@@ -201,10 +201,8 @@ class TritonOps:
         check_runnable(x.device)
         problem = Problem(batch.shape, tokens, 0, stored.widths, rank, stored.dtype.itemsize, stored.row_major)
         schedule = choose("expand", problem, self.options, x.device, add_inputs=add_inputs)
-        return plan_expand(
-            (1, *x.shape), (0, *x.stride()), x.dtype, y, stored, batch, schedule,
-            offset_start=offset_start, add_inputs=add_inputs, has_ranks=form.has_ranks, quant=quant,
-        )  # fmt: skip
+        mode = ExpandMode(offset_start, add_inputs, x_strides=x_strides)
+        return plan_expand(LowRank.result(x), y, form, batch, schedule, mode)
 
     def _plan_linear(
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, add_inputs: bool, beside: Beside
@@ -215,7 +213,7 @@ class TritonOps:
         a = form.stored
         check_dtype(names.input, x, DTYPES)
         check_activation(names.input, x, None, a.widths[0], form.scheme, a)
-        check_input(names.input, x, a._replace(dtype=x.dtype) if form.is_fp8 else a, names.a)
+        check_input(names.input, x, a, names.a)
         check_stored_output(names.output, y, b, 0)
         tokens, k = x.shape
         check_equal_rows(names, x, y)
@@ -223,14 +221,14 @@ class TritonOps:
         if base is not None:
             check_base(base, x, y)
         batch.check_tensors(tokens, x.device)
-        shrink_quant(form, x.dtype), expand_quant(weights.b.form, torch.float32)  # their checks
+        check_group_k(form.scheme, k)
+        check_group_k(weights.b.form.scheme, b.rank)
         if 0 in (tokens, k, a.rank, batch.max_segments, max(b.widths)):
             return None
         check_runnable(x.device)
         pdl, apart = self.options.pdl and supports_pdl(x.device), beside.aside is not None
-        mode = LinearMode(add_inputs, form.has_ranks, pdl, apart, base)
-        words = not weights.b.low_bits & 3
-        return choose_linear(y, x, (form, weights.b.form), batch, self.options, mode, words)
+        mode = LinearMode(add_inputs, pdl, apart, base, words=not weights.b.low_bits & 3)
+        return choose_linear(y, x, (form, weights.b.form), batch, self.options, mode)
 
     # --- one node of a traced graph ----------------------------------------------------------------------------------
 
@@ -262,7 +260,7 @@ _UNKNOWN: Any = object()
 
 
 def _kept(plans: dict[tuple, Any], key: tuple, plan: Any) -> Any:
-    """``plan``, put into the table."""
+    """Put ``plan`` into the table."""
     if len(plans) >= _MOST_PLANS:
         plans.clear()
     plans[key] = plan
@@ -270,7 +268,7 @@ def _kept(plans: dict[tuple, Any], key: tuple, plan: Any) -> Any:
 
 
 def _call(x: Tensor, y: Tensor, batch: Batch, scale: float = 1.0) -> tuple:
-    """The forms of the operands and the step, which decide the plan; rows and scale are checked."""
+    """Return the forms of the operands and the step, which decide the plan; rows and scale are checked."""
     names = _names(batch)
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         check_dtype(names.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
@@ -288,18 +286,18 @@ def _form_of(tensor: Tensor | None) -> tuple | None:
 
 
 def _aligned(x: Tensor, y: Tensor, x_scale: Tensor | None, bits: int) -> bool:
-    """All addresses are multiples of 16."""
+    """Tell whether all addresses are multiples of 16."""
     bits |= x.data_ptr() | y.data_ptr() | (0 if x_scale is None else x_scale.data_ptr())
     return not bits & 15
 
 
 def _names(batch: Batch) -> Names:
-    """The caller's names of the operands."""
+    """Return the caller's names of the operands."""
     return STEP if isinstance(batch, LoRABatch) else FLAT
 
 
 def _call_flat(name: str, operands: tuple, batch: LoRABatch, rows: int, given: dict[str, Any]) -> None:
-    """The registered op on a step whose tensors have ``rows`` rows."""
+    """Call the registered op on a step whose tensors have ``rows`` rows."""
     batch.check_rows(rows)
     *tensors, count = batch.meta_args(rows)
     getattr(torch.ops.punica, name)(*operands, *tensors, num_active_loras=count, **given)

@@ -12,15 +12,16 @@ from pathlib import Path
 from punica.ops.triton_ops.schedules import Problem, Schedule
 
 FOLDER = Path(__file__).with_name("tuned")
+OPS = ("shrink", "expand")
 
 
 def table_name(gpu_name: str) -> str:
-    """File name of a GPU's table: ``nvidia_h200.json``."""
+    """Return the file name of a GPU's table: ``nvidia_h200.json``."""
     return f"{gpu_name.lower().replace(' ', '_').replace('-', '_')}.json"
 
 
 def key_of(problem: Problem) -> str:
-    """Key of an operator and a step.
+    """Return key of an operator and a step.
 
     >>> from punica.metadata import StepShape
     >>> key_of(Problem(StepShape(8, 16), 50, 4096, (11008, 11008), 16))
@@ -34,15 +35,23 @@ def key_of(problem: Problem) -> str:
 
 @functools.cache
 def read_table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
-    """The measured schedules of a GPU by key and op; empty without a table."""
+    """Return the measured schedules of a GPU by key and op; empty without a table. ValueError: an entry of another
+    form.
+    """
     path = FOLDER / table_name(gpu_name)
     if not path.is_file():
         return {}
     entries = json.loads(path.read_text())["operators"]
+    for key, pair in entries.items():
+        if unknown := {op: one for op, one in pair.items() if op not in OPS or len(one) != len(Schedule._fields)}:
+            raise ValueError(
+                f"{path}, operator {key!r}: {unknown} is no schedule of {' or '.join(OPS)}, whose "
+                f"{len(Schedule._fields)} fields are {', '.join(Schedule._fields)}"
+            )
     return {key: {op: Schedule(*one) for op, one in pair.items()} for key, pair in entries.items()}
 
 
 def measured_schedule(op_type: str, problem: Problem, gpu_name: str) -> Schedule | None:
-    """The measured schedule of ``op_type``, "shrink" or "expand"; None where the table has none."""
+    """Return the measured schedule of ``op_type``, one of `OPS`; None where the table has none."""
     table = {} if problem.by_rows else read_table(gpu_name)
     return table.get(key_of(problem), {}).get(op_type) if table else None

@@ -83,7 +83,7 @@ class LinearContract(LinearMethods, PunicaWrapperABC):
         x = flattened("x", x)
         if not x.shape[0]:
             return
-        for _, part, own in _calls("y", y, given.a(lora_a_stacked)):
+        for _, part, own in _calls("y", y, given.a(lora_a_stacked), self.ops.contiguous_shrinks):
             self.ops.shrink(part, x, own, batch, scale, True, given.a_scale)
 
     def add_expand(
@@ -186,7 +186,9 @@ class LinearContract(LinearMethods, PunicaWrapperABC):
         self.ops.linear(y, x, weights, batch, scale, add_inputs, x_scale)
 
 
-def _calls(name: str, value: Slices, stack: Stack) -> Iterator[tuple[int, torch.Tensor, Stack]]:
+def _calls(
+    name: str, value: Slices, stack: Stack, contiguous: bool = False
+) -> Iterator[tuple[int, torch.Tensor, Stack]]:
     """``(first slice, operand [m, T', r], weights of its m slices)``, one operation each.
 
     A tensor over all slices is one. Separate tensors are addressed one by one, without copying them together; that
@@ -195,6 +197,6 @@ def _calls(name: str, value: Slices, stack: Stack) -> Iterator[tuple[int, torch.
     if isinstance(value, torch.Tensor):
         yield 0, value, stack
         return
-    check_parts(name, value, stack.form.stored)
+    check_parts(name, value, stack.form.stored, contiguous)
     for i, part in enumerate(value):
         yield i, part.unsqueeze(0), stack.slice(i)

@@ -18,7 +18,7 @@ if not HAS_GPU:
 from triton.runtime import interpreter  # noqa: E402
 
 from punica.ops.triton_ops import configs  # noqa: E402
-from punica.ops.weights import plans_of  # noqa: E402
+from punica.ops.weights import forget_plans  # noqa: E402
 
 CHOOSING = ("step_ops", "lora_linear")
 
@@ -51,7 +51,7 @@ def use_schedules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Non
 
         for name in CHOOSING:
             monkeypatch.setattr(import_module(f"punica.ops.triton_ops.{name}"), "choose", choose)
-        plans_of.cache_clear()
+        forget_plans()
 
     yield use
-    plans_of.cache_clear()
+    forget_plans()

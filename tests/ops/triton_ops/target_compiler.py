@@ -37,10 +37,10 @@ from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.flat import TensorBatch
 from punica.ops.triton_ops.fp8_device import operands
 from punica.ops.triton_ops.launch import IS_ROCM, Launch, shared_memory, supports_pdl
-from punica.ops.triton_ops.lora_expand import plan_expand
+from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
 from punica.ops.triton_ops.lora_linear import LinearMode, choose_linear, plan_linear
-from punica.ops.triton_ops.lora_shrink import plan_shrink
-from punica.ops.triton_ops.plan import Batch, FixedPlan, ListedPlan, expand_quant, shrink_quant
+from punica.ops.triton_ops.lora_shrink import ShrinkMode, plan_shrink
+from punica.ops.triton_ops.plan import Batch, KernelPlan
 from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import Form, Stack
@@ -181,25 +181,18 @@ class Operands:
 def linear_plans(given: Operands) -> tuple[tuple, tuple]:
     """Shrink and expand of a layer, each with the low-rank tensor between them."""
     (a, b), shrink = given.forms(), given.schedule("shrink")
-    mode = LinearMode(True, given.ranks is not None, supports_pdl(GPU))
     schedules = shrink, given.schedule("expand", shrink.split_k)
-    plan = plan_linear(given.y, given.x, (a.stored, b.stored), given.batch, schedules, mode)
+    plan = plan_linear(given.y, given.x, (a, b), given.batch, schedules, LinearMode(pdl=supports_pdl(GPU)))
     partials = empty(*plan.partials, dtype=torch.float32)
     return (plan.shrink, partials), (plan.expand, partials)
 
 
 def single_plans(given: Operands) -> tuple[tuple, tuple]:
     """The ops by themselves, with a low-rank tensor of the inputs' type. On a listed step shrink adds to it."""
-    (a, b), has_ranks = given.forms(), given.ranks is not None
-    h = given._empty(given.slices, given.tokens, given.rank)
-    shrink = plan_shrink(
-        given.x, a.stored, h.dtype, given.batch, given.schedule("shrink"),
-        has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
-    )  # fmt: skip
-    expand = plan_expand(
-        (1, *h.shape), (0, *h.stride()), h.dtype, given.y, b.stored, given.batch, given.schedule("expand"),
-        offset_start=0, add_inputs=True, has_ranks=has_ranks,
-    )  # fmt: skip
+    (a, b), h = given.forms(), given._empty(given.slices, given.tokens, given.rank)
+    mode = ShrinkMode(h.dtype, direct=True, accumulate=given.batch.listed)
+    shrink = plan_shrink(given.x, a, given.batch, given.schedule("shrink"), mode)
+    expand = plan_expand(LowRank.result(h), given.y, b, given.batch, given.schedule("expand"), ExpandMode())
     return (shrink, h), (expand, h)
 
 
@@ -246,7 +239,7 @@ class Fp8Operands(Operands):
         return tensor if self.known or tensor.dtype not in FP8_DTYPES else self._as(torch.uint8, tensor)
 
 
-def record_of(plan: FixedPlan | ListedPlan, arguments: tuple, done: Compilations) -> Record:
+def record_of(plan: KernelPlan, arguments: tuple, done: Compilations) -> Record:
     """The launch's record, or why there is none."""
     try:
         plan.run(*arguments)
@@ -258,10 +251,9 @@ def record_of(plan: FixedPlan | ListedPlan, arguments: tuple, done: Compilations
 def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) -> list[Record]:
     """Both FP8 kernels of one case: as a layer has them run (weight-only, linear), or each op by itself."""
     given = Fp8Operands(case, capability)
-    (a, b), has_ranks, linear = given.forms(), given.ranks is not None, case["linear"] and not case["w8a8"]
-    low = torch.float32
-    if linear:
-        mode = LinearMode(True, has_ranks, supports_pdl(GPU))
+    (a, b), low = given.forms(), torch.float32
+    if case["linear"] and not case["w8a8"]:
+        mode = LinearMode(pdl=supports_pdl(GPU))
         plan = choose_linear(given.y, given.x, (a, b), given.batch, given.options, mode)
         shrink, expand, partials = plan.shrink, plan.expand, plan.partials
         h = empty(*partials, dtype=low)
@@ -269,31 +261,25 @@ def compile_fp8_case(case: dict[str, Any], done: Compilations, capability: int) 
         a_strides = (1, 0) if case["w8a8"] else None
         partials = (1, given.slices, given.tokens, given.rank)
         h = empty(*partials, dtype=given.fp8 if case["w8a8"] else low)
-        shrink = plan_shrink(
-            given.x, a.stored, low, given.batch, given.schedule("shrink"),
-            has_ranks=has_ranks, direct=True, accumulate=given.batch.listed,
-            quant=shrink_quant(a, given.x.dtype, a_strides),
-        )  # fmt: skip
-        expand = plan_expand(
-            partials, h.stride(), h.dtype, given.y, b.stored, given.batch, given.schedule("expand"),
-            offset_start=0, add_inputs=True, has_ranks=has_ranks,
-            quant=expand_quant(b, h.dtype, a_strides),
-        )  # fmt: skip
-    x, low_rank, out = given._bytes(given.x), given._bytes(h), empty(*partials, dtype=low)
+        modes = ShrinkMode(low, True, given.batch.listed, x_strides=a_strides), ExpandMode(x_strides=a_strides)
+        shrink = plan_shrink(given.x, a, given.batch, given.schedule("shrink"), modes[0])
+        low_rank = LowRank(partials, h.stride(), h.dtype)
+        expand = plan_expand(low_rank, given.y, b, given.batch, given.schedule("expand"), modes[1])
+    x, between, out = given._bytes(given.x), given._bytes(h), empty(*partials, dtype=low)
     left, right = given.given(given.a, given.a_scales), given.given(given.b, given.b_scales)
     step = given.batch, given.ranks, True
-    runs = (shrink, (x, left, out, *step, 1.0)), (expand, (low_rank, right, given.y, *step))
+    runs = (shrink, (x, left, out, *step, 1.0)), (expand, (between, right, given.y, *step))
     return [{"case": case, "form": form_of(plan), **record_of(plan, tensors, done)} for plan, tensors in runs]
 
 
-def constants_of(plan: FixedPlan | ListedPlan) -> Record:
+def constants_of(plan: KernelPlan) -> Record:
     """Shape and schedule that the kernel is compiled for, by field name."""
     launch = plan.launch
     named = dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
     return named["SHAPE"]._asdict() | named["TILE"]._asdict()
 
 
-def form_of(plan: FixedPlan | ListedPlan) -> str:
+def form_of(plan: KernelPlan) -> str:
     """Name of the kernel, its mode, and the parts of it in use."""
     constants, kernel = constants_of(plan), plan.launch.kernel.__name__
     form = kernel.removeprefix("_lora_").removesuffix("_kernel") + " " + constants["mode"]

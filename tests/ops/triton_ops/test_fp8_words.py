@@ -21,7 +21,7 @@ from punica.ops.triton_ops.fp8_device import fp8_format
 from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
-from punica.ops.weights import plans_of
+from punica.ops.weights import forget_plans
 from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, product, step
 
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
@@ -97,7 +97,7 @@ def reads_words(monkeypatch):
         return constants_of(seen[-1].expand)["words"]
 
     monkeypatch.setattr(module, "plan_linear", note)
-    plans_of.cache_clear()
+    forget_plans()
     return reads
 
 
@@ -219,8 +219,9 @@ def test_what_goes_by_words(width, offset, words, device, monkeypatch):
     plan = module.plan_linear
 
     def noted(*args):
-        seen.append(args[-1][1].words)
-        return plan(*args)
+        found = plan(*args)
+        seen.append(constants_of(found.expand)["quant"].words)
+        return found
 
     monkeypatch.setattr(module, "plan_linear", noted)
     a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))

@@ -156,6 +156,13 @@ def test_measured_schedules_come_before_the_estimate(folder):
         assert choose("shrink", one, Options(batch_invariant=True), CPU).swap_ab
 
 
+@pytest.mark.parametrize("entry", [{"shrnk": list(Schedule(64, 16, 128))}, {"shrink": [64, 16, 128]}])
+def test_entries_of_another_form_are_refused(entry, folder):
+    (folder / "cpu.json").write_text(json.dumps({"operators": {"one": entry}}))
+    with pytest.raises(ValueError, match=r"cpu.json, operator 'one': .* is no schedule of shrink or expand, whose 8"):
+        tuned.read_table("cpu")
+
+
 def test_a_gpu_without_a_table_has_the_estimate(folder):
     assert tuned.read_table("NVIDIA H200") == {}
     assert choose("shrink", problem(), Options(), CPU) == choose_shrink(problem(), H200)

@@ -8,7 +8,17 @@ import pytest
 import torch
 from triton_batches import Batch, assert_close
 
-from punica.ops.triton_ops import clear_config_cache, configs, get_lora_op_configs, load_lora_op_config, lora_linear
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.triton_ops import (
+    TritonOps,
+    clear_config_cache,
+    configs,
+    get_lora_op_configs,
+    load_lora_op_config,
+    lora_linear,
+    moe_ops,
+)
+from punica.ops.weights import LoRAWeights
 
 LEAF = {"block_m": 16, "block_n": 16, "block_k": 64, "split_k": 2, "num_warps": 4, "num_stages": 2}
 EXPAND_LEAF = {key: value for key, value in LEAF.items() if key != "split_k"}
@@ -134,6 +144,10 @@ BROKEN = {
     "empty level": ({"2": {"1": {}}}, "'m'"),
     "missing key": (nested("2", "1", "4", "128", "16", leaf={"block_m": 16}), "block_n"),
     "not a power of two": (nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_m": 48}), "block_m"),
+    "unknown key": (
+        nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_z": 8}),
+        "[16]: unknown key 'block_z'; known are block_m, block_n, block_k, num_warps, num_stages, split_k, row_wise",
+    ),
     "too small": (nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_k": 8}), "block_k"),
     "split 0": (nested("2", "1", "4", "128", "16", leaf={**LEAF, "split_k": 0}), "split_k"),
     "bad key": (nested("2", "1", "four", "128", "16"), "four"),
@@ -158,6 +172,35 @@ def test_broken_files_name_file_and_place(table, text, tmp_path):
         get_lora_op_configs("shrink", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path))
     assert str(path) in str(raised.value)
     assert text in str(raised.value)
+
+
+def test_keys_of_other_tools_are_not_unknown(tmp_path):
+    leaf = {**LEAF, "num_ctas": 1, "group_size_m": 8, "max_nreg": 128}
+    write(tmp_path, "shrink", nested("2", "1", "4", "128", "16", leaf=leaf))
+    assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path))["split_k"] == 2
+    write(tmp_path, "expand", nested("2", "1", "4", "16", "128"))
+    with pytest.raises(ValueError, match="unknown key 'split_k'"):
+        get_lora_op_configs("expand", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path))
+
+
+def test_an_edited_table_replaces_the_plans_of_weights_in_use(tmp_path, device):
+    batch = Batch([0, 1], 128, (48,), 16, 2, torch.float16, device)
+    step, weights = LoRABatch(2, 2, device), LoRAWeights.of(batch.a, batch.b)
+    step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
+    write(tmp_path, "expand", nested("2", "1", "4", "16", "48", leaf=EXPAND_LEAF))
+    splits = []
+    for split_k in (2, 4):
+        write(tmp_path, "shrink", nested("2", "1", "4", "128", "16", leaf={**LEAF, "split_k": split_k}))
+        clear_config_cache()
+        TritonOps(configs.Options(tuned_dir=str(tmp_path))).linear(batch.y, batch.x, weights, step)
+        splits += [plan.partials[0] for plan in weights.plans.values()]
+    assert splits == [2, 4]
+
+
+def test_plans_of_experts_are_forgotten_too():
+    moe_ops._PLANS["a call",] = None
+    clear_config_cache()
+    assert not moe_ops._PLANS
 
 
 def test_unknown_op_type():

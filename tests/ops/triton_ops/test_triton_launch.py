@@ -168,7 +168,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How often weights were checked (A and B apart) and calls planned."""
     counts = {"weights": 0, "plan": 0}
     monkeypatch.setattr(weights, "_FORMS", {})
-    weights.plans_of.cache_clear()
+    weights.forget_plans()
     for owner, name, what in ((weights, "_checked", "weights"), (TritonOps, "_plan_linear", "plan")):
         original = getattr(owner, name)
 
@@ -178,7 +178,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
         monkeypatch.setattr(owner, name, counted)
     yield counts
-    weights.plans_of.cache_clear()
+    weights.forget_plans()
 
 
 def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_schedules):
@@ -300,7 +300,7 @@ def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device
         return configs.choose(*plain, **rest)
 
     monkeypatch.setattr(import_module(f"punica.ops.triton_ops.{CHOOSING[name]}"), "choose", choose)
-    weights.plans_of.cache_clear()
+    weights.forget_plans()
     h, options = torch.zeros(1, 3, 4, device=device), Options(batch_invariant=True, tuned_dir="folder")
     flat, step = {"batch_invariant": True, "tuned_dir": "folder"}, filled(batch)
     if name == "lora_shrink":

@@ -267,7 +267,7 @@ def test_batch_invariance_fixes_form_and_split():
 )  # fmt: skip
 def test_the_most_pairs_that_go_by_themselves(active, experts, pair_bytes, most):
     """Up to 40 MB that are read again, as of 259 pairs that meet 111 of 128 experts, and 2.5 pairs per group."""
-    assert moe_rules.most_alone(active, experts, pair_bytes) == most
+    assert moe_rules.most_naive(active, experts, pair_bytes) == most
 
 
 def test_few_warps_are_for_small_tiles_of_16_bits():

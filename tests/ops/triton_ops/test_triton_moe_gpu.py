@@ -134,7 +134,7 @@ def _in_fp8(a: Any, b: Any, fp8: torch.dtype, keywords: dict[str, Any]) -> tuple
     [(8, 64, 2, E4M3), (24, 8, 2, None), (24, 8, 2, E5M2), (64, 32, 8, None), (64, 32, 8, E4M3)],
 )
 def test_a_graph_replays_other_mappings_and_routings(tokens, experts, top_k, fp8, alone, monkeypatch):
-    monkeypatch.setattr(moe_rules, "most_alone", lambda *call: 10**6 if alone else 0)
+    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 10**6 if alone else 0)
     torch.manual_seed(0)
     layer = Layer(tokens, 4, experts, top_k, fp8)
     layer.begin([row % 3 for row in range(tokens)], 0)

@@ -1,5 +1,6 @@
 """Shrink and expand of fused MoE LoRA as ops of their own: one after the other they give the whole op's result."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -138,6 +139,7 @@ def test_refusals(change: dict[str, Any], error: type, message: str):
 def test_names_and_schemas():
     for name in ("fused_moe_lora_shrink", "fused_moe_lora_expand"):
         assert getattr(ops, name) is globals()[name]
+        assert getattr(import_module("punica.ops.triton_ops.fused_moe_lora"), name) is globals()[name]
         for op in (name, f"{name}_fp8"):
             schema = getattr(torch.ops.punica, op).default._schema
             written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]

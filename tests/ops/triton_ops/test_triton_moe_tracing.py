@@ -78,7 +78,7 @@ def keywords(world: World) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_wrapper_in_a_trace(name: str, mode: str, device: str, monkeypatch):
     """The graph equals the calls, also on other activations."""
-    monkeypatch.setattr(moe_rules, "most_alone", lambda *call: 10**6 if name == "naive" else 0)
+    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 10**6 if name == "naive" else 0)
     layer = Layer(CASES[name], device)
     graph = make_fx(layer, tracing_mode=mode, _allow_non_fake_inputs=True)(*layer.inputs)
     aligns = [] if name == "naive" else ["moe_lora_align_block_size"]

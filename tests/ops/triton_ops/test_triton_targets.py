@@ -215,10 +215,10 @@ def test_fp8_compiles_and_fits(capability: int):
 
 def test_partials_whose_stride_would_drop_the_wait_are_refused():
     given = Operands(USUAL | {"step": "prefill 512"})
-    partials = (8, 1, given.tokens, given.rank), (0, 0, given.rank, 1), torch.float32
+    partials = lora_expand.LowRank((8, 1, given.tokens, given.rank), (0, 0, given.rank, 1), torch.float32)
+    schedule, mode = given.schedule("expand", 8), lora_expand.ExpandMode(pdl=True)
     with pytest.raises(ValueError, match="partials of h have a stride of 0"):
-        lora_expand.plan_expand(*partials, given.y, given.forms()[1].stored, given.batch, given.schedule("expand", 8),
-                    offset_start=0, add_inputs=True, has_ranks=True, pdl=True)  # fmt: skip
+        lora_expand.plan_expand(partials, given.y, given.forms()[1], given.batch, schedule, mode)
 
 
 @pytest.mark.parametrize(("kib", "ranks"), [(227, 256), (163, 128), (99, 64), (64, 32)])
@@ -227,10 +227,8 @@ def test_blocks_of_many_ranks_fit_the_shared_memory(kib, ranks, monkeypatch):
         monkeypatch.setattr(module, "shared_memory", lambda device: kib << 10)
     monkeypatch.setattr(lora_expand, "INTERPRETED", False)  # whose tensors are limited, too
     given = Operands(USUAL | {"step": "prefill 512", "rank": 256})
-    plan = lora_expand.plan_expand(
-        (1, 3, given.tokens, 256), (1, 0, 256, 1), torch.float32, given.y, given.forms()[1].stored, given.batch,
-        Schedule(64, 256, 256, 8, 3), offset_start=0, add_inputs=True, has_ranks=True,
-    )  # fmt: skip
+    partials, schedule = lora_expand.LowRank.sums(1, 3, given.tokens, 256), Schedule(64, 256, 256, 8, 3)
+    plan = lora_expand.plan_expand(partials, given.y, given.forms()[1], given.batch, schedule, lora_expand.ExpandMode())
     assert constants_of(plan)["block_r"] == ranks
 
 

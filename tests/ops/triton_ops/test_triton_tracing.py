@@ -55,6 +55,22 @@ def test_under_inference_mode(batch):
     assert not torch.equal(y, batch.y)
 
 
+def test_sizes_may_be_symbols(batch):
+    step, ops = LoRABatch(8, 2, batch.device), TritonOps()
+    step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
+
+    def layer(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ops.linear(y, x, LoRAWeights.of((a,), (b,)), step, 0.5)
+        return y
+
+    given = (*batch.a, *batch.b)
+    expected = layer(batch.x, batch.y.clone(), *given)
+    graph = make_fx(layer, tracing_mode="symbolic", _allow_non_fake_inputs=True)(batch.x, batch.y.clone(), *given)
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and "punica" in str(node.target)]
+    assert [str(node.target) for node in nodes] == ["punica.lora_linear.default"]
+    assert torch.equal(graph(batch.x, batch.y.clone(), *given), expected)
+
+
 def test_a_traced_step_is_one_node(batch):
     step, weights, ops = LoRABatch(8, 2, batch.device), LoRAWeights.of(batch.a, batch.b), TritonOps()
     step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))

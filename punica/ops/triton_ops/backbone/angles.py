@@ -14,7 +14,7 @@ from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 _NUM_WARPS = 1
@@ -41,7 +41,7 @@ def _rotary_angles_kernel(positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, SHAP
 
 
 def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> None:
-    """Cosines and sines of T positions.
+    """Write cosines and sines of T positions.
 
     Args:
         cos, sin: ``[T, 1, D / 2]``, contiguous; float16, bfloat16 or float32.
@@ -66,12 +66,6 @@ def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tens
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; allocate it for this call")
     if tokens == 0:
         return
-    pdl = supports_pdl(cos.device)
-    shape = _Shape(half, block_at_least(half), factor, pdl)
-    launch = Launch(
-        _rotary_angles_kernel, (tokens, 1, 1), (cos.dtype,), (), {"SHAPE": shape},
-        num_warps=_NUM_WARPS, pdl=pdl, device=cos.device,
-    )  # fmt: skip
+    shape = _Shape(half, block_at_least(half), factor, supports_pdl(cos.device))
     tensors = (positions, frequencies, cos, sin)
-    with on_device(cos.get_device()):
-        launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
+    launch_alone(_rotary_angles_kernel, (tokens, 1, 1), tensors, shape, dtypes=(cos.dtype,), num_warps=_NUM_WARPS)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 _MOST_LANES = 8192
@@ -47,7 +47,7 @@ def _argmax_kernel(logits_ptr, out_ptr, stride, SHAPE: tl.constexpr):
 
 
 def argmax(out: Tensor, logits: Tensor, no_index: int) -> None:
-    """The index of the highest element of each row, of equal ones the lowest.
+    """Write the index of the highest element of each row, of equal ones the lowest.
 
     Args:
         out: int64 ``[S]``, contiguous.
@@ -67,11 +67,8 @@ def argmax(out: Tensor, logits: Tensor, no_index: int) -> None:
         raise TypeError(f"out must be contiguous torch.int64 on {logits.device}, got {out.dtype} on {out.device}")
     if rows == 0:
         return
-    pdl, block = supports_pdl(logits.device), min(_MOST_LANES, block_at_least(vocab))
-    launch = Launch(
-        _argmax_kernel, (rows, 1, 1), (logits.dtype,), (logits.stride(0),),
-        {"SHAPE": _Shape(vocab, block, no_index, pdl)},
-        num_warps=max(1, min(16, block // 256)), pdl=pdl, device=logits.device,
+    block = min(_MOST_LANES, block_at_least(vocab))
+    launch_alone(
+        _argmax_kernel, (rows, 1, 1), (logits, out), _Shape(vocab, block, no_index, supports_pdl(logits.device)),
+        strides=(logits.stride(0),), dtypes=(logits.dtype,), num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip
-    with on_device(logits.get_device()):
-        launch((logits, out), (), not INTERPRETED and all_aligned(logits, out))

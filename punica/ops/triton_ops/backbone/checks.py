@@ -7,7 +7,7 @@ from punica.ops.quant import E4M3
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> tuple[int, ...]:
-    """The shape of ``tensor``; ValueError when it is not ``shape``, where None stands for any size."""
+    """Return the shape of ``tensor``; ValueError when it is not ``shape``, where None is any size."""
     fits = tensor.ndim == len(shape) and all(
         wanted in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
     )
@@ -18,7 +18,8 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> tup
 
 
 def check_same(like: Tensor, **tensors: Tensor) -> None:
-    """TypeError when ``like`` is of a dtype that no kernel has, or one of ``tensors`` of another dtype or device."""
+    """Raise TypeError when ``like`` is of a dtype that no kernel has, or one of ``tensors`` of another dtype or device.
+    """
     if like.dtype not in FLOATS:
         raise TypeError(f"dtype must be one of {list(FLOATS)}, got {like.dtype}; convert the model")
     for name, tensor in tensors.items():
@@ -30,8 +31,8 @@ def check_same(like: Tensor, **tensors: Tensor) -> None:
 
 
 def check_cache(keys: Tensor, values: Tensor, like: Tensor) -> None:
-    """Keys and values of one layer, ``[rows, Hkv, D]`` with at least one head, contiguous, typed as ``like`` or both in
-    float8_e4m3fn.
+    """Check keys and values of one layer: ``[rows, Hkv, D]`` with at least one head, contiguous, typed as ``like`` or
+    both in float8_e4m3fn.
     """
     check_shape("keys", keys, (None, None, None))
     check_shape("values", values, tuple(keys.shape))
@@ -46,6 +47,6 @@ def check_cache(keys: Tensor, values: Tensor, like: Tensor) -> None:
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
-    """ValueError when the elements of a row do not lie side by side."""
+    """Raise ValueError when the elements of a row are not side by side."""
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}; make it contiguous")

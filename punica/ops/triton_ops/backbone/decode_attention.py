@@ -4,16 +4,16 @@ For request i with ``n_i`` cached tokens, and head h of the G = H / Hkv heads th
 
     out[i, h] = softmax(q[i, h] K_i^T / sqrt(D)) V_i,     K_i[t], V_i[t]: cache row table[i, t // B] * B + t % B
 
-A program takes the G queries of one kv head of one request (padded to the rows of a tensor-core tile, so that K and V
-are read once) and one of ``SPLITS`` equal parts of the request's tokens. It keeps a running maximum and sum (Milakov
-and Gimelshein, 2018), so scores never reach memory. A second kernel adds the parts in ascending order (flash-decoding
-with an ordered reduction): the same bits every run.
+A program takes the G queries of one kv head of one request, padded to the rows of a tensor-core tile, so that K and V
+are read once. Of the request's tokens it takes one of ``SPLITS`` equal parts. It keeps a running maximum and sum
+(Milakov and Gimelshein, 2018), so scores never reach memory. A second kernel adds the parts in ascending order
+(flash-decoding with an ordered reduction): the same bits every run.
 
 The grid is (Hkv, requests, splits). It follows none of the lengths, which are read on the device, so a captured graph
 serves every context that its block table has room for; a part without tokens ends at once. Programs begin in the order
 of the grid, a few per multiprocessor at a time, and the kernel ends with the last: so requests are taken in a given
-``order``, longest first. (Llama-2 7B, batch 32 in the middle of a stream, H200: 3.0 ms of a step in the order of slots,
-2.6 in that of arrival, which is nearly that of length.) How the tokens are split depends on the request's own length
+``order``, longest first (Llama-2 7B, batch 32, H200: 3.0 ms of a step in the order of slots, 2.6 in that of arrival,
+nearly that of length). How the tokens are split depends on the request's own length
 and on ``SPLITS``: with ``splits`` given, a request's bits do not depend on what else is in the batch.
 """
 
@@ -29,16 +29,9 @@ from punica.ops.heads import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
 from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    Launch,
-    all_aligned,
-    block_at_least,
-    multiprocessors,
-    on_device,
-    supports_pdl,
-)
+from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
+from punica.ops.triton_ops.schedules import Gpu
 
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
@@ -72,8 +65,8 @@ class _Shape(NamedTuple):
 
 @triton.jit
 def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr):
-    """Tokens [begin, end) of one request: sums of values [BLOCK_G, BLOCK_D], largest scores (base 2) and sums of
-    weights, each [BLOCK_G]. No token: 0, -inf, 0.
+    """Attend to tokens [begin, end) of one request: sums of values [BLOCK_G, BLOCK_D], largest scores (base 2) and sums
+    of weights, each [BLOCK_G]. No token: 0, -inf, 0.
     """
     BLOCK_G: tl.constexpr = SHAPE.block_g
     BLOCK_N: tl.constexpr = SHAPE.block_n
@@ -97,6 +90,7 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
             values_ptr + rows[:, None] + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0
         )  # fmt: skip
         keys, values = upcast(keys, SHAPE.format, q.dtype), upcast(values, SHAPE.format, q.dtype)
+        # keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D], scores [BLOCK_G, BLOCK_N]
         scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
@@ -113,8 +107,8 @@ def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, order_ptr, out_ptr, sums_ptr, table_width,
     q_stride, out_stride, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """``out``: the result [T, H, D], or with more than one split the parts [T, H, SPLITS, D] in float32, and ``sums``
-    their log-sum-exp (base 2) [T, H, SPLITS].
+    """Attend to one split of one request's tokens. ``out``: the result [T, H, D], or with more than one split the parts
+    [T, H, SPLITS, D] in float32, and ``sums`` their log-sum-exp (base 2) [T, H, SPLITS].
     """
     GROUP: tl.constexpr = SHAPE.group
     SIZE: tl.constexpr = SHAPE.size
@@ -135,7 +129,7 @@ def _decode_attention_kernel(
     acc, largest, total = _attend(
         q, keys_ptr + kv_head * SIZE, values_ptr + kv_head * SIZE, table_ptr + row * table_width, begin, end, SHAPE
     )  # fmt: skip
-    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]  # [BLOCK_G, BLOCK_D]
     if SPLITS == 1:
         targets = row * out_stride + heads[:, None] * SIZE + offs_d[None, :]
         tl.store(out_ptr + targets, mean.to(out_ptr.dtype.element_ty), mask=mask)
@@ -148,7 +142,7 @@ def _decode_attention_kernel(
 
 @triton.jit
 def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexpr):
-    """One head of one request: its parts, weighted by their share of the whole sum, first to last."""
+    """Add the parts of one head of one request, weighted by their share of the whole sum, first to last."""
     SIZE: tl.constexpr = SHAPE.size
     SPLITS: tl.constexpr = SHAPE.splits
     BLOCK_D: tl.constexpr = SHAPE.block_d
@@ -171,84 +165,86 @@ def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexp
 
 
 def choose_splits(requests: int, kv_heads: int, device: torch.device) -> int:
-    """Parts that the tokens of each request are cut into, a power of two up to ``MAX_SPLITS``: enough programs for the
-    device when few requests with few kv heads run. Not a function of the lengths.
+    """Return the parts that each request's tokens are cut into, a power of two up to ``MAX_SPLITS``: enough programs
+    for the device when few requests with few kv heads run. Not a function of the lengths.
     """
-    wanted = PROGRAMS_PER_SM * multiprocessors(device)
+    wanted = PROGRAMS_PER_SM * Gpu.of(device).multiprocessors
     return min(MAX_SPLITS, block_at_least(-(-wanted // (requests * kv_heads)), 1))
 
 
 def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
-    """Tokens of a tile: 32 KiB of keys and values under way suit a program whose queries share a kv head, where others
-    are read as fast with twice that (heads of 128 elements, H200).
+    """Return the tokens of a tile: 32 KiB of keys and values under way suit queries that share a kv head, others are
+    read as fast with twice that (heads of 128 elements, H200).
     """
     return max(16, min(128, (64 if group > 1 else 128) * 256 // (block_at_least(size) * itemsize)))
 
 
+class Pages(NamedTuple):
+    """Cached tokens of R requests, on the device and not checked. No kernel in flight may write these tensors, which
+    are read before the PDL wait.
+
+    block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the last
+        token's are not read.
+    lengths: int32 ``[R]``: cached tokens of each request, at most ``W * block_size``. 0 (a row that pads a captured
+        batch): nothing is read and the row of the result becomes 0.
+    order: int32 ``[R]``: the requests in the order in which they are taken, each once; longest first is fastest, and no
+        result depends on it.
+    block_size: tokens of a block.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+    order: Tensor
+    block_size: int
+
+
 def decode_attention(
-    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, order: Tensor,
-    block_size: int, splits: int | None = None,
-) -> None:  # fmt: skip
-    """Attention of R requests with one query row each, into ``out``; the newest token is in the cache already.
+    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, splits: int | None = None
+) -> None:
+    """Compute attention of R requests with one query row each, into ``out``; the newest token is in the cache already.
 
     Args:
-        out: ``[R, H, D]``, overwritten; rows may be apart, heads lie side by side.
+        out: ``[R, H, D]``, overwritten; rows may be apart, heads side by side.
         q: ``[R, H, D]``, in the same way, rotated; float16, bfloat16 or float32 as the cache, unless that is FP8.
         keys: ``[num_blocks * block_size, Hkv, D]``, contiguous, of one layer; H is a multiple of Hkv, D at
             most 256. float8_e4m3fn is upcast, exactly, before it is multiplied.
         values: as ``keys``.
-        block_table: int32 ``[R, W]``: block of each ``block_size`` tokens of a request, in order; entries behind the
-            last token's are not read.
-        lengths: int32 ``[R]``: cached tokens of each request, at most ``W * block_size``. 0 (a row that pads a captured
-            batch): nothing is read and the row of ``out`` becomes 0.
-        order: int32 ``[R]``: the requests in the order in which they are taken, each once; longest first is fastest,
-            and no result depends on it.
-        block_size: tokens of a block.
+        pages: of each request.
         splits: a power of two up to 32; ``None``: :func:`choose_splits`.
 
-    What lies in the table, in ``lengths`` and in ``order`` is on the device and not checked; it is read before the
-    PDL wait, so no kernel in flight may write it. ValueError, TypeError: shapes, layouts, dtypes or devices;
-    RuntimeError: no Triton kernel runs on this device.
+    ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
     """
-    _check(out, q, keys, values, block_table, lengths, order, block_size, splits)
+    _check(out, q, keys, values, pages, splits)
     requests, heads, size = q.shape
     kv_heads = keys.shape[1]
     if requests == 0:
         return
     splits = splits or choose_splits(requests, kv_heads, q.device)
-    group, pdl = heads // kv_heads, supports_pdl(q.device)
+    group = heads // kv_heads
     shape = _Shape(
-        kv_heads, group, size, block_size, splits, block_at_least(group),
+        kv_heads, group, size, pages.block_size, splits, block_at_least(group),
         _tokens_at_once(group, size, q.element_size()), block_at_least(size), math.log2(math.e) / math.sqrt(size),
-        fp8_format(keys.dtype), pdl,
+        fp8_format(keys.dtype), supports_pdl(q.device),
     )  # fmt: skip
     parts, sums = out, out  # stand for what one split does not need
     if splits > 1:
         parts = torch.empty(requests, heads, splits, size, dtype=torch.float32, device=q.device)
         sums = parts.new_empty(requests, heads, splits)
-    tensors = (q, as_operand(keys), as_operand(values), block_table, lengths, order, parts, sums)
-    attend = Launch(
-        _decode_attention_kernel, (kv_heads, requests, splits), (q.dtype, keys.dtype), (q.stride(0), out.stride(0)),
-        {"SHAPE": shape}, num_warps=_NUM_WARPS, pdl=pdl, device=q.device,
+    tensors = (q, as_operand(keys), as_operand(values), *pages[:3], parts, sums)
+    launch_alone(
+        _decode_attention_kernel, (kv_heads, requests, splits), tensors, shape,
+        strides=(q.stride(0), out.stride(0)), dtypes=(q.dtype, keys.dtype), num_warps=_NUM_WARPS,
+        counts=(pages.block_table.shape[1],),
     )  # fmt: skip
-    with on_device(q.get_device()):
-        attend(tensors, (block_table.shape[1],), not INTERPRETED and all_aligned(*tensors))
-        if splits > 1:
-            _combine(parts, sums, out, shape)
+    if splits > 1:
+        launch_alone(
+            _combine_kernel, (requests, heads, 1), (parts, sums, out), shape,
+            strides=(out.stride(0),), dtypes=(out.dtype,), num_warps=1,
+        )  # fmt: skip
 
 
-def _combine(parts: Tensor, sums: Tensor, out: Tensor, shape: _Shape) -> None:
-    launch = Launch(
-        _combine_kernel, (out.shape[0], out.shape[1], 1), (out.dtype,), (out.stride(0),), {"SHAPE": shape},
-        num_warps=1, pdl=shape.pdl, device=out.device,
-    )  # fmt: skip
-    launch((parts, sums, out), (), not INTERPRETED and all_aligned(parts, sums, out))
-
-
-def _check(
-    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, order: Tensor,
-    block_size: int, splits: int | None,
-) -> None:  # fmt: skip
+def _check(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, splits: int | None) -> None:
+    block_table, lengths, order, block_size = pages
     check_runnable(q.device)
     check_cache(keys, values, q)
     requests, heads, size = check_shape("q", q, (None, None, keys.shape[2]))

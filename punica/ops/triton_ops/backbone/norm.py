@@ -14,7 +14,7 @@ from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 
@@ -67,18 +67,10 @@ def add_rms_norm(out: Tensor, x: Tensor, delta: Tensor | None, weight: Tensor, e
     check_same(x, weight=weight, **rows)
     if tokens == 0:
         return
-    delta_or_x, pdl = x if delta is None else delta, supports_pdl(x.device)
-    shape = _Shape(size, block_at_least(size), eps, delta is not None, pdl)
-    strides = (x.stride(0), delta_or_x.stride(0), out.stride(0))
-    launch = Launch(
-        _add_rms_norm_kernel, (tokens, 1, 1), (x.dtype,), strides, {"SHAPE": shape},
-        num_warps=_warps(size), pdl=pdl, device=x.device,
+    delta_or_x, block = x if delta is None else delta, block_at_least(size)
+    shape = _Shape(size, block, eps, delta is not None, supports_pdl(x.device))
+    launch_alone(
+        _add_rms_norm_kernel, (tokens, 1, 1), (x, delta_or_x, weight, out), shape,
+        strides=(x.stride(0), delta_or_x.stride(0), out.stride(0)), dtypes=(x.dtype,),
+        num_warps=max(1, min(16, block // 512)),  # 8 to 16 elements a thread, as far as a block has threads
     )  # fmt: skip
-    tensors = (x, delta_or_x, weight, out)
-    with on_device(x.get_device()):
-        launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
-
-
-def _warps(size: int) -> int:
-    """Eight to sixteen elements a thread, as far as a block has threads."""
-    return max(1, min(16, block_at_least(size) // 512))

@@ -4,9 +4,8 @@
     keys[r_t]   = the rotated keys of token t,      values[r_t] = its values                with r_t = kv_rows[t]
 
 The rotation is that of :mod:`punica.models.rotary` (halves layout), in float32 and rounded once; with ``norms`` (Qwen3)
-each query and key head passes the RMSNorm of its kind first. Queries, keys and
-values stay where the projection put them, so the attention of a prompt finds all three beside the cache. A program
-takes a few heads of one token.
+each query and key head passes the RMSNorm of its kind first. Queries, keys and values stay in the projection's output,
+for the attention of a prompt. A program takes a few heads of one token.
 """
 
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from punica.ops.quant import FP8_MAX
 from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
+from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 _HEADS_PER_PROGRAM = 8
@@ -46,7 +45,7 @@ class _Shape(NamedTuple):
 
 @triton.jit
 def _normalised(x, y, q_weight_ptr, k_weight_ptr, is_query, offs_d, mask_d, SHAPE: tl.constexpr):
-    """Both halves [BLOCK_H, HALF] of heads, each divided by its root mean square and weighted by its kind."""
+    """Return both halves [BLOCK_H, HALF] of heads, each divided by its root mean square and weighted by its kind."""
     HALF: tl.constexpr = SHAPE.half
     scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + SHAPE.eps))[:, None]
     q_first = tl.load(q_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
@@ -117,7 +116,7 @@ def rotate_and_store(
             values beyond its range become the largest.
         norms: of query and key heads; ``None``: they have none.
 
-    What lies in ``kv_rows`` is on the device and not checked. ValueError, TypeError: shapes, layouts, dtypes or
+    Values of ``kv_rows`` are on the device and not checked. ValueError, TypeError: shapes, layouts, dtypes or
     devices; RuntimeError: no Triton kernel runs on this device.
     """
     check_runnable(qkv.device)
@@ -130,24 +129,22 @@ def rotate_and_store(
         check_same(qkv, **{name: weight})
     if tokens == 0:
         return
-    pdl, block_h = supports_pdl(qkv.device), min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
+    block_h = min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
     shape = _Shape(
         heads, kv_heads, size // 2, norms.eps if norms else None, block_h, block_at_least(size // 2),
-        FP8_MAX.get(keys.dtype, 0.0), pdl,
+        FP8_MAX.get(keys.dtype, 0.0), supports_pdl(qkv.device),
     )  # fmt: skip
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h), 1)
-    launch = Launch(
-        _rotate_and_store_kernel, grid, (qkv.dtype, keys.dtype), (qkv.stride(0),), {"SHAPE": shape},
-        num_warps=_NUM_WARPS, pdl=pdl, device=qkv.device,
-    )  # fmt: skip
     weights = (norms.q_weight, norms.k_weight) if norms else (cos, cos)  # unused operands are filled with cos
     tensors = (qkv, cos, sin, kv_rows, as_operand(keys), as_operand(values), *weights)
-    with on_device(qkv.get_device()):
-        launch(tensors, (), not INTERPRETED and all_aligned(*tensors))
+    launch_alone(
+        _rotate_and_store_kernel, grid, tensors, shape,
+        strides=(qkv.stride(0),), dtypes=(qkv.dtype, keys.dtype), num_warps=_NUM_WARPS,
+    )  # fmt: skip
 
 
 def _check(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, kv_heads: int, size: int) -> tuple[int, int]:
-    """Tokens, and heads of q."""
+    """Return tokens, and heads of q."""
     tokens, packed, _ = check_shape("qkv", qkv, (None, None, size))
     if size % 2:
         raise ValueError(f"heads must have an even size to be rotated, got {size}")

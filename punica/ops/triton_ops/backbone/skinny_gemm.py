@@ -29,12 +29,12 @@ from punica.ops.triton_ops.launch import (
     Launch,
     all_aligned,
     block_at_least,
-    multiprocessors,
     on_device,
     stages_that_fit,
     supports_pdl,
 )
 from punica.ops.triton_ops.op import check_runnable
+from punica.ops.triton_ops.schedules import Gpu
 
 MAX_TOKENS = 64
 """More rows are no longer a matter of reading the weight: that is what cuBLAS is for."""
@@ -109,7 +109,7 @@ class WeightForm(NamedTuple):
 
 
 def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
-    """The form of a weight whose rows are dense."""
+    """Return the form of a weight whose rows are dense."""
     (n, k), stride = weight.shape, weight.stride(0)
     whole = weight.data_ptr() % 16 == 0 and (k | stride) * weight.element_size() % 16 == 0
     return WeightForm(n, k, stride, bias is not None, whole)
@@ -137,7 +137,7 @@ def is_last(arrived_ptr, tile, SPLIT_K: tl.constexpr):
 
 @triton.jit
 def sum_planes(places, plane_size, SPLIT_K: tl.constexpr):
-    """In ascending order; four loads are under way at once, since more of them take too many registers."""
+    """Sum partials in ascending order; four loads are under way at once, since more of them take too many registers."""
     total = tl.load(places, cache_modifier=".cg")
     for first in tl.range(1, SPLIT_K, 4, num_stages=1):
         for split in tl.static_range(4):
@@ -168,8 +168,8 @@ def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, GEMM: tl.constexpr):
 
 @triton.jit
 def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
-    """block_n rows of the weight, all tokens. ``vector``: neighbours along K that one thread loads, and adds up first.
-    base: weight, bias (or any tensor) and output; strides: of rows of x, weight and output.
+    """Compute block_n rows of the weight, all tokens. ``vector``: neighbours along K that one thread loads, and adds up
+    first. base: weight, bias (or any tensor) and output; strides: of rows of x, weight and output.
     """
     TOKENS: tl.constexpr = GEMM.tokens
     BLOCK_N: tl.constexpr = GEMM.block_n
@@ -200,7 +200,7 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
 
 @triton.jit
 def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexpr):
-    """acc [block_n, block_t] with the products of the tiles `first` to `end` of K."""
+    """Add to acc [block_n, block_t] the products of the tiles `first` to `end` of K."""
     EVEN_K: tl.constexpr = GEMM.k % GEMM.block_k == 0
     for step in tl.range(first, end, num_stages=GEMM.stages):
         start = step * GEMM.block_k
@@ -216,10 +216,15 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexp
 
 
 @triton.jit
-def finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride, GEMM: tl.constexpr):
-    """Write a tile, or with split_k this program's partial sums; the last program to arrive adds these up."""
+def finish_tile(acc, base, sums, place, offsets, mask_t, out_stride, GEMM: tl.constexpr):
+    """Write a tile, or with split_k this program's partial sums; the last program to arrive adds these up.
+
+    place: tile and split; offsets: columns [block_n] and tokens [block_t].
+    """
     _, bias_ptr, out_ptr = base
     planes_ptr, arrived_ptr = sums
+    tile, split = place
+    offs_n, offs_t = offsets
     out_ptrs = out_ptr + offs_t[None, :] * out_stride + offs_n[:, None]
     mask = (offs_n < GEMM.n)[:, None] & mask_t[None, :]
     if GEMM.split_k == 1:
@@ -235,8 +240,8 @@ def finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride
 
 @triton.jit
 def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexpr):
-    """block_n rows of the weight, all tokens (block_t or fewer). A token's bits follow neither from `tokens` nor from
-    block_t. ``base``, ``strides``: as in the kernels; ``sums``: partials and counters of split K.
+    """Compute block_n rows of the weight, all tokens (block_t or fewer). A token's bits follow neither from `tokens`
+    nor from block_t. ``base``, ``strides``: as in the kernels; ``sums``: partials and counters of split K.
     """
     BLOCK_N: tl.constexpr = GEMM.block_n
     BLOCK_T: tl.constexpr = GEMM.block_t
@@ -254,16 +259,16 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
             tl.minimum(tl.minimum(end * GEMM.block_k, GEMM.k) - first * GEMM.block_k, GEMM.ahead),
         )
     pdl_launch_then_wait(GEMM.pdl)
-    x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]
+    x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_T, BLOCK_K]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    w_ptrs = w_rows[None, :] + offs_k[:, None]
+    w_ptrs = w_rows[None, :] + offs_k[:, None]  # [BLOCK_K, BLOCK_N]
     acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM)
-    finish_tile(acc, base, sums, tile, split, offs_n, offs_t, mask_t, out_stride, GEMM)
+    finish_tile(acc, base, sums, (tile, split), (offs_n, offs_t), mask_t, out_stride, GEMM)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm_tiles_kernel(x_ptr, base, sums, tokens, strides, GEMM: tl.constexpr):
-    """All tiles, and all parts of K of each."""
+    """Compute all tiles, and all parts of K of each."""
     gemm_tile(x_ptr, base, sums, tl.program_id(0), tl.program_id(1), tokens, strides, GEMM)
 
 
@@ -271,7 +276,7 @@ def _gemm_tiles_kernel(x_ptr, base, sums, tokens, strides, GEMM: tl.constexpr):
 
 
 def choose_form(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int, batch_invariant: bool) -> GemmForm:
-    """The kernel for a shape. ``batch_invariant``: the same for every number of tokens.
+    """Choose the kernel for a shape. ``batch_invariant``: the same for every number of tokens.
 
     Fitted on an H200 to the projections of Llama-2 7B and 13B, each behind the kernel that it follows in a layer. One
     row takes 3.3 ms for all weights of the 7B, where their bytes take 3.1 and cuBLAS 3.8; 32 rows 3.7 and 4.0.
@@ -286,14 +291,14 @@ def choose_form(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int
 
 
 def choose_tiles(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
-    """Schedule of the tiles kernel; but for block_t, no part of it depends on the number of tokens."""
+    """Choose the schedule of the tiles kernel; but for block_t, no part of it depends on the number of tokens."""
     block_k = min(32 if dtype == torch.float32 else 128, block_at_least(k))
     split_k = _splits(triton.cdiv(n, 64), 2 * processors, triton.cdiv(k, 4 * block_k))
     return TilesForm(block_at_least(tokens), 64, block_k, split_k, 4, 4, block_k)
 
 
 def _splits(tiles: int, wanted: int, most: int) -> int:
-    """Parts of K: about `wanted` programs at once, each with something to do."""
+    """Return the parts of K: about `wanted` programs at once, each with something to do."""
     return max(1, min(wanted // tiles, most, 8))
 
 
@@ -315,7 +320,7 @@ def arrivals(weight: Tensor) -> Tensor:
 def skinny_gemm(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False
 ) -> None:
-    """``out = x @ weight^T + bias`` for few rows.
+    """Compute ``out = x @ weight^T + bias`` for few rows.
 
     Args:
         out: ``[T, N]`` in float16, bfloat16 or float32, overwritten; elements of a row side by side, here and
@@ -333,12 +338,12 @@ def skinny_gemm(
     (tokens, k), n = x.shape, weight.shape[0]
     if tokens == 0 or n == 0:
         return
-    form = choose_form(n, k, tokens, x.dtype, multiprocessors(x.device), batch_invariant)
+    form = choose_form(n, k, tokens, x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant)
     run_form(out, x, weight, bias, form)
 
 
 def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: GemmForm) -> None:
-    """`skinny_gemm` in a given form, on operands known to be right."""
+    """Run `skinny_gemm` in a given form, on operands known to be right."""
     (tokens, k), n, pdl = x.shape, weight.shape[0], supports_pdl(x.device)
     tiles = triton.cdiv(n, form.block_n)
     strides = x.stride(0), weight.stride(0), out.stride(0)
@@ -360,7 +365,7 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: 
 
 
 def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> GemmTiles:
-    """The constexpr of `gemm_tile` for a form of the tiles kernel."""
+    """Return the constexpr of `gemm_tile` for a form of the tiles kernel."""
     tile_bytes = form.block_k * (form.block_n + form.block_t) * x.element_size()
     return GemmTiles(
         weight.n, weight.k, form.block_t, form.block_n, form.block_k, form.split_k,
@@ -370,7 +375,7 @@ def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> Gem
 
 
 def split_workspace(out: Tensor, weight: Tensor, form: TilesForm) -> tuple[Tensor, Tensor]:
-    """Workspace and arrival counters of split K; one split needs neither and gets `out`."""
+    """Return the workspace and arrival counters of split K; one split needs neither and gets `out`."""
     if form.split_k == 1:
         return out, out
     size = form.split_k * form.block_t * triton.cdiv(weight.shape[0], form.block_n) * form.block_n

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, on_device, supports_pdl
+from punica.ops.triton_ops.launch import launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 _BLOCK = 1024
@@ -39,8 +39,8 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, gate_up_stride, out_stride, SHAPE: tl.c
 
 
 def swiglu(out: Tensor, gate_up: Tensor) -> None:
-    """``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``: float16, bfloat16 or float32, the elements of a row
-    side by side.
+    """Compute the activation of ``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``: float16, bfloat16 or
+    float32, the elements of a row side by side.
 
     ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
     """
@@ -52,10 +52,8 @@ def swiglu(out: Tensor, gate_up: Tensor) -> None:
     check_rows("gate_up", gate_up)
     if tokens == 0 or size == 0:
         return
-    pdl = supports_pdl(out.device)
-    launch = Launch(
-        _swiglu_kernel, (tokens, triton.cdiv(size, _BLOCK), 1), (out.dtype,), (gate_up.stride(0), out.stride(0)),
-        {"SHAPE": _Shape(size, _BLOCK, pdl)}, num_warps=_NUM_WARPS, pdl=pdl, device=out.device,
+    launch_alone(
+        _swiglu_kernel, (tokens, triton.cdiv(size, _BLOCK), 1), (gate_up, out),
+        _Shape(size, _BLOCK, supports_pdl(out.device)),
+        strides=(gate_up.stride(0), out.stride(0)), dtypes=(out.dtype,), num_warps=_NUM_WARPS,
     )  # fmt: skip
-    with on_device(out.get_device()):
-        launch((gate_up, out), (), not INTERPRETED and all_aligned(gate_up, out))

@@ -22,7 +22,7 @@ def lora_shrink(
     *, num_active_loras: int | Tensor | None = None, accumulate: bool = False, lora_ranks: Tensor | None = None,
     batch_invariant: bool = False, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
+    """Compute ``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, in place.
 
     Args:
         inputs: [T, K], float16, bfloat16 or float32, any strides.
@@ -55,21 +55,17 @@ def lora_expand(
     *, num_active_loras: int | Tensor | None = None, offset_start: int = 0, add_inputs: bool = False,
     lora_ranks: Tensor | None = None, batch_invariant: bool = False, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
+    """Compute ``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, in place.
 
     Args:
         inputs: [n, T, r], float32 or the dtype of B, any strides.
         lora_b_weights: n x [L, (1,) N_i, r], contiguous (or with the last two dimensions swapped).
         output_tensor: [T, W] with last stride 1; ``o_0 = offset_start``, ``o_{i+1} = o_i + N_i``.
-        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
-        num_active_loras: the seventh, how many entries of ``lora_ids`` may be in use (None: all).
         offset_start: first column written.
         add_inputs: add to the columns, else overwrite them.
-        lora_ranks: int32 [n, L], true rank per slice and slot (None: r).
-        batch_invariant, tuned_dir: as in `punica.config.LoRAConfig`.
 
-    Rows at slot -1 and all other columns are never written. TypeError for dtypes, ValueError for shapes, ranges and
-    devices, before any write.
+    The other arguments and the errors are those of `lora_shrink`. Rows at slot -1 and all other columns are never
+    written.
     """
     batch = TensorBatch.given(
         token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
@@ -91,14 +87,12 @@ def lora_linear(
     a_scale: Tensor | None = None, schemes: Sequence[int] | None = None,
     batch_invariant: bool = False, pdl: bool = True, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T``, slice by slice, in place.
+    """Compute ``output_tensor[t] (+)= scaling * (inputs[t] @ A[slot(t)]^T) @ B[slot(t)]^T``, slice by slice, in place.
 
     Args:
         output_tensor: [T, W] with last stride 1.
         inputs: [T, K], any strides.
         lora_a_weights, lora_b_weights: n x [L, (1,) r, K] and n x [L, (1,) N_i, r].
-        token_lora_mapping, ..., no_lora_flag_cpu: the first six of `LoRAKernelMeta.meta_args`.
-        scaling: finite factor.
         lora_a_scale, lora_b_scale: of FP8 weights, as ``b_scale`` of `lora_shrink_fp8` and `lora_expand_fp8`.
         a_scale: of FP8 inputs (w8a8), as there.
         schemes: the fields of both `punica.ops.fp8_checks.Scheme`, ``(group_k, group_n, use_fp8_w8a8,
@@ -119,7 +113,7 @@ def lora_linear(
 
 
 def _schemes(fields: Sequence[int] | None) -> tuple[Scheme, Scheme]:
-    """Those of A and B; ValueError for another number of fields."""
+    """Return the schemes of A and B; ValueError for another number of fields."""
     if fields is None:
         return PLAIN, PLAIN
     if len(fields) != 2 * len(PLAIN):

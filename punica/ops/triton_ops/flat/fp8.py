@@ -30,23 +30,19 @@ def lora_shrink_fp8(
     *, accumulate: bool = False, lora_ranks: Tensor | None = None, batch_invariant: bool = False,
     tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, A in FP8, in place.
+    """Compute ``output_tensor[i, t] (+)= scaling * inputs[t] @ A_i[slot(t)]^T`` for every slice i, A in FP8, in place.
+
+    Arguments and errors as of `lora_shrink`, and:
 
     Args:
-        inputs: [T, K] float16, bfloat16 or float32, or (``use_fp8_w8a8``) float8 with ``a_scale``; any strides.
-        lora_a_weights: n x [L, (1,) r, K], all float8_e4m3fn or all float8_e5m2, contiguous (or with the last two
-            dimensions swapped). Without ``b_scale`` weights of `lora_shrink`, and its result.
-        output_tensor: [n, T, r] contiguous, float32, float16 or bfloat16.
-        token_lora_mapping, ..., num_active_loras: the seven of `LoRAKernelMeta.meta_args`.
-        scaling: finite factor.
+        inputs: any float, or (``use_fp8_w8a8``) float8 with ``a_scale``.
+        lora_a_weights: all float8_e4m3fn or all float8_e5m2. Without ``b_scale`` weights of `lora_shrink`.
         b_scale: n float32 tensors [L] (per tensor), [L, r] (``per_channel_quant``) or [L, ceil(r/group_n),
             ceil(K/group_k)] (block-wise); a 1 may follow L; any strides.
         a_scale: float32, one element, [T], [T, 1], or block-wise [T, ceil(K/group_k)].
         group_k, group_n: block sizes; group_k a power of two >= 16, or at least K.
-        accumulate, lora_ranks, batch_invariant, tuned_dir: as in `lora_shrink`.
 
-    Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. TypeError for
-    dtypes, ValueError for shapes, sizes and missing scales, before any write.
+    TypeError, ValueError also for scales and sizes that do not fit, or are missing.
     """
     batch = TensorBatch.given(
         token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,
@@ -68,21 +64,14 @@ def lora_expand_fp8(
     group_k: int = 0, group_n: int = 0, use_fp8_w8a8: bool = False, per_channel_quant: bool = False,
     *, lora_ranks: Tensor | None = None, batch_invariant: bool = False, tuned_dir: str | None = None,
 ) -> None:  # fmt: skip
-    """``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, B in FP8, in place.
+    """Compute ``output_tensor[t, o_i : o_i + N_i] (+)= inputs[i, t] @ B_i[slot(t)]^T`` for every slice i, B in FP8.
+
+    Arguments and errors as of `lora_expand` and `lora_shrink_fp8`, and:
 
     Args:
-        inputs: [n, T, r] float16, bfloat16 or float32, or (``use_fp8_w8a8``) float8 with ``a_scale``; any strides.
-        lora_b_weights: n x [L, (1,) N_i, r], all float8_e4m3fn or all float8_e5m2, contiguous (or with the last two
-            dimensions swapped). Without ``b_scale`` weights of `lora_expand`, and its result.
-        output_tensor: [T, W] with last stride 1; ``o_0 = offset_start``, ``o_{i+1} = o_i + N_i``.
-        token_lora_mapping, ..., num_active_loras: the seven of `LoRAKernelMeta.meta_args`.
         b_scale: n float32 tensors [L] (per tensor), [L, N_i] (``per_channel_quant``) or [L, ceil(N_i/group_n),
             ceil(r/group_k)] (block-wise); a 1 may follow L; any strides.
-        a_scale: as in `lora_shrink_fp8`, K the rank; all slices of a row share its scales.
-        offset_start, add_inputs, lora_ranks, batch_invariant, tuned_dir: as in `lora_expand`.
-        group_k, group_n: as in `lora_shrink_fp8`.
-
-    Rows at slot -1 and all other columns are never written. Errors as in `lora_shrink_fp8`.
+        a_scale: K is the rank; all slices of a row share its scales.
     """
     batch = TensorBatch.given(
         token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora, lora_token_start_loc, lora_ids,

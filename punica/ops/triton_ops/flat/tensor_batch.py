@@ -22,11 +22,9 @@ NO_SHAPE = StepShape(0, 0)
 
 
 class TensorBatch(NamedTuple):
-    """A step given by its tensors, with the attributes of a `punica.metadata.LoRABatch`. Built by `given`.
+    """A step given by its tensors: a `punica.ops.triton_ops.plan.Batch`, built by `given`.
 
-    ``tensors``: mapping, sorted rows, counts, starts and ids; ``max_segments``: how many entries of the ids may be in
-    use; ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``shape``: the step,
-    as far as it can be told: the rows spread evenly.
+    ``shape``: as far as it can be told, with the rows spread evenly.
     """
 
     tensors: tuple[Tensor, ...]
@@ -37,7 +35,7 @@ class TensorBatch(NamedTuple):
 
     @classmethod
     def given(cls, *tensors: Tensor, flag: Tensor, count: int | Tensor | None) -> TensorBatch:
-        """From the five tensors, the no-adapter flag and the active count (None: all entries of the ids).
+        """Build a step from the five tensors, the no-adapter flag and the active count (None: all entries of the ids).
 
         ValueError: the flag is no bool tensor with one element on the CPU, or the count out of range; TypeError: the
         count is no integer. With the flag set nothing else is looked at. The tensors are checked by `check_tensors`,
@@ -59,14 +57,16 @@ class TensorBatch(NamedTuple):
         return False
 
     def tiles(self, height: int) -> tuple[Any, ...]:
-        """RuntimeError: there are no lists."""
+        """Raise RuntimeError: tensors come without lists."""
         raise RuntimeError("a step given by its tensors has no lists of tiles")
 
     def check_rows(self, rows: int) -> None:
-        """Nothing: the lengths of the tensors are part of their form."""
+        """Check nothing: the lengths of the tensors are part of their form."""
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
-        """int32, contiguous, on ``device``, of the lengths that ``rows`` and the number of counts ask for."""
+        """Check that tensors are int32, contiguous, on ``device``, of the lengths that ``rows`` and the number of
+        counts ask for.
+        """
         entries = self.tensors[2].numel()
         lengths = (rows, rows, entries, entries + 1, entries)
         for name, tensor, length in zip(NAMES, self.tensors, lengths, strict=True):
@@ -100,7 +100,7 @@ def _active(count: Any, entries: int) -> int:
 
 
 def verify_indices(tensors: Sequence[Tensor], slots: int) -> None:
-    """For debugging: the values on the device. Waits for the device. ValueError names the first bad value.
+    """Check the values on the device, for debugging. Waits for the device. ValueError names the first bad value.
 
     ``tensors``: mapping, sorted rows, counts, starts, ids, as `LoRABatch.tensors` or `LoRAKernelMeta.meta_args` give
     them; the rows past a step count as rows without adapter.

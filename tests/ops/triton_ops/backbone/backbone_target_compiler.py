@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.checks import STEP, describe_weights
+from punica.ops.fp8_checks import PER_CHANNEL, PLAIN
 from punica.ops.heads import HeadNorms
 from punica.ops.quant import E4M3
 from punica.ops.triton_ops.backbone import (
+    Pages,
     add_rms_norm,
     argmax,
     decode_attention,
@@ -24,8 +25,8 @@ from punica.ops.triton_ops.backbone import (
     skinny_gemm,
     swiglu,
 )
-from punica.ops.triton_ops.fp8_device import WIDE, Quant
 from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_schedule, plan_gemm_and_shrink
+from punica.ops.weights import Stack
 
 MODULES = ("angles", "argmax", "decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
 LAYERS = {
@@ -52,7 +53,8 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     norms = HeadNorms(weight, weight, 1e-6) if case["layer"] in NORMALISED else None
     rotate_and_store(qkv, cos, cos, empty(TOKENS, dtype=torch.int64), keys, keys, norms)
     out = empty(TOKENS, heads, size, dtype=dtype)
-    decode_attention(out, qkv[:, :heads], keys, keys, table, lengths, lengths, BLOCK_SIZE, case["splits"])
+    pages = Pages(table, lengths, lengths, BLOCK_SIZE)
+    decode_attention(out, qkv[:, :heads], keys, keys, pages, case["splits"])
     swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))
     down, hidden_rows = empty(hidden, inner, dtype=dtype), empty(TOKENS, inner, dtype=dtype)
     for tokens in (1, TOKENS):
@@ -65,15 +67,15 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
 def gemm_and_shrink(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8: bool, capability: int) -> None:
     """The base product with the shrink of ``RANK`` ranks in its launch, A in FP8 or in the dtype of x."""
     a = empty(SLOTS, RANK, x.shape[1], dtype=E4M3 if fp8 else x.dtype)
-    base, stored = describe_base((weight,)), describe_weights(STEP.a, (a,), -2, (a.dtype,))
+    scales, ranks = empty(SLOTS, RANK, dtype=torch.float32), empty(1, SLOTS, dtype=torch.int32)
+    form = Stack.of_a((a,), ranks, (scales,) if fp8 else None, PER_CHANNEL if fp8 else PLAIN).form
+    base = describe_base((weight,))
     schedule = fused_schedule(x, base, RANK)
-    quant = Quant(1, True, True) if fp8 else WIDE
-    plan = plan_gemm_and_shrink(x, base, y, stored, schedule, has_ranks=True, pdl=capability >= 90, quant=quant)
-    scales = empty(SLOTS, RANK, dtype=torch.float32)
+    plan = plan_gemm_and_shrink(x, base, y, form, schedule, capability >= 90)
     given = (a if capability >= 89 else a.view(torch.uint8), scales, scales) if fp8 else (a,)
     partials = empty(schedule.split_k, 1, TOKENS, RANK, dtype=torch.float32)
     step = SimpleNamespace(tensors=[empty(TOKENS, dtype=torch.int32)])
-    plan.run(x, (weight,), y, given, partials, step, empty(1, SLOTS, dtype=torch.int32), True, 1.0)
+    plan.run((x, weight), given, (partials, y), step, ranks, True, 1.0)
 
 
 def main() -> None:

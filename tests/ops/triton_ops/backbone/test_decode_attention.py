@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from punica.ops.triton_ops.backbone import choose_splits, decode_attention
+from punica.ops.triton_ops.backbone import Pages, choose_splits, decode_attention
 
 PAGE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -63,10 +63,8 @@ class World:
 
     def run(self, splits: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-        decode_attention(
-            out, self.q, self.keys, self.values, self.table, self.lengths, self.order, self.case.page,
-            splits or self.case.splits,
-        )  # fmt: skip
+        pages = Pages(self.table, self.lengths, self.order, self.case.page)
+        decode_attention(out, self.q, self.keys, self.values, pages, splits or self.case.splits)
         return out
 
     def expected(self) -> torch.Tensor:
@@ -140,10 +138,8 @@ def test_with_fixed_splits_a_row_does_not_depend_on_the_batch(splits: int, devic
     for row in range(3):
         alone = torch.empty_like(whole[:1])
         at = slice(row, row + 1)
-        decode_attention(
-            alone, world.q[at], world.keys, world.values, world.table[at], world.lengths[at],
-            torch.zeros_like(world.order[at]), PAGE, splits,
-        )  # fmt: skip
+        pages = Pages(world.table[at], world.lengths[at], torch.zeros_like(world.order[at]), PAGE)
+        decode_attention(alone, world.q[at], world.keys, world.values, pages, splits)
         assert torch.equal(alone[0], whole[row])
 
 
@@ -157,27 +153,27 @@ def test_bad_operands_are_refused(device: str) -> None:
     world = World(Case(4, 2, 64, (20, 5)), device)
     good: dict[str, Any] = {
         "out": torch.zeros(2, 4, 64, device=device), "q": world.q, "keys": world.keys, "values": world.values,
-        "block_table": world.table, "lengths": world.lengths, "order": world.order, "block_size": PAGE,
     }  # fmt: skip
+    pages = Pages(world.table, world.lengths, world.order, PAGE)
     wide = torch.zeros(2, 1, 260, device=device)
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "splits must be a power of two", {"splits": 3}),
         (ValueError, "splits must be a power of two", {"splits": 64}),
         (ValueError, "multiple of the cache's 2", {"q": world.q[:, :3], "out": good["out"][:, :3]}),
         (ValueError, "out must be", {"out": good["out"][:1]}),
-        (ValueError, "lengths must be", {"lengths": world.lengths[:1]}),
+        (ValueError, "lengths must be", {"pages": pages._replace(lengths=world.lengths[:1])}),
         (ValueError, "heads side by side", {"q": world.q.transpose(1, 2).contiguous().transpose(1, 2)}),
         (ValueError, "at most 256 elements, got 260", dict.fromkeys(("out", "q", "keys", "values"), wide)),
-        (ValueError, "block_size must divide", {"block_size": 11}),
+        (ValueError, "block_size must divide", {"pages": pages._replace(block_size=11)}),
         (ValueError, "values must be", {"values": world.values[:16]}),
-        (TypeError, "lengths must be int32", {"lengths": world.lengths.long()}),
-        (ValueError, "order must be", {"order": world.order[:1]}),
-        (TypeError, "order must be int32", {"order": world.order.long()}),
+        (TypeError, "lengths must be int32", {"pages": pages._replace(lengths=world.lengths.long())}),
+        (ValueError, "order must be", {"pages": pages._replace(order=world.order[:1])}),
+        (TypeError, "order must be int32", {"pages": pages._replace(order=world.order.long())}),
         (TypeError, "keys must be torch.float32", {"keys": world.keys.half()}),
     ]
     for kind, message, changes in bad:
         with pytest.raises(kind, match=message):
-            decode_attention(**good | changes)
+            decode_attention(**{"pages": pages} | good | changes)
     assert not good["out"].any()
 
 
@@ -211,7 +207,7 @@ def test_a_captured_graph_follows_lengths_and_tables(splits: int) -> None:
     keys, values = (torch.zeros(most, 8, 128, dtype=torch.float16, device="cuda") for _ in range(2))
     q, table, lengths, order = (given.clone() for given in (fixed.q, fixed.table, fixed.lengths, fixed.order))
     out = torch.empty_like(q)
-    call = (out, q, keys, values, table, lengths, order, PAGE, splits)
+    call = (out, q, keys, values, Pages(table, lengths, order, PAGE), splits)
     lengths.zero_()
     decode_attention(*call)  # compiles
     graph = torch.cuda.CUDAGraph()

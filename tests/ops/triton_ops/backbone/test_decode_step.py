@@ -8,7 +8,7 @@ from punica.engine.attention import PagedAttention
 from punica.engine.kv_cache import KVCache
 from punica.models import LlamaForCausalLM
 from punica.ops.heads import HeadNorms
-from punica.ops.triton_ops.backbone import add_rms_norm, decode_attention, rotate_and_store, swiglu
+from punica.ops.triton_ops.backbone import Pages, add_rms_norm, decode_attention, rotate_and_store, swiglu
 from punica.scheduling import Span
 
 BLOCK_SIZE, BLOCKS = 16, 12
@@ -46,7 +46,7 @@ def decode_step(model: LlamaForCausalLM, cache: KVCache, token_ids: torch.Tensor
         rotate_and_store(qkv, cos, sin, rows, keys, values, norms)
         q = qkv[:, : attention.num_heads]
         attended = torch.empty_like(q, memory_format=torch.contiguous_format)
-        decode_attention(attended, q, keys, values, block_table, lengths, order, BLOCK_SIZE, 2)
+        decode_attention(attended, q, keys, values, Pages(block_table, lengths, order, BLOCK_SIZE), 2)
         add_rms_norm(
             normed, x, attention.o_proj(attended.flatten(1)),
             layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps,

@@ -1,0 +1,324 @@
+"""`AdapterCache`: adapters registered in host memory and active in slots, with LRU eviction and pins.
+
+A *registered* adapter is packed, checked and staged in host memory; an *active* one is also copied into a slot on the
+device; a *pinned* one is never evicted. Room in either place is made by its least recently used unpinned adapter.
+"""
+
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from punica.adapters.lora_model import LoRAModel
+from punica.adapters.lru import LRUCache
+from punica.adapters.request import LoRARequest
+from punica.adapters.write import CopyHandle, SlotWriter
+from punica.checks import as_int
+from punica.config import LoRAConfig
+from punica.layers import BaseLayerWithLoRA
+from punica.parallel import all_ranks_agree
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """One version of an adapter in host memory.
+
+    Attributes:
+        lora: its weights, packed and staged.
+        request: the request it was loaded for; `None` for an adapter that came as a `LoRAModel`.
+        users: unfinished generation requests that are computed with it, see :meth:`AdapterCache.hold`.
+        slot: where it is active, or `None`.
+        superseded: another version was registered under its id since.
+    """
+
+    lora: LoRAModel
+    request: LoRARequest | None = None
+    users: int = 0
+    slot: int | None = None
+    superseded: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """Identity of the weights among all that requests run with: the adapter's id, unless superseded."""
+        return self if self.superseded else self.lora.id
+
+
+class AdapterCache:
+    """Adapters in host memory and in slots, by id.
+
+    An active adapter is registered and a pinned one active, but for superseded versions that requests still hold.
+
+    Args:
+        modules: `{name: LoRA layer}`.
+        lora_config: sizes, with its dtype resolved.
+        writer: fills the slots.
+
+    Attributes:
+        modules, lora_config: as given.
+    """
+
+    def __init__(self, modules: dict[str, BaseLayerWithLoRA], lora_config: LoRAConfig, writer: SlotWriter) -> None:
+        self.modules = modules
+        self.lora_config = lora_config
+        self._writer = writer
+        self._registered: LRUCache[int, LoadedAdapter] = LRUCache(self.capacity, self._on_unregister)
+        self._active: LRUCache[LoadedAdapter, CopyHandle] = LRUCache(self.lora_slots, self._on_deactivate)
+        self._slots: list[LoadedAdapter | None] = [None] * self.lora_slots
+
+    # --- sizes and look-ups ------------------------------------------------------------------------------------------
+
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """Adapter id of each slot, `None` = free, or taken by a superseded version; a copy."""
+        return [None if loaded is None or loaded.superseded else loaded.lora.id for loaded in self._slots]
+
+    @property
+    def capacity(self) -> int:
+        """Most registered adapters (`max_cpu_loras`)."""
+        return self.lora_config.max_cpu_loras or self.lora_config.max_loras
+
+    @property
+    def lora_slots(self) -> int:
+        """Slots on the device (`max_loras`): most distinct adapters in one step."""
+        return self.lora_config.max_loras
+
+    @property
+    def adapter_slots(self) -> int:
+        """Same as `lora_slots`."""
+        return self.lora_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of one slot over all layers, in bytes: allocated at construction, whatever adapter fills it."""
+        return sum(layer.slot_bytes for layer in self.modules.values())
+
+    @property
+    def pinned_adapters(self) -> frozenset[int]:
+        """Ids that :meth:`pin_adapter` keeps registered and active."""
+        return self._registered.pinned
+
+    @property
+    def uses(self) -> int:
+        """A number that changes whenever an adapter is registered, used, moved into a slot or out of it, or removed."""
+        return self._registered.uses + self._active.uses
+
+    def __len__(self) -> int:
+        return len(self._registered)
+
+    def list_adapters(self) -> dict[int, LoRAModel]:
+        """Return the registered adapters, `{id: adapter as packed for the model}`; a copy."""
+        return {adapter_id: loaded.lora for adapter_id, loaded in self._registered.items()}
+
+    def loaded(self, adapter_id: int) -> LoadedAdapter | None:
+        """Return the registered version of an adapter, or `None`; does not count as use."""
+        return self._registered.peek(_checked(adapter_id))
+
+    def get_adapter(self, adapter_id: int) -> LoRAModel | None:
+        """Return a registered adapter or `None`; does not count as use."""
+        loaded = self.loaded(adapter_id)
+        return None if loaded is None else loaded.lora
+
+    def request_of(self, adapter_id: int) -> LoRARequest | None:
+        """Return the request of a registered adapter; `None` if it is unknown or came as a `LoRAModel`."""
+        loaded = self.loaded(adapter_id)
+        return None if loaded is None else loaded.request
+
+    def is_active(self, adapter_id: int) -> bool:
+        """Tell if a registered adapter has a slot; its copy into it may still be under way."""
+        return self._registered.peek(adapter_id) in self._active
+
+    def adapter_bytes(self, adapter_id: int) -> int:
+        """Return the host memory of a registered adapter, in bytes. ValueError if it is not registered."""
+        return self._writer.host_bytes(self._require(adapter_id).lora)
+
+    # --- host memory -------------------------------------------------------------------------------------------------
+
+    def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
+        """Register a staged adapter, as :meth:`get_adapter` returned it, with its request if it has one.
+
+        Raises:
+            RuntimeError: all that could make room are pinned. Nothing has changed.
+        """
+        self._check_place(adapter.id)
+        self._register(LoadedAdapter(adapter, request))
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
+        return self._registered.pop(_checked(adapter_id)) is not None
+
+    def remove_oldest_adapter(self) -> bool:
+        """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
+        if not len(self):
+            return False
+        self._registered.remove_oldest()
+        return True
+
+    def remove_all_adapters(self) -> None:
+        """Remove every adapter and every pin."""
+        for adapter_id in self.list_adapters():
+            self.remove_adapter(adapter_id)
+
+    # --- slots -------------------------------------------------------------------------------------------------------
+
+    def activate_adapter(self, adapter_id: int) -> bool:
+        """Copy a registered adapter into the lowest free slot; with none free, into that of the least recently used
+        unpinned adapter.
+
+        The caller leaves enough slots for the adapters of one step: see `set_active_adapters`. A write that fails on
+        any tensor-parallel rank raises on all of them, and the slot is free.
+
+        Returns:
+            `False` if the adapter already was active (it is marked as just used).
+
+        Raises:
+            ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
+        """
+        return self.activate(self._require(adapter_id))
+
+    def deactivate_adapter(self, adapter_id: int) -> bool:
+        """Free the adapter's slot and drop a pin; it stays registered. `False` if it is not active."""
+        loaded = self.loaded(adapter_id)
+        return loaded is not None and self._active.pop(loaded) is not None
+
+    def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
+        """Run :meth:`activate_adapter` ahead of the step that uses it; return the latest copy into its slot.
+
+        Evictions and errors are the same, so leave slots for the steps that come before. On CUDA the copy runs beside
+        the steps in flight. A mapping that uses the adapter implies the handle's `wait`.
+        """
+        loaded = self._require(adapter_id)
+        self.activate(loaded)
+        return cast(CopyHandle, self._active.peek(loaded))
+
+    def pin_adapter(self, adapter_id: int) -> bool:
+        """Keep a registered adapter registered and active, activating it if need be, until it is unpinned, deactivated
+        or removed. Idempotent; always `True`.
+
+        Raises:
+            ValueError: the id is not registered. RuntimeError: all slots are pinned already. Nothing has changed.
+        """
+        loaded = self._require(adapter_id)
+        self.activate(loaded)
+        self._registered.pin(loaded.lora.id)
+        self._active.pin(loaded)
+        return True
+
+    def unpin_adapter(self, adapter_id: int) -> bool:
+        """Drop an adapter's pin. `False` if it was not pinned."""
+        loaded = self.loaded(adapter_id)
+        return loaded is not None and self._active.unpin(loaded) and self._registered.unpin(loaded.lora.id)
+
+    # --- versions ----------------------------------------------------------------------------------------------------
+
+    def hold(self, adapter_id: int) -> LoadedAdapter:
+        """Return the registered version of an adapter, counting one more user. ValueError if it is not registered.
+
+        It stays in memory until it is released as often, and in its slot when another version supersedes it.
+        """
+        loaded = self._require(adapter_id)
+        loaded.users += 1
+        return loaded
+
+    def release(self, loaded: LoadedAdapter) -> None:
+        """Count one user less; the last one frees the slot of a version that is not registered."""
+        loaded.users -= 1
+        if loaded.users == 0 and self._registered.peek(loaded.lora.id) is not loaded:
+            self._active.pop(loaded)
+
+    def activate(self, loaded: LoadedAdapter) -> bool:
+        """Run :meth:`activate_adapter` for one version, as just used. One that was evicted or removed is registered
+        again, unless another version took its place.
+
+        RuntimeError: all that could make room are pinned.
+        """
+        adapter_id = loaded.lora.id
+        registered = self._registered.peek(adapter_id)
+        if registered is None:
+            self._check_place(adapter_id)
+            self._register(loaded)
+        elif registered is not loaded:
+            loaded.superseded = True
+        is_inactive = loaded.slot is None
+        if is_inactive:
+            self._check_slots([adapter_id], self.pinned_adapters.difference([] if loaded.superseded else [adapter_id]))
+            if None not in self._slots:
+                self._active.remove_oldest()
+            slot = self._slots.index(None)
+            with all_ranks_agree():
+                copy = self._writer.write(slot, loaded.lora)
+            loaded.slot, self._slots[slot] = slot, loaded
+            self._active.put(loaded, copy)
+        self._use(loaded)
+        return is_inactive
+
+    def active_versions(self) -> list[LoadedAdapter]:
+        """Return all versions that have a slot."""
+        return [loaded for loaded in self._slots if loaded is not None]
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _require(self, adapter_id: int) -> LoadedAdapter:
+        loaded = self.loaded(adapter_id)
+        if loaded is None:
+            raise ValueError(
+                f"adapter {adapter_id!r} is not registered; registered: {sorted(self.list_adapters())}; add it first"
+            )
+        return loaded
+
+    def _use(self, loaded: LoadedAdapter) -> None:
+        """Mark a version as the most recently used, where it is registered and where it is active."""
+        if not loaded.superseded:
+            self._registered.touch(loaded.lora.id)
+        if loaded.slot is not None:
+            self._active.touch(loaded)
+
+    def _enter(self, staged: Iterable[LoRAModel], requests: Mapping[int, LoRARequest]) -> None:
+        """Register adapters for which there is room, with the requests, if any, that they were loaded for.
+
+        Each replaces one of the same id, else the least recently used one, but none that is requested too.
+        """
+        for adapter_id in requests:
+            if (loaded := self._registered.peek(adapter_id)) is not None:
+                self._use(loaded)
+        for lora in staged:
+            self._register(LoadedAdapter(lora, requests.get(lora.id)))
+
+    def _register(self, loaded: LoadedAdapter) -> None:
+        old = self._registered.peek(loaded.lora.id)
+        if old is not None:
+            old.superseded = True
+            self._registered.pop(loaded.lora.id)
+        loaded.superseded = False
+        self._registered.put(loaded.lora.id, loaded)
+
+    def _on_unregister(self, adapter_id: int, loaded: LoadedAdapter) -> None:
+        if loaded.superseded and loaded.users:
+            self._active.unpin(loaded)
+        else:
+            self._active.pop(loaded)
+
+    def _on_deactivate(self, loaded: LoadedAdapter, copy: CopyHandle) -> None:
+        """Free the slot; its weights stay, since no mapping refers to a free slot."""
+        self._slots[cast(int, loaded.slot)] = loaded.slot = None
+        if not loaded.superseded:
+            self._registered.unpin(loaded.lora.id)
+
+    def _check_place(self, adapter_id: int) -> None:
+        """RuntimeError if host memory has no place for another adapter: all are taken by pinned ones."""
+        if len(self.pinned_adapters) >= self.capacity:
+            raise RuntimeError(
+                f"no place for adapter {adapter_id}: all {len(self.pinned_adapters)} registered ones are pinned "
+                f"({sorted(self.pinned_adapters)}); unpin_adapter one of them or raise LoRAConfig.max_cpu_loras"
+            )
+
+    def _check_slots(self, wanted: Collection[int], pinned: Collection[int]) -> None:
+        """RuntimeError unless all of `wanted` can be active together with the `pinned` ones, which are others."""
+        if len(wanted) + len(pinned) > self.lora_slots:
+            raise RuntimeError(
+                f"no slot for adapters {sorted(wanted)}: all that could make room are pinned ({sorted(pinned)}, of "
+                f"{self.lora_slots} slots); unpin_adapter one of them or raise LoRAConfig.max_loras"
+            )
+
+
+def _checked(adapter_id: object) -> int:
+    """Return an id; TypeError for booleans and what is no integer."""
+    return as_int("adapter_id", adapter_id)

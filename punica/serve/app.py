@@ -1,0 +1,158 @@
+"""Routes of the server, and its errors in OpenAI's form."""
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from punica.adapters import LoRARequest
+from punica.checks import clip
+from punica.engine import Engine
+from punica.serve.backpressure import BodyLimit, Room
+from punica.serve.catalogue import Catalogue, Keys
+from punica.serve.engine_thread import EngineThread
+from punica.serve.errors import ApiError, invalid_body
+from punica.serve.metrics import Metrics
+from punica.serve.protocol import ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
+from punica.serve.responses import GenerationResponse, Generator
+from punica.serve.sampling import check_supported
+from punica.serve.text import TokenStrings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Names, keys and limits of a server.
+
+    Args:
+        base: name of the base model.
+        adapters: those that have a name from the start; their ids are distinct.
+        keys: who may use what.
+        roots: real paths of the folders that ``/v1/load_lora_adapter`` may read; none: it is refused.
+        max_queue: most generations that wait beside a full batch; further calls get 429.
+        max_body: bytes of a request's body; longer ones get 413.
+    """
+
+    base: str
+    adapters: Sequence[LoRARequest] = ()
+    keys: Keys = field(default_factory=Keys)
+    roots: Sequence[Path] = ()
+    max_queue: int = 1024
+    max_body: int = 1 << 20
+
+
+def make_app(engine: Engine, settings: Settings) -> FastAPI:
+    """Build the ASGI application that serves an engine; its thread runs from start-up to shut-down.
+
+    ValueError: the engine has no tokenizer.
+    """
+    if engine.codec is None:
+        raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
+    metrics = Metrics()
+    thread = EngineThread(engine, metrics)
+    room = Room(engine.config.max_batch_size + settings.max_queue)
+    catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        thread.start()
+        try:
+            yield
+        finally:
+            await thread.stop()
+            tokenizing.shutdown()
+
+    tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
+    generator = Generator(thread, engine.codec, TokenStrings(engine.codec), room, tokenizing)
+    app = FastAPI(title="punica", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, max_body=settings.max_body)
+    _add_errors(app, metrics)
+    _add_generation(app, generator, catalogue)
+    _add_adapters(app, thread, catalogue)
+    _add_operations(app, thread, metrics)
+    return app
+
+
+def _add_generation(app: FastAPI, generator: Generator, catalogue: Catalogue) -> None:
+    def respond(request: Request, body: CompletionBody | ChatBody) -> Response:
+        adapter = catalogue.find(body.model, _key(request))
+        check_supported(body)
+        return GenerationResponse(generator, body, adapter)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        return respond(request, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatBody) -> Response:
+        return respond(request, body)
+
+
+def _add_adapters(app: FastAPI, thread: EngineThread, catalogue: Catalogue) -> None:
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": catalogue.visible(_key(request))}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        catalogue.find(name, _key(request))
+        return catalogue.describe(name)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: Request, body: LoadAdapter) -> Response:
+        await catalogue.load(body.lora_name, body.lora_path, body.load_inplace, _key(request), thread)
+        return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} added successfully.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: Request, body: UnloadAdapter) -> Response:
+        await catalogue.unload(body.lora_name, _key(request), thread)
+        return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} removed successfully.")
+
+
+def _add_operations(app: FastAPI, thread: EngineThread, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if thread.is_healthy else 503)
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_errors(app: FastAPI, metrics: Metrics) -> None:
+    def answer(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        metrics.rejected.labels(error.status).inc()
+        return JSONResponse(error.body, error.status, {**(headers or {}), **error.headers})
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(_: Request, error: RequestValidationError) -> Response:
+        return answer(invalid_body(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return answer(ApiError(error.status_code, str(error.detail)), error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        _log.error("a request failed", exc_info=error)
+        return answer(ApiError(500, "internal error; see the server's log"))
+
+
+def _key(request: Request) -> str | None:
+    """Return the bearer token of a request."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None

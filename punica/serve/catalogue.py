@@ -1,0 +1,131 @@
+"""Served models by name: the base model and its adapters, and which API key opens which."""
+
+import asyncio
+import hmac
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from punica.adapters import LoRARequest
+from punica.checks import clip
+from punica.serve.engine_thread import EngineThread
+from punica.serve.errors import ApiError
+from punica.serve.folders import allowed_folder
+
+MOST_ADAPTERS = 65_536
+"""Adapters that have a name at once; further ones are refused."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """API keys, sent as ``Authorization: Bearer KEY``; without any, everything is open.
+
+    ``api_key`` opens the base model, adapters without a key of their own, and loading and unloading.
+    ``adapter_keys``: name -> key, the only one that opens that adapter.
+    """
+
+    api_key: str | None = None
+    adapter_keys: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, given: str | None) -> None:
+        """ApiError 401 for a missing or unknown key, where the base model needs one."""
+        if self.api_key is None or _equal(given, self.api_key):
+            return
+        if not any(_equal(given, key) for key in self.adapter_keys.values()):
+            raise ApiError(401, "missing or unknown API key; send Authorization: Bearer KEY", code="invalid_api_key")
+
+    def opens(self, given: str | None, name: str) -> bool:
+        """Return whether a key may use this model."""
+        needed = self.adapter_keys.get(name, self.api_key)
+        return needed is None or _equal(given, needed)
+
+    def check_manager(self, given: str | None, name: str) -> None:
+        """ApiError 401 for a key that may not load or unload this adapter: the server's may, without one its own."""
+        needed = self.adapter_keys.get(name) if self.api_key is None else self.api_key
+        if needed is not None and not _equal(given, needed):
+            raise ApiError(401, "this API key may not load or unload adapters", code="invalid_api_key")
+
+
+class Catalogue:
+    """Names of the served models. Every load has a new adapter id, so requests keep the version they began with."""
+
+    def __init__(self, base: str, adapters: Sequence[LoRARequest], keys: Keys, roots: Sequence[Path]) -> None:
+        self.base, self.keys = base, keys
+        self._roots = roots
+        self._adapters = {adapter.lora_name: adapter for adapter in adapters}
+        self._ids = itertools.count(1 + max((adapter.lora_int_id for adapter in adapters), default=0))
+        self._created = int(time.time())
+        self._lock = asyncio.Lock()  # one load or unload at a time
+
+    def find(self, name: str, key: str | None) -> LoRARequest | None:
+        """Return the adapter of this name, ``None`` for the base model.
+
+        ApiError 401, or 404: no such model, or not for this key.
+        """
+        self.keys.check(key)
+        if not self.keys.opens(key, name) or (name != self.base and name not in self._adapters):
+            raise ApiError(
+                404, f"the model {clip(name)} does not exist, or this API key does not open it; see /v1/models",
+                "model", "model_not_found",
+            )  # fmt: skip
+        return self._adapters.get(name)
+
+    def visible(self, key: str | None) -> list[dict[str, Any]]:
+        """List the models that a key opens, as ``/v1/models`` shows them."""
+        self.keys.check(key)
+        return [self.describe(name) for name in (self.base, *self._adapters) if self.keys.opens(key, name)]
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return the entry of one model."""
+        parent = None if name == self.base else self.base
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent}
+
+    async def load(self, name: str, path: str, replace: bool, key: str | None, thread: EngineThread) -> None:
+        """Serve the adapter in ``path`` under ``name``; checked here but for its numbers, read when first used.
+
+        ApiError 401, 403, 404, 400: key, folder, name in use without ``replace``, or an adapter that does not fit.
+        """
+        self.keys.check_manager(key, name)
+        folder = await asyncio.to_thread(allowed_folder, path, self._roots)
+        async with self._lock:
+            self._check_name(name, replace)
+            adapter = LoRARequest(name, next(self._ids), folder)
+            manager = thread.engine.manager
+            if manager is None:
+                raise ApiError(400, "this server has no adapter slots; start it with --adapter or --max-loras")
+            try:
+                await thread.call(partial(manager.check_adapter, adapter))
+            except (OSError, TypeError, ValueError) as error:
+                status = 404 if isinstance(error, FileNotFoundError) else 400
+                raise ApiError(status, str(error), "lora_path") from error
+            old, self._adapters[name] = self._adapters.get(name), adapter
+            if old is not None:
+                await thread.retire(old.lora_int_id)
+
+    async def unload(self, name: str, key: str | None, thread: EngineThread) -> None:
+        """Forget a name; requests with it are served to their end. ApiError 401, 404: no such adapter."""
+        self.keys.check_manager(key, name)
+        async with self._lock:
+            adapter = self._adapters.pop(name, None)
+            if adapter is None:
+                raise ApiError(404, f"no adapter {clip(name)} is loaded", "lora_name", "model_not_found")
+            await thread.retire(adapter.lora_int_id)
+
+    def _check_name(self, name: str, replace: bool) -> None:
+        if name == self.base:
+            raise ApiError(400, f"{clip(name)} is the name of the base model; choose another", "lora_name")
+        if name in self._adapters and not replace:
+            raise ApiError(
+                400, f"the adapter {clip(name)} is loaded already; unload it, or pass load_inplace=true", "lora_name"
+            )
+        if name not in self._adapters and len(self._adapters) >= MOST_ADAPTERS:
+            raise ApiError(400, f"{len(self._adapters)} adapters are loaded, the limit; unload some", "lora_name")
+
+
+def _equal(given: str | None, key: str) -> bool:
+    """Compare in constant time."""
+    return given is not None and hmac.compare_digest(given.encode(errors="replace"), key.encode())

@@ -1,0 +1,96 @@
+"""Command line of ``python -m punica.serve``."""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from punica.adapters import LoRARequest
+from punica.checks import check_count
+from punica.engine import Engine
+from punica.serve.app import Settings, make_app
+from punica.serve.catalogue import Keys
+from punica.serve.folders import allowed_roots
+
+GRACE_S = 30
+"""Time in which running answers may end at a shut-down."""
+KEEP_ALIVE_S = 75
+"""Time until an idle connection is closed; longer than clients keep theirs, which else meet a closed one."""
+_EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve CHECKPOINT @arguments.txt (for keys)."
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Split ``NAME=VALUE``. ArgumentTypeError: one of the two is missing."""
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def parser() -> ArgumentParser:
+    """Build the parser."""
+    made = ArgumentParser(
+        "python -m punica.serve", description="Serve a checkpoint and its LoRA adapters by OpenAI's API.",
+        epilog=_EPILOG, fromfile_prefix_chars="@",
+    )  # fmt: skip
+    made.add_argument("checkpoint", help="folder that transformers wrote")
+    made.add_argument("--adapter", type=pair, action="append", default=[], metavar="NAME=FOLDER", help="repeatable")
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=8000)
+    made.add_argument("--served-model-name", metavar="NAME", help="of the base model; default: the folder's name")
+    made.add_argument("--api-key", metavar="KEY", help="opens the base model, adapters without a key, loading")
+    made.add_argument("--adapter-key", type=pair, action="append", default=[], metavar="NAME=KEY", help="repeatable")
+    made.add_argument(
+        "--allow-folder", action="append", default=[], metavar="DIR",
+        help="adapters below it may be loaded by requests; repeatable; default: none",
+    )  # fmt: skip
+    made.add_argument("--max-queue", type=int, default=1024, metavar="N", help="waiting generations, then 429")
+    made.add_argument("--max-body", type=int, default=1 << 20, metavar="N", help="bytes of a request's body, then 413")
+    for name, meaning in (
+        ("max-loras", "adapter slots"), ("max-cpu-loras", "adapters in host memory"), ("max-lora-rank", "largest rank"),
+        ("max-model-len", "tokens of one request"), ("max-batch-size", "requests of one step"),
+    ):  # fmt: skip
+        made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
+    made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
+    return made
+
+
+def settings_of(options: Namespace) -> Settings:
+    """Return the server's settings. ValueError: a name twice, or the base model's for an adapter."""
+    base = options.served_model_name or Path(options.checkpoint).expanduser().resolve().name
+    names = [base, *(name for name, _ in options.adapter)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{twice} name two models; pass other names to --adapter or --served-model-name")
+    adapters = [LoRARequest(name, number, folder) for number, (name, folder) in enumerate(options.adapter, start=1)]
+    keys = Keys(options.api_key, dict(options.adapter_key))
+    roots = allowed_roots(options.allow_folder)
+    max_queue = check_count("--max-queue", options.max_queue, 0)
+    return Settings(base, adapters, keys, roots, max_queue, check_count("--max-body", options.max_body))
+
+
+def engine_of(options: Namespace, settings: Settings) -> Engine:
+    """Load the engine, with slots for adapters that are given or may be loaded later."""
+    sizes: dict[str, Any] = {
+        name: value
+        for name in ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
+        if (value := getattr(options, name)) is not None
+    }
+    if settings.roots and not settings.adapters:
+        sizes.setdefault("max_lora_rank", 16)
+    return Engine.from_pretrained(options.checkpoint, settings.adapters, **sizes)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until interrupted; exit with a message for arguments and checkpoints that are refused."""
+    options = parser().parse_args(arguments)
+    try:
+        settings = settings_of(options)
+        app = make_app(engine_of(options, settings), settings)
+    except (OSError, TypeError, ValueError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    uvicorn.run(
+        app, host=options.host, port=options.port, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S
+    )

@@ -1,0 +1,63 @@
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from punica.checks import clip
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MOST_REASONS = 3  # of one invalid body that are named in the message
+
+
+class ApiError(Exception):
+    """Refusal or failure of one HTTP request, with its status, the parameter at fault and OpenAI's code."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """JSON body of the answer."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        param = None if self.param is None else _encodable(self.param)
+        return {"error": {"message": _encodable(self.message), "type": kind, "param": param, "code": self.code}}
+
+
+def refused(error: Exception, names: Mapping[str, str]) -> ApiError:
+    """Return the 400 for an argument error of the engine; ``param`` is the first name that its message contains.
+
+    ``names``: name in the engine's messages -> name of the API's parameter.
+    """
+    message = str(error)
+    places = {message.find(inner): inner for inner in names if inner in message}
+    if not places:
+        return ApiError(400, message)
+    inner = places[min(places)]
+    return ApiError(400, message.replace(inner, names[inner]), names[inner])
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return the 400 for a body that does not fit its model; ``errors`` as pydantic lists them."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    param = _place(first["loc"][1:2])
+    same = [error for error in errors if _place(error["loc"][1:2]) == param]
+    reasons = [f"{_place(error['loc'][1:]) or 'body'}: {error['msg']}" for error in same[:_MOST_REASONS]]
+    return ApiError(400, clip("; ".join(reasons))[1:-1], param or None)
+
+
+def _place(path: Sequence[str | int]) -> str:
+    """Return ``messages[0].content`` of ``("messages", 0, "content")``."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")
+
+
+def _encodable(text: str) -> str:
+    """Return ``text`` without lone surrogates, which JSON can carry in and UTF-8 cannot carry out."""
+    return text.encode(errors="replace").decode()

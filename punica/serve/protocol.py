@@ -1,0 +1,140 @@
+"""Bodies of HTTP requests, as OpenAI and vLLM name their fields."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_CHOICES = 128
+MOST_MESSAGES = 10_000
+Name = Annotated[str, Field(max_length=256, pattern=r"^[\w.:/@+-]+$")]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """Checked strictly: no value changes its type, no field is unknown."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class LoadAdapter(Body):
+    """Body of ``/v1/load_lora_adapter``. ``load_inplace`` replaces a loaded adapter of that name."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadAdapter(Body):
+    """Body of ``/v1/unload_lora_adapter``; vLLM's ``lora_int_id`` must be null, ids are the server's own."""
+
+    lora_name: Name
+    lora_int_id: None = None
+
+
+class StreamOptions(Body):
+    """``include_usage``: one more chunk at the end, with the numbers of tokens."""
+
+    include_usage: bool | None = False
+
+
+class GenerationBody(BaseModel):
+    """Fields that completions and chats share; further ones are checked by :func:`punica.serve.sampling.params_of`.
+
+    ``user`` identifies the end user, and changes nothing. ``top_k`` to ``ignore_eos`` are vLLM's.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token whose log-probabilities are returned; ``None``: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most new tokens, where given."""
+        return self.max_tokens
+
+
+class CompletionBody(GenerationBody):
+    """Body of ``/v1/completions``: one prompt or several, text or token ids."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_CHOICES)]
+    )
+    logprobs: int | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[TokenIds]:
+        """The prompts as a list."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token, see :attr:`GenerationBody.num_logprobs`."""
+        return self.logprobs
+
+
+class TextPart(Body):
+    """Part of a message's content; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """Message of a chat. Further fields may be null or empty, as clients return them from answers."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Name
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """Content as one text; parts are joined by line ends, as vLLM joins them."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def prompts(self) -> list[list[dict[str, Any]]]:
+        """The chat, as the only prompt."""
+        return [[{"role": message.role, "content": message.text} for message in self.messages]]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token, see :attr:`GenerationBody.num_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most new tokens, where given."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

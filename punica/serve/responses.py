@@ -1,0 +1,219 @@
+"""One generation call as an ASGI response: admitted, tokenized, submitted, streamed or collected, cancelled."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from punica.adapters import LoRARequest
+from punica.engine import Request, SamplingParams
+from punica.engine.text import TextCodec
+from punica.serve.backpressure import Room
+from punica.serve.engine_thread import Call, EngineThread, Piece
+from punica.serve.errors import ApiError, refused
+from punica.serve.forms import ChatForm, CompletionForm, usage
+from punica.serve.protocol import ChatBody, CompletionBody
+from punica.serve.sampling import for_choice, params_of, room_for
+from punica.serve.text import ChoiceText, TokenStrings, whole_text
+
+SEND_TIMEOUT_S = 60.0
+"""Longest wait for a client that does not read its stream; then it counts as gone."""
+_ENGINE_NAMES = {"stop_token_ids": "stop_token_ids", "prompt": "prompt"}
+
+
+@dataclass(frozen=True)
+class Generator:
+    """State shared by all generation calls: the engine's thread, its tokenizer, the limit of requests.
+
+    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps.
+    """
+
+    thread: EngineThread
+    codec: TextCodec
+    strings: TokenStrings
+    room: Room
+    tokenizing: ThreadPoolExecutor
+
+    async def encode(self, body: CompletionBody | ChatBody) -> list[list[int]]:
+        """Return the token ids of all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
+
+        def encode() -> list[list[int]]:
+            return [_token_ids(self.codec, prompt) for prompt in body.prompts]
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
+        except Exception as error:  # whatever a tokenizer raises
+            raise ApiError(400, str(error), _prompt_name(body)) from error
+
+    @asynccontextmanager
+    async def running(self, call: Call) -> AsyncIterator[None]:
+        """Have the engine serve a call inside; what has not ended at the exit is aborted. ApiError: refused."""
+        try:
+            try:
+                await self.thread.submit(call)
+            except FileNotFoundError as error:
+                raise ApiError(404, str(error), "model", "model_not_found") from error
+            except (TypeError, ValueError) as error:
+                raise refused(error, _ENGINE_NAMES) from error
+            yield
+        finally:
+            self.thread.abort(call)
+
+
+class GenerationResponse(Response):
+    """Answer to one completion or chat; aborted in the engine when its client disconnects."""
+
+    def __init__(self, generator: Generator, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> None:
+        self.background = None
+        self._generator, self._body, self._adapter = generator, body, adapter
+        form = self._form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
+        self._head = {
+            "id": f"{form.prefix}{uuid.uuid4().hex}", "object": form.chunk if body.stream else form.whole,
+            "created": int(time.time()), "model": body.model,
+        }  # fmt: skip
+        self._num_prompt = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the call while its client stays connected."""
+        work = asyncio.ensure_future(self._serve(scope, receive, send))
+        left = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left.cancel()
+            if not work.done():
+                work.cancel()
+            await asyncio.wait({work, left})
+        if not work.cancelled():
+            work.result()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = self._body
+        with self._generator.room.take(len(body.prompts) * (body.n or 1)):
+            prompts = await self._generator.encode(body)
+            self._num_prompt = sum(map(len, prompts))
+            call = Call(self._requests(prompts), streams=bool(body.stream))
+            async with self._generator.running(call):
+                if body.stream:
+                    await self._stream(call, send)
+                    return
+                answer = await self._collect(call)
+        await JSONResponse(answer)(scope, receive, send)  # a client that reads slowly takes no room
+
+    def _requests(self, prompts: list[list[int]]) -> list[Request]:
+        """Build the engine's requests: ``n`` for each prompt, in the order of the choices."""
+        body, engine = self._body, self._generator.thread.engine
+        requests: list[Request] = []
+        for prompt in prompts:
+            defaults = engine.defaults.params
+            params = params_of(body, defaults, room_for(body, len(prompt), defaults, engine.config.max_model_len))
+            for choice in range(body.n or 1):
+                name = f"{self._head['id']}-{len(requests)}"
+                try:
+                    requests.append(Request(name, prompt, for_choice(params, choice), self._adapter))
+                except (TypeError, ValueError) as error:
+                    raise ApiError(400, str(error), _prompt_name(body)) from error
+        return requests
+
+    async def _collect(self, call: Call) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = [{}] * len(call.requests)
+        num_generated = 0
+        async for pieces in call.batches():
+            for piece in pieces:
+                reason = _reason(piece)
+                num_generated += len(piece.token_ids)
+                text = whole_text(self._generator.codec, _stops(call.requests[piece.index]), piece)
+                choices[piece.index] = self._form.choice(piece.index, text, self._logprobs(piece, 0), reason)
+        return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
+
+    async def _stream(self, call: Call, send: Send) -> None:
+        async def put(chunk: bytes, more_body: bool = True) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
+
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        with suppress(TimeoutError):
+            try:
+                async for chunk in self._chunks(call):
+                    await put(chunk)
+            except ApiError as error:  # the status is sent already
+                await put(_event(error.body))
+            await put(b"data: [DONE]\n\n", more_body=False)
+
+    async def _chunks(self, call: Call) -> AsyncIterator[bytes]:
+        """Yield server-sent events, those of one step together."""
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        head = {**self._head, "usage": None} if with_usage else self._head
+        openings = [self._form.opening(index) for index in range(len(call.requests))]
+        for choice in filter(None, openings):
+            yield _event({**head, "choices": [choice]})
+        texts = [ChoiceText(self._generator.codec, _stops(request)) for request in call.requests]
+        offsets, num_generated = [0] * len(texts), 0
+        async for pieces in call.batches():
+            events = []
+            for piece in pieces:
+                num_generated += len(piece.token_ids)
+                text, reason = texts[piece.index].add(piece), _reason(piece)
+                logprobs = self._logprobs(piece, offsets[piece.index])
+                offsets[piece.index] += self._num_characters(piece)
+                if text or logprobs is not None or reason is not None:
+                    events.append(_event({**head, "choices": [self._form.delta(piece.index, text, logprobs, reason)]}))
+            if events:
+                yield b"".join(events)
+        if with_usage:
+            yield _event({**self._head, "choices": [], "usage": usage(self._num_prompt, num_generated)})
+
+    def _logprobs(self, piece: Piece, offset: int) -> Any:
+        num_top = self._body.num_logprobs
+        if num_top is None or not piece.logprobs:
+            return None
+        return self._form.logprobs(piece.logprobs, self._generator.strings, offset, num_top)
+
+    def _num_characters(self, piece: Piece) -> int:
+        return sum(len(self._generator.strings.of(next(iter(entry)))) for entry in piece.logprobs)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _reason(piece: Piece) -> str | None:
+    """Return OpenAI's finish reason. ApiError 500 for a request that failed, e.g. for a damaged adapter."""
+    if piece.result is None:
+        return None
+    if piece.result.error is not None:
+        raise ApiError(500, piece.result.error, code="generation_failed")
+    return piece.result.finish_reason
+
+
+def _stops(request: Request) -> tuple[str, ...]:
+    return request.params.stop if isinstance(request.params, SamplingParams) else ()
+
+
+def _token_ids(codec: TextCodec, prompt: Any) -> list[int]:
+    """Return the ids of a text, a chat or token ids. UnicodeEncodeError: a text with a lone surrogate."""
+    if isinstance(prompt, str):
+        prompt.encode()
+    elif isinstance(prompt[0], int):
+        return prompt
+    return codec.encode(prompt)
+
+
+def _prompt_name(body: CompletionBody | ChatBody) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

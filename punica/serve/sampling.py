@@ -1,0 +1,85 @@
+"""From the fields of a body to the engine's `SamplingParams`; what the engine cannot do is refused by name."""
+
+from dataclasses import replace
+from typing import Any
+
+from punica.checks import clip
+from punica.engine import SamplingParams
+from punica.serve.errors import ApiError, refused
+from punica.serve.protocol import ChatBody, CompletionBody, GenerationBody
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],),
+    "length_penalty": (1,), "allowed_token_ids": (), "best_of": (), "use_beam_search": (False,),
+    "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "truncate_prompt_tokens": (),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (),
+    "web_search_options": (), "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"),
+    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "priority": (0,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,),
+}  # fmt: skip
+"""Parameters that are refused, with the values besides null that ask for nothing, so may be sent."""
+
+_SAME_NAME = (
+    "temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+_NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
+_SEEDS = 1 << 64
+
+
+def check_supported(body: CompletionBody | ChatBody) -> None:
+    """ApiError 400 for a parameter that is unknown, or that the engine does not serve with this value."""
+    for name, value in (body.model_extra or {}).items():
+        if name not in UNSUPPORTED:
+            raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")
+        if value is not None and value not in UNSUPPORTED[name]:
+            raise ApiError(400, f"{name}={clip(value)} is not supported by this server", name, "unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+    if not isinstance(body, ChatBody):
+        return
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    for place, message in enumerate(body.messages):
+        for name, value in (message.model_extra or {}).items():
+            if value not in (None, [], {}):
+                where = f"messages[{place}].{clip(name)[1:-1]}"
+                raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
+
+
+def params_of(body: GenerationBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
+    """Return the parameters of the body over the engine's defaults. ApiError 400 for a value out of range."""
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if given.get("top_k") in (0, -1):  # vLLM's ways to keep all tokens
+        given["top_k"] = None
+    names = {**_NAMES, "logprobs": "top_logprobs" if isinstance(body, ChatBody) else "logprobs"}
+    try:
+        return replace(defaults, **given, max_new_tokens=max_new_tokens, logprobs=body.num_logprobs)
+    except (TypeError, ValueError) as error:
+        raise refused(error, names) from error
+
+
+def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Return the parameters of one of ``n`` choices: each its own seed, counted up from the given one."""
+    return params if params.seed is None or not choice else replace(params, seed=(params.seed + choice) % _SEEDS)
+
+
+def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, max_model_len: int) -> int:
+    """Return ``max_new_tokens`` for a prompt: as given, or for a chat what is left, for a completion the default.
+
+    ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``.
+    """
+    left = max_model_len - num_prompt
+    if body.token_limit is not None:
+        wanted = body.token_limit
+    else:
+        wanted = max(1, left if isinstance(body, ChatBody) else min(left, defaults.max_new_tokens))
+    if wanted > left:
+        param = "messages" if isinstance(body, ChatBody) else "prompt"
+        raise ApiError(
+            400, f"{num_prompt} prompt tokens and {wanted} new ones exceed this server's context of {max_model_len}; "
+            "shorten the prompt or lower max_tokens", param, "context_length_exceeded",
+        )  # fmt: skip
+    return wanted

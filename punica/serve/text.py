@@ -1,0 +1,48 @@
+"""Text of one choice as its tokens arrive, and the strings of single tokens."""
+
+from functools import lru_cache
+
+from punica.engine.text import GrowingText, TextCodec
+from punica.serve.engine_thread import Piece
+
+INCOMPLETE = "\ufffd"  # of decoders, for bytes that are no character
+_VOCABULARY = 1 << 18  # strings of tokens that are kept
+
+
+class ChoiceText:
+    """Text of one choice in pieces: whole characters, held back while they may begin a stop string; together they are
+    the text of the result.
+    """
+
+    def __init__(self, codec: TextCodec, stop: tuple[str, ...]) -> None:
+        self._text = GrowingText(codec, stop)
+        self._num_sent = 0
+
+    def add(self, piece: Piece) -> str:
+        """Return the text that became certain with a piece."""
+        for token in piece.token_ids[: piece.num_text]:
+            self._text.append(token)
+        whole = self._text.settled if piece.result is None else self._text.finish()
+        start, self._num_sent = self._num_sent, len(whole)
+        return whole[start:]
+
+
+def whole_text(codec: TextCodec, stop: tuple[str, ...], piece: Piece) -> str:
+    """Return the text of a request's only piece, the same as a stream of its tokens joins to.
+
+    A byte-fallback decoder turns a run of bytes that ends inside a character into ``\ufffd`` altogether, of which a
+    stream has sent the whole characters before.
+    """
+    text = "" if piece.result is None else piece.result.text or ""
+    return ChoiceText(codec, stop).add(piece) if INCOMPLETE in text else text
+
+
+class TokenStrings:
+    """Strings of single tokens, special ones included; ``\\ufffd`` where a token is part of a character."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._tokenizer = codec.tokenizer
+        self.of = lru_cache(_VOCABULARY)(self._decode)
+
+    def _decode(self, token: int) -> str:
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)

@@ -1,0 +1,159 @@
+"""Adapters that are loaded, replaced and unloaded while the server runs."""
+
+import asyncio
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from fastapi.testclient import TestClient
+
+from punica.adapters import LoRARequest
+from punica.engine import Request
+from punica.serve.engine_thread import Call, EngineThread
+from punica.serve.metrics import Metrics
+from tests.serve.world import state_of, wait_until
+
+
+@pytest.fixture
+def home(world: Any, tmp_path: Path) -> Path:
+    """Copies of two adapters, in a folder that requests may name."""
+    for number in (2, 3):
+        shutil.copytree(world.adapters[number].absolute_path, tmp_path / f"copy-{number}")
+    return tmp_path
+
+
+@pytest.fixture
+def served_home(world: Any, home: Path) -> Any:
+    engine, app = world.app(1, {"max_loras": 2}, roots=[home.resolve()])
+    with TestClient(app) as client:
+        yield engine, client, home
+
+
+def load(client: Any, name: str, path: Path, **fields: Any) -> Any:
+    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **fields})
+
+
+def text(client: Any, name: str, new: int = 8) -> str:
+    answer = client.post("/v1/completions", json={"model": name, "prompt": "hello", "max_tokens": new})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def expected(alone: Any, folder: Path, new: int = 8) -> str:
+    return alone.generate(["hello"], LoRARequest(folder.name, lora_path=folder), new)[0].text
+
+
+def test_a_loaded_adapter_serves_until_it_is_unloaded(served_home: Any, alone: Any) -> None:
+    engine, client, home = served_home
+    before = state_of(engine)
+    answer = load(client, "poet", home / "copy-2")
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'poet' added successfully.")
+    assert text(client, "poet") == expected(alone, home / "copy-2")
+    assert "poet" in [model["id"] for model in client.get("/v1/models").json()["data"]]
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 200
+    assert state_of(engine) == before
+    assert client.post("/v1/completions", json={"model": "poet", "prompt": "a"}).status_code == 404
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 404
+
+
+def test_a_name_in_use_is_replaced_only_in_place(served_home: Any, alone: Any) -> None:
+    _, client, home = served_home
+    assert load(client, "poet", home / "copy-2").status_code == 200
+    assert text(client, "poet") == expected(alone, home / "copy-2")
+    assert load(client, "poet", home / "copy-3").json()["error"]["param"] == "lora_name"
+    assert load(client, "poet", home / "copy-3", load_inplace=True).status_code == 200
+    assert text(client, "poet") == expected(alone, home / "copy-3")
+
+
+def test_a_folder_written_anew_is_read_again(served_home: Any, alone: Any, tmp_path: Path) -> None:
+    _, client, home = served_home
+    assert load(client, "poet", home / "copy-2").status_code == 200
+    first = text(client, "poet")
+    shutil.rmtree(home / "copy-2")
+    shutil.copytree(home / "copy-3", home / "copy-2")
+    assert text(client, "poet") == first
+    assert load(client, "poet", home / "copy-2", load_inplace=True).status_code == 200
+    assert text(client, "poet") == expected(alone, home / "copy-3") != first
+
+
+def test_requests_keep_the_version_they_began_with(served_home: Any, alone: Any) -> None:
+    engine, client, home = served_home
+    load(client, "poet", home / "copy-2")
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(text(client, "poet", 100)))
+    reader.start()
+    wait_until(lambda: engine.scheduler.running)
+    assert load(client, "poet", home / "copy-3", load_inplace=True).status_code == 200
+    assert engine.scheduler.running  # it is not over yet
+    assert text(client, "poet") == expected(alone, home / "copy-3")
+    client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
+    reader.join()
+    assert found == [expected(alone, home / "copy-2", 100)]
+    wait_until(lambda: set(engine.manager.list_adapters()) <= {1})  # no version of the adapter
+
+
+@pytest.mark.parametrize("name", ["tiny", "tenant-0", "", "a b", "a" * 257, "x\n"])
+def test_names_that_are_refused(served_home: Any, name: str) -> None:
+    _, client, home = served_home
+    error = load(client, name, home / "copy-2")
+    assert error.status_code == 400
+    assert error.json()["error"]["param"] == "lora_name"
+
+
+def test_adapters_that_are_refused(served_home: Any, world: Any) -> None:
+    _, client, home = served_home
+    (home / "empty").mkdir()
+    (home / "broken").mkdir()
+    (home / "broken/adapter_config.json").write_text("{")
+    for path, status in (
+        (home / "missing", 404), (home / "empty", 404), (home / "broken", 400), (home / "..", 403),
+        (world.adapters[1].absolute_path, 403),
+    ):  # fmt: skip
+        answer = load(client, "x", Path(path))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, "lora_path"), path
+    assert client.post("/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
+
+
+def test_an_adapter_that_breaks_after_it_was_loaded_fails_its_requests_alone(served_home: Any, alone: Any) -> None:
+    engine, client, home = served_home
+    before = state_of(engine)
+    load(client, "poet", home / "copy-2")
+    shutil.rmtree(home / "copy-2")
+    for stream in (False, True):
+        answer = client.post("/v1/completions", json={"model": "poet", "prompt": "a", "stream": stream})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+    assert text(client, "tenant-0")
+    assert state_of(engine) == before
+
+
+def test_a_server_without_slots_says_how_to_get_them(world: Any, home: Path) -> None:
+    from punica.engine import Engine
+    from punica.serve.app import Settings, make_app
+
+    engine = Engine.from_pretrained(world.checkpoint, device="cpu", max_model_len=64)
+    with TestClient(make_app(engine, Settings("tiny", roots=[home.resolve()]))) as client:
+        assert "--max-loras" in load(client, "x", home / "copy-2").json()["error"]["message"]
+
+
+def test_a_request_that_comes_after_its_adapter_was_retired_leaves_nothing(world: Any) -> None:
+    engine = world.engine(2)
+
+    async def scenario() -> None:
+        thread = EngineThread(engine, Metrics())
+        thread.start()
+        await thread.retire(1)
+        assert set(engine.manager.list_adapters()) == {2}
+        call = Call([Request("late", [1], 3, world.adapters[0])], streams=False)
+        await thread.submit(call)
+        async for _ in call.batches():
+            pass
+        await thread.stop()
+
+    asyncio.run(scenario())
+    assert set(engine.manager.list_adapters()) == {2}

@@ -1,0 +1,124 @@
+"""Answers of the API against the engine's own results, whole and streamed."""
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from punica.engine import SamplingParams
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def events(response: Any) -> list[dict[str, Any]]:
+    """Data of server-sent events, without the end mark."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tenant-0", "tenant-2"])
+def test_a_completion_is_the_text_of_its_model(client: Any, world: Any, alone: Any, name: str) -> None:
+    adapter = next((one for one in world.adapters if one.lora_name == name), None)
+    answer = client.post("/v1/completions", json={"model": name, "prompt": "hello", "max_tokens": 9}).json()
+    result = alone.generate(["hello"], adapter, 9)[0]
+    assert answer["choices"] == [
+        {"index": 0, "text": result.text, "logprobs": None, "finish_reason": result.finish_reason}
+    ]
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == name
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 9, "total_tokens": 15}
+
+
+def test_a_chat_goes_through_the_template(client: Any, world: Any, alone: Any) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    expected = alone.generate([CHAT], world.adapters[1], 7)[0].text
+    for messages in (CHAT, parts):
+        body = {"model": "tenant-1", "messages": messages, "max_completion_tokens": 7}
+        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": expected, "refusal": None}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("fields", [{}, {"stop": ["l", "zz"]}, {"temperature": 1.0, "seed": 3, "n": 3}], ids=str)
+def test_chunks_join_to_the_whole_answer(client: Any, path: str, fields: dict[str, Any]) -> None:
+    prompt = {"messages": CHAT} if "chat" in path else {"prompt": ["größe ☃", "b"]}
+    body = {"model": "tenant-0", "max_tokens": 40, **prompt, **fields}
+    whole = client.post(path, json=body).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(client.post(path, json={**body, **options}))
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    assert len({chunk["id"] for chunk in (*chunks, last)}) == 1
+    for choice in whole["choices"]:
+        pieces = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        text = "".join(piece["delta"]["content"] if "chat" in path else piece["text"] for piece in pieces)
+        assert text == (choice["message"]["content"] if "chat" in path else choice["text"])
+        assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_several_prompts_and_choices_keep_their_order_and_seeds(client: Any, alone: Any) -> None:
+    body = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "temperature": 1.0, "seed": (1 << 64) - 1, "max_tokens": 6}
+    answer = client.post("/v1/completions", json=body).json()
+    params = [SamplingParams(6, temperature=1.0, seed=seed) for seed in ((1 << 64) - 1, 0)]
+    expected = [result.text for result in alone.generate(["a", "a", "b", "b"], None, params * 2)]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert answer["usage"]["prompt_tokens"] == 4  # each prompt once, with its first token
+
+
+def test_log_probabilities_of_completions(client: Any, alone: Any) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 5, "logprobs": 2}
+    found = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    result = alone.generate(["a"], None, SamplingParams(5, logprobs=2))[0]
+    assert found["token_logprobs"] == pytest.approx([next(iter(entry.values())) for entry in result.logprobs])
+    assert [len(top) for top in found["top_logprobs"]] == pytest.approx([2] * 5, abs=1)  # half characters look alike
+    assert found["tokens"] == [alone.codec.tokenizer.decode([token]) for token in result.token_ids]
+    chunks = events(client.post("/v1/completions", json={**body, "stream": True}))
+    for name, values in found.items():
+        streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [value for one in streamed if one for value in one[name]] == values
+
+
+def test_log_probabilities_of_chats(client: Any, alone: Any) -> None:
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
+    content = client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    result = alone.generate([CHAT], None, SamplingParams(5, logprobs=3))[0]
+    for entry, expected in zip(content, result.logprobs, strict=True):
+        assert entry["logprob"] == pytest.approx(next(iter(expected.values())))
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        tops = [top["logprob"] for top in entry["top_logprobs"]]
+        assert tops == pytest.approx(sorted(expected.values(), reverse=True)[:3])
+
+
+def test_neutral_values_of_what_is_not_served_are_taken(client: Any) -> None:
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "tools": [], "user": "me",
+               "response_format": {"type": "text"}, "top_k": -1, "n": None, "stop": None}  # fmt: skip
+    messages = [*CHAT, {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 1, **neutral}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_a_chat_without_a_limit_fills_the_context(client: Any) -> None:
+    body = {"model": "tiny", "messages": CHAT, "ignore_eos": True}
+    assert client.post("/v1/chat/completions", json=body).json()["usage"]["total_tokens"] == 128
+
+
+def test_models_are_the_base_and_its_adapters(client: Any) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in listed[:4]] == [
+        ("tiny", None), ("tenant-0", "tiny"), ("tenant-1", "tiny"), ("tenant-2", "tiny"),
+    ]  # fmt: skip
+    assert client.get("/v1/models/tenant-1").json()["id"] == "tenant-1"
+    assert client.get("/v1/models/none").status_code == 404
+
+
+def test_health_and_metrics(client: Any) -> None:
+    assert client.get("/health").status_code == 200
+    client.post("/v1/completions", json={"model": "tenant-0", "prompt": "a", "max_tokens": 2})
+    text = client.get("/metrics").text
+    assert 'punica_requests_total{reason="length"}' in text
+    assert "punica_requests_waiting 0.0" in text
+    assert "tenant" not in text

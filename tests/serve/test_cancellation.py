@@ -1,0 +1,168 @@
+"""Clients that leave, a server that is full, an engine that fails: nothing is kept, others are served."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from fastapi.testclient import TestClient
+
+from punica.engine import Request, SamplingParams
+from punica.serve import responses
+from punica.serve.engine_thread import Call, EngineThread
+from punica.serve.errors import ApiError
+from punica.serve.metrics import Metrics
+from tests.serve.world import served, state_of, wait_until
+
+
+@pytest.fixture(scope="module")
+def running(world: Any) -> Iterator[Any]:
+    """Engine and address of a real server with room for four generations, two of them in a step."""
+    engine, app = world.app(2, {"max_batch_size": 2}, max_queue=2)
+    with served(app) as url:
+        yield engine, url
+
+
+def ask(url: str, **fields: Any) -> socket.socket:
+    """Send a completion that takes the whole context; its connection."""
+    body = json.dumps({"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120, **fields}).encode()
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection.sendall(f"{head}\r\n\r\n".encode() + body)
+    return connection
+
+
+def in_engine(engine: Any) -> int:
+    return len(engine.scheduler.running) + len(engine.scheduler.waiting)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_aborted_running_or_waiting(running: Any, stream: bool) -> None:
+    engine, url = running
+    before = state_of(engine)
+    connections = [ask(url, stream=stream) for _ in range(4)]
+    wait_until(lambda: in_engine(engine) == 4)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: state_of(engine) == before)
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(running: Any) -> None:
+    engine, url = running
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert in_engine(engine) == 0
+
+
+def test_a_full_server_answers_429_until_there_is_room(running: Any) -> None:
+    import httpx2
+
+    engine, url = running
+    connections = [ask(url, stream=True) for _ in range(3)]
+    wait_until(lambda: in_engine(engine) == 3)
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "n": 2}
+    answer = httpx2.post(f"{url}/v1/completions", json=body)
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert 'punica_rejected_total{status="429"}' in httpx2.get(f"{url}/metrics").text
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: httpx2.post(f"{url}/v1/completions", json=body).status_code == 200)
+    assert httpx2.post(f"{url}/v1/completions", json={**body, "n": 5}).json()["error"]["param"] == "n"
+
+
+def test_one_failed_step_is_repeated_and_two_fail_the_requests(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, app = world.app(1)
+    before, step, failures = state_of(engine), engine.step, 0
+
+    def failing_step() -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise RuntimeError("injected")
+        return step()
+
+    monkeypatch.setattr(engine, "step", failing_step)
+    body = {"model": "tenant-0", "prompt": "a", "max_tokens": 3}
+    with TestClient(app) as client:
+        whole = client.post("/v1/completions", json=body).json()["choices"]
+        failures = 1
+        assert client.post("/v1/completions", json=body).json()["choices"] == whole
+        failures = 2
+        answer = client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+        assert "injected" in answer.json()["error"]["message"]
+        assert client.get("/health").status_code == 503
+        failures = 2
+        text = client.post("/v1/completions", json={**body, "stream": True}).text
+        assert "injected" in text
+        assert text.endswith("data: [DONE]\n\n")
+        assert client.post("/v1/completions", json=body).json()["choices"] == whole
+        assert client.get("/health").status_code == 200
+    assert state_of(engine) == before
+
+
+def test_an_invalid_request_of_a_call_takes_back_the_others(world: Any) -> None:
+    engine, app = world.app(1)
+    before = state_of(engine)
+    body = {"model": "tenant-0", "prompt": [[1], [2], [9999]]}
+    with TestClient(app) as client:
+        assert client.post("/v1/completions", json=body).status_code == 400
+        assert client.post("/v1/completions", json={**body, "prompt": [[1]], "max_tokens": 1}).status_code == 200
+    assert state_of(engine) == before
+
+
+def test_a_client_that_does_not_read_counts_as_gone(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, app = world.app(1)
+    before = state_of(engine)
+    monkeypatch.setattr(responses, "SEND_TIMEOUT_S", 0.1)
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "app": app,
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with app.router.lifespan_context(app):
+            await asyncio.wait_for(app(scope, receive, send), 60)
+
+    asyncio.run(scenario())
+    assert state_of(engine) == before
+
+
+def test_stopping_answers_what_is_unfinished(world: Any) -> None:
+    engine = world.engine(1)
+    before = state_of(engine)
+
+    async def scenario() -> None:
+        thread = EngineThread(engine, Metrics())
+        thread.start()
+        call = Call([Request("long", [1], SamplingParams(120, ignore_eos=True), world.adapters[0])], streams=True)
+        await thread.submit(call)
+        await anext(call.batches())
+        await thread.stop()
+        with pytest.raises(ApiError, match="stopping"):
+            async for _ in call.batches():
+                pass
+        with pytest.raises(ApiError, match="stopped") as caught:
+            await thread.call(engine.has_unfinished)
+        assert caught.value.status == 503
+
+    asyncio.run(scenario())
+    assert state_of(engine) == before

@@ -1,0 +1,81 @@
+"""The command line: what it makes of its arguments, and what it says without the extra."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "{}":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+import punica.serve
+import runpy
+runpy.run_module("punica.serve", run_name="__main__")
+"""
+
+
+def test_without_the_extra_it_says_how_to_install_it() -> None:
+    command = [sys.executable, "-c", WITHOUT.format("uvicorn")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("punica.serve needs ")
+    assert "pip install 'punica[serve]'" in result.stderr
+
+
+def test_arguments_become_settings_and_an_engine(world: Any, tmp_path: Path) -> None:
+    from punica.serve import cli
+
+    keys = tmp_path / "keys.txt"
+    keys.write_text("--api-key=a=b\n--adapter-key=sql=c\n")
+    folder = world.adapters[5 % len(world.adapters)].absolute_path
+    arguments = [
+        str(world.checkpoint), "--adapter", f"sql={folder}", "--allow-folder", str(tmp_path), "--max-queue=3",
+        "--max-body=99", "--max-model-len=32", "--max-batch-size=2", "--max-loras=2", f"@{keys}",
+    ]  # fmt: skip
+    options = cli.parser().parse_args(arguments)
+    settings = cli.settings_of(options)
+    assert (settings.base, settings.max_queue, settings.max_body) == ("tiny", 3, 99)
+    assert settings.roots == (tmp_path.resolve(),)
+    assert (settings.keys.api_key, dict(settings.keys.adapter_keys)) == ("a=b", {"sql": "c"})
+    engine = cli.engine_of(options, settings)
+    assert (engine.config.max_model_len, engine.config.max_batch_size, engine.manager.lora_slots) == (32, 2, 2)
+    assert list(engine.manager.list_adapters()) == [settings.adapters[0].lora_int_id]
+
+
+def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> None:
+    from punica.serve import cli
+
+    options = cli.parser().parse_args([str(world.checkpoint), "--allow-folder", str(tmp_path), "--max-batch-size=2"])
+    assert cli.engine_of(options, cli.settings_of(options)).manager is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--adapter", "tiny=x"], "name two models"), (["--adapter", "a=x", "--adapter", "a=y"], "name two models"),
+        (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue"),
+        (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "nowhere"),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_what_is_refused_is_one_line(world: Any, arguments: list[str], message: str) -> None:
+    from punica.serve import cli
+
+    with pytest.raises(SystemExit, match=message):
+        cli.main([str(world.checkpoint), *arguments])
+
+
+def test_a_pair_needs_both_parts(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from punica.serve import cli
+
+    for argument in ("sql", "sql=", "=x"):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(["x", "--adapter", argument])
+        assert "is not NAME=VALUE" in capsys.readouterr().err

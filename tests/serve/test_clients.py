@@ -1,0 +1,159 @@
+"""The `openai` client against a real server: many concurrent streams over many adapters, and clients that leave."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("openai", reason="needs the openai package (extra dev)")
+
+import httpx2
+import openai
+
+from tests.serve.world import make_world, served, state_of, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTERS, STREAMS = 64, 1000
+NEW = 12  # tokens
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """World of words, its engine with fewer slots than adapters, and the address of a server."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two sockets for each stream
+    world = make_world(tmp_path_factory.mktemp("clients"), ADAPTERS, words=True)
+    engine, app = world.app(ADAPTERS, {"max_batch_size": 16, "max_loras": 9})
+    with served(app) as url:
+        yield world, engine, f"{url}/v1"
+
+
+@pytest.fixture(scope="module")
+def expected(running: Any) -> dict[tuple[str, int], str]:
+    """Text of every model for four prompts, each model served alone by another engine."""
+    world = running[0]
+    alone = world.engine(ADAPTERS)
+    found: dict[tuple[str, int], str] = {}
+    for adapter in [None, *world.adapters]:
+        for number, result in enumerate(alone.generate([prompt(number) for number in range(4)], adapter, NEW)):
+            found["tiny" if adapter is None else adapter.lora_name, number] = result.text
+    assert len(set(found.values())) > len(found) // 2  # adapters differ
+    return found
+
+
+def prompt(number: int) -> str:
+    return " ".join(f"w{word}" for word in range(number, 4 * number + 3))
+
+
+def test_sync_client(running: Any, expected: dict[tuple[str, int], str]) -> None:
+    client = openai.OpenAI(base_url=running[2], api_key="any", max_retries=0)
+    assert {model.id for model in client.models.list()} == {"tiny", *(f"tenant-{n}" for n in range(ADAPTERS))}
+    answer = client.completions.create(model="tenant-3", prompt=prompt(1), max_tokens=NEW)
+    assert answer.choices[0].text == expected["tenant-3", 1]
+    messages = [{"role": "user", "content": "w1"}]
+    options: Any = {"model": "tenant-4", "messages": messages, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+    chat = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content for chunk in chunks[:-1])
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage == chat.usage
+    assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [2] * 9
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="w1")
+    with pytest.raises(openai.BadRequestError, match="presence_penalty") as caught:
+        client.completions.create(model="tiny", prompt="w1", presence_penalty=1)
+    assert caught.value.param == "presence_penalty"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    world = make_world(tmp_path, 2)
+    (tmp_path / "tiny").rename(tmp_path / "checkpoint")
+    for adapter, name in zip(world.adapters, ("sql", "poet"), strict=True):
+        Path(adapter.absolute_path).rename(tmp_path / "adapters" / name)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (serve,) = re.findall(r"^\$ python (-m punica\.serve checkpoint --adapter .*)$", readme, flags=re.MULTILINE)
+    (curl,) = re.findall(r"^\$ (curl localhost.*)$", readme, flags=re.MULTILINE)
+    command = [sys.executable, *shlex.split(serve), "--port", port]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as server:
+        try:
+            wait_until(lambda: health_of(port) == 200)
+            request = shlex.split(curl.replace("localhost:8000", f"127.0.0.1:{port}"))
+            answer = json.loads(subprocess.run(request, capture_output=True, check=True, timeout=60).stdout)
+            assert answer["model"] == "sql"
+            assert answer["usage"]["completion_tokens"] == 16
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(60) in (0, -signal.SIGINT, 130)
+
+
+def health_of(port: str) -> int | None:
+    """Status of ``/health``, ``None`` while there is no server."""
+    try:
+        return httpx2.get(f"http://127.0.0.1:{port}/health").status_code
+    except httpx2.TransportError:
+        return None
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl(running: Any, expected: dict[tuple[str, int], str]) -> None:
+    body = json.dumps({"model": "tenant-1", "prompt": prompt(2), "max_tokens": NEW, "stream": True})
+    command = ["curl", "-sN", f"{running[2]}/completions", "-H", "Content-Type: application/json", "-d", body]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    *lines, last = [line.removeprefix("data: ") for line in output.split("\n\n") if line]
+    assert last == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected["tenant-1", 2]
+
+
+def test_streams_of_many_adapters_are_those_of_each_alone_while_others_leave(
+    running: Any, expected: dict[tuple[str, int], str]
+) -> None:
+    _, engine, url = running
+    before, generator = state_of(engine), random.Random(5)
+    names = ["tiny", *(f"tenant-{number}" for number in range(ADAPTERS))]
+    plans = [
+        (names[number % len(names)], number % 4, generator.randrange(NEW // 2) if generator.random() < 0.3 else None)
+        for number in range(STREAMS)
+    ]
+
+    async def one(client: Any, name: str, number: int, leaves_after: int | None) -> str | None:
+        stream = await client.completions.create(model=name, prompt=prompt(number), max_tokens=NEW, stream=True)
+        text, seen = "", 0
+        async for chunk in stream:
+            if leaves_after is not None and seen >= leaves_after:
+                await stream.close()
+                return None
+            text, seen = text + chunk.choices[0].text, seen + 1
+        return text
+
+    async def all_of_them() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=600) as client:
+            return await asyncio.gather(*(one(client, *plan) for plan in plans))
+
+    texts = asyncio.run(all_of_them())
+    stayed = [(plan, text) for plan, text in zip(plans, texts, strict=True) if plan[2] is None]
+    assert len(stayed) >= 0.6 * STREAMS
+    for (name, number, _), text in stayed:
+        assert text == expected[name, number], (name, number)
+    wait_until(lambda: not engine.has_unfinished())
+    after = state_of(engine)
+    adapters, at_most = after.pop("adapters"), before.pop("adapters")
+    assert adapters <= at_most
+    assert after == before

@@ -1,0 +1,123 @@
+"""Bodies that are refused: by 400 with the parameter's name, in OpenAI's form, never by a 5xx."""
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from punica.serve.sampling import UNSUPPORTED
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+JSON = {"content-type": "application/json"}
+
+
+def refusal(response: Any, status: int = 400) -> dict[str, Any]:
+    """The error of an answer in OpenAI's form."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("temperature", {"temperature": -1}), ("temperature", {"temperature": "1"}), ("top_p", {"top_p": 0}),
+        ("max_tokens", {"max_tokens": 0}), ("max_tokens", {"max_tokens": 2.5}), ("n", {"n": 0}), ("n", {"n": True}),
+        ("seed", {"seed": -1}), ("seed", {"seed": 1 << 64}), ("stop", {"stop": [""]}), ("stop", {"stop": ["a"] * 65}),
+        ("stop_token_ids", {"stop_token_ids": [9999]}), ("stop_token_ids", {"stop_token_ids": [-1]}),
+        ("logprobs", {"logprobs": 21}), ("logprobs", {"logprobs": True}), ("top_k", {"top_k": -2}),
+        ("min_p", {"min_p": 2}), ("repetition_penalty", {"repetition_penalty": 0}),
+        ("stream_options", {"stream_options": {"include_usage": True}}), ("model", {"model": None}),
+        ("prompt", {"prompt": []}), ("prompt", {"prompt": [[]]}), ("prompt", {"prompt": [1, -2]}),
+        ("prompt", {"prompt": [9999]}), ("prompt", {"prompt": {"text": "a"}}), ("prompt", {"prompt": [[1], "a"]}),
+        ("prompt", {"prompt": "a" * 127}), ("n", {"n": 128, "prompt": ["a"] * 128}), ("bogus", {"bogus": 1}),
+        *((name, {name: {"x": 1}}) for name in UNSUPPORTED), ("presence_penalty", {"presence_penalty": 0.5}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_completion_names_the_parameter(client: Any, param: str, fields: dict[str, Any]) -> None:
+    assert refusal(client.post("/v1/completions", json={**COMPLETION, **fields}))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("messages", {"messages": []}), ("messages", {"messages": "a"}), ("messages", {"messages": [{"role": "user"}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}),
+        ("messages[0].name", {"messages": [{"role": "user", "content": "a", "name": "bob"}]}),
+        ("messages", {"messages": [{"role": "user", "content": "a" * 200}]}), ("tools", {"tools": [{}]}),
+        ("top_logprobs", {"top_logprobs": 2}), ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
+        ("logprobs", {"logprobs": 1}), ("prompt", {"prompt": "a"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_chat_names_the_parameter(client: Any, param: str, fields: dict[str, Any]) -> None:
+    assert refusal(client.post("/v1/chat/completions", json={**CHAT, **fields}))["param"] == param
+
+
+def test_the_context_has_openais_code(client: Any) -> None:
+    error = refusal(client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000}))
+    assert error["code"] == "context_length_exceeded"
+    assert "128" in error["message"]
+
+
+def test_unknown_models_and_routes(client: Any) -> None:
+    assert refusal(client.post("/v1/completions", json={**COMPLETION, "model": "x"}), 404)["code"] == "model_not_found"
+    refusal(client.get("/v1/nothing"), 404)
+    refusal(client.get("/v1/completions"), 405)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b"\xff", b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model":' + b"[" * 100_000,
+        b'{"model": "tiny", "prompt": "a", "temperature": NaN}', b'{"model": "tiny", "prompt": "a", "\\ud800": 1}',
+        b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", b'{"model": "\\ud800", "prompt": "a"}',
+        b'{"model": "tiny", "prompt": "a", "stop": "\\ud800", "top_k": 0.5}', b'{"model": "tiny", "prompt": 1e999}',
+    ],
+    ids=range(13),
+)  # fmt: skip
+def test_broken_bodies(client: Any, content: bytes) -> None:
+    response = client.post("/v1/completions", content=content, headers=JSON)
+    refusal(response, 404 if b'"model": "\\ud800"' in content else 400)
+
+
+def test_names_of_adapters_are_text(client: Any) -> None:
+    content = b'{"lora_name": "\\udc00", "lora_path": "x"}'
+    error = refusal(client.post("/v1/load_lora_adapter", content=content, headers=JSON))
+    assert error["param"] == "lora_name"
+
+
+def test_a_body_beyond_the_limit_is_not_read(client: Any) -> None:
+    body = b" " * ((1 << 20) + 1)
+    assert "1048576" in refusal(client.post("/v1/completions", content=body, headers=JSON), 413)["message"]
+    pieces = (b" " * 1000 for _ in range(2000))  # chunked: no length in advance
+    refusal(client.post("/v1/chat/completions", content=pieces, headers=JSON), 413)
+
+
+VALUES = [None, True, 0, -1, 1, 3, 1e308, 0.5, "", "a", "\x00", "☃" * 50, [], [1], ["a"], [[1, 2]], [None], {},
+          {"a": 1}, [{"role": "user", "content": "a"}], 1 << 70, "tenant-0", "tiny"]  # fmt: skip
+NAMES = ["model", "prompt", "messages", "max_tokens", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p",
+         "logprobs", "top_logprobs", "stream", "stream_options", "user", "stop_token_ids", "ignore_eos", "tools",
+         "lora_name", "lora_path", "load_inplace", "repetition_penalty", "max_completion_tokens"]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bodies_are_served_or_refused(client: Any, seed: int) -> None:
+    generator = random.Random(seed)
+    paths = ["/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    for _ in range(100):
+        path = generator.choice(paths[:2] * 4 + paths)
+        names = generator.sample(NAMES, generator.randrange(4))
+        body = {**(CHAT if "chat" in path else COMPLETION), **{name: generator.choice(VALUES) for name in names}}
+        if "lora" in path:
+            body = {"lora_name": "x", "lora_path": "y", **{name: generator.choice(VALUES) for name in names[:1]}}
+        response = client.post(path, json=body)
+        if response.status_code != 200:
+            assert response.status_code < 500, (path, body, response.text)
+            refusal(response, response.status_code)

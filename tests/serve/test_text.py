@@ -1,0 +1,75 @@
+"""Chunks of a stream whose tokens end inside of characters."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from punica.engine.text import TextCodec
+from punica.serve.engine_thread import Piece
+from punica.serve.text import ChoiceText, TokenStrings, whole_text
+from tests.engine.text_world import END, byte_tokenizer
+
+
+def pieces(tokens: list[int], size: int) -> list[Piece]:
+    """Tokens in pieces; what ended it does not matter here."""
+    starts = range(0, len(tokens), size)
+    result: Any = object()
+    return [
+        Piece(0, tokens[start : start + size], size, [], result if start == starts[-1] else None) for start in starts
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("text", ["größe ☃ 𝄞", "日本語", "a\ufffdb", "é" * 20])
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_chunks_are_whole_characters_and_join_to_the_text(text: str, size: int, cut: int) -> None:
+    codec = TextCodec(byte_tokenizer())
+    tokens = codec.encode(text)[1:]
+    tokens = tokens[: len(tokens) - cut]
+    choice = ChoiceText(codec, ())
+    chunks = [choice.add(piece) for piece in pieces(tokens, size)]
+    assert "".join(chunks) == codec.decode(tokens)
+    if "\ufffd" not in text:
+        assert "\ufffd" not in "".join(chunks[:-1])
+
+
+@pytest.mark.parametrize("cut", range(5))
+@pytest.mark.parametrize("text", ["日本語", "é" * 9, "a☃"])
+def test_byte_fallback_gives_one_text_whole_and_streamed(text: str, cut: int) -> None:
+    codec = byte_fallback_codec()
+    tokens = list(text.encode())[: len(text.encode()) - cut]
+    result: Any = SimpleNamespace(text=codec.decode(tokens))
+    choice = ChoiceText(codec, ())
+    chunks = [choice.add(piece) for piece in pieces(tokens, 1)]
+    assert whole_text(codec, (), Piece(0, tokens, len(tokens), [], result)) == "".join(chunks)
+    whole_characters = bytes(tokens).decode(errors="ignore")
+    assert "".join(chunks).startswith(whole_characters)
+
+
+def byte_fallback_codec() -> TextCodec:
+    """A codec that decodes as Llama's does: a run of bytes is text if all of it is."""
+    vocabulary = {f"<0x{number:02X}>": number for number in range(256)} | {"<unk>": 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+def test_what_may_become_a_stop_string_is_held_back() -> None:
+    codec = TextCodec(byte_tokenizer())
+    choice = ChoiceText(codec, ("stop",))
+    chunks = [choice.add(piece) for piece in pieces(codec.encode("a stoa stop")[1:], 1)]
+    assert "".join(chunks) == "a stoa "
+    assert all("st" not in chunk[-3:] for chunk in chunks)
+
+
+def test_the_token_that_ends_is_no_text() -> None:
+    codec = TextCodec(byte_tokenizer())
+    choice, result = ChoiceText(codec, ()), object()
+    tokens = codec.encode("ab")[1:]
+    assert choice.add(Piece(0, tokens, 1, [], result)) == "a"  # type: ignore[arg-type]
+    assert TokenStrings(codec).of(END) == "</s>"

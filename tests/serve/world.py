@@ -1,0 +1,115 @@
+"""A tiny checkpoint with text and adapters on disk, and servers of it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from punica.adapters import LoRARequest, write_random_adapter
+from punica.engine import Engine
+from punica.serve.app import Settings, make_app
+from tests.engine.text_world import CHAT, END, VOCAB, save_tokenizer
+
+CONFIG = LlamaConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.2, eos_token_id=END, bos_token_id=None,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class World:
+    """Checkpoint folder and adapters of different ranks, ``tenant-0`` and so on."""
+
+    checkpoint: Path
+    adapters: list[LoRARequest]
+
+    def engine(self, count: int = 3, **sizes: Any) -> Engine:
+        """An engine with the first ``count`` adapters."""
+        sizes = {"max_batch_size": 8, "max_model_len": 128, "max_lora_rank": 8, **sizes}
+        return Engine.from_pretrained(self.checkpoint, self.adapters[:count], device="cpu", **sizes)
+
+    def app(self, count: int = 3, sizes: dict[str, Any] | None = None, **fields: Any) -> tuple[Engine, FastAPI]:
+        """An engine and an application that serves it; ``fields``: of its settings."""
+        engine = self.engine(count, **(sizes or {}))
+        return engine, make_app(engine, Settings("tiny", self.adapters[:count], **fields))
+
+
+def make_world(home: Path, count: int, words: bool = False) -> World:
+    """Write the checkpoint and ``count`` adapters; with ``words`` its text tells every token."""
+    checkpoint = home / "tiny"
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(CONFIG)
+    model.generation_config = GenerationConfig(eos_token_id=END)
+    model.save_pretrained(checkpoint)
+    if words:
+        word_tokenizer().save_pretrained(checkpoint)
+    else:
+        save_tokenizer(checkpoint)
+    folders = [
+        write_random_adapter(home / "adapters" / f"tenant-{number}", CONFIG, rank=1 + number % 8, seed=number)
+        for number in range(count)
+    ]
+    adapters = [LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders, start=1)]
+    return World(checkpoint, adapters)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Token ``n`` is the word ``wn``; the last one ends a text."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(END)}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"][1:])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    made.chat_template = CHAT
+    return made
+
+
+def state_of(engine: Engine) -> dict[str, Any]:
+    """What requests take of an engine: blocks, places in batch and queue, pins, versions of adapters."""
+    assert engine.manager is not None
+    return {
+        "free blocks": engine.blocks.num_free,
+        "unfinished": engine.has_unfinished(),
+        "running": len(engine.scheduler.running),
+        "waiting": len(engine.scheduler.waiting),
+        "pinned": set(engine.manager.pinned_adapters),
+        "adapters": {number for number in engine.manager.list_adapters()},
+    }
+
+
+def text_of(engine: Engine, prompt: Any, adapter: LoRARequest | None, new: int) -> str | None:
+    """Greedy text of one prompt, served alone."""
+    return engine.generate([prompt], adapter, new)[0].text
+
+
+@contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """A real server on a free port of this machine; its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    """Poll until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
