@@ -70,6 +70,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 
+from experiments.facts.systems import SYSTEMS, measured_baselines
 from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings
 from experiments.harness.settings import folders
@@ -77,14 +78,10 @@ from experiments.harness.source import source_of
 from punica.measure.records import Row, read_rows
 
 if TYPE_CHECKING:
-    from experiments.systems import StreamBench
+    from experiments.systems.bench import StreamBench
 
 RATIOS, ACROSS = "ratios", "across workloads"
 BACKBONE = "continuous_batching"
-BASELINES = ("hf_peft", "static_batching", "continuous_batching")
-"""One adapter per batch; PEFT's mixed batches are compared on their own."""
-WITHOUT_LORA = ("static_batching", "continuous_batching")
-SLOW = ("hf_peft_mixed",)
 LENGTHS = ("released", "stated")
 
 
@@ -95,7 +92,7 @@ class TextgenConf(FigureConf):
     lengths: str = MISSING  # released or stated, see systems.stream
     pieces: int = MISSING  # runs of steps in a draw ...
     steps: int = MISSING  # ... and steps in a run ...
-    slow_steps: int = MISSING  # ... and in one of a system of `SLOW`
+    slow_steps: int = MISSING  # ... and in one of a slow system
     check_requests: int = MISSING
     check_tokens: int = MISSING
     whole_requests: int | None = None  # of those that are compared over whole sequences; none: none are
@@ -121,10 +118,10 @@ class Fig11(Experiment):
         for workload in cfg.workload.names:
             for rank in cfg.adapters.ranks:
                 for system in cfg.system.names:
-                    used = None if system in WITHOUT_LORA else rank
-                    settings = settings_of(cfg, slow=system in SLOW)
+                    facts = SYSTEMS.get(system)
+                    used, settings = rank if facts.lora else None, settings_of(cfg, facts.slow)
                     points.append(Point(panel, system, workload, cfg.model.name, limit, None, used, settings))
-                if not whole and {"punica", "punica_static", "hf_peft_mixed", *BASELINES} <= set(cfg.system.names):
+                if not whole and {"punica", "punica_static", "hf_peft_mixed", *measured_baselines()} <= set(cfg.system.names):
                     ratio_panel = f"{panel} {RATIOS}"
                     settings = settings_of(cfg)
                     points.append(Point(ratio_panel, "punica", workload, cfg.model.name, limit, None, rank, settings))
@@ -175,8 +172,10 @@ class Fig11(Experiment):
 
     def _bench(self, cfg: Config, point: Point) -> StreamBench:
         """Systems, adapters and backbone, built once per rank; systems without LoRA take what is there."""
-        from experiments.systems import Limits, StreamBench, StreamConf, World
+        from experiments.systems.bench import StreamBench, StreamConf
+        from experiments.systems.weights import Limits
         from experiments.systems.whole_stream import DRAWS
+        from experiments.systems.world import World
 
         figure, scale, engine, adapters = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine, cfg.adapters
         rank = point.rank or adapters.ranks[0]
@@ -234,7 +233,7 @@ def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> li
     """What Punica gains, from the throughput of each system on one workload."""
     punica, static, mixed = (throughput[name] for name in ("punica", "punica_static", "hf_peft_mixed"))
     found = {
-        "speedup_over_best_baseline": punica / max(throughput[name] for name in BASELINES),
+        "speedup_over_best_baseline": punica / max(throughput[name] for name in measured_baselines()),
         "speedup_over_hf_peft_mixed": punica / mixed,
         "operator_gain": static / mixed,
         "continuous_batching_gain": punica / static,

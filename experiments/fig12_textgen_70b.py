@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 
+from experiments.facts.systems import SYSTEMS
 from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, settings_of, whole_stream
 from experiments.harness import CheckFailed, Config, ConfigError, main
 from experiments.harness.points import Point, Reading
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
     from experiments.systems.rank_bench import RankedBench
 
 BASELINE = "continuous_batching"
-WITH_LORA = {"punica": False, "punica_sharded": True}
-"""System -> whether its adapters are fully sharded."""
+SHARDED = "punica_sharded"
 MOST_RANKS = 64
 
 
@@ -74,14 +74,14 @@ class Fig12(Fig11):
         settings, limit, name = {**settings_of(cfg), "ranks": ranks}, cfg.engine.max_batch_size, cfg.model.name
 
         def point(system: str, workload: str, rank: int, panel: str = panel) -> Point:
-            used = rank if system in WITH_LORA else None
+            used = rank if SYSTEMS.get(system).lora else None
             return Point(panel, system, workload, name, limit, None, used, settings)
 
         grid = itertools.product(cfg.workload.names, cfg.adapters.ranks, cfg.system.names)
         points = [point(system, workload, rank) for workload, rank, system in grid]
         if whole or BASELINE not in cfg.system.names or not {"Distinct", "Identical"} <= set(cfg.workload.names):
             return points
-        lora = [system for system in cfg.system.names if system in WITH_LORA]
+        lora = [system for system in cfg.system.names if SYSTEMS.get(system).lora]
         pairs = itertools.product(lora, cfg.adapters.ranks)
         return points + [point(system, "Distinct", rank, f"{panel} {RATIOS}") for system, rank in pairs]
 
@@ -93,9 +93,10 @@ class Fig12(Fig11):
 
     def _bench(self, cfg: Config, point: Point) -> Any:
         """The ranks, started once per rank of the adapters."""
-        from experiments.systems import Limits, StreamConf
+        from experiments.systems.bench import StreamConf
         from experiments.systems.rank_bench import RankBench, RankedBench
         from experiments.systems.ranks import Ranks
+        from experiments.systems.weights import Limits
         from experiments.systems.whole_stream import DRAWS
 
         figure, scale, engine, adapters = cast(RanksConf, cfg.figure), cfg.scale, cfg.engine, cfg.adapters
@@ -129,7 +130,7 @@ class Fig12(Fig11):
         disturbed = any(found[(*one, "throughput")].disturbed for one in cells)
         mean = {name: found[point.system, "Distinct", name].value for name in ("mean_batch_size", "mean_context")}
         allowed = bytes_ratio(
-            cfg.model, cast(int, point.rank), ranks_of(cfg), WITH_LORA[point.system], mean["mean_batch_size"],
+            cfg.model, cast(int, point.rank), ranks_of(cfg), point.system == SHARDED, mean["mean_batch_size"],
             mean["mean_context"],
         )  # fmt: skip
         return ratios({one: found[(*one, "throughput")].value for one in cells}, point.system, allowed, disturbed)

@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from experiments.claims.paper import as_rows, read_figure
+from experiments.facts.paper import as_rows, read_figure
 from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
 from experiments.ext_many_adapters import EXPERIMENT as MANY
 from experiments.fig01_batching import EXPERIMENT as FIG1

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments.claims.paper import FIGURE_FILES, SOURCES, SYSTEMS, as_rows, paper_file, read_claims, read_figure
+from experiments.facts.paper import FIGURE_FILES, SOURCES, as_rows, paper_file, read_claims, read_figure
+from experiments.facts.systems import SYSTEMS
 from punica.measure.records import COLUMNS
 from punica.workload import PAPER_WORKLOADS, popularity, released_lengths
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from experiments.claims.paper import paper_file
-from experiments.claims.rows import MODELS
+from experiments.facts.paper import paper_file
+from experiments.facts.models import MODELS
 
 FILE = "claim_bounds.csv"
 TESTS = ("relation", "shape")

@@ -3,7 +3,8 @@
 import pandas as pd
 
 from experiments.claims.finding import SIMULATED, Finding, claim
-from experiments.claims.rows import SECONDS, NotMeasured, Rows, at, curve, numbers, ratio, smallest_step
+from experiments.claims.rows import NotMeasured, Rows, at, curve, numbers, ratio, smallest_step
+from experiments.facts.models import SECONDS
 from punica.measure.roofline import sgmv_flop, sgmv_intensity
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 

@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims.finding import SIMULATED, Finding, claim
-from experiments.claims.rows import SECONDS, NotMeasured, Rows, at, curve, numbers, pick, ratio, smallest_step
+from experiments.claims.rows import NotMeasured, Rows, at, curve, numbers, pick, ratio, smallest_step
+from experiments.facts.models import SECONDS
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 README = "README"

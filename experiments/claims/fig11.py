@@ -4,7 +4,7 @@ import pandas as pd
 
 from experiments.claims.fig10 import layers
 from experiments.claims.finding import Finding, claim
-from experiments.claims.paper import name_of
+from experiments.facts.systems import name_of
 from experiments.claims.rows import (
     MODELS,
     NotMeasured,

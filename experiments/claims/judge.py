@@ -9,7 +9,7 @@ import pandas as pd
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
 from experiments.claims.evidence import intervals, rests_on
 from experiments.claims.finding import CLAIMS, SIMULATED, WHYS, Finding
-from experiments.claims.paper import Statement, read_claims
+from experiments.facts.paper import Statement, read_claims
 from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
 from experiments.claims.unjudged import command, impossible, scripts_of
 from punica.measure.records import COLUMNS

@@ -15,8 +15,9 @@ import pandas as pd
 
 from experiments.claims.fig13 import SHARE, SLOWED, STREAM, STRICTER, Hour, at_the_peak
 from experiments.claims.finding import SIMULATED
-from experiments.claims.paper import as_rows, read_figure
-from experiments.claims.rows import MODELS, NoVerdict, Rows, pick
+from experiments.facts.paper import as_rows, read_figure
+from experiments.claims.rows import NoVerdict, Rows, pick
+from experiments.facts.models import MODELS
 
 WINDOWS, COSTS, FIRST_TOKEN = "simulated windows", "simulated step costs", "simulated first token"
 NO_BOUND = "-"

@@ -4,7 +4,8 @@ from functools import lru_cache
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
-from experiments.claims.rows import MODELS, NotMeasured, Rows
+from experiments.claims.rows import NotMeasured, Rows
+from experiments.facts.models import MODELS
 from experiments.harness.schema import model_conf
 from punica.workload.lengths import released_lengths
 from punica.workload.popularity import popularity

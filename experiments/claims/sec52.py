@@ -6,7 +6,8 @@ C44, the size of an adapter, is arithmetic and needs no rows: `experiments.claim
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import MODELS, SECONDS, NotMeasured, NotTestable, Rows, model_for, pick
+from experiments.claims.rows import NotMeasured, NotTestable, Rows, model_for, pick
+from experiments.facts.models import MODELS, SECONDS
 
 FIGURE = "text 5.2"
 SYSTEM, LINK = "punica", "link"

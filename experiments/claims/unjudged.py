@@ -2,8 +2,8 @@
 
 from functools import lru_cache
 
-from experiments.claims.paper import Statement
-from experiments.claims.rows import MODELS, STAND_INS
+from experiments.facts.paper import Statement
+from experiments.facts.models import MODELS, STAND_INS
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import model_conf
 

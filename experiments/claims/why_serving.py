@@ -7,7 +7,7 @@ import itertools
 
 from experiments.claims.fig11 import CONTINUOUS, HF, MIXED, PUNICA, STATIC, Serving, mixed_gains, serving
 from experiments.claims.finding import why
-from experiments.claims.paper import name_of
+from experiments.facts.systems import name_of
 from experiments.claims.rows import Rows, pick
 from experiments.claims.sec52 import BATCH, LINK, PAPER_LINK, SYSTEM, loads, milliseconds, overlap
 from punica.workload.popularity import PAPER_WORKLOADS

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.claims.paper import read_figure
+from experiments.facts.paper import read_figure
 from punica.cluster import ClusterPolicy, ModelBytes, Trace
 from punica.workload import (
     MAX_BATCH,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.claims.paper import read_figure
+from experiments.facts.paper import read_figure
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.step_costs import a100_of_the_cluster, model_bytes
 from experiments.harness.experiment import CheckFailed

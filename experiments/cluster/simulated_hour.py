@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.rows import MODELS
+from experiments.facts.models import MODELS
 from experiments.cluster.chosen_cost import chosen_cost, panel_of
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, RANK, paper_cluster, paper_hour
 from experiments.cluster.loads import Load, first_token_readings, recorded_loads

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.fig13 import Hour, at_the_peak
-from experiments.claims.paper import as_rows, read_figure
+from experiments.facts.paper import as_rows, read_figure
 from experiments.claims.rows import Rows
 from experiments.cluster.served import ServedHour, series, summary
 from experiments.harness.points import Reading

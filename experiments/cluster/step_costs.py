@@ -18,8 +18,8 @@ from pathlib import Path
 import pandas as pd
 from omegaconf import OmegaConf
 
-from experiments.claims.paper import as_rows, read_figure
-from experiments.claims.rows import MODELS, SECONDS
+from experiments.facts.paper import as_rows, read_figure
+from experiments.facts.models import MODELS, SECONDS
 from experiments.harness.schema import CONF, model_conf
 from punica.cluster import ModelBytes, Residuals, StepCost, StepWork, TimedStep, fit_step_cost, residuals, roofline_cost
 from punica.workload import popularity

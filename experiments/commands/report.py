@@ -30,7 +30,7 @@ from experiments.claims.judge import NOT_MEASURED
 from experiments.claims.on_ranks import ranks_table
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
-from experiments.claims.rows import STAND_INS
+from experiments.facts.models import STAND_INS
 from experiments.claims.table import machine_table, total, verdict_table
 from experiments.commands.batch import batch_main, sides
 from experiments.harness.schema import ConfigError

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.paper import FIGURE_FILES, read_figure, short_name
-from experiments.claims.rows import MODELS, STAND_INS
+from experiments.facts.paper import FIGURE_FILES, read_figure
+from experiments.facts.systems import short_name
+from experiments.facts.models import MODELS, STAND_INS
 from punica.measure.records import COLUMNS, TIMERS, Row, read_rows
 
 

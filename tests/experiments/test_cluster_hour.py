@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.claims.paper import read_figure
+from experiments.facts.paper import read_figure
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.step_costs import model_bytes
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from fakes import composed
 
-from experiments.claims.paper import read_figure
+from experiments.facts.paper import read_figure
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.cluster import chosen_cost
@@ -361,7 +361,7 @@ def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_besid
 
 
 def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path, monkeypatch):
-    from experiments.systems import paper_stream
+    from experiments.systems.stream import paper_stream
 
     loads(tmp_path, p99=1.0)
     (load,) = read_loads(tmp_path / "h200")["llama2-7b"]

@@ -7,7 +7,7 @@ import pandas as pd
 
 from experiments.claims.bounds import read_bounds
 from experiments.claims.judge import judge_claim
-from experiments.claims.paper import FIGURE_FILES, as_rows, read_claims, read_figure
+from experiments.facts.paper import FIGURE_FILES, as_rows, read_claims, read_figure
 from experiments.claims.rows import Rows
 from punica.measure.records import COLUMNS, Row
 

@@ -8,7 +8,7 @@ from claim_rows import BOUNDS, PAPER, STATEMENTS, decode, frame, laptop, serving
 
 from experiments.claims import CLAIMS, VERDICTS, WHYS, as_frame, claim, counts, judge
 from experiments.claims.bounds import Outcome, outcome_of
-from experiments.claims.paper import read_claims
+from experiments.facts.paper import read_claims
 from experiments.claims.rows import Rows
 from experiments.claims.unjudged import scripts_of
 from punica.measure.records import COLUMNS

@@ -1,0 +1,6 @@
+"""Facts that measuring, judging and drawing share, each written once. No torch.
+
+    paper.py      the paper's numbers, from `paper_results/`
+    models.py     the paper's models and their stand-ins
+    systems.py    serving systems: how each is served, compared, named and drawn
+"""
