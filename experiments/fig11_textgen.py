@@ -115,13 +115,14 @@ class Fig11(Experiment):
         whole = cast(TextgenConf, cfg.figure).whole_stream
         panel = f"{cfg.model.paper_name} Model{whole_stream(cfg)}"
         limit, points = cfg.engine.max_batch_size, []
+        compared = {"punica", "punica_static", "hf_peft_mixed", *measured_baselines()} <= set(cfg.system.names)
         for workload in cfg.workload.names:
             for rank in cfg.adapters.ranks:
                 for system in cfg.system.names:
                     facts = SYSTEMS.get(system)
                     used, settings = rank if facts.lora else None, settings_of(cfg, facts.slow)
                     points.append(Point(panel, system, workload, cfg.model.name, limit, None, used, settings))
-                if not whole and {"punica", "punica_static", "hf_peft_mixed", *measured_baselines()} <= set(cfg.system.names):
+                if compared and not whole:
                     ratio_panel = f"{panel} {RATIOS}"
                     settings = settings_of(cfg)
                     points.append(Point(ratio_panel, "punica", workload, cfg.model.name, limit, None, rank, settings))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class ClusterConf(FigureConf):
     """Figure 13: `gpus` of the simulated cluster, how many `seconds` of the hour are served, from its start, and
     `requests` of the stream of Figure 11 that is predicted beside it; `cost`: whose steps the hour has, see
-    `experiments.cluster.chosen_cost`. On Ray: how many `runners`, seconds of the hour in one of ours (`speed_up`),
+    `experiments.cluster.recorded`. On Ray: how many `runners`, seconds of the hour in one of ours (`speed_up`),
     longest prompt and output (`max_len`), whether to `kill` a runner in another hour.
     """
 

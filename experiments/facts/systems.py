@@ -128,5 +128,6 @@ def policies(systems: Iterable[str]) -> str:
     'continuous batching: the policy of vLLM (2023), on this engine without LoRA'
     """
     here = set(systems)
-    said = [f"{short_name(one.name)}: the policy of {one.policy}" for one in entries() if one.policy and one.name in here]
+    chosen = [one for one in entries() if one.policy and one.name in here]
+    said = [f"{short_name(one.name)}: the policy of {one.policy}" for one in chosen]
     return f"{', '.join(said)}, on this engine without LoRA" if said else ""

@@ -22,8 +22,8 @@ from experiments.systems.stream import Job, shortened
 
 @dataclass(frozen=True)
 class Capacity:
-    """Requests and tokens (prompt and new) per second and requests in the batch, under an endless queue; steps that were
-    counted and requests that ended in them.
+    """Requests and tokens (prompt and new) per second and requests in the batch, under an endless queue; steps counted
+    and requests that ended in them.
 
     `requests`: new tokens per second over those of a mean request, which varies less than the number that end.
     """
@@ -45,14 +45,14 @@ class Capacity:
 
 
 def check_system(system: Loaded, jobs: Sequence[Job], count: int, tokens: int) -> None:
-    """Raise `CheckFailed` unless the first tokens of `count` of `jobs` are right, on adapters that folders have, too."""
+    """Raise `CheckFailed` unless the first tokens of `count` of `jobs` are right, on adapters that folders have."""
     short = shortened(jobs, count, tokens)
     check_tokens(system, [replace(job, adapter_id=1 + place % FOLDERS) for place, job in enumerate(short)])
 
 
 def capacity_of(system: Loaded, jobs: Sequence[Job], seconds: float, clock: Clock = time.perf_counter) -> Capacity:
-    """Serve `jobs` in a cycle for `seconds`, from the middle of an endless queue (`begin_steadily`), after as many steps
-    as the batch has places, and for no fewer. Inseparable batches are counted whole.
+    """Serve `jobs` in a cycle for `seconds`, from the middle of an endless queue (`begin_steadily`), after as many
+    steps as the batch has places, and for no fewer. Inseparable batches are counted whole.
 
     Adapters begin where the system holds them. `CheckFailed` if a CUDA graph was captured meanwhile.
     """

@@ -126,8 +126,8 @@ def drive(
 
 
 def _places(engine: Engine, known: dict[str, Traced], place_of: Callable[[Request], str]) -> dict[str, str]:
-    """Return the place of each waiting request's adapter; note it for the `NEAR` next ones, whose adapters may be loaded
-    or evicted before they join.
+    """Return the place of each waiting request's adapter; note it for the `NEAR` next ones, whose adapters may be
+    loaded or evicted before they join.
     """
     found = {state.request_id: place_of(state.request) for state in engine.scheduler.waiting}
     for name in itertools.islice(found, NEAR):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from punica.cluster import SCHEDULING_RULES, ClusterPolicy, StepCost, StepWork, Trace, simulate
 from experiments.systems.timeline import Timeline
+from punica.cluster import SCHEDULING_RULES, ClusterPolicy, StepCost, StepWork, Trace, simulate
 from punica.workload import RequestLengths, poisson_arrivals, popularity, released_lengths, scaled_lengths
 
 SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.facts.systems import FIG11, FIG12, SYSTEMS, entries
+from experiments.facts.systems import SYSTEMS, entries
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType, ModelConf
 from experiments.systems import bench as bench_module

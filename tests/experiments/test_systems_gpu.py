@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from experiments.harness.schema import DType, ModelConf
 from experiments.facts.systems import FIG11, names_in
+from experiments.harness.schema import DType, ModelConf
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.hf_backend import linear_layers
 from experiments.systems.serving import built

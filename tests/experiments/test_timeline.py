@@ -119,7 +119,10 @@ def test_stated_lengths_are_rescaled_like_released_ones():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"policy": "no such rule"}, "'no such rule'.*single_adapter"), ({"adapters": [1]}, "one entry for each of 4 requests, got 1")],
+    [
+        ({"policy": "no such rule"}, "'no such rule'.*single_adapter"),
+        ({"adapters": [1]}, "one entry for each of 4 requests, got 1"),
+    ],
 )
 def test_bad_input_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):

@@ -1,14 +1,18 @@
-"""Figure 12's own bounds, at every number of ranks that was measured: what the claims C38 to C40, which are about the
-largest, do not say.
+"""Figure 12: 70B on tensor-parallel ranks (C39, C40), and its own bounds at every number of ranks.
 
-Of repeats the median counts. The ratio that bytes allow is arithmetic (`experiments.systems.rank_bytes`).
+C38 to C40 are about the largest number of ranks. The table takes the median of repeats; the ratio that bytes allow is
+arithmetic (`experiments.systems.rank_bytes`).
 """
 
 import pandas as pd
 
+from experiments.claims.fig11 import CONTINUOUS, PUNICA, Serving, split
+from experiments.claims.finding import Finding, claim, why
+from experiments.claims.rows import Rows
+
 BETTER, ALLOWED, ELSEWHERE = 0.85, 0.9, 15.0
-"""Least that Distinct, under the better layout of adapters, is of backbone-only Identical; that plain layers reach of
-what bytes allow; and that Punica is of backbone-only where all requests differ.
+"""Least ratios: Distinct over backbone-only Identical, under the better layout of adapters; the same of plain layers
+over what bytes allow; and Punica over backbone-only, Distinct.
 """
 PLAIN, SHARDED = "punica", "punica_sharded"
 RATIO, OVER_BYTES, OWN, SPEEDUP = (
@@ -17,9 +21,31 @@ RATIO, OVER_BYTES, OWN, SPEEDUP = (
 HEAD = ("model, ranks", "ratio", "plain", "sharded", "asked", "met")
 
 
+@claim("C39")
+def baseline_collapses_70b(rows: Rows) -> Finding:
+    """70B, continuous batching of one adapter: its Distinct over its Identical, and Punica over it on Distinct."""
+    cell = Serving(rows, "70B")
+    left = cell.collapse(CONTINUOUS)
+    speedup = cell.get(PUNICA, "Distinct") / cell.get(CONTINUOUS, "Distinct")
+    text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.measured_model})"
+    return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.measured_model,))
+
+
+@claim("C40")
+def alike_70b(rows: Rows) -> Finding:
+    """70B: Punica over continuous batching of one adapter, Identical."""
+    cell = Serving(rows, "70B")
+    share = cell.get(PUNICA, "Identical") / cell.get(CONTINUOUS, "Identical")
+    return Finding({"ratio": share}, f"{share:.3f} ({cell.measured_model})", models=(cell.measured_model,))
+
+
+@why("C40")
+def not_alike(rows: Rows) -> str:
+    return split(Serving(rows, "70B"), (CONTINUOUS, "Identical"), (PUNICA, "Identical"))
+
+
 def ranks_table(rows: pd.DataFrame) -> list[str]:
-    """Lines of Markdown, four for each panel of Figure 12 with ratios (a model and a number of ranks); none without.
-    """
+    """Build lines of Markdown, four for each panel of Figure 12 with ratios (a model and a number of ranks)."""
     chosen = rows[(rows["figure"] == "12") & rows["panel"].str.endswith(" ratios")]
     chosen = chosen[chosen["metric"].isin((RATIO, OVER_BYTES, OWN, SPEEDUP))]
     if chosen.empty:
