@@ -8,6 +8,7 @@ from pathlib import Path
 from experiments.facts.systems import SYSTEMS
 from experiments.systems.engine_systems import MOST_ADAPTERS, EngineSystem
 from experiments.systems.open_loop import DISK, MEMORY, SLOT
+from experiments.systems.serving import class_of
 from experiments.systems.stream import Job, timeline_of
 from experiments.systems.world import World
 from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
@@ -35,6 +36,8 @@ class Loaded(EngineSystem):
 
     def __init__(self, world: World, name: str, slots: int | None = None, in_memory: int = MOST_ADAPTERS) -> None:
         self._slots, self._in_memory = slots, in_memory
+        if not issubclass(class_of(name), EngineSystem):
+            raise ValueError(f"{name} does not run on our engine: choose a system that does")
         super().__init__(world, SYSTEMS.get(name))
         # arrivals decide which steps occur: all that can have their CUDA graphs
         most = self.engine.config.max_num_batched_tokens

@@ -84,9 +84,13 @@ class ServingSystem(ABC):
         """
 
 
+def class_of(name: str) -> type[ServingSystem]:
+    """Import the class of the system called `name`. ValueError lists the known names."""
+    module, _, kind = SYSTEMS.get(name).served_by.rpartition(".")
+    found: type[ServingSystem] = getattr(import_module(module), kind)
+    return found
+
+
 def built(name: str, world: World) -> ServingSystem:
-    """Build the system called `name` on `world`. ValueError lists the known names."""
-    facts = SYSTEMS.get(name)
-    module, _, kind = facts.served_by.rpartition(".")
-    made: ServingSystem = getattr(import_module(module), kind)(world, facts)
-    return made
+    """Build the system called `name` on `world`."""
+    return class_of(name)(world, SYSTEMS.get(name))
