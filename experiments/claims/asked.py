@@ -13,7 +13,7 @@ import pandas as pd
 from experiments.claims.bounds import Interval
 from experiments.claims.fig11 import CONTINUOUS, MIXED, PUNICA, Serving
 from experiments.claims.finding import Finding, intervals
-from experiments.claims.rows import NotMeasured, Rows
+from experiments.claims.rows import NotMeasured, Rows, markdown
 from punica.workload.popularity import PAPER_WORKLOADS
 
 AT_LEAST, AT_MOST, WITHIN = "at least", "at most", "within"
@@ -73,15 +73,14 @@ def meets(value: float, bound: Bound) -> bool:
 
 def asked_table(found: list[Asked]) -> list[str]:
     """Build lines of Markdown."""
-    lines = ["| asked of an H200 | measured | runs | bound | met |", "| --- " * 5 + "|"]
+    lines = []
     for one in found:
         kind, limit = one.bound
         bound = f"1 {WITHIN} {100 * limit:g} %" if kind == WITHIN else f"{kind} {limit:g}"
         span = NO_BOUND if one.span is None else f"{one.span[0]:.3g} to {one.span[1]:.3g}"
         met = {None: NO_BOUND, True: "yes", False: "**no**"}[one.met]
-        cells = [one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, met]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append([one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, met])
+    return markdown(("asked of an H200", "measured", "runs", "bound", "met"), lines)
 
 
 def _of(group: Callable[[Rows], Quantities], rows: Rows) -> Quantities:
@@ -132,13 +131,8 @@ def _streams(rows: Rows) -> Quantities:
     """Streams served to their end: predicted by windows over measured."""
     frame = rows.figure("11")
     lines = frame[frame["metric"] == "prediction_over_stream"]
-    return {
-        f"{row.model}, {row.panel}: {row.system}, {row.workload}, predicted / measured": (
-            float(row.value),
-            (WITHIN, STREAM),
-        )
-        for row in lines.itertuples()
-    }
+    name = "{0.model}, {0.panel}: {0.system}, {0.workload}, predicted / measured"
+    return {name.format(row): (float(row.value), (WITHIN, STREAM)) for row in lines.itertuples()}
 
 
 def _many(rows: Rows) -> Quantities:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, Serving, split
 from experiments.claims.finding import Finding, claim, why
-from experiments.claims.rows import Rows
+from experiments.claims.rows import Rows, markdown
 
 BETTER, ALLOWED, ELSEWHERE = 0.85, 0.9, 15.0
 """Least ratios: Distinct over backbone-only Identical, under the better layout of adapters; the same of plain layers
@@ -18,7 +18,6 @@ PLAIN, SHARDED = "punica", "punica_sharded"
 RATIO, OVER_BYTES, OWN, SPEEDUP = (
     "distinct_over_backbone_identical", "over_bytes_ratio", "distinct_over_own_identical", "speedup_over_best_baseline",
 )  # fmt: skip
-HEAD = ("model, ranks", "ratio", "plain", "sharded", "asked", "met")
 
 
 @claim("C39")
@@ -50,14 +49,14 @@ def ranks_table(rows: pd.DataFrame) -> list[str]:
     chosen = chosen[chosen["metric"].isin((RATIO, OVER_BYTES, OWN, SPEEDUP))]
     if chosen.empty:
         return []
-    lines = [_row(HEAD), "| --- " * len(HEAD) + "|"]
+    lines = []
     for (panel, model), part in chosen.groupby(["panel", "model"], sort=False):
         where = f"{model}, {panel.removesuffix(' ratios').rpartition(', ')[2]}"
         lines += _panel(where, part.groupby(["system", "metric"])["value"].median().to_dict())
-    return lines
+    return markdown(("model, ranks", "ratio", "plain", "sharded", "asked", "met"), lines)
 
 
-def _panel(where: str, values: dict[tuple[str, str], float]) -> list[str]:
+def _panel(where: str, values: dict[tuple[str, str], float]) -> list[list[str]]:
     def pair(metric: str) -> list[float]:
         return [values.get((system, metric), float("nan")) for system in (PLAIN, SHARDED)]
 
@@ -70,7 +69,7 @@ def _panel(where: str, values: dict[tuple[str, str], float]) -> list[str]:
         ("Distinct / own Identical", OWN, "-", None, 0.0),
     )
     return [
-        _row([where, name, *(_number(one) for one in pair(metric)), bound, _met(value, least)])
+        [where, name, *("-" if one != one else f"{one:.3g}" for one in pair(metric)), bound, _met(value, least)]
         for name, metric, bound, value, least in asked
     ]
 
@@ -79,11 +78,3 @@ def _met(value: float | None, least: float) -> str:
     if value is None or value != value:  # nothing was asked, or nothing measured
         return "-"
     return "yes" if value >= least else "**no**"
-
-
-def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.3g}"
-
-
-def _row(cells: list[str] | tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"

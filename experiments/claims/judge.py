@@ -1,9 +1,10 @@
 """Verdicts: our value of every claim against its bounds."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -50,20 +51,20 @@ class Verdict:
     statement: str
     figure: str
     paper_value: str
-    our_value: str
-    unit: str
-    relation_tested: str
-    shape_tested: str
-    verdict: str
-    why: str
-    reason: str
-    command: str
-    quantities: str
-    interval: str
-    disturbed: bool
-    once: bool
-    kind: str
-    hardware: str
+    our_value: str = ""
+    unit: str = ""
+    relation_tested: str = ""
+    shape_tested: str = ""
+    verdict: str = ""
+    why: str = ""
+    reason: str = ""
+    command: str = ""
+    quantities: str = ""
+    interval: str = ""
+    disturbed: bool = False
+    once: bool = False
+    kind: str = ""
+    hardware: str = ""
     older_source: str = ""
 
 
@@ -87,33 +88,23 @@ def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
 
 def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, rows: Rows, hardware: str) -> Verdict:
     """Judge one claim; ``bounds``: by test (`read_bounds`), None when it has none yet."""
-    said: dict[str, str | bool] = {
-        "id": statement.id,
-        "statement": statement.statement,
-        "figure": statement.figure,
-        "paper_value": statement.expected_value,
-        "unit": statement.unit,
-        "relation_tested": described(bounds["relation"]) if bounds else "",
-        "shape_tested": described(bounds["shape"]) if bounds else "",
-        "hardware": hardware,
-        "older_source": ", ".join(rows.older(statement.figure.split(", "))),
-    }
+    open_claim = Verdict(
+        statement.id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
+        relation_tested=described(bounds["relation"]) if bounds else "",
+        shape_tested=described(bounds["shape"]) if bounds else "", hardware=hardware,
+        older_source=", ".join(rows.older(statement.figure.split(", "))),
+    )  # fmt: skip
     try:
         if bounds is None or statement.id not in CLAIMS:
             raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
         rows.asked.clear()
         finding = CLAIMS[statement.id](rows)
     except NoVerdict as reason:
-        return Verdict(**{**_EMPTY, **said, **_unjudged(statement, hardware, reason)})  # type: ignore[arg-type]
-    return Verdict(**{**_EMPTY, **said, **_judged(statement, bounds, finding, rows, hardware)})  # type: ignore[arg-type]
+        return replace(open_claim, **_unjudged(statement, hardware, reason))
+    return replace(open_claim, **_judged(statement, bounds, finding, rows, hardware))
 
 
-_EMPTY: Mapping[str, str | bool] = dict.fromkeys(
-    ("our_value", "why", "reason", "command", "quantities", "interval", "kind"), ""
-) | {"disturbed": False, "once": False}
-
-
-def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, str]:
+def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, Any]:
     if statement.id not in CLAIMS:
         return {"verdict": NOT_IMPLEMENTED, "reason": str(reason)}
     if not scripts_of(statement):
@@ -126,7 +117,7 @@ def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[st
 
 def _judged(
     statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows, hardware: str
-) -> dict[str, str | bool]:
+) -> dict[str, Any]:
     function, figures = CLAIMS[statement.id], set(rows.asked)
     known: dict[str, Interval] = {}
     disturbed = once = False

@@ -13,7 +13,7 @@ import pandas as pd
 
 from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
-from experiments.claims.rows import NoVerdict, Rows, pick
+from experiments.claims.rows import NoVerdict, Rows, markdown, pick
 from experiments.cluster.served import (
     COSTS,
     FIRST_TOKEN,
@@ -175,12 +175,11 @@ def _runners(frame: pd.DataFrame) -> list[Prediction]:
 
 def prediction_table(found: list[Prediction]) -> list[str]:
     """Build lines of Markdown."""
-    lines = ["| predicted | simulated | published or measured | off | asked | met |", "| --- " * 6 + "|"]
-    for one in found:
-        met = {None: NO_BOUND, True: "yes", False: "**no**"}[one.met]
-        cells = [one.what, f"{one.predicted:.4g}", f"{one.published:.4g}", one.off, one.asked, met]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    met = {None: NO_BOUND, True: "yes", False: "**no**"}
+    return markdown(
+        ("predicted", "simulated", "published or measured", "off", "asked", "met"),
+        ([one.what, f"{one.predicted:.4g}", f"{one.published:.4g}", one.off, one.asked, met[one.met]] for one in found),
+    )
 
 
 def residual_table(rows: pd.DataFrame) -> list[str]:
@@ -188,13 +187,13 @@ def residual_table(rows: pd.DataFrame) -> list[str]:
     frame = rows[(rows["panel"] == COSTS) & rows["metric"].str.startswith("residual_")]
     if frame.empty:
         return []
-    lines = ["| cost model | rows | rms residual | largest |", "| --- " * 4 + "|"]
+    lines = []
     for model, part in frame.groupby("cost_model", sort=False):
         value = part.drop_duplicates("metric", keep="last").set_index("metric")["value"].astype(float)
         for kind in [name.removeprefix("residual_rms_") for name in value.index if name.startswith("residual_rms_")]:
             rms, largest = (100 * value[f"residual_{which}_{kind}"] for which in ("rms", "largest"))
-            lines.append(f"| {model} | {kind} | {rms:.1f} % | {largest:.1f} % |")
-    return lines
+            lines.append([str(model), kind, f"{rms:.1f} %", f"{largest:.1f} %"])
+    return markdown(("cost model", "rows", "rms residual", "largest"), lines)
 
 
 def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:

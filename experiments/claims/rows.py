@@ -9,7 +9,7 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -203,6 +203,15 @@ def smallest_step(values: Sequence[float]) -> float:
     if len(values) < 2:
         raise NotMeasured("an order needs at least two values")
     return min(after / before for before, after in itertools.pairwise(values))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Build the lines of a table."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(head), "| --- " * len(head) + "|", *map(line, rows)]
 
 
 def numbers(values: Sequence[float] | pd.Series, digits: int = 3) -> str:

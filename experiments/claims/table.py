@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.judge import DECIDED, JUDGED, NOISE, VERDICTS, Verdict, counts
+from experiments.claims.rows import markdown
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
 DISTURBED, ONCE = "\u2020", "\u2021"
@@ -31,34 +32,24 @@ def total(verdicts: Sequence[Verdict]) -> str:
 
 def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> list[str]:
     """Build lines of Markdown; links to pictures in ``figures`` are relative to ``target``."""
-    return [*_head(COLUMNS), *(_line(verdict, figures, target) for verdict in verdicts)]
+    return markdown(COLUMNS, (_cells(verdict, figures, target) for verdict in verdicts))
 
 
 def machine_table(machines: Mapping[str, Sequence[Verdict]]) -> list[str]:
     """Build lines of Markdown: each claim's verdict on each of ``machines`` (name -> verdicts on the same claims)."""
-    lines = _head(("claim", "statement", *machines))
-    for same in zip(*machines.values(), strict=True):
-        lines.append(_row([same[0].id, same[0].statement, *(_marked(verdict) for verdict in same)]))
+    claims = zip(*machines.values(), strict=True)
+    lines = [[same[0].id, same[0].statement, *(_marked(verdict) for verdict in same)] for same in claims]
     found = [counts(list(verdicts)) for verdicts in machines.values()]
-    for name in VERDICTS:
-        if any(one[name] for one in found):
-            lines.append(_row(["", f"**{name}**", *(str(one[name]) for one in found)]))
-    return lines
-
-
-def _head(names: Sequence[str]) -> list[str]:
-    return [_row(names), "| --- " * len(names) + "|"]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    occurring = [name for name in VERDICTS if any(one[name] for one in found)]
+    totals = [["", f"**{name}**", *(str(one[name]) for one in found)] for name in occurring]
+    return markdown(("claim", "statement", *machines), [*lines, *totals])
 
 
 def _marked(verdict: Verdict) -> str:
     return verdict.verdict + (DISTURBED if verdict.disturbed else "") + (ONCE if verdict.once else "")
 
 
-def _line(verdict: Verdict, figures: Path, target: Path) -> str:
+def _cells(verdict: Verdict, figures: Path, target: Path) -> list[str]:
     ours = verdict.our_value + (" *(simulated)*" if verdict.kind == "simulated" else "")
     interval = f"interval {verdict.interval}" if verdict.interval else ""
     how = f"`{verdict.command}`" if verdict.command else ""
@@ -67,7 +58,7 @@ def _line(verdict: Verdict, figures: Path, target: Path) -> str:
     tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
     judged = f"**{_marked(verdict)}**"
     about = [verdict.id, verdict.statement, verdict.paper_value, ours, tested, judged, verdict.why or "-"]
-    return _row([*about, _links(verdict.figure, figures, target)])
+    return [*about, _links(verdict.figure, figures, target)]
 
 
 def _links(figure: str, figures: Path, target: Path) -> str:

@@ -77,8 +77,8 @@ def readings(served: ServedHour) -> list[Reading]:
 
 
 def series(served: ServedHour) -> list[Reading]:
-    """Request rate (mean over the following 200 s, every 18 s), throughput per 10 s; per minute active GPUs, requests in
-    the cluster and the batch of every GPU. Windows that the arrivals do not fill are left out.
+    """Request rate (mean over the following 200 s, every 18 s), throughput per 10 s; per minute active GPUs, requests
+    in the cluster and the batch of every GPU. Windows that the arrivals do not fill are left out.
     """
     arrived = np.bincount(served.arrivals.astype(int), minlength=int(served.duration_s))
     lines = [
