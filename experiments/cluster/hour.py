@@ -30,7 +30,7 @@ def paper_hour(
     folder: str | Path, seconds: float = DURATION_S, seed: int = RELEASED_SEED, workload: str = "Skewed",
     ranks: Sequence[int] = (RANK,), load: float = 1.0,
 ) -> Trace:  # fmt: skip
-    """Draw about 18 000 requests of an hour: Poisson arrivals at ``load`` times Figure 13's rate, cut after ``seconds``.
+    """Draw about 18 000 requests of an hour, Poisson arrivals at ``load`` times Figure 13's rate, until ``seconds``.
 
     ``folder``: path of `paper_results`. Every adapter of ``workload`` has one of ``ranks``, each as likely. Arrivals,
     lengths, popularity and ranks have independent seeds, all from ``seed``.

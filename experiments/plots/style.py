@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments.facts.systems import entries
+from punica.workload import WORKLOADS
 
 PAPER_GREY = "0.55"
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of ten
@@ -29,13 +30,13 @@ PALETTE = sns.color_palette("colorblind")
 # the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("SGMV",), ("Loop",), ("Gather-BMM",), ("BMM",), ("Gather",), ("backbone X@W",), ("grouped_mm", "SGMV expand")),
-    (("Distinct",), ("Uniform",), ("Skewed",), ("Identical",), ("Zipf",)),
+    tuple((name,) for name in WORKLOADS.names()),
     (("len 128",), ("len 512",), ("len 1024",), ("len 1536",), ("len 2048",)),
 )
-_COLOURS = ((0, 3, 1, 2, 4, 5, 9), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
+_COLOURS = ((0, 3, 1, 2, 4, 5, 9), range(10), range(10))
 _MARKERS = "osD^vPX"
 _LINES = {
-    name: (PALETTE[_COLOURS[g][i]], _MARKERS[i])
+    name: (PALETTE[_COLOURS[g][i % 10]], _MARKERS[i % len(_MARKERS)])
     for g, group in enumerate(_GROUPS)
     for i, names in enumerate(group)
     for name in names
