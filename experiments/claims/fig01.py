@@ -105,22 +105,14 @@ def _parts(short: pd.Series, long: pd.Series, lengths: tuple[float, float], at_l
     )
 
 
-def _decode(rows: Rows, at_long: bool) -> str:
+@why("C01", at_long=False)
+@why("C02", at_long=True)
+def parts_of_a_step(rows: Rows, at_long: bool) -> str:
     frame, model = panel_of(rows, "decode")
     lengths = lengths_of(frame)
     near, far = lengths[0], lengths[-1]
     short, long = (curve(frame, "step_latency", seq_len=length) for length in (near, far))
     return f"{model}: {_parts(short, long, (near, far), at_long)}"
-
-
-@why("C01")
-def short_decode_slows(rows: Rows) -> str:
-    return _decode(rows, at_long=False)
-
-
-@why("C02")
-def long_decode_slows(rows: Rows) -> str:
-    return _decode(rows, at_long=True)
 
 
 @why("C03")
@@ -208,22 +200,14 @@ def workloads_cost_the_same(rows: Rows) -> Finding:
     return Finding(quantities, f"{text} ({', '.join(models.values())}, len {short:g}, {long:g})")
 
 
-def _layer(rows: Rows, workload: str, at_long: bool) -> str:
+@why("C22", at_long=False)
+@why("C23", at_long=True)
+def parts_of_a_layer(rows: Rows, at_long: bool) -> str:
     frame, models, short, long = layers(rows)
     role = "7B" if "7B" in models else next(iter(models))
-    cells = pick(frame, model=models[role], workload=workload)
+    cells = pick(frame, model=models[role], workload="Distinct")
     curves = [curve(cells, "layer_latency", seq_len=length) for length in (short, long)]
-    return f"{models[role]}, {workload}: {_parts(*curves, (short, long), at_long)}"
-
-
-@why("C22")
-def layer_grows(rows: Rows) -> str:
-    return _layer(rows, "Distinct", at_long=False)
-
-
-@why("C23")
-def context_does_not_show(rows: Rows) -> str:
-    return _layer(rows, "Distinct", at_long=True)
+    return f"{models[role]}, Distinct: {_parts(*curves, (short, long), at_long)}"
 
 
 @why("C24")

@@ -346,7 +346,9 @@ def bmm_is_as_fast(rows: Rows) -> str:
     )
 
 
-def _line_through_ranks(rows: Rows, size: int) -> str:
+@why("C19", size=1)
+@why("C20", size=64)
+def line_through_ranks(rows: Rows, size: int) -> str:
     ranks = _ranks(pick(rows.figure("9"), system="SGMV", workload="Distinct"))
     latency = [at(latency_of(rows, "SGMV", "Distinct", "9", rank), size) for rank in ranks]
     slope, fixed = np.polyfit(ranks, latency, 1)
@@ -356,16 +358,6 @@ def _line_through_ranks(rows: Rows, size: int) -> str:
         f"not depend on the rank is {100 * max(0.0, min(1.0, fixed / latency[0])):.0f} % of rank {ranks[0]}; at rank "
         f"{ranks[-1]} bytes take {stream:.3g} of {latency[-1]:.3g} us ({100 * stream / latency[-1]:.0f} %)"
     )
-
-
-@why("C19")
-def one_row_sees_the_rank(rows: Rows) -> str:
-    return _line_through_ranks(rows, 1)
-
-
-@why("C20")
-def distinct_sees_the_rank(rows: Rows) -> str:
-    return _line_through_ranks(rows, 64)
 
 
 @why("C51")

@@ -383,9 +383,11 @@ def baseline_gains(rows: Rows) -> str:
     )
 
 
-@why("C41")
-def lora_adds_more(rows: Rows) -> str:
-    return split(Serving(rows, "7B"), (CONTINUOUS, "Identical"), (PUNICA, "Identical"))
+@why("C37", role="7B", slow=STATIC)
+@why("C40", role="70B", slow=PUNICA)
+@why("C41", role="7B", slow=PUNICA)
+def against_continuous_batching(rows: Rows, role: str, slow: str) -> str:
+    return split(Serving(rows, role), (CONTINUOUS, "Identical"), (slow, "Identical"))
 
 
 @why("C25")

@@ -6,8 +6,8 @@ arithmetic (`experiments.systems.rank_bytes`).
 
 import pandas as pd
 
-from experiments.claims.fig11 import CONTINUOUS, PUNICA, Serving, split
-from experiments.claims.finding import Finding, claim, why
+from experiments.claims.fig11 import CONTINUOUS, PUNICA, Serving
+from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import Rows, markdown
 
 BETTER, ALLOWED, ELSEWHERE = 0.85, 0.9, 15.0
@@ -36,11 +36,6 @@ def alike_70b(rows: Rows) -> Finding:
     cell = Serving(rows, "70B")
     share = cell.get(PUNICA, "Identical") / cell.get(CONTINUOUS, "Identical")
     return Finding({"ratio": share}, f"{share:.3f} ({cell.measured_model})", models=(cell.measured_model,))
-
-
-@why("C40")
-def not_alike(rows: Rows) -> str:
-    return split(Serving(rows, "70B"), (CONTINUOUS, "Identical"), (PUNICA, "Identical"))
 
 
 def ranks_table(rows: pd.DataFrame) -> list[str]:

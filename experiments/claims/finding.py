@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from experiments.claims.bounds import Interval
 from experiments.claims.rows import NoVerdict, Rows
@@ -42,7 +42,7 @@ CLAIMS: dict[str, ClaimFunction] = {}
 WHYS: dict[str, WhyFunction] = {}
 
 
-def claim(id: str, **chosen: str) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
+def claim(id: str, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
     """Register a function, called with ``chosen`` (a model, a workload), as our value of claim ``id``.
 
     A function that answers several claims is decorated once for each.
@@ -50,13 +50,13 @@ def claim(id: str, **chosen: str) -> Callable[[Callable[..., Finding]], Callable
     return _stored(CLAIMS, id, chosen)
 
 
-def why(id: str, **chosen: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+def why(id: str, **chosen: Any) -> Callable[[Callable[..., str]], Callable[..., str]]:
     """Register a function, called with ``chosen``, as the reason why our value of claim ``id`` differs."""
     return _stored(WHYS, id, chosen)
 
 
 def _stored(
-    table: dict[str, Callable[[Rows], T]], id: str, chosen: Mapping[str, str]
+    table: dict[str, Callable[[Rows], T]], id: str, chosen: Mapping[str, Any]
 ) -> Callable[..., Callable[..., T]]:
     def store(function: Callable[..., T]) -> Callable[..., T]:
         if id in table:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pandas as pd
 
-from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving, split
+from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim, why
 from experiments.claims.rows import NotMeasured, NotTestable, Rows, at, curve, model_for, pick
 from experiments.facts.models import MODELS, SECONDS
@@ -157,19 +157,12 @@ def replay(rule: str, workload: str, num_requests: int) -> Replay:
     return RULES[rule](outputs, popularity(workload).requests(num_requests).tolist())
 
 
-def _measured(rows: Rows, system: str, workload: str, metric: str) -> float | None:
-    """Return a number that the engine itself reported for Figure 11, None without one."""
+def _served(rows: Rows) -> Serving | None:
+    """Return Figure 11 of 7B, None where it was not measured."""
     try:
-        return Serving(rows, "7B").known(system, workload, metric)
+        return Serving(rows, "7B")
     except NotMeasured:
         return None
-
-
-def _longest_stream(rows: Rows) -> dict[str, float]:
-    try:
-        return Serving(rows, "7B").longest_stream(PUNICA, "Distinct")
-    except NotMeasured:
-        return {}
 
 
 def _beside(name: str, value: float | None) -> str:
@@ -184,7 +177,8 @@ def baseline_batches_are_small(rows: Rows) -> Finding:
         f"{uniform.share(1, 3):.3f} Uniform, {skewed.share(1, 3):.3f} Skewed; mean batch {uniform.mean_batch:.2f} "
         f"and {skewed.mean_batch:.2f} (1000 requests replayed)"
     )
-    measured = _beside("mean batch of Skewed", _measured(rows, CONTINUOUS, "Skewed", "mean_batch_size"))
+    cell = _served(rows)
+    measured = _beside("mean batch of Skewed", cell and cell.known(CONTINUOUS, "Skewed", "mean_batch_size"))
     quantities = {"uniform": uniform.share(1, 3), "skewed": skewed.share(1, 3)}
     return Finding(quantities, text + measured, SIMULATED)
 
@@ -198,7 +192,8 @@ def punica_runs_full(rows: Rows) -> Finding:
     full = steps.share(MAX_BATCH, MAX_BATCH)
     text = f"{steps.mean_batch:.1f}; {full:.3f} (1024 requests replayed)"
     quantities = {"mean_batch": steps.mean_batch, "share_full": full}
-    stream = _longest_stream(rows)
+    cell = _served(rows)
+    stream = cell.longest_stream(PUNICA, "Distinct") if cell else {}
     measured = stream["stream_mean_batch_size"] if stream.get("stream_requests", 0) >= LONG else None
     if measured is not None:
         quantities["measured_mean_batch"] = measured
@@ -219,8 +214,10 @@ def static_batching_wastes_steps(rows: Rows) -> Finding:
 
 
 def _throughput_gaps(rows: Rows) -> list[float]:
+    cell = _served(rows)
+    if cell is None:
+        return []
     try:
-        cell = Serving(rows, "7B")
         fastest = cell.get(CONTINUOUS, "Identical")
         return [fastest / cell.get(system, "Identical") for system in (STATIC, "deepspeed") if cell.has(system)]
     except NotMeasured:
@@ -237,8 +234,3 @@ def batches_are_not_full(rows: Rows) -> str:
         f"the {steps:.0f} steps of a stream of {requests:.0f} requests hold {mean:.3g} on the mean, "
         f"{100 * (1 - mean / cell.batch):.0f} % short of {cell.batch:g}"
     )
-
-
-@why("C37")
-def waste_shows_otherwise(rows: Rows) -> str:
-    return split(Serving(rows, "7B"), (CONTINUOUS, "Identical"), (STATIC, "Identical"))
