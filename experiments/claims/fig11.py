@@ -67,10 +67,14 @@ class Serving:
         found = self.frame[own & (self.frame["metric"] == metric)]
         return float(found["value"].iloc[0]) if len(found) else None
 
-    def best_baseline(self, workload: str) -> float:
-        """Return the fastest baseline; continuous batching, which wins in the paper, must be among them."""
+    def fastest_baseline(self, workload: str) -> str:
+        """Name the fastest baseline; continuous batching, which wins in the paper, must be among them."""
         self.get(CONTINUOUS, workload)
-        return max(self.get(system, workload) for system in baselines() if self.has(system))
+        return max(filter(self.has, baselines()), key=lambda system: self.get(system, workload))
+
+    def best_baseline(self, workload: str) -> float:
+        """Return the throughput of the fastest baseline."""
+        return self.get(self.fastest_baseline(workload), workload)
 
     def longest_stream(self, system: str, workload: str) -> dict[str, float]:
         """Return the longest stream that was served to its end, by metric; none without one."""
@@ -87,13 +91,11 @@ class Serving:
 
     def step_ms(self) -> float | None:
         """Return a step's time of Punica on Identical: a row, or tokens / throughput / steps; None when unknown."""
-        cells = self.frame[(self.frame["system"] == PUNICA) & (self.frame["workload"] == "Identical")]
-        known = cells.drop_duplicates("metric").set_index("metric")["value"]
-        if "implied_time_per_step" in known:
-            return float(known["implied_time_per_step"])
-        if {"total_tokens", "steps"} <= set(known.index):
-            return float(1e3 * known["total_tokens"] / self.get(PUNICA, "Identical") / known["steps"])
-        return None
+        metrics = ("implied_time_per_step", "total_tokens", "steps")
+        implied, tokens, steps = (self.known(PUNICA, "Identical", name) for name in metrics)
+        if implied is not None or tokens is None or steps is None:
+            return implied
+        return 1e3 * tokens / self.get(PUNICA, "Identical") / steps
 
 
 def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
@@ -318,15 +320,10 @@ def mixing_costs(rows: Rows) -> str:
     return split(cell, (PUNICA, "Identical"), (PUNICA, "Distinct")) + _model_share(cell, "Identical", "Distinct")
 
 
-def _best(cell: Serving, workload: str) -> str:
-    best = cell.best_baseline(workload)
-    return next(name for name in baselines() if cell.has(name) and cell.get(name, workload) == best)
-
-
 @why("C29")
 def gain_on_distinct(rows: Rows) -> str:
     cell = Serving(rows, "7B")
-    return split(cell, (PUNICA, "Distinct"), (_best(cell, "Distinct"), "Distinct"))
+    return split(cell, (PUNICA, "Distinct"), (cell.fastest_baseline("Distinct"), "Distinct"))
 
 
 @why("C30")

@@ -7,13 +7,14 @@ right tokens before it is timed on a workload.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from experiments.facts.systems import SYSTEMS
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
 from experiments.systems.check import Agreement, check_tokens
 from experiments.systems.engine_systems import EngineSystem
-from experiments.systems.serving import Served, ServingSystem, Step, built
+from experiments.systems.serving import Served, Step, built
 from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.timeline import Timeline
 from experiments.systems.windows import Window, draw_windows
@@ -57,10 +58,16 @@ class StreamBench:
         self.world, self.stream = world, stream
         self._check, self._whole = (check_requests, check_tokens), whole
         self._checked_whole: dict[str, Agreement] = {}
-        self._systems: dict[str, ServingSystem] = {}
-        self._jobs: dict[str, list[Job]] = {}
-        self._drawn: dict[tuple[str, str, int], Drawn] = {}
         self._checked: dict[tuple[str, str], Agreement] = {}
+        self._system = cache(partial(built, world=world))
+        sizes = stream.requests, stream.max_len, world.vocab_size, stream.lengths
+        self.jobs = jobs = cache(lambda workload: paper_stream(workload, *sizes))
+
+        def draw(workload: str, admission: str, steps: int) -> Drawn:
+            timeline = timeline_of(jobs(workload), admission, world.limits.max_batch_size)
+            return Drawn(jobs(workload), timeline, draw_windows(timeline, stream.draws, stream.pieces, steps))
+
+        self._drawn = cache(draw)
 
     def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
         """Time one draw. `CheckFailed` when tokens are wrong, or steps held other work than the replay says."""
@@ -76,43 +83,21 @@ class StreamBench:
 
     def drawn(self, system: str, workload: str) -> Drawn:
         """Return the stream of `workload` under the admission rule of `system`, and its windows."""
-        facts, stream = SYSTEMS.get(system), self.stream
-        steps = stream.slow_steps if facts.slow else stream.steps
-        key = (workload, facts.admission, steps)
-        if key not in self._drawn:
-            jobs = self.jobs(workload)
-            timeline = timeline_of(jobs, facts.admission, self.world.limits.max_batch_size)
-            self._drawn[key] = Drawn(jobs, timeline, draw_windows(timeline, stream.draws, stream.pieces, steps))
-        return self._drawn[key]
-
-    def jobs(self, workload: str) -> list[Job]:
-        """Return the requests of `workload`."""
-        if workload not in self._jobs:
-            stream = self.stream
-            self._jobs[workload] = paper_stream(
-                workload, stream.requests, stream.max_len, self.world.vocab_size, stream.lengths
-            )
-        return self._jobs[workload]
+        facts = SYSTEMS.get(system)
+        steps = self.stream.slow_steps if facts.slow else self.stream.steps
+        return self._drawn(workload, facts.admission, steps)
 
     def serve_whole(self, system: str, workload: str) -> Served:
         """Serve the whole stream, which windows predict; for short streams."""
         return self._system(system).serve(self.jobs(workload))
-
-    def _system(self, name: str) -> ServingSystem:
-        if name not in self._systems:
-            self._systems[name] = built(name, self.world)
-        return self._systems[name]
 
     def _agreement(self, system: str, workload: str) -> Agreement:
         if (system, workload) not in self._checked:
             jobs = shortened(self.jobs(workload), *self._check)
             self._checked[system, workload] = check_tokens(self._system(system), jobs)
         found = self._checked[system, workload]
-        return found if self._whole is None or not self._own(system) else found & self._whole_agreement(system)
-
-    def _own(self, system: str) -> bool:
-        """Check whether it runs on our engine; the others are the reference's own model, batched."""
-        return isinstance(self._system(system), EngineSystem)
+        own = isinstance(self._system(system), EngineSystem)  # the others are the reference's own model, batched
+        return found & self._whole_agreement(system) if own and self._whole else found
 
     def _whole_agreement(self, system: str) -> Agreement:
         if system not in self._checked_whole:

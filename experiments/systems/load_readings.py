@@ -1,6 +1,6 @@
 """Readings of a trace of requests that arrived by the clock (`open_loop`): latencies, steps, places of adapters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 import numpy as np
@@ -35,10 +35,11 @@ def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
 
     `time_per_output_token` is a request's mean gap between tokens, `inter_token_latency` every single gap.
     """
-    stopped = trace.end
-    firsts = [(request.first if request.first is not None else stopped) - request.at for request in users]
-    wholes = [(request.last if request.is_done and request.last else stopped) - request.at for request in users]
-    queues = [(request.joined if request.joined is not None else stopped) - request.at for request in users]
+
+    def waits(times: Iterable[float | None]) -> list[float]:
+        ends = (trace.end if end is None else end for end in times)
+        return [end - request.at for end, request in zip(ends, users, strict=True)]
+
     gaps = [
         (request.last - request.first) / (request.tokens - 1)
         for request in users
@@ -46,11 +47,11 @@ def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
     ]
     steps = [float(request.step - request.before + 1) for request in users if request.step is not None]
     return [
-        *tail("time_to_first_token", firsts, MS, "ms"),
+        *tail("time_to_first_token", waits(one.first for one in users), MS, "ms"),
         *tail("time_per_output_token", gaps, MS, "ms"),
         *tail("inter_token_latency", [gap for request in users for gap in request.gaps], MS, "ms"),
-        *tail("request_latency", wholes, MS, "ms"),
-        *tail("queue_time", queues, MS, "ms"),
+        *tail("request_latency", waits(one.last if one.is_done else None for one in users), MS, "ms"),
+        *tail("queue_time", waits(one.joined for one in users), MS, "ms"),
         *tail("steps_to_first_token", steps, 1.0, "steps"),
         *_counts(users, counts_of(trace.requests, trace.strangers)),
     ]

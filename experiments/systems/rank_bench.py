@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
@@ -23,7 +23,7 @@ from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import Agreement, check_tokens
 from experiments.systems.engine_systems import EngineSystem
 from experiments.systems.hf_backend import PeftBackend
-from experiments.systems.serving import ServingSystem, built
+from experiments.systems.serving import built
 from experiments.systems.stream import Job, shortened
 from experiments.systems.weights import Limits, exported
 from experiments.systems.world import World
@@ -62,8 +62,7 @@ class RankBench(StreamBench):
         check_layers: int, adapters: dict[str, Any],
     ) -> None:  # fmt: skip
         small = replace(model, num_hidden_layers=min(check_layers, model.num_hidden_layers))
-        self._check_world = RankWorld(small, device, limits, **adapters)
-        self._small: dict[str, ServingSystem] = {}
+        self._small = cache(partial(built, world=RankWorld(small, device, limits, **adapters)))
         super().__init__(RankWorld(model, device, limits, **adapters), stream, *check)
 
     def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
@@ -75,13 +74,11 @@ class RankBench(StreamBench):
     def _agreement(self, system: str, workload: str) -> Agreement:
         if (system, workload) not in self._checked:
             jobs = shortened(self.jobs(workload), *self._check)
-            if system not in self._small:
-                self._small[system] = built(system, self._check_world)
-            self._checked[system, workload] = check_tokens(self._small[system], jobs)
+            self._checked[system, workload] = check_tokens(self._small(system), jobs)
         return self._checked[system, workload]
 
     def _engine_system(self, name: str) -> EngineSystem:
-        system: ServingSystem = self._system(name)
+        system = self._system(name)
         if not isinstance(system, EngineSystem):
             raise TypeError(f"{name} does not run on ranks: choose a system on our engine")
         return system
