@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 
+from experiments.facts.systems import without_lora
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from experiments.systems.world import World
 
 CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
-WITHOUT_LORA = ("continuous_batching", "static_batching")
+WITHOUT_LORA = tuple(without_lora())
 DECODE_STEPS = 5
 """Of the bound on Punica's p99 time to first token, beside the step of its own prompt."""
 
@@ -152,7 +153,8 @@ class LoadBench:
     """The systems of `cfg`, checked."""
 
     def __init__(self, cfg: Config) -> None:
-        from experiments.systems import Limits, World
+        from experiments.systems.weights import Limits
+        from experiments.systems.world import World
 
         figure, engine, adapters = cast(LoadConf, cfg.figure), cfg.engine, cfg.adapters
         limits = Limits(engine.max_batch_size, figure.max_len, engine.block_size, engine.num_blocks)
@@ -165,7 +167,7 @@ class LoadBench:
 
     def jobs(self, workload: str) -> list[Job]:
         """The stream of `workload`."""
-        from experiments.systems import paper_stream
+        from experiments.systems.stream import paper_stream
 
         figure = self._figure
         return paper_stream(workload, figure.requests, figure.max_len, self.world.vocab_size, figure.lengths)

@@ -179,7 +179,8 @@ class ManyBench:
     """Engines of one world, checked; those of one way to hold adapters at a time."""
 
     def __init__(self, cfg: Config) -> None:
-        from experiments.systems import Limits, World
+        from experiments.systems.weights import Limits
+        from experiments.systems.world import World
 
         figure, adapters = cast(ManyConf, cfg.figure), cfg.adapters
         limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
@@ -193,7 +194,7 @@ class ManyBench:
 
     def jobs(self, workload: str, adapters: int) -> list[Job]:
         """The stream in which each request draws one of `adapters` adapters."""
-        from experiments.systems import paper_stream
+        from experiments.systems.stream import paper_stream
         from punica.workload import drawn_adapters
 
         figure = self._figure

@@ -60,8 +60,8 @@ class Placement(Experiment):
     passes = 1  # a simulation repeats itself
 
     def points(self, cfg: Config) -> list[Point]:
-        from experiments.cluster.chosen_cost import panel_of
         from experiments.cluster.placed import MODEL, settings
+        from experiments.cluster.recorded import panel_of
 
         figure = cast(PlacementConf, cfg.figure)
         about = settings(cfg, figure)

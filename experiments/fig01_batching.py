@@ -1,16 +1,14 @@
-"""Figure 1: how prefill and decode latency grow with the batch.
+"""Figure 1: prefill and decode latency over the batch.
 
-Claim (section 3.2): batching hardly slows down a decode step of short contexts (11 to 13 ms from batch 1 to 32),
-about twofold at 2048 tokens, because the weights are read once for the whole batch; prefill, which computes instead
-of reading, takes time in proportion to the batch. Expected shape: nearly flat decode lines that fan out with the
-context, straight prefill lines.
+Claim (section 3.2): batching hardly slows a decode step of short contexts (11 to 13 ms from batch 1 to 32), about
+twofold at 2048 tokens, because weights are read once for the whole batch; prefill takes time in proportion to it.
+Expected shape: nearly flat decode lines that fan out with the context, straight prefill lines.
 
-Timed: one batched invocation of the backbone without LoRA and without the output head's sampling: `prefill`
-computes `batch` prompts of the full length, `decode` one token of `batch` requests with that many cached tokens.
-The timer is the host's clock, a step at a time; a prefill that takes longer than `scale.seconds_per_point` is timed
-once per pass. On a GPU steps run as in the engine, as the replay of a CUDA graph; prompts of more rows than the engine
-has in a step are launched kernel by kernel. Before anything is timed, decoding through the paged cache is checked
-against computing the whole sequence at once.
+Timed: one batched invocation of the backbone without LoRA and without sampling: `prefill` computes `batch` prompts of
+the full length, `decode` one token of `batch` requests with that many cached tokens. Clock: the host's, a step at a
+time; a prefill longer than `scale.seconds_per_point` is timed once per pass. On a GPU steps replay CUDA graphs, as in
+the engine, but for prompts of more rows than its steps have. First, decoding through the paged cache is checked against
+computing the whole sequence at once.
 
 Cost at scale=laptop: about 1 minute on two cores, 3 GB; at scale=gpu a minute per model.
 """
@@ -43,7 +41,7 @@ class BatchingConf(FigureConf):
 
 
 def fits(seq_lens: list[int], cfg: Config) -> list[int]:
-    """The lengths that the model has positions for; `ConfigError` when there is none."""
+    """Keep the lengths that the model has positions for; `ConfigError` when none is left."""
     limit = cfg.model.max_position_embeddings
     if min(seq_lens) > limit:
         raise ConfigError(
@@ -81,14 +79,14 @@ class Fig01(Experiment):
             step = invocation.decode_step(rows, length)
         else:
             step = invocation.prefill_step(rows, length)
-            # What a first call finds, memory and kernels, is lost in the time of many rows, and on a CPU of any.
+            # a first call's extra time is lost in that of many rows, and on a CPU of any
             warm = cfg.hardware.device == "cuda" and rows * length <= MOST_CAPTURED_ROWS
             clock = replace(clock, warmup=int(warm), min_repeats=1)  # seconds each: once is enough
         samples = time_side_by_side({"step": [step]}, clock)["step"]
         return sampled("step_latency", [1e3 * seconds for seconds in samples], "ms")
 
     def _invocation(self, cfg: Config) -> Invocation:
-        """The checked model, built once for a whole run."""
+        """Build and check the model, once for a whole run."""
         from experiments.benches.model_steps import Invocation, check_decode, random_llama, step_tokens
 
         def checked() -> Invocation:
@@ -102,7 +100,7 @@ class Fig01(Experiment):
         return self.kept(cfg.model.name, checked)
 
     def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`frame` with the context length as a line name, and panels by model: the paper's, whose part one plays."""
+        """Name lines by context length, and panels by the model of the paper that was played."""
         from experiments.plots.frames import role_of
 
         models = frame["model"].map(lambda name: role_of(name) or name).astype(str)

@@ -1,13 +1,12 @@
 """Figure 7: one SGMV launch (expand, 16 -> 4096) on the roofline.
 
 Claim (section 7.1): with distinct adapters the arithmetic intensity does not depend on the batch, and FLOP/s rise with
-it through parallelism alone; with one adapter the intensity grows with the batch and FLOP/s climb with it; Uniform and
-Skewed lie between. Expected shape: Distinct moves straight up, Identical up and to the right.
+it through parallelism alone; with one adapter intensity and FLOP/s climb with the batch; Uniform and Skewed are
+between. Expected shape: Distinct moves straight up, Identical up and to the right.
 
-Timed: one expand launch, y += v B^T, after a check against the reference on the same inputs. The segment plan is built
-outside the timing, as a server builds it once per step for all layers. The roof is the machine's: measured, and
-on a known GPU that of its data sheet as well. Intensity counts the bytes of the dtype that ran, and, for the paper's
-own scale, two.
+Timed: one expand launch, y += v B^T, after a check against the reference; the segment plan is built before, as once per
+step in a server. The roof is measured, and on a known GPU also its data sheet's. Intensity counts the bytes of the
+dtype that ran, and, for the paper's own scale, two.
 
 Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
 """
@@ -73,7 +72,7 @@ def _readings(rows: int, workload: str, rank: int, h2: int, element_bytes: int, 
 
 
 def _roof(cfg: Config, panel: str) -> list[Reading]:
-    """The two lines of a roofline: measured on this device, or of its data sheet in `conf/hardware`."""
+    """Return the two lines of a roofline: measured on this device, or of its data sheet in `conf/hardware`."""
     hardware, dtype = cfg.hardware, operator_conf(cfg).dtype.name
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
     if panel == SHEET:

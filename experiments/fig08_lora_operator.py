@@ -1,16 +1,14 @@
 """Figure 8: six ways to compute the LoRA operator for a batch of many adapters.
 
 Claim (section 7.1): SGMV beats Loop and Gather-BMM at every batch size in every workload; its latency grows about
-threefold over batch 1 to 64 when every row has its own adapter, and hardly at all when rows share them. Expected shape:
-Loop grows with the number of adapters, Gather and Gather-BMM with the number of rows, SGMV stays lowest.
+threefold over batch 1 to 64 when every row has its own adapter, and hardly when rows share them. Expected shape: Loop
+grows with the number of adapters, Gather and Gather-BMM with the number of rows, SGMV stays lowest.
 
-Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16 (shrink and expand; the paper's script of that day may have run
-shrink twice, disagreement D05). Gather copies each row's A and B; BMM multiplies copies made beforehand; Gather-BMM
-does both. `grouped_mm` is torch's own grouped matmul, which the paper did not have. All run interleaved on the same
-inputs, each after a check against the reference.
+Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16 (the paper's script may have run shrink twice, D05). Gather
+copies each row's A and B; BMM multiplies copies made beforehand; Gather-BMM does both; `grouped_mm` is torch's grouped
+matmul, which the paper did not have. All run interleaved on the same inputs, each after a check against the reference.
 
-On a CPU, Gather and Gather-BMM jump once a copy exceeds 32 MB: from there glibc maps fresh pages for every call. That
-is what PyTorch costs on a CPU, and says nothing about a GPU, whose allocator keeps its memory.
+On a CPU, Gather and Gather-BMM jump once a copy exceeds 32 MB, from where glibc maps fresh pages for every call.
 
 Cost at scale=laptop: about 1 minute on two cores, 0.5 GB.
 """

@@ -1,12 +1,11 @@
 """Figure 9: the LoRA operator at ranks 8, 16, 32 and 64.
 
-Claim (section 7.1): the latency of a single row does not depend on the rank; with distinct adapters latency at batch
-64 rises with the rank; where rows share adapters it is flat over the batch at every rank. Expected shape: Distinct fans
-out with the rank, the other three stay together near the bottom.
+Claim (section 7.1): the latency of a single row does not depend on the rank; with distinct adapters latency at batch 64
+rises with it; where rows share adapters it is flat over the batch at every rank. Expected shape: Distinct fans out with
+the rank, the other three stay together near the bottom.
 
-Timed: `SGMV` is shrink and expand, 4096 -> r -> 4096; `SGMV expand` is the expand launch alone. The paper's script
-times one expand, and its plotted values are twice that (disagreement D06), so the first is what the paper's curve is
-drawn beside; the second, dotted, shows what the script timed. Each is checked against the reference before it is timed.
+Timed: `SGMV` is shrink and expand, 4096 -> r -> 4096; `SGMV expand`, dotted, the expand launch alone, which the paper's
+script times; its plotted values are twice that (D06). Each is checked against the reference first.
 
 Cost at scale=laptop: about 1 minute on two cores, 0.3 GB.
 """

@@ -1,15 +1,13 @@
 """Figure 10: one transformer layer with LoRA, a decode step of many adapters.
 
-Claim (section 7.1): the layer's latency is nearly the same whatever the popularity, and grows moderately from batch
-1 to 32 (the text says 72 %, which fits the curves of length 2048; those of length 512 grow by 28 to 49 %,
-disagreement D02). Expected shape: four lines close together, Distinct slightly above, steeper at the longer
-context.
+Claim (section 7.1): the layer's latency is nearly the same whatever the popularity, and grows moderately from batch 1
+to 32 (by 72 % in the text, which fits length 2048; by 28 to 49 % at length 512, D02). Expected shape: four lines close
+together, Distinct slightly above, steeper at the longer context.
 
 Timed: one decoder layer (norms, seven projections with rank-16 adapters, paged attention, SwiGLU) on one row per
-request, all with the same context length. Segment metadata is set outside the timing, once per step as a server
-does for all layers. On a GPU many calls make one CUDA graph, as layers make the engine's: their weights, more than the
-caches hold, come from memory every time. Every slot holds an adapter of its own. Before timing, rows of the batch are
-checked against the same rows run alone, with and without their adapter.
+request, all with the same context length; segment metadata is set before, as once per step in a server. On a GPU many
+calls make one CUDA graph over more weights than the caches hold. Every slot holds an adapter of its own. First, rows of
+the batch are checked against the same rows run alone, with and without their adapter.
 
 Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 40 seconds per model.
 """
@@ -80,7 +78,7 @@ class Fig10(Experiment):
         return sampled("layer_latency", microseconds(cfg, {"layer": [layer]})["layer"], "us")
 
     def _bench(self, cfg: Config, rank: int) -> LayerBench:
-        """The layer with its adapters, built once per rank."""
+        """Build the layer with its adapters, once per rank."""
         from experiments.benches.layer_bench import LayerBench
         from experiments.benches.model_steps import step_tokens
 

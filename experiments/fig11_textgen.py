@@ -4,44 +4,35 @@ Claim (section 7.2): Punica keeps its throughput whatever the popularity, and is
 where requests differ (Distinct), because a baseline's batch holds one adapter and so, nearly always, one request.
 Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, close to or above Punica on Identical.
 
-The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start
-(lengths are scaled to `scale.max_len`). It takes 32 000 steps at batch 32 and a million at batch 1, so what is timed
-are windows of it (`experiments.systems.windows`): the scheduler is replayed without a model, runs of consecutive steps
-are drawn whose tokens per step, requests, contexts and prompts agree with the stream's when steps with a prefill weigh
-as much as in the stream (rows `tokens_per_step` and `stream_tokens_per_step`, and so on), and a system runs them as it
-would there: with prefills, joins, departures, adapter loads, over a KV cache full of noise. Every pass takes another
-draw, and goes over all systems and workloads by turns, so that a slow minute falls on no system and no workload alone.
-
-`figure.whole_stream=true` serves the stream to its end instead and prints what windows predict beside it; streams of
-different lengths have rows side by side. A short one takes about 5 minutes on two cores:
+The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start,
+lengths scaled to `scale.max_len`. It takes 32 000 steps at batch 32 and a million at batch 1, so windows of it are
+timed (`experiments.systems.windows`). A system runs them as in the stream: with prefills, joins, departures and adapter
+loads, over a KV cache full of noise. Every pass takes another draw, and takes systems and workloads by turns, so that a
+slow minute falls on none alone. `figure.whole_stream=true` serves the stream to its end and prints what windows predict
+beside it; streams of different lengths have rows side by side. A short one takes about 5 minutes on two cores:
 
     python -m experiments.fig11_textgen figure.whole_stream=true scale.requests=64 scale.passes=1 scale.tries=0 \
         system=punica workload=distinct draw=false
 
 Throughput counts prompt and new tokens (D13); `new_token_throughput` only new ones. `continuous_batching` and
-`static_batching` are our engine without LoRA, one adapter per batch (`experiments.systems`): the policies of the
-paper's vLLM, and of its FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT was. All systems
-have the same matrix product (on a GPU, Hugging Face has the faster of ours and torch's, which take the device as long:
-ours takes longer to launch). Switching adapters is charged to Punica and not to the baselines.
-`punica_last_admitted` is Punica with the released harness's index rule (D04). On a GPU all systems of the engine run as
+`static_batching` are our engine without LoRA, one adapter per batch: the policies of the paper's vLLM, and of its
+FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT was. All systems have the same matrix
+product (on a GPU, Hugging Face has the faster of ours and torch's). Switching adapters is charged to Punica and not to
+the baselines. `punica_last_admitted` has the released harness's index rule (D04). On a GPU the engine's systems run as
 CUDA graphs, captured before the clock.
 
-Before timing, the first tokens of a few requests of each workload are compared with Hugging Face's, one request at a
-time, which also warms up; and once for each system on our engine those of `figure.whole_requests` up to
-`figure.whole_tokens`: on a GPU 8 requests from end to end, on a laptop 3 up to 32 tokens (`systems.check`).
-Where all systems involved were measured, ratio rows follow, per draw: speed-up over the best baseline, and over PEFT's
-mixed batches split into `operator_gain` (punica_static / hf_peft_mixed) and `continuous_batching_gain` (punica /
-punica_static). `operator_gain` is not the LoRA operator's alone: it holds all that differs between the two stacks but
-batching, on a CPU too. On a GPU Transformers launches each kernel from Python, without a CUDA graph. Across workloads,
-Punica on Distinct and Identical over the backbone alone on Identical, and over each other. The report holds them
-against what was asked of an H200.
+Before timing, the first tokens of a few requests of each workload are compared with Hugging Face's, and once for each
+system on our engine `figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw:
+speed-up over the best baseline, and over PEFT's mixed batches split into `operator_gain` (punica_static /
+hf_peft_mixed) and `continuous_batching_gain` (punica / punica_static). `operator_gain` holds all that differs between
+the two stacks but batching: on a GPU Transformers launches each kernel from Python, without a CUDA graph. Across
+workloads, Punica on Distinct and Identical over the backbone alone on Identical, and over each other.
 
 Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six windows of 100 steps per cell (10 of PEFT's
-mixed batches, whose steps take up to 1.7 seconds), two in each of three passes: on an H200 with model=llama2-7b 2.5
-minutes for the first pass of the systems of our engine, checks included, and 40 s for each further one; Hugging Face's,
-whose host launches every kernel, are expected to add 3 minutes a pass; 75 and 120 GB, at scale=gpu too (7B's Distinct
-alone: 72). A command there ends after 8 minutes (`scale.minutes`), and the same command again goes on where it ended.
-In pieces, of 13B the last one split by workloads:
+mixed batches), two in each of three passes: on an H200 with model=llama2-7b 2.5 minutes for the first pass of the
+engine's systems, checks included, and 40 s for each further one; Hugging Face's are expected to add 3 minutes a pass;
+75 and 120 GB, at scale=gpu too (7B's Distinct alone: 72). A command there ends after 8 minutes, and the same command
+again continues. In pieces, of 13B the last one split by workloads:
 
     python -m experiments.fig11_textgen scale=paper model=llama2-7b draw=false \
         system.names=[punica,punica_static,punica_last_admitted,static_batching,continuous_batching]
@@ -51,7 +42,7 @@ In pieces, of 13B the last one split by workloads:
     python -m experiments.fig11_textgen scale=paper model=llama2-13b draw=false workload.names=[Distinct,Uniform]
     python -m experiments.fig11_textgen scale=paper model=llama2-13b
 
-In full, once: 256 requests per cell, and 1,024 on Distinct; what a serving takes is served once, not in passes:
+Whole streams, once: 256 requests per cell, and 1,024 on Distinct:
 
     python -m experiments.fig11_textgen scale=paper model=llama2-7b figure.whole_stream=true scale.requests=256 \
         scale.passes=1 scale.tries=0 system=punica draw=false
@@ -70,6 +61,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 
+from experiments.facts.systems import SYSTEMS, measured_baselines
 from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings
 from experiments.harness.settings import folders
@@ -77,25 +69,22 @@ from experiments.harness.source import source_of
 from punica.measure.records import Row, read_rows
 
 if TYPE_CHECKING:
-    from experiments.systems import StreamBench
+    from experiments.systems.bench import StreamBench, StreamConf
+    from experiments.systems.weights import Limits
 
 RATIOS, ACROSS = "ratios", "across workloads"
 BACKBONE = "continuous_batching"
-BASELINES = ("hf_peft", "static_batching", "continuous_batching")
-"""One adapter per batch; PEFT's mixed batches are compared on their own."""
-WITHOUT_LORA = ("static_batching", "continuous_batching")
-SLOW = ("hf_peft_mixed",)
 LENGTHS = ("released", "stated")
 
 
 @dataclass
 class TextgenConf(FigureConf):
-    """Figure 11: the stream, its windows, and what is checked before a system is timed."""
+    """Figure 11: the stream, its windows, and the checks before a system is timed."""
 
     lengths: str = MISSING  # released or stated, see systems.stream
     pieces: int = MISSING  # runs of steps in a draw ...
     steps: int = MISSING  # ... and steps in a run ...
-    slow_steps: int = MISSING  # ... and in one of a system of `SLOW`
+    slow_steps: int = MISSING  # ... and in one of a slow system
     check_requests: int = MISSING
     check_tokens: int = MISSING
     whole_requests: int | None = None  # of those that are compared over whole sequences; none: none are
@@ -115,28 +104,29 @@ class Fig11(Experiment):
 
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)
+        systems, workloads = set(cfg.system.names), set(cfg.workload.names)
         whole = cast(TextgenConf, cfg.figure).whole_stream
         panel = f"{cfg.model.paper_name} Model{whole_stream(cfg)}"
-        limit, points = cfg.engine.max_batch_size, []
+
+        def point(panel: str, system: str, workload: str, rank: int | None, slow: bool = False) -> Point:
+            limit, settings = cfg.engine.max_batch_size, settings_of(cfg, slow)
+            return Point(panel, system, workload, cfg.model.name, limit, None, rank, settings)
+
+        points = []
+        compared = {"punica", "punica_static", "hf_peft_mixed", *measured_baselines()} <= systems
         for workload in cfg.workload.names:
             for rank in cfg.adapters.ranks:
-                for system in cfg.system.names:
-                    used = None if system in WITHOUT_LORA else rank
-                    settings = settings_of(cfg, slow=system in SLOW)
-                    points.append(Point(panel, system, workload, cfg.model.name, limit, None, used, settings))
-                if not whole and {"punica", "punica_static", "hf_peft_mixed", *BASELINES} <= set(cfg.system.names):
-                    ratio_panel = f"{panel} {RATIOS}"
-                    settings = settings_of(cfg)
-                    points.append(Point(ratio_panel, "punica", workload, cfg.model.name, limit, None, rank, settings))
-        across = {"punica", BACKBONE} <= set(cfg.system.names) and {"Distinct", "Identical"} <= set(cfg.workload.names)
-        if across and not whole:
-            for rank in cfg.adapters.ranks:
-                place = f"{panel}, {ACROSS} {RATIOS}", "punica", "Distinct", cfg.model.name, limit, None, rank
-                points.append(Point(*place, settings_of(cfg)))
+                for one in map(SYSTEMS.get, cfg.system.names):
+                    points.append(point(panel, one.name, workload, rank if one.lora else None, one.slow))
+                if compared and not whole:
+                    points.append(point(f"{panel} {RATIOS}", "punica", workload, rank))
+        if {"punica", BACKBONE} <= systems and {"Distinct", "Identical"} <= workloads and not whole:
+            across = f"{panel}, {ACROSS} {RATIOS}"
+            points += [point(across, "punica", "Distinct", rank) for rank in cfg.adapters.ranks]
         return points
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
-        """Each alone, rank by rank (systems without LoRA with the first), systems and workloads by turns."""
+        """Take each alone, rank by rank (systems without LoRA with the first), systems and workloads by turns."""
         workloads, systems, ranks = (
             list(dict.fromkeys(found))
             for found in zip(*[(point.workload, point.system, point.rank) for point in points], strict=True)
@@ -174,18 +164,13 @@ class Fig11(Experiment):
         return found.readings()
 
     def _bench(self, cfg: Config, point: Point) -> StreamBench:
-        """Systems, adapters and backbone, built once per rank; systems without LoRA take what is there."""
-        from experiments.systems import Limits, StreamBench, StreamConf, World
-        from experiments.systems.whole_stream import DRAWS
+        """Build systems, adapters and backbone once per rank; systems without LoRA take what is there."""
+        from experiments.systems.bench import StreamBench
+        from experiments.systems.world import World
 
-        figure, scale, engine, adapters = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine, cfg.adapters
+        figure, adapters = cast(TextgenConf, cfg.figure), cfg.adapters
+        limits, stream = sizes_of(cfg)
         rank = point.rank or adapters.ranks[0]
-        key = (cfg.model.name, rank, engine.max_batch_size, scale.max_len, figure.lengths, cfg.hardware.device)
-        limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
-        draws = DRAWS if figure.whole_stream else scale.passes
-        windows = (draws, figure.pieces, figure.steps, figure.slow_steps)
-        stream = StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
-
         asked = figure.whole_requests, figure.whole_tokens
         whole = None if None in asked else cast(tuple[int, int], asked)
 
@@ -193,27 +178,28 @@ class Fig11(Experiment):
             world = World(cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
             return StreamBench(world, stream, figure.check_requests, figure.check_tokens, whole)
 
+        key = (cfg.model.name, rank, limits.max_batch_size, limits.max_len, figure.lengths, cfg.hardware.device)
         return self.kept(key, build)
 
     def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
-        """From the rows on disk of the same repeat. `CheckFailed` when one is missing because its check failed."""
         panel, across = point.panel.removesuffix(f" {RATIOS}"), point.panel.endswith(f"{ACROSS} {RATIOS}")
-        found = self._throughputs(cfg, point, panel.removesuffix(f", {ACROSS}"))
         workloads = ("Distinct", "Identical") if across else (point.workload,)
         systems = ("punica", BACKBONE) if across else cfg.system.names
         cells = [(system, workload) for system in systems for workload in workloads]
-        if missing := [system if not across else f"{system} on {load}" for system, load in cells
-                       if (system, load) not in found]:  # fmt: skip
-            raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")
-        disturbed = any(found[cell].disturbed for cell in cells)
-        values = {cell: found[cell].value for cell in cells}
+        panel = panel.removesuffix(f", {ACROSS}")
+        found = self.on_disk(cfg, point, panel, cells, "{0} on {1}" if across else "{0}")
+        disturbed = any(found[*cell, "throughput"].disturbed for cell in cells)
+        values = {cell: found[*cell, "throughput"].value for cell in cells}
         if across:
             return across_workloads(values, disturbed)
         return ratios({system: value for (system, _), value in values.items()}, disturbed)
 
-    def _throughputs(self, cfg: Config, point: Point, panel: str) -> dict[tuple[str, str], Row]:
-        """By system and workload, of the repeat of `point` and the code of today."""
-        rows = read_rows(folders(cfg).fresh_rows / f"{self.name}.csv")
+    def on_disk(
+        self, cfg: Config, point: Point, panel: str, cells: Iterable[tuple[str, str]], called: str = "{0} on {1}"
+    ) -> dict[tuple[str, str, str], Row]:
+        """Read the rows of the repeat of `point` and today's code, by system, workload and metric. `CheckFailed` when
+        the throughput of one of `cells` is missing because its check failed.
+        """
         source = source_of(self)
         cell = (panel, point.model, point.batch_size, cfg.scale.name, cfg.timer.name, point.repeat)
 
@@ -221,20 +207,36 @@ class Fig11(Experiment):
             mine = (row.panel, row.model, row.batch_size, row.scale, row.timer, row.repeat)
             return mine == cell and row.rank in (None, point.rank) and row.source_hash == source
 
-        return {(row.system, row.workload): row for row in rows if row.metric == "throughput" and belongs(row)}
+        rows = filter(belongs, read_rows(folders(cfg).fresh_rows / f"{self.name}.csv"))
+        found = {(row.system, row.workload, row.metric): row for row in rows}
+        if missing := [called.format(*one) for one in cells if (*one, "throughput") not in found]:
+            raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")
+        return found
 
 
 def whole_stream(cfg: Config) -> str:
-    """What a panel of whole streams adds to its name; streams of other lengths are other panels."""
+    """Return the suffix of a panel of whole streams; streams of other lengths are other panels."""
     whole = cast(TextgenConf, cfg.figure).whole_stream
     return f", whole stream, {cfg.scale.requests} requests" if whole else ""
 
 
+def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
+    """Build the limits of a batch, and the stream with its windows."""
+    from experiments.systems.bench import StreamConf
+    from experiments.systems.weights import Limits
+    from experiments.systems.whole_stream import DRAWS
+
+    figure, scale, engine = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine
+    windows = (DRAWS if figure.whole_stream else scale.passes, figure.pieces, figure.steps, figure.slow_steps)
+    limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
+    return limits, StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
+
+
 def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> list[Reading]:
-    """What Punica gains, from the throughput of each system on one workload."""
+    """Compute Punica's gains, from the throughput of each system on one workload."""
     punica, static, mixed = (throughput[name] for name in ("punica", "punica_static", "hf_peft_mixed"))
     found = {
-        "speedup_over_best_baseline": punica / max(throughput[name] for name in BASELINES),
+        "speedup_over_best_baseline": punica / max(throughput[name] for name in measured_baselines()),
         "speedup_over_hf_peft_mixed": punica / mixed,
         "operator_gain": static / mixed,
         "continuous_batching_gain": punica / static,
@@ -243,7 +245,7 @@ def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> li
 
 
 def across_workloads(throughput: Mapping[tuple[str, str], float], disturbed: bool | None = None) -> list[Reading]:
-    """What different adapters, and adapters at all, cost Punica, from throughputs by system and workload."""
+    """Compute what different adapters, and adapters at all, cost Punica, from throughputs by system and workload."""
     distinct, identical = (throughput["punica", workload] for workload in ("Distinct", "Identical"))
     backbone = throughput[BACKBONE, "Identical"]
     found = {
@@ -255,7 +257,7 @@ def across_workloads(throughput: Mapping[tuple[str, str], float], disturbed: boo
 
 
 def settings_of(cfg: Config, slow: bool = False) -> dict[str, Any]:
-    """What decides the numbers beside the columns of a point."""
+    """Return what decides the numbers beside the columns of a point."""
     figure, scale, engine = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine
     return {
         "model": model_settings(cfg.model),
@@ -268,7 +270,7 @@ def settings_of(cfg: Config, slow: bool = False) -> dict[str, Any]:
 
 
 def check_sizes(cfg: Config) -> None:
-    """Raise `ConfigError` for unknown lengths, a stream that the model or the KV pool cannot hold, and a whole stream
+    """Raise `ConfigError` for unknown lengths, a stream beyond the model's positions or the KV pool, and a whole stream
     that is to be drawn.
     """
     scale, engine, positions = cfg.scale, cfg.engine, cfg.model.max_position_embeddings

@@ -7,16 +7,15 @@ ranks, since plain LoRA layers keep one factor whole on every rank, and Distinct
 Identical. `punica_sharded` has fully sharded adapters, which the paper has not: less memory and fewer bytes, but two
 small collectives more per pair of layers.
 
-The stream, its windows and the check are those of `fig11_textgen`; every step is taken by `figure.tp_size` processes,
-which are started once and measure in turn (NCCL between GPUs, gloo on a CPU). Tokens are checked on a model of the same
-widths with `figure.check_layers` layers, since no GPU holds 70B whole. The model is the largest of Llama-2 that fits
-this machine's GPUs (70B on two H200s), on a CPU llama-tiny, whose numbers say only that it works.
+The stream, its windows and the check are those of `fig11_textgen`; every step is taken by `figure.tp_size` processes
+(NCCL between GPUs, gloo on a CPU). Tokens are checked on a model of the same widths with `figure.check_layers` layers,
+since no GPU holds 70B whole. The model is the largest of Llama-2 that fits this machine's GPUs (70B on two H200s), on a
+CPU llama-tiny, whose numbers say only that it works.
 
-Of its own are the rows `collective_latency` (ms per step) and `collective_share` of a step: on a CPU a clock around
-every collective, on a GPU the seconds of NCCL's kernels in a profile, of one more run of a piece of each window;
-waiting for the other ranks is part of both. `adapter_memory`: bytes of the adapter slots on the fullest rank. Then, on
-Distinct, ratios per LoRA system: over backbone-only Identical, beside what bytes allow (`bytes_ratio`, simulated: the
-weights, keys, values and adapters that a rank reads in Punica's mean step), over its own Identical, over backbone-only
+Further rows: `collective_latency` (ms per step) and `collective_share` of a step, waits for other ranks included: on a
+CPU a clock around every collective, on a GPU NCCL's kernels in a profile of a piece of each window. `adapter_memory`:
+bytes of the adapter slots on the fullest rank. On Distinct, ratios per LoRA system: over backbone-only Identical,
+beside `bytes_ratio` (simulated: what the bytes of Punica's mean step allow), over its own Identical, over backbone-only
 Distinct.
 
 Cost at scale=laptop: about 35 s on two cores; at scale=gpu, on two H200s, Distinct and Identical take 80 s with 7B and
@@ -32,20 +31,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
 
-from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, settings_of, whole_stream
-from experiments.harness import CheckFailed, Config, ConfigError, main
+from experiments.facts.systems import SYSTEMS
+from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, settings_of, sizes_of, whole_stream
+from experiments.harness import Config, ConfigError, main
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import ranks_here
-from experiments.harness.settings import folders
-from experiments.harness.source import source_of
-from punica.measure.records import Row, read_rows
 
 if TYPE_CHECKING:
     from experiments.systems.rank_bench import RankedBench
 
 BASELINE = "continuous_batching"
-WITH_LORA = {"punica": False, "punica_sharded": True}
-"""System -> whether its adapters are fully sharded."""
+SHARDED = "punica_sharded"
 MOST_RANKS = 64
 
 
@@ -74,14 +70,14 @@ class Fig12(Fig11):
         settings, limit, name = {**settings_of(cfg), "ranks": ranks}, cfg.engine.max_batch_size, cfg.model.name
 
         def point(system: str, workload: str, rank: int, panel: str = panel) -> Point:
-            used = rank if system in WITH_LORA else None
+            used = rank if SYSTEMS.get(system).lora else None
             return Point(panel, system, workload, name, limit, None, used, settings)
 
         grid = itertools.product(cfg.workload.names, cfg.adapters.ranks, cfg.system.names)
         points = [point(system, workload, rank) for workload, rank, system in grid]
         if whole or BASELINE not in cfg.system.names or not {"Distinct", "Identical"} <= set(cfg.workload.names):
             return points
-        lora = [system for system in cfg.system.names if system in WITH_LORA]
+        lora = [system for system in cfg.system.names if SYSTEMS.get(system).lora]
         pairs = itertools.product(lora, cfg.adapters.ranks)
         return points + [point(system, "Distinct", rank, f"{panel} {RATIOS}") for system, rank in pairs]
 
@@ -92,53 +88,33 @@ class Fig12(Fig11):
         super().release()
 
     def _bench(self, cfg: Config, point: Point) -> Any:
-        """The ranks, started once per rank of the adapters."""
-        from experiments.systems import Limits, StreamConf
+        """Start the ranks, once per rank of the adapters."""
         from experiments.systems.rank_bench import RankBench, RankedBench
         from experiments.systems.ranks import Ranks
-        from experiments.systems.whole_stream import DRAWS
 
-        figure, scale, engine, adapters = cast(RanksConf, cfg.figure), cfg.scale, cfg.engine, cfg.adapters
+        figure, adapters = cast(RanksConf, cfg.figure), cfg.adapters
         rank = point.rank or adapters.ranks[0]
-        limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
-        draws = DRAWS if figure.whole_stream else scale.passes
-        windows = (draws, figure.pieces, figure.steps, figure.slow_steps)
-        stream = StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
         drawn = {"rank": rank, "alpha": adapters.alpha, "seed": adapters.seed, "sets": figure.adapter_sets}
         check = figure.check_requests, figure.check_tokens
-        given = (cfg.model, cfg.hardware.device, limits, stream, check, figure.check_layers, drawn)
+        given = (cfg.model, cfg.hardware.device, *sizes_of(cfg), check, figure.check_layers, drawn)
         size, backend = ranks_of(cfg), "gloo" if cfg.hardware.device == "cpu" else None
         return self.kept(repr((given, size)), lambda: RankedBench(Ranks(RankBench, given, size, backend)))
 
     def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
-        """From the rows on disk of the same repeat. `CheckFailed` when one is missing because its check failed."""
         from experiments.systems.rank_bytes import bytes_ratio
 
-        rows = read_rows(folders(cfg).fresh_rows / f"{self.name}.csv")
-        source, panel = source_of(self), point.panel.removesuffix(f" {RATIOS}")
-        cell = (panel, point.model, point.batch_size, cfg.scale.name, cfg.timer.name, point.repeat)
-
-        def belongs(row: Row) -> bool:
-            mine = (row.panel, row.model, row.batch_size, row.scale, row.timer, row.repeat)
-            return mine == cell and row.rank in (None, point.rank) and row.source_hash == source
-
-        found = {(row.system, row.workload, row.metric): row for row in rows if belongs(row)}
         cells = [(system, load) for system in (point.system, BASELINE) for load in ("Distinct", "Identical")]
-        if missing := [f"{system} on {load}" for system, load in cells if (system, load, "throughput") not in found]:
-            raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")
-        disturbed = any(found[(*one, "throughput")].disturbed for one in cells)
-        mean = {name: found[point.system, "Distinct", name].value for name in ("mean_batch_size", "mean_context")}
-        allowed = bytes_ratio(
-            cfg.model, cast(int, point.rank), ranks_of(cfg), WITH_LORA[point.system], mean["mean_batch_size"],
-            mean["mean_context"],
-        )  # fmt: skip
-        return ratios({one: found[(*one, "throughput")].value for one in cells}, point.system, allowed, disturbed)
+        found = self.on_disk(cfg, point, point.panel.removesuffix(f" {RATIOS}"), cells)
+        disturbed = any(found[*one, "throughput"].disturbed for one in cells)
+        mean = [found[point.system, "Distinct", name].value for name in ("mean_batch_size", "mean_context")]
+        allowed = bytes_ratio(cfg.model, cast(int, point.rank), ranks_of(cfg), point.system == SHARDED, *mean)
+        return ratios({one: found[*one, "throughput"].value for one in cells}, point.system, allowed, disturbed)
 
 
 def ratios(
     throughput: Mapping[tuple[str, str], float], system: str, allowed: float, disturbed: bool | None = None
 ) -> list[Reading]:
-    """Of `system` on Distinct, from throughputs by system and workload; `allowed`: the ratio of bytes."""
+    """Compute the ratios of `system` on Distinct, from throughputs by system and workload; `allowed`: that of bytes."""
     distinct = throughput[system, "Distinct"]
     over_backbone = distinct / throughput[BASELINE, "Identical"]
     found = {
@@ -152,7 +128,7 @@ def ratios(
 
 
 def ranks_of(cfg: Config) -> int:
-    """How many there are. `ConfigError` for a number that does not divide the model."""
+    """Return the number of ranks. `ConfigError` for one that does not divide the model."""
     given = cast(RanksConf, cfg.figure).tp_size
     size = ranks_here(cfg.hardware.device) if given is None else given
     heads, kv_heads = cfg.model.num_attention_heads, cfg.model.num_key_value_heads

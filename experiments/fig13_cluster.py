@@ -9,16 +9,14 @@ time is spent at batch 31 or 32, and a GPU that became idle stays idle.
     python -m experiments.fig13_cluster runtime=simulated [figure.cost=h200|roofline:h100]
     python -m experiments.fig13_cluster runtime=ray [figure.kill=true] [address=host:6379]
 
-`simulated` is a virtual clock around the policy (`punica.cluster.simulator`); a step takes what a cost model says that
-was fitted to the paper's Figures 1 and 10. Its rows say `kind=simulated` and name the model; nothing is fitted to
-Figures 11 to 13, which the simulation therefore predicts. `figure.cost` gives the GPUs another machine's steps (and the
-memory of the paper's): an hour in a panel of its own, which no claim is held against.
+`simulated` is a virtual clock around the policy (`punica.cluster.simulator`) with a cost model fitted to the paper's
+Figures 1 and 10. Its rows are `kind=simulated` and name the model; Figures 11 to 13 are predictions. `figure.cost`
+gives the GPUs another machine's steps: an hour in a panel of its own, which no claim is held against.
 
-`ray` are engines in processes of their own, `figure.runners` of them that serve a tiny model with time, load and
-lengths scaled down (`experiments.cluster.ray_hour` says how), on this machine or on the Ray cluster at `address`; on
-`hardware=cpu` on its cores, on `hardware=h200` each on a GPU of its own. Its
-rows say `kind=measured`; the same trace by a simulator fitted to these runners lies beside. `figure.kill=true` serves
-it once more and kills a runner in the middle. Every request's tokens are compared with a single engine's.
+`ray` are `figure.runners` engines in processes of their own that serve a tiny model with time, load and lengths scaled
+down (`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`; on `hardware=h200` each on a GPU. Rows
+are `kind=measured`, beside the same trace by a simulator fitted to these runners. `figure.kill=true` serves it once
+more and kills a runner in the middle. Every request's tokens are compared with a single engine's.
 
 Cost: simulated about 15 seconds, on one core; on Ray five minutes, with `figure.kill` nine, on two cores.
 """
@@ -39,10 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClusterConf(FigureConf):
-    """Figure 13: `gpus` of the simulated cluster, how many `seconds` of the hour are served, from its start, and
-    `requests` of the stream of Figure 11 that is predicted beside it; `cost`: whose steps the hour has, see
-    `experiments.cluster.chosen_cost`. On Ray: how many `runners`, seconds of the hour in one of ours (`speed_up`),
-    longest prompt and output (`max_len`), whether to `kill` a runner in another hour.
+    """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11,
+    `cost` of a step (`experiments.cluster.recorded`). On Ray: number of `runners`, seconds of the hour in one of ours
+    (`speed_up`), longest prompt and output (`max_len`), whether to `kill` a runner in another hour.
     """
 
     gpus: int = MISSING
@@ -56,8 +53,8 @@ class ClusterConf(FigureConf):
 
 
 class Fig13(Experiment):
-    """One panel per world. A world is a module with `points(cfg)` and `measure(cfg, point)`, which mean what those of
-    an experiment do; the readings of an hour are `served.readings` in each.
+    """One panel per world: a module with `points(cfg)` and `measure(cfg, point)`, as those of an experiment, whose
+    hours have the readings of `served.readings`.
     """
 
     # after the figures whose recorded rows it predicts
@@ -77,7 +74,7 @@ class Fig13(Experiment):
 
 
 def _world(cfg: Config) -> ModuleType:
-    """The module of `cfg.runtime`."""
+    """Return the module of `cfg.runtime`."""
     from experiments.cluster import ray_hour, simulated_hour
 
     return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime.name]

@@ -2,26 +2,24 @@
 
 Claim: one layer's LoRA loads in about 50 us and one model's in 2 ms over PCIe Gen4 x16, so a decode step of 30 ms hides
 the load of a whole model. Arithmetic disagrees (D03): at rank 16 Llama-2 7B has 2.50 MB per layer and 80.0 MB in all,
-which at 25 GB/s, a good rate for that link, take 0.10 and 3.2 ms. Expected shape: time in proportion to the rank once
-a fixed cost is paid, `punica` close to `link`, `set_lora` above it by what the host does per tensor (checks, slices, a
-copy call), pageable memory far above; a decode step hardly notices a load on a stream of its own.
+0.10 and 3.2 ms at 25 GB/s. Expected shape: time in proportion to the rank beyond a fixed cost, `punica` close to
+`link`, `set_lora` above it by host work per tensor, pageable memory far above; a decode step hardly notices a load.
 
-Timed: from the call on the host until the adapter lies in its slot of every layer. Panel `layer` is a model of one
-layer, `model` the whole model, both with nothing else running; `overlap` starts a load and at once a decode step of
-other adapters (on a GPU a CUDA graph), and compares that step with the same step alone. Systems:
+Timed: from the call on the host until the adapter is in its slot of every layer. Panel `layer` is a model of one layer,
+`model` the whole model, both with nothing else running; `overlap` starts a load and at once a decode step of other
+adapters (on a GPU a CUDA graph), and compares that step with the same step alone. Systems:
 
     punica      `LoRAModelManager.prefetch_adapter`: on a GPU one kernel on a stream of its own, which reads a
                 page-locked image of the adapter through the link; on a CPU `set_lora` layer by layer
-    punica fp8  the same with slots in FP8 (float8_e4m3fn, one float32 scale per channel): adapters were quantised when
-                they were registered, so about half the bytes move (0.57 of fp16 at rank 16)
+    punica fp8  the same with slots in FP8 (float8_e4m3fn, one float32 scale per channel), quantised at registration:
+                0.57 of the bytes of fp16 at rank 16
     per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only)
     pageable    the same from ordinary memory (GPU only)
     link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline
 
-Loads take turns over adapters that together exceed the caches. Clock: the host's, which waits for the device at the
-end of each call; on a GPU also events (`device_time`, and `load_time` beside a step). `host_time` is how long the call
-keeps the host. Before timing, a slot full of NaN must hold the adapter, its scaling in B, after one load; beside a step
-too, and the step must come out as it does alone.
+Loads take turns over adapters that together exceed the caches. Clock: the host's, which waits for the device after each
+call; on a GPU also events (`device_time`, and `load_time` beside a step). `host_time`: seconds that the call keeps the
+host. First, a slot full of NaN must hold the adapter after one load, beside a step too, whose result must not change.
 
 Cost at scale=laptop: about 25 s on two cores, 2 GB.
 """
@@ -45,14 +43,14 @@ if TYPE_CHECKING:
 ALONE = ("layer", "model")
 OVERLAP = "overlap"
 FP8 = " fp8"
-"""What the name of a system on FP8 slots ends in."""
+"""Suffix of systems on FP8 slots."""
 UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
-"""Panel -> unit of its times, and how many there are in a second."""
+"""Panel -> unit of its times, and units in a second."""
 
 
 @dataclass
 class LoadingConf(FigureConf):
-    """Which systems need a GPU, and the decode steps of panel `overlap`."""
+    """Systems that need a GPU, and the decode steps of panel `overlap`."""
 
     gpu_systems: list[str] = MISSING
     overlap_rank: int = MISSING
@@ -145,7 +143,7 @@ def _readings(point: Point, found: Measured, size: int) -> list[Reading]:
 
 
 def _pcie() -> list[Reading]:
-    """Generation and width of the first visible GPU's link, where nvidia-smi knows them."""
+    """Generation and width of the first visible GPU's link, where nvidia-smi has them."""
     fields = {"pcie.link.gen.max": ("pcie_gen", "generation"), "pcie.link.width.max": ("pcie_width", "lanes")}
     known = next(iter(environment.gpu_query(*fields)), {})
     return [Reading(fields[name][0], int(text), fields[name][1]) for name, text in known.items() if text.isdigit()]

@@ -1,23 +1,21 @@
 """Section 5.3: migrating a request by computing its keys and values again, against copying them.
 
 Claim: Punica migrates a request by adding it to the other GPU as a new one with prompt plus generated tokens, whose
-prefill recomputes the KV cache; the paper says that this is simple and cheap enough, and gives no numbers.
-Expected shape: both grow in proportion to the context. A prefill of n tokens takes the time of 2 n times the weights in
-FLOP, a copy that of n times the bytes of a token over the link; so recomputation wins where links are slow
-(`break_even_bandwidth`: that at which a copy takes as long), and costs a batch some of its decode steps
-(`decode_steps`: over the time of one with a full batch at this context, each request with an adapter).
+prefill recomputes the KV cache; the paper calls that simple and cheap enough, without numbers.
+Expected shape: both grow in proportion to the context. A prefill of n tokens takes 2 n times the weights in FLOP, a
+copy n times the bytes of a token over the link. Recomputation wins below `break_even_bandwidth`, and costs a batch
+`decode_steps`: its time over a decode step of a full batch at this context, each request with an adapter.
 
-Systems, for one request of `seq_len` tokens with an adapter, whose blocks lie scattered over all layers' caches:
+Systems, for one request of `seq_len` tokens with an adapter, whose blocks are scattered over all layers' caches:
 
     recompute   a step of the engine with its tokens as a prompt and nothing else
     copy        into another cache on the same device: gather, scatter (one engine to another on one GPU)
     copy_host   gather, page-locked host memory, the device again, scatter (GPU only)
     copy_peer   gather, to the next GPU, scatter (two GPUs)
-    ethernet 25G, ...   bytes over a datasheet's bandwidth (`figure.links_gb_s`), the most that a link can do: computed,
-                        rows of kind `datasheet`
+    ethernet 25G, ...   bytes over a datasheet's bandwidth (`figure.links_gb_s`): computed, rows of kind `datasheet`
 
-Before timing, a copy has to arrive bit for bit, and a request that was prefilled and decoded has to come out of one
-prefill with the same keys and values, within rounding. Clock: the host's, which waits for the device.
+First, a copy has to arrive bit for bit, and one prefill has to give the keys and values of a request that was prefilled
+and decoded, within rounding. Clock: the host's, which waits for the device.
 
 Cost at scale=laptop: about 20 s on two cores, 3 GB.
 """
@@ -44,7 +42,7 @@ LATENCY = "migration_latency"
 
 @dataclass
 class MigrationConf(FigureConf):
-    """Contexts, what needs a GPU, the batch beside, and links that are computed."""
+    """Contexts, systems that need a GPU, the batch beside, and links that are computed."""
 
     gpu_systems: list[str] = MISSING
     contexts: list[int] = MISSING
@@ -94,7 +92,7 @@ class MigrationExperiment(Experiment):
         ]
 
     def _bench(self, cfg: Config, rank: int) -> Migration:
-        """The checked engine, built once per rank."""
+        """Build and check the engine, once per rank."""
         from experiments.benches.migration import Migration
 
         longest = max(cast(MigrationConf, cfg.figure).contexts)
@@ -118,7 +116,7 @@ def _readings(system: str, moves: Moves) -> list[Reading]:
 
 
 def _over(gb_per_second: float, nbytes: int) -> list[Reading]:
-    """What a link takes at its datasheet's bandwidth."""
+    """Compute a link's time at its datasheet's bandwidth."""
     return [
         Reading(LATENCY, nbytes / gb_per_second / 1e6, "ms", kind="datasheet"),
         Reading("bytes", nbytes, "byte", kind="datasheet"),

@@ -1,15 +1,12 @@
 """Section 6: the norm in one kernel instead of one for each of its operations.
 
-Claim: fusing takes a norm from 110 to 4 us. Shape and dtype are not given; the released code norms by the root mean
+Claim: fusing takes a norm from 110 to 4 us; shape and dtype are not given. The released code norms by the root mean
 square, `y = x / sqrt(mean(x^2) + eps) * weight`, and so do we, over hidden states [T, 4096]. Expected shape: unfused,
-what its launches cost, whatever T is; fused, one launch; so the ratio falls where T is large enough to keep the
-processor busy.
+the cost of its launches, whatever T is; fused, one launch; the ratio falls where T keeps the processor busy.
 
-`unfused` is a norm in plain tensor operations, as Hugging Face's Llama has it: to float32, square, mean, add, inverse
-root, product, back, product. `fused` is what our models call: a Triton kernel on a GPU, and on a CPU torch's own, which
-is the same operations in turn, so nothing is saved there. Both are timed by the host's clock, because what is saved are
-launches, on hidden states that lie in the caches, as the operation before has just written them. Both are checked
-against float64 before.
+`unfused` is a norm in plain tensor operations, as in Hugging Face's Llama. `fused` is our models': a Triton kernel on a
+GPU; on a CPU torch's own, the same operations in turn, so nothing is saved there. Both are timed by the host's clock,
+which counts launches, on hidden states in the caches, and checked against float64 before.
 
 Cost at scale=laptop: a few seconds.
 """
@@ -64,7 +61,7 @@ class Norm(Experiment):
 
 
 def checked(cfg: Config, system: str, rows: int) -> "Callable[[], Tensor]":
-    """The call of a form on `rows` hidden states. `CheckFailed` when it differs from float64."""
+    """Make the call of a form on `rows` hidden states. `CheckFailed` when it differs from float64."""
     import torch
 
     from experiments.benches.operators import TOLERANCE, check
@@ -81,14 +78,14 @@ def checked(cfg: Config, system: str, rows: int) -> "Callable[[], Tensor]":
 
 
 def unfused(x: "Tensor", weight: "Tensor") -> "Tensor":
-    """One operation after the other; `x [T, hidden]`, `weight [hidden]`."""
+    """Norm by one operation after the other; `x [T, hidden]`, `weight [hidden]`."""
     wide = x.float()
     scale = (wide.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
     return weight * (wide * scale).to(x.dtype)
 
 
 def fused(x: "Tensor", weight: "Tensor") -> "Tensor":
-    """The norm of our models."""
+    """Norm as our models do."""
     from punica.ops.backbone import add_rms_norm
 
     return add_rms_norm(x, None, weight, EPS)

@@ -32,9 +32,9 @@ import torch
 from IPython.display import Markdown, display
 
 sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
-from experiments.claims.paper import read_figure
 from experiments.ext_determinism import EXPERIMENT as DETERMINISM
 from experiments.ext_padding import EXPERIMENT as PADDING
+from experiments.facts.paper import read_figure
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9

@@ -31,10 +31,10 @@ from IPython.display import Markdown, display
 
 sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
 from experiments.claims.asked import asked, asked_table
-from experiments.claims.paper import name_of
 from experiments.commands.report import read_folder
 from experiments.ext_latency_under_load import EXPERIMENT as LOAD
 from experiments.ext_many_adapters import EXPERIMENT as MANY
+from experiments.facts.systems import name_of
 from experiments.fig11_textgen import BASELINES
 from experiments.fig11_textgen import EXPERIMENT as FIG11
 from notebooks.stored_rows import SideBySide

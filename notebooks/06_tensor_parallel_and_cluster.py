@@ -30,9 +30,15 @@ import pandas as pd
 from IPython.display import Markdown, display
 
 sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
-from experiments.claims.on_ranks import ranks_table
-from experiments.claims.placement import placement_verdicts
-from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
+from experiments.claims.fig12 import ranks_table
+from experiments.claims.predictions import (
+    placement_verdicts,
+    prediction_table,
+    predictions,
+    remains,
+    residual_table,
+    sensitivity,
+)
 from experiments.commands.report import read_folder
 from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT

@@ -16,9 +16,9 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from experiments.claims.paper import as_rows, read_figure
 from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
 from experiments.ext_many_adapters import EXPERIMENT as MANY
+from experiments.facts.paper import as_rows, read_figure
 from experiments.fig01_batching import EXPERIMENT as FIG1
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments.claims.paper import FIGURE_FILES, SOURCES, SYSTEMS, as_rows, paper_file, read_claims, read_figure
+from experiments.facts.paper import FIGURE_FILES, SOURCES, as_rows, paper_file, read_claims, read_figure
+from experiments.facts.systems import by_paper_name
 from punica.measure.records import COLUMNS
 from punica.workload import PAPER_WORKLOADS, popularity, released_lengths
 
@@ -95,7 +96,7 @@ def test_digitised_wins_over_label_and_text():
 def test_rows_have_our_columns_and_names():
     rows = as_rows(read_figure(PAPER, "11"))
     assert tuple(rows.columns) == COLUMNS
-    assert set(SYSTEMS.values()) >= {"punica", "hf_peft", "static_batching", "continuous_batching"}
+    assert set(by_paper_name().values()) >= {"punica", "hf_peft", "static_batching", "continuous_batching"}
     assert {"punica", "continuous_batching"} <= set(rows["system"])
     assert set(rows["kind"]) == {"paper"}
 

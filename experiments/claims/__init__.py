@@ -1,30 +1,21 @@
-"""The paper's 52 claims, judged from rows. No verdict is typed by hand: functions compute values, bounds are data.
+"""The paper's 52 claims, judged from rows: functions compute values, bounds are data, no verdict is typed by hand.
+
+    rows.py bounds.py       which rows count; the bounds of `paper_results/claim_bounds.csv`
+    finding.py judge.py     our value, its interval and why it differs; the verdict
+    table.py                verdicts as tables, and whether the machine was quiet enough
+    fig*.py text.py         claims and why-sentences: one module per figure (fig01 has 10, fig08 has 9 and the README's)
+    asked.py predictions.py ratios asked of the engine; simulations beside what was published
 
 >>> from experiments.claims import judge
 >>> verdicts = judge(rows, "paper_results")      # doctest: +SKIP
 >>> verdicts[0].verdict                          # doctest: +SKIP
 'reproduced'
 
-To add a claim's function, write it in the module of its figure with `@claim("C45")`, add its bounds to
-``paper_results/claim_bounds.csv`` and, in one of the ``why_`` modules, with `@why("C45")`, why it differs.
+A new claim is a function with `@claim("C45")` and one with `@why("C45")` in the module of its figure, and its bounds in
+``paper_results/claim_bounds.csv``.
 """
 
-from experiments.claims import (  # they fill CLAIMS  # they fill WHYS
-    fig01,
-    fig07,
-    fig08,
-    fig09,
-    fig10,
-    fig11,
-    fig13,
-    scheduling,
-    sec6,
-    sec52,
-    why_cluster,
-    why_model,
-    why_operator,
-    why_serving,
-)
+from experiments.claims import fig01, fig07, fig08, fig11, fig12, fig13, text  # they fill CLAIMS and WHYS
 from experiments.claims.finding import CLAIMS, WHYS, Finding, claim, why
 from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
 from experiments.claims.rows import NotMeasured, NotTestable

@@ -1,7 +1,7 @@
-"""What the engine was asked to reach beyond the paper's claims, as ratios of rows of one machine.
+"""Ratios asked of the engine beyond the paper's claims, from rows of one machine.
 
-Bounds are of a data-centre GPU, where memory traffic decides: on a CPU the same ratios stand without. A ratio's
-interval is its span over the repeats that are spread in time, each of which is another draw of windows.
+Bounds are of a data-centre GPU; a CPU has none. A ratio's interval is its span over repeats, each of which is another
+draw of windows.
 """
 
 from collections.abc import Callable
@@ -11,26 +11,25 @@ from dataclasses import dataclass
 import pandas as pd
 
 from experiments.claims.bounds import Interval
-from experiments.claims.evidence import intervals
 from experiments.claims.fig11 import CONTINUOUS, MIXED, PUNICA, Serving
-from experiments.claims.finding import Finding
-from experiments.claims.rows import NotMeasured, Rows
+from experiments.claims.finding import Finding, intervals
+from experiments.claims.rows import NotMeasured, Rows, markdown
 from punica.workload.popularity import PAPER_WORKLOADS
 
 AT_LEAST, AT_MOST, WITHIN = "at least", "at most", "within"
 SPEEDUP = dict(zip(MIXED, (12.0, 12.0, 10.0), strict=True))
-"""Over the best baseline: the paper has 12.1, 11.8, 10.3 on 7B and more on 13B."""
+"""Punica over the best baseline: the paper has 12.1, 11.8, 10.3 on 7B and more on 13B."""
 PEFT_MIXED, STATIC_LORA = "hf_peft_mixed", "punica_static"
 SPLIT = {
     "Punica / PEFT's mixed batches": (PUNICA, PEFT_MIXED),
     "of that all but continuous batching, Punica in static batches / PEFT's": (STATIC_LORA, PEFT_MIXED),
     "of that continuous batching, Punica / it in static batches": (PUNICA, STATIC_LORA),
 }
-"""PEFT's and Punica's have the same matrix product. Asked of each part is that it gains."""
+"""Parts of the gain over PEFT, which has the same matrix product; each part is asked to gain."""
 MANY, FEW = "1000 adapters", "32 adapters"
 TIGHT = "16 adapters, 8 slots"
 STREAM = 0.03
-"""How near windows are to come to a stream that was served to its end."""
+"""Largest relative difference of windows from a stream served to its end."""
 Bound = tuple[str, float]
 Quantities = dict[str, tuple[float, Bound]]
 NO_BOUND = "-"
@@ -38,9 +37,7 @@ NO_BOUND = "-"
 
 @dataclass(frozen=True)
 class Asked:
-    """One number: its value, its span over repeats (None: one repeat), the bound and whether it is met (None: the bound
-    is not of this machine).
-    """
+    """A ratio: value, span over repeats (None: one repeat), bound, and whether it is met (None: no bound here)."""
 
     what: str
     value: float
@@ -50,7 +47,7 @@ class Asked:
 
 
 def asked(rows: pd.DataFrame) -> list[Asked]:
-    """Of ``rows`` of one machine, what they tell; none where neither figure was measured."""
+    """Compute the ratios that ``rows`` of one machine give."""
     chosen, on_gpu = Rows(rows), not (rows["hardware"] == "cpu").any()
     found = []
     for group, figures in ((_serving, {"11"}), (_streams, {"11"}), (_many, {"ext many adapters"})):
@@ -67,7 +64,7 @@ def asked(rows: pd.DataFrame) -> list[Asked]:
 
 
 def meets(value: float, bound: Bound) -> bool:
-    """Whether ``value`` keeps to ``bound``."""
+    """Check ``value`` against ``bound``."""
     kind, limit = bound
     if kind == WITHIN:
         return abs(value - 1) <= limit
@@ -75,16 +72,15 @@ def meets(value: float, bound: Bound) -> bool:
 
 
 def asked_table(found: list[Asked]) -> list[str]:
-    """Lines of Markdown."""
-    lines = ["| asked of an H200 | measured | runs | bound | met |", "| --- " * 5 + "|"]
+    """Build lines of Markdown."""
+    lines = []
     for one in found:
         kind, limit = one.bound
         bound = f"1 {WITHIN} {100 * limit:g} %" if kind == WITHIN else f"{kind} {limit:g}"
         span = NO_BOUND if one.span is None else f"{one.span[0]:.3g} to {one.span[1]:.3g}"
         met = {None: NO_BOUND, True: "yes", False: "**no**"}[one.met]
-        cells = [one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, met]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append([one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, met])
+    return markdown(("asked of an H200", "measured", "runs", "bound", "met"), lines)
 
 
 def _of(group: Callable[[Rows], Quantities], rows: Rows) -> Quantities:
@@ -121,7 +117,7 @@ def _serving(rows: Rows) -> Quantities:
                     found[f"{cell.model}: Punica / best baseline, {workload}"] = speedup, (AT_LEAST, limit)
         for workload in PAPER_WORKLOADS:
             for name, (upper, lower) in SPLIT.items():
-                if all([_has(cell, system, workload) for system in (upper, lower, PEFT_MIXED)]):
+                if all(_has(cell, system, workload) for system in (upper, lower, PEFT_MIXED)):
                     ratio = cell.get(upper, workload) / cell.get(lower, workload)
                     found[f"{cell.model}, {workload}: {name}"] = ratio, (AT_LEAST, 1.0)
     return found
@@ -132,20 +128,15 @@ def _has(cell: Serving, system: str, workload: str) -> bool:
 
 
 def _streams(rows: Rows) -> Quantities:
-    """Streams that were served to their end: what windows predict over what was measured."""
+    """Streams served to their end: predicted by windows over measured."""
     frame = rows.figure("11")
     lines = frame[frame["metric"] == "prediction_over_stream"]
-    return {
-        f"{row.model}, {row.panel}: {row.system}, {row.workload}, predicted / measured": (
-            float(row.value),
-            (WITHIN, STREAM),
-        )
-        for row in lines.itertuples()
-    }
+    name = "{0.model}, {0.panel}: {0.system}, {0.workload}, predicted / measured"
+    return {name.format(row): (float(row.value), (WITHIN, STREAM)) for row in lines.itertuples()}
 
 
 def _many(rows: Rows) -> Quantities:
-    """`ext_many_adapters`: many adapters against few, and those who wait for a load against those who do not."""
+    """`ext_many_adapters`: many adapters against few, and requests that wait for a load against others."""
     frame = rows.figure("ext many adapters")
     frame = frame[frame["system"] == PUNICA]
     found: Quantities = {}

@@ -1,7 +1,7 @@
-"""The bounds of the claims, read from ``paper_results/claim_bounds.csv``: the tests are data, not code.
+"""Bounds of the claims, read from ``paper_results/claim_bounds.csv``.
 
-A bound may count only on the paper's class of hardware (column ``where``): a ratio of systems on a data-centre GPU that
-runs the paper's models, an absolute time on an A100 that does. Elsewhere the relation it belongs to cannot hold.
+A bound may count only on the paper's class of hardware (column ``where``): a ratio of systems on a data-centre GPU with
+the paper's models, an absolute time on an A100 with them. Elsewhere the relation it belongs to cannot hold.
 """
 
 import csv
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from experiments.claims.paper import paper_file
-from experiments.claims.rows import MODELS
+from experiments.facts.models import MODELS
+from experiments.facts.paper import paper_file
 
 FILE = "claim_bounds.csv"
 TESTS = ("relation", "shape")
 WHEN = ("always", "measured")
 WHERE = {"any": "", "data centre": " (on a data-centre GPU with the paper's models)", "A100": " (on an A100)"}
-"""Class of hardware on which a bound counts -> how the report says so."""
+"""Class of hardware on which a bound counts -> words of the report."""
 ENDS = ("", "low", "high")
 
 _DATA_CENTRE = {
@@ -31,20 +31,18 @@ Interval = tuple[float, float]
 
 
 class Outcome(Enum):
-    """What came of one test, or of one bound."""
+    """Outcome of one test, or of one bound."""
 
     HOLDS = "holds"
     FAILS = "fails"
-    NOISE = "within noise"  # a bound lies inside the interval of its quantity
+    NOISE = "within noise"  # a bound is inside the interval of its quantity
     ELSEWHERE = "counts elsewhere"  # only on another class of hardware
     MISSING = "missing"  # a quantity that it needs was not measured
 
 
 @dataclass(frozen=True)
 class Bound:
-    """``low <= quantity <= high`` for one quantity of one claim; an infinite end is no bound, a ``strict`` end is not
-    included.
-    """
+    """``low <= quantity <= high`` of one claim; an infinite end is no bound, a ``strict`` end is excluded."""
 
     claim: str
     test: str
@@ -57,13 +55,13 @@ class Bound:
     where: str = "any"
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` lies inside, both ends included but for a strict one."""
+        """Check whether ``value`` is inside, both ends included but for a strict one."""
         above = value > self.low if self.strict == "low" else value >= self.low
         below = value < self.high if self.strict == "high" else value <= self.high
         return above and below
 
     def outcome(self, value: float, interval: Interval | None = None) -> Outcome:
-        """Holds or fails for all of ``interval`` (of ``value`` alone without one), else it is within noise."""
+        """Return HOLDS or FAILS for all of ``interval`` (``value`` alone without one), else NOISE."""
         low, high = interval or (value, value)
         if self.holds(low) and self.holds(high):
             return Outcome.HOLDS
@@ -71,7 +69,7 @@ class Bound:
         return Outcome.FAILS if beside or not (interval and low < high) else Outcome.NOISE
 
     def counts(self, hardware: str, models: Sequence[str]) -> bool:
-        """Whether it counts for ``models`` (none: an operator) on the machine called ``hardware``, e.g. ``h200``."""
+        """Check whether it counts for ``models`` (none: an operator) on the machine ``hardware``, e.g. ``h200``."""
         kinds = set(hardware.lower().split("-"))
         here = {"any": True, "data centre": bool(kinds & _DATA_CENTRE), "A100": "a100" in kinds}[self.where]
         return here and (self.where == "any" or set(models) <= _PAPER_MODELS)
@@ -87,7 +85,7 @@ class Bound:
 
 
 def read_bounds(folder: str | Path) -> dict[str, dict[str, list[Bound]]]:
-    """Claim id -> test (``relation``, ``shape``) -> bounds. ValueError names file, line and remedy for a bad line."""
+    """Read claim id -> test (``relation``, ``shape``) -> bounds. ValueError names file and line of a bad one."""
     path = paper_file(folder, FILE)
     bounds: dict[str, dict[str, list[Bound]]] = defaultdict(lambda: {test: [] for test in TESTS})
     with path.open(newline="", encoding="utf-8") as stream:
@@ -117,10 +115,9 @@ def outcome_of(
     bounds: Sequence[Bound], quantities: Mapping[str, float], intervals: Mapping[str, Interval] | None = None,
     hardware: str = "", models: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """The outcome of one test on a machine: of its bounds' outcomes the worst, a failure first, then noise.
+    """Return the worst outcome of one test's bounds on a machine: a failure first, then noise.
 
-    ``intervals`` of quantities that are not in it are unknown: their values are taken as exact. A test without a bound
-    that can be applied is missing: there is nothing that could hold.
+    Values without an entry in ``intervals`` are taken as exact. A test without an applicable bound is MISSING.
     """
     found, applied = set(), False
     for bound in bounds:
@@ -141,13 +138,13 @@ def outcome_of(
 def missed_bounds(
     bounds: Sequence[Bound], quantities: Mapping[str, float], hardware: str = "", models: Sequence[str] = ()
 ) -> str:
-    """The bounds of one test that do not hold, with our value, e.g. ``peak is 10, not peak >= 16``."""
+    """Describe the bounds of one test that do not hold, e.g. ``peak is 10, not peak >= 16``."""
     known = [bound for bound in bounds if bound.quantity in quantities and bound.counts(hardware, models)]
     missed = [bound for bound in known if not bound.holds(quantities[bound.quantity])]
     return ", ".join(f"{bound.quantity} is {quantities[bound.quantity]:.4g}, not {bound}" for bound in missed)
 
 
 def described(bounds: Sequence[Bound]) -> str:
-    """All bounds of one test in a line, e.g. ``1.3 <= ratio <= 3, batching_gain >= 10``."""
+    """Describe all bounds of one test in a line, e.g. ``1.3 <= ratio <= 3, batching_gain >= 10``."""
     said = [str(b) + WHERE[b.where] + (" (where measured)" if b.when == "measured" else "") for b in bounds]
     return ", ".join(said)

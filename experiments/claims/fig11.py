@@ -1,36 +1,30 @@
-"""Claims of Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41)."""
+"""Figure 11 and what Figures 11 and 12 share: throughput of serving systems (C25 to C34, C38, C41).
+
+Throughput is tokens per step over time per step, so a ratio of throughputs splits into those two.
+"""
+
+import itertools
 
 import pandas as pd
 
-from experiments.claims.fig10 import layers
-from experiments.claims.finding import Finding, claim
-from experiments.claims.paper import name_of
-from experiments.claims.rows import (
-    MODELS,
-    NotMeasured,
-    NotTestable,
-    Rows,
-    at,
-    curve,
-    model_for,
-    pick,
-    smallest_step,
-)
+from experiments.claims.fig01 import LAST, layers
+from experiments.claims.finding import Finding, claim, why
+from experiments.claims.rows import NotMeasured, NotTestable, Rows, at, curve, model_for, pick, smallest_step
+from experiments.facts.models import MODELS
+from experiments.facts.systems import baselines, name_of
 from punica.workload.popularity import PAPER_WORKLOADS
 
 PUNICA, RELEASED_RULE = "punica", "punica_last_admitted"
 CONTINUOUS, STATIC, HF = "continuous_batching", "static_batching", "hf_peft"
-BASELINES = (HF, "deepspeed", STATIC, CONTINUOUS)
-"""Systems of the paper whose batches hold one adapter; PEFT's mixed batches are not among them."""
 MIXED = ("Distinct", "Uniform", "Skewed")
 LAYERS_7B = 32
 PAPER_GPUS = 8
-"""Over which the paper cuts 70B."""
+"""GPUs over which the paper cuts 70B."""
 
 
 class Serving:
-    """Throughput in token/s of one model, by system and workload, at batch 32 (or the largest limit there is). Of a
-    model that was cut over several numbers of GPUs, on the most.
+    """Throughput in token/s of one model, by system and workload, at batch 32 (or the largest limit measured), on the
+    largest number of GPUs.
     """
 
     def __init__(self, rows: Rows, role: str) -> None:
@@ -46,19 +40,19 @@ class Serving:
 
     @property
     def as_in_the_paper(self) -> bool:
-        """Whether as many GPUs share the model as in the paper."""
+        """True where as many GPUs share the model as in the paper."""
         return self.gpus in (None, PAPER_GPUS)
 
     @property
     def measured_model(self) -> str:
-        """The model, and on how many GPUs if those are not as many as the paper's."""
+        """Name of the model, with the number of GPUs where it is not the paper's."""
         return self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
 
     def has(self, system: str) -> bool:
         return bool(((self.frame["system"] == system) & (self.frame["metric"] == "throughput")).any())
 
     def throughput(self, system: str) -> pd.Series:
-        """By workload; NotMeasured when the system was not measured."""
+        """Return throughput by workload; NotMeasured when the system was not measured."""
         return curve(self.frame, "throughput", over="workload", system=system)
 
     def get(self, system: str, workload: str) -> float:
@@ -67,13 +61,23 @@ class Serving:
             raise NotMeasured(f"{system} was not measured on {workload} ({self.model})")
         return float(values[workload])
 
-    def best_baseline(self, workload: str) -> float:
-        """The fastest baseline; the continuous-batching one, which wins in the paper, must be among them."""
+    def known(self, system: str, workload: str, metric: str) -> float | None:
+        """Return a number of the system's own, None where it gave none."""
+        own = (self.frame["system"] == system) & (self.frame["workload"] == workload)
+        found = self.frame[own & (self.frame["metric"] == metric)]
+        return float(found["value"].iloc[0]) if len(found) else None
+
+    def fastest_baseline(self, workload: str) -> str:
+        """Name the fastest baseline; continuous batching, which wins in the paper, must be among them."""
         self.get(CONTINUOUS, workload)
-        return max(self.get(system, workload) for system in BASELINES if self.has(system))
+        return max(filter(self.has, baselines()), key=lambda system: self.get(system, workload))
+
+    def best_baseline(self, workload: str) -> float:
+        """Return the throughput of the fastest baseline."""
+        return self.get(self.fastest_baseline(workload), workload)
 
     def longest_stream(self, system: str, workload: str) -> dict[str, float]:
-        """The numbers of the longest stream that was served to its end, by metric; none where none was."""
+        """Return the longest stream that was served to its end, by metric; none without one."""
         cells = self.frame[(self.frame["system"] == system) & (self.frame["workload"] == workload)]
         streams = cells[cells["metric"] == "stream_requests"].sort_values("value", kind="stable")
         if streams.empty:
@@ -82,22 +86,20 @@ class Serving:
         return dict(zip(chosen["metric"], chosen["value"].astype(float), strict=True))
 
     def collapse(self, system: str) -> float:
-        """What is left of a system's throughput on Identical when all requests differ: Distinct over Identical."""
+        """Divide a system's throughput on Distinct by Identical."""
         return self.get(system, "Distinct") / self.get(system, "Identical")
 
     def step_ms(self) -> float | None:
-        """Time of an engine step of Punica on Identical: a row, or tokens / throughput / steps; None when unknown."""
-        cells = self.frame[(self.frame["system"] == PUNICA) & (self.frame["workload"] == "Identical")]
-        known = cells.drop_duplicates("metric").set_index("metric")["value"]
-        if "implied_time_per_step" in known:
-            return float(known["implied_time_per_step"])
-        if {"total_tokens", "steps"} <= set(known.index):
-            return float(1e3 * known["total_tokens"] / self.get(PUNICA, "Identical") / known["steps"])
-        return None
+        """Return a step's time of Punica on Identical: a row, or tokens / throughput / steps; None when unknown."""
+        metrics = ("implied_time_per_step", "total_tokens", "steps")
+        implied, tokens, steps = (self.known(PUNICA, "Identical", name) for name in metrics)
+        if implied is not None or tokens is None or steps is None:
+            return implied
+        return 1e3 * tokens / self.get(PUNICA, "Identical") / steps
 
 
 def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
-    """One `Serving` per role that was measured; NotMeasured when none was."""
+    """Return one `Serving` per role that was measured; NotMeasured when none was."""
     found, missing = [], []
     for role in roles:
         try:
@@ -110,8 +112,8 @@ def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
 
 
 def mixed_gains(rows: Rows) -> tuple[dict[Serving, dict[str, float]], list[str]]:
-    """Punica over the best baseline by workload of `MIXED`, of every model that has all, and why others are left
-    out; NotMeasured when none has.
+    """Divide Punica by the best baseline by workload of `MIXED`, for every model that has all; with the reasons why
+    others are left out. NotMeasured when none has.
     """
     gains, missing = {}, []
     for cell in serving(rows, ("7B", "13B", "70B")):
@@ -139,9 +141,15 @@ def flat(rows: Rows, role: str) -> Finding:
     return Finding({"min_over_max": flat}, text, models=(cell.measured_model,))
 
 
+def _layers_ms(frame: pd.DataFrame, *lengths: float) -> list[float]:
+    """Milliseconds of all layers of 7B at batch 32, Identical, at each context length."""
+    cells = pick(frame, model=model_for(frame, "7B"), workload="Identical")
+    return [LAYERS_7B * at(curve(cells, "layer_latency", seq_len=length), LAST) / 1e3 for length in lengths]
+
+
 @claim("C25")
 def layer_times_layers_is_the_step(rows: Rows) -> Finding:
-    """Where the step time of Figure 11 lies between L x layer(512) and L x layer(2048), as a fraction."""
+    """Step time of Figure 11 between L x layer(512) and L x layer(2048), as a fraction."""
     cell = Serving(rows, "7B")
     scales = set(cell.frame["scale"])
     if scales != {"paper"} or cell.model not in MODELS["7B"]:
@@ -153,8 +161,7 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
     frame, _, short, long = layers(rows)
     if (short, long) != (512, 2048):
         raise NotMeasured(f"figure 10 needs len 512 and 2048, measured: {short:g} and {long:g}")
-    cells = pick(frame, model=model_for(frame, "7B"), workload="Identical")
-    bounds = [LAYERS_7B * at(curve(cells, "layer_latency", seq_len=length), 32) / 1e3 for length in (short, long)]
+    bounds = _layers_ms(frame, short, long)
     place = (step - bounds[0]) / (bounds[1] - bounds[0])
     return Finding({"place": place}, f"{step:.1f} ms against {bounds[0]:.1f}-{bounds[1]:.1f} ms ({cell.model})")
 
@@ -178,7 +185,7 @@ def twelvefold(rows: Rows) -> Finding:
     """Punica over the best baseline, Distinct, 7B."""
     cell = Serving(rows, "7B")
     speedup = cell.get(PUNICA, "Distinct") / cell.best_baseline("Distinct")
-    compared = "; ".join(name_of(system) for system in BASELINES if cell.has(system))
+    compared = "; ".join(name_of(system) for system in reversed(baselines()) if cell.has(system))
     text = f"{speedup:.2f} ({cell.model}, max batch {cell.batch:g}, against {compared})"
     return Finding({"speedup": speedup}, text, models=(cell.model,))
 
@@ -247,24 +254,6 @@ def baselines_gain_little(rows: Rows) -> Finding:
     return Finding({"uniform": uniform, "skewed": skewed}, f"{uniform:.3f}, {skewed:.3f} ({cell.model})")
 
 
-@claim("C39")
-def baseline_collapses_70b(rows: Rows) -> Finding:
-    """70B, continuous batching of one adapter: its Distinct over its Identical, and Punica over it on Distinct."""
-    cell = Serving(rows, "70B")
-    left = cell.collapse(CONTINUOUS)
-    speedup = cell.get(PUNICA, "Distinct") / cell.get(CONTINUOUS, "Distinct")
-    text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.measured_model})"
-    return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.measured_model,))
-
-
-@claim("C40")
-def alike_70b(rows: Rows) -> Finding:
-    """70B: Punica over continuous batching of one adapter, Identical."""
-    cell = Serving(rows, "70B")
-    share = cell.get(PUNICA, "Identical") / cell.get(CONTINUOUS, "Identical")
-    return Finding({"ratio": share}, f"{share:.3f} ({cell.measured_model})", models=(cell.measured_model,))
-
-
 @claim("C41")
 def lora_adds_two_milliseconds(rows: Rows) -> Finding:
     """Step time with LoRA minus without: share of the step on Identical and on Distinct, and of Identical in ms where
@@ -280,3 +269,131 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
         said[0] += f" ({quantities['extra_ms']:.2f} ms)"
     text = f"{', '.join(said)} of the step ({cell.model})"
     return Finding(quantities, text, models=(cell.model,))
+
+
+def split(cell: Serving, fast: tuple[str, str], slow: tuple[str, str]) -> str:
+    """Split the ratio of two throughputs, each of a (system, workload), into tokens per step and time per step."""
+    values = [cell.get(*pair) for pair in (fast, slow)]
+    names = [f"{name_of(system)} on {workload}" for system, workload in (fast, slow)]
+    text = f"{names[0]} {values[0]:.4g}, {names[1]} {values[1]:.4g} token/s ({values[0] / values[1]:.3g}x)"
+    steps = [cell.known(*pair, "step_latency") for pair in (fast, slow)]
+    if None in steps:
+        return text
+    tokens = [value * float(step or 0) / 1e3 for value, step in zip(values, steps, strict=True)]
+    return (
+        f"{text}: {tokens[0]:.3g} and {tokens[1]:.3g} tokens per step ({tokens[0] / tokens[1]:.3g}x), in steps of "
+        f"{steps[0]:.3g} and {steps[1]:.3g} ms ({float(steps[1] or 0) / float(steps[0] or 1):.3g}x)"
+    )
+
+
+@why("C26", role="7B")
+@why("C27", role="13B")
+@why("C38", role="70B")
+def popularity_shows(rows: Rows, role: str) -> str:
+    cell = Serving(rows, role)
+    speed = {name: cell.get(PUNICA, name) for name in PAPER_WORKLOADS}
+    fast, slow = max(speed, key=lambda name: speed[name]), min(speed, key=lambda name: speed[name])
+    return split(cell, (PUNICA, fast), (PUNICA, slow)) + _model_share(cell, fast, slow)
+
+
+def _model_share(cell: Serving, fast: str, slow: str) -> str:
+    """Name the model's own part of the difference between two workloads' steps."""
+    whole = [cell.known(PUNICA, name, "step_latency") for name in (fast, slow)]
+    inside = [_model_ms(cell, name) for name in (fast, slow)]
+    if None in (*whole, *inside):
+        return ""
+    of_model, of_step = (float(pair[1] or 0) - float(pair[0] or 0) for pair in (inside, whole))
+    return f"; the model's own time makes {of_model:.3g} of the {of_step:.3g} ms between them"
+
+
+def _model_ms(cell: Serving, workload: str) -> float | None:
+    """Return the model's milliseconds of a step of Punica: a row, or its time over its steps; None when unknown."""
+    if (found := cell.known(PUNICA, workload, "model_step_latency")) is not None:
+        return found
+    seconds, steps = (cell.known(PUNICA, workload, metric) for metric in ("model_time", "steps"))
+    return None if seconds is None or steps is None else 1e3 * seconds / steps
+
+
+@why("C28")
+def mixing_costs(rows: Rows) -> str:
+    cell = min(serving(rows, ("7B", "13B", "70B")), key=lambda one: one.collapse(PUNICA))
+    return split(cell, (PUNICA, "Identical"), (PUNICA, "Distinct")) + _model_share(cell, "Identical", "Distinct")
+
+
+@why("C29")
+def gain_on_distinct(rows: Rows) -> str:
+    cell = Serving(rows, "7B")
+    return split(cell, (PUNICA, "Distinct"), (cell.fastest_baseline("Distinct"), "Distinct"))
+
+
+@why("C30")
+def gains_out_of_order(rows: Rows) -> str:
+    gains, _ = mixed_gains(rows)
+    pairs = [(cell, a, b) for cell in gains for a, b in itertools.pairwise(MIXED)]
+    cell, before, after = min(pairs, key=lambda pair: gains[pair[0]][pair[1]] / gains[pair[0]][pair[2]])
+    change = [cell.get(PUNICA, after) / cell.get(PUNICA, before) - 1]
+    change.append(cell.best_baseline(after) / cell.best_baseline(before) - 1)
+    return (
+        f"{cell.model}: the gain is {gains[cell][before]:.3g} on {before} and {gains[cell][after]:.3g} on "
+        f"{after}, as Punica changes by {100 * change[0]:+.1f} % and the best baseline by {100 * change[1]:+.1f} % "
+        f"between them; the smallest gain is {min(gain for one in gains.values() for gain in one.values()):.3g}"
+    )
+
+
+@why("C31")
+def backbone_is_not_slightly_faster(rows: Rows) -> str:
+    cell = max(
+        serving(rows, ("7B", "13B", "70B")),
+        key=lambda one: abs(one.get(CONTINUOUS, "Identical") / one.get(PUNICA, "Identical") - 1),
+    )
+    return split(cell, (CONTINUOUS, "Identical"), (PUNICA, "Identical"))
+
+
+@why("C32")
+def order_fails(rows: Rows) -> str:
+    cell = serving(rows, ("7B", "13B"))[0]
+    order = [CONTINUOUS, PUNICA, STATIC, HF]
+    pairs = itertools.pairwise(order)
+    before, after = min(pairs, key=lambda pair: cell.get(pair[0], "Identical") / cell.get(pair[1], "Identical"))
+    return split(cell, (before, "Identical"), (after, "Identical"))
+
+
+@why("C33")
+@why("C39")
+def baseline_does_not_collapse(rows: Rows) -> str:
+    cell = max(serving(rows, ("7B", "13B", "70B")), key=lambda one: one.collapse(CONTINUOUS))
+    return split(cell, (CONTINUOUS, "Identical"), (CONTINUOUS, "Distinct"))
+
+
+@why("C34")
+def baseline_gains(rows: Rows) -> str:
+    cell = Serving(rows, "7B")
+    batches = [cell.known(CONTINUOUS, name, "mean_batch_size") for name in MIXED]
+    if any(batch is None for batch in batches):
+        return split(cell, (CONTINUOUS, "Skewed"), (CONTINUOUS, "Distinct"))
+    distinct, uniform, skewed = (float(batch or 0) for batch in batches)
+    speed = [cell.get(CONTINUOUS, name) / cell.get(CONTINUOUS, "Distinct") for name in MIXED[1:]]
+    return (
+        f"mean batches of {distinct:.3g}, {uniform:.3g} and {skewed:.3g} (Distinct, Uniform, Skewed) would give "
+        f"{uniform / distinct:.3g} and {skewed / distinct:.3g} if steps cost the same; measured {speed[0]:.3g} and "
+        f"{speed[1]:.3g}, so steps cost {uniform / distinct / speed[0]:.3g}x and {skewed / distinct / speed[1]:.3g}x"
+    )
+
+
+@why("C37", role="7B", slow=STATIC)
+@why("C40", role="70B", slow=PUNICA)
+@why("C41", role="7B", slow=PUNICA)
+def against_continuous_batching(rows: Rows, role: str, slow: str) -> str:
+    return split(Serving(rows, role), (CONTINUOUS, "Identical"), (slow, "Identical"))
+
+
+@why("C25")
+def layers_are_not_the_step(rows: Rows) -> str:
+    frame, _, short, long = layers(rows)
+    ends = _layers_ms(frame, short, long)
+    step = Serving(rows, "7B").step_ms() or 0.0
+    beside = step - ends[1] if step > ends[1] else step - ends[0]
+    return (
+        f"{LAYERS_7B} layers take {ends[0]:.3g} to {ends[1]:.3g} ms and a step {step:.3g} ms: {beside:+.3g} ms are "
+        "head, sampling, scheduling and steps below 32 rows"
+    )

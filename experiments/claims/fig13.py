@@ -1,7 +1,6 @@
-"""Claims of Figure 13: one hour on a cluster (C46 to C50), from the simulated hour or the paper's own rows.
+"""Figure 13: one hour on a cluster (C46 to C50), from the simulated hour or the paper's own rows.
 
-A cluster of another size, or served by other models, is no answer to what the paper says of 16 GPUs: such rows (a run
-on Ray) are not judged here.
+Rows of a cluster of another size or of other models (a run on Ray) are not judged: the claims are about 16 GPUs.
 """
 
 from dataclasses import dataclass
@@ -10,26 +9,24 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims.fig11 import PUNICA, Serving
-from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
+from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim, why
 from experiments.claims.rows import NotMeasured, Rows, pick
+from experiments.cluster.served import HOUR, SHARE, STREAM, at_the_peak, mean_from
 
-HOUR, SLOWED, STREAM = "simulated hour", "simulated hour, slower steps", "simulated Figure 11"
-"""Panels of the simulation: the hour, once more with slower steps, and the stream of Figure 11 on one GPU."""
-SHARE = "share_of_active_cells_batch_ge_31"
 STRICTER = {
     "seconds capped at 32 requests": f"{SHARE}_capped_seconds",
     "share of GPU time in steps": "share_of_step_time_batch_ge_31",
 }
-"""Other ways to count full batches than the paper's, which counts different requests in a second."""
+"""Counts of full batches other than the paper's, which counts different requests in a second."""
 BATCH = 32
 IDLE = 0.5
 """Mean requests of a minute below which a GPU counts as idle, as where the paper's heat map was read."""
-HOUR_S, WINDOW_S, LOW_S, PEAK_S, RATE_S = 3600, 300, 300, 600, 200
+HOUR_S, WINDOW_S, LOW_S, RATE_S = 3600, 300, 300, 200
 
 
 @dataclass(frozen=True)
 class Hour:
-    """The rows of one hour, and whose they are."""
+    """Rows of one hour: simulated, or the paper's."""
 
     frame: pd.DataFrame
     kind: str
@@ -37,7 +34,7 @@ class Hour:
 
     @classmethod
     def of(cls, rows: Rows) -> "Hour":
-        """The simulated hour under Punica's rule, or the paper's; NotMeasured when there is neither."""
+        """Choose the simulated hour under Punica's rule, or the paper's; NotMeasured without either."""
         frame = rows.figure("13")
         mine = frame[(frame["panel"] == HOUR) & (frame["system"] == PUNICA)]
         if len(mine):
@@ -51,7 +48,7 @@ class Hour:
         return cls(paper, MEASURED)
 
     def over_time(self, metric: str) -> pd.Series:
-        """Values of ``metric`` by the start of their window."""
+        """Return values of ``metric`` by the start of their window."""
         return pick(self.frame, metric=metric).set_index("t_s")["value"].sort_index().astype(float)
 
     @property
@@ -62,25 +59,20 @@ class Hour:
         )
 
     def one(self, metric: str) -> float:
-        """A single number."""
+        """Return a single number."""
         return float(pick(self.frame, metric=metric)["value"].iloc[0])
 
     def has(self, metric: str) -> bool:
-        """Whether its rows have it."""
+        """Check whether its rows have ``metric``."""
         return bool((self.frame["metric"] == metric).any())
 
     def finding(self, quantities: dict[str, float], text: str) -> Finding:
-        """With what told the simulation the time of a step."""
+        """Build a finding that names the cost model of a simulation."""
         return Finding(quantities, text, self.kind, cost_model=self.cost_model)
 
 
-def mean_from(values: pd.Series, start: float, seconds: float) -> float:
-    """Mean of the windows that begin in ``seconds`` from ``start`` on."""
-    return float(values[(values.index >= start) & (values.index < start + seconds)].mean())
-
-
 def excess(hour: Hour) -> pd.Series:
-    """Active GPUs over the least that the requests need, by five minutes."""
+    """Divide active GPUs by the least that the requests need, by five minutes."""
     active, held = hour.over_time("active_gpus_60s_mean"), hour.batches.sum()
     starts = sorted({WINDOW_S * int(t // WINDOW_S) for t in active.index})
     return pd.Series(
@@ -89,7 +81,7 @@ def excess(hour: Hour) -> pd.Series:
 
 
 def woken(hour: Hour) -> pd.Series:
-    """How often each GPU became active after an idle minute."""
+    """Count how often each GPU became active after an idle minute."""
     active = hour.batches >= IDLE
     return (active & ~active.shift(1, axis=1, fill_value=True)).sum(axis=1)
 
@@ -98,12 +90,8 @@ def woken(hour: Hour) -> pd.Series:
 def gpus_run_full(rows: Rows) -> Finding:
     """Share of the active cells of the heat map with at least 31 requests."""
     hour = Hour.of(rows)
-    full, nearly, mean = (
-        hour.one(name)
-        for name in (
-            SHARE, "share_of_active_cells_batch_ge_28", "mean_batch_size_of_active_cells",
-        )
-    )  # fmt: skip
+    full, mean = hour.one(SHARE), hour.one("mean_batch_size_of_active_cells")
+    nearly = hour.one("share_of_active_cells_batch_ge_28")
     stricter = [f"{name} {hour.one(metric):.3f}" for name, metric in STRICTER.items() if hour.has(metric)]
     return hour.finding({"share": full}, "; ".join([f"{full:.3f} (>= 28: {nearly:.3f}); mean {mean:.1f}", *stricter]))
 
@@ -146,7 +134,7 @@ def idle_gpus_stay_idle(rows: Rows) -> Finding:
 
 @claim("C50")
 def peak_of_the_cluster(rows: Rows) -> Finding:
-    """The best minute; tokens per second of an active GPU around the peak, and over what one GPU does alone."""
+    """Best minute; tokens per second of an active GPU around the peak, and over what one GPU does alone."""
     hour = Hour.of(rows)
     speed, active = hour.over_time("throughput_10s_mean"), hour.over_time("active_gpus_60s_mean")
     peak = hour.one("peak_throughput_60s")
@@ -157,17 +145,59 @@ def peak_of_the_cluster(rows: Rows) -> Finding:
     return hour.finding(quantities, text)
 
 
-def at_the_peak(speed: pd.Series, active: pd.Series) -> tuple[float, float]:
-    """Tokens per second of an active GPU, and active GPUs, in the ten minutes with most tokens."""
-    starts = [start for start in active.index if start + PEAK_S <= active.index.max() + 60]
-    best = max(starts, key=lambda start: mean_from(speed, start, PEAK_S))
-    gpus = mean_from(active, best, PEAK_S)
-    return mean_from(speed, best, PEAK_S) / gpus, gpus
-
-
 def single_gpu(rows: Rows, hour: Hour) -> float:
-    """Tokens per second of 7B, Skewed, on one GPU: of the same simulation, or Figure 11."""
+    """Return tokens per second of 7B, Skewed, on one GPU: of the same simulation, or Figure 11."""
     if hour.kind == SIMULATED:
         stream = pick(rows.figure("13"), panel=STREAM, workload="Skewed", model="llama2-7b", metric="throughput")
         return float(stream["value"].iloc[0])
     return Serving(rows, "7B").get(PUNICA, "Skewed")
+
+
+@why("C46")
+def batches_are_not_full(rows: Rows) -> str:
+    batches = Hour.of(rows).batches
+    active, filling = (batches >= IDLE).sum(), ((batches >= IDLE) & (batches < BATCH - 1)).sum()
+    return (
+        f"of {active.mean():.3g} active GPUs {filling.mean():.2g} hold fewer than {BATCH - 1} requests; one "
+        f"alone that fills or empties would be {1 / active.mean():.2f} of them"
+    )
+
+
+@why("C47")
+def throughput_leaves_the_load(rows: Rows) -> str:
+    hour = Hour.of(rows)
+    rate, speed = hour.over_time("request_rate"), hour.over_time("throughput_10s_mean")
+    means = {start: mean_from(speed, start, RATE_S) for start in rate.index}
+    each = sum(means.values()) / rate.sum()
+    worst = max(means, key=lambda start: abs(means[start] - each * rate[start]))
+    return (
+        f"at {each:.4g} tokens per request, the {RATE_S} s from {worst:g} s on would give {each * rate[worst]:.4g} "
+        f"token/s and give {means[worst]:.4g}"
+    )
+
+
+@why("C48")
+def gpus_are_spread(rows: Rows) -> str:
+    hour = Hour.of(rows)
+    ratio = excess(hour)
+    start = float(ratio.idxmax())
+    active = mean_from(hour.over_time("active_gpus_60s_mean"), start, WINDOW_S)
+    held = mean_from(hour.batches.sum(), start, WINDOW_S)
+    return (
+        f"from {start:g} s on {active:.3g} GPUs are active for {held:.4g} requests, which {np.ceil(held / BATCH):g} "
+        "could hold"
+    )
+
+
+@why("C49")
+def idle_gpus_wake(rows: Rows) -> str:
+    changes = woken(Hour.of(rows))
+    often = (changes > 3).sum()
+    return f"GPU {changes.idxmax():g} changes {changes.max()} times, {often} of {len(changes)} more than 3"
+
+
+@why("C50")
+def gpus_are_slower_together(rows: Rows) -> str:
+    hour = Hour.of(rows)
+    each, gpus = at_the_peak(hour.over_time("throughput_10s_mean"), hour.over_time("active_gpus_60s_mean"))
+    return f"around the peak {gpus:.3g} GPUs are active and give {each:.4g} token/s each"

@@ -1,16 +1,20 @@
-"""What a claim function returns, and the tables of all of them.
+"""Findings: our value of each claim, why it differs, and how sure it is.
 
-Every claim of ``paper_results/claims.csv`` has one function, registered under its id with `@claim("C09")`. It computes
-*our* value from rows and knows no bound: the bounds are data (``paper_results/claim_bounds.csv``). A second one,
-registered with `@why("C09")`, says in a sentence computed from rows why our value differs where it does.
+Every claim of ``paper_results/claims.csv`` has one function, registered under its id with `@claim("C09")`, which
+computes *our* value from rows and knows no bound: bounds are data (``paper_results/claim_bounds.csv``). A second one,
+registered with `@why("C09")`, says in a sentence computed from rows why our value differs.
+
+An interval is the span of a claim's function over the repeats that are spread in time; without repeats it is unknown.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from experiments.claims.rows import Rows
+from experiments.claims.bounds import Interval
+from experiments.claims.rows import NoVerdict, Rows
 
 SIMULATED, MEASURED = "simulated", "measured"
 
@@ -19,10 +23,9 @@ SIMULATED, MEASURED = "simulated", "measured"
 class Finding:
     """Our side of one claim.
 
-    ``quantities`` are the numbers that the bounds speak about; one that could not be measured is absent. ``text`` says
-    the same for people, with the model, batch sizes and lengths that were really used. ``kind`` is ``simulated`` for
-    arithmetic and replays that need no measurement, and for simulations, which name what told them the time of a step
-    (``cost_model``). ``models`` are those that were measured, none for an operator.
+    ``quantities``: numbers that bounds apply to; one that could not be measured is absent. ``text``: the same for
+    people, with the models, batch sizes and lengths used. ``kind``: ``simulated`` for arithmetic, replays and
+    simulations, which name their ``cost_model``. ``models``: those that were measured, none for an operator.
     """
 
     quantities: Mapping[str, float]
@@ -39,21 +42,21 @@ CLAIMS: dict[str, ClaimFunction] = {}
 WHYS: dict[str, WhyFunction] = {}
 
 
-def claim(id: str, **chosen: str) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
-    """Decorator: this function, called with ``chosen`` (a model, a workload), computes our value of claim ``id``.
+def claim(id: str, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
+    """Register a function, called with ``chosen`` (a model, a workload), as our value of claim ``id``.
 
     A function that answers several claims is decorated once for each.
     """
     return _stored(CLAIMS, id, chosen)
 
 
-def why(id: str, **chosen: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """Decorator: this function, called with ``chosen``, says why our value of claim ``id`` differs."""
+def why(id: str, **chosen: Any) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """Register a function, called with ``chosen``, as the reason why our value of claim ``id`` differs."""
     return _stored(WHYS, id, chosen)
 
 
 def _stored(
-    table: dict[str, Callable[[Rows], T]], id: str, chosen: Mapping[str, str]
+    table: dict[str, Callable[[Rows], T]], id: str, chosen: Mapping[str, Any]
 ) -> Callable[..., Callable[..., T]]:
     def store(function: Callable[..., T]) -> Callable[..., T]:
         if id in table:
@@ -62,3 +65,35 @@ def _stored(
         return function
 
     return store
+
+
+SHIFT = 0.1
+"""Relative change of rows, to see whether a quantity depends on them."""
+
+
+def intervals(function: ClaimFunction, rows: Rows, finding: Finding, figures: set[str]) -> dict[str, Interval]:
+    """Return the intervals of the quantities of ``finding``, by asking ``function`` for each repeat of ``figures``."""
+    repeats = [found for one in rows.repeats(figures) if (found := _ask(function, one))]
+    known = {}
+    for name, value in finding.quantities.items():
+        span = [value, *(found.get(name, value) for found in repeats)]
+        known[name] = (min(span), max(span))
+    return {name: ends for name, ends in known.items() if not math.isclose(*ends, rel_tol=1e-9)}
+
+
+def rests_on(function: ClaimFunction, rows: Rows, finding: Finding, figures: set[str], what: str) -> bool:
+    """Check whether any quantity changes when the points of ``figures`` that are ``what`` (a column: ``disturbed``,
+    ``once``) are up to a tenth off.
+    """
+    return any(_changes(function, finding, rows.stirred(figures, by, **{what: True})) for by in (SHIFT, -SHIFT))
+
+
+def _changes(function: ClaimFunction, finding: Finding, changed: Rows | None) -> bool:
+    return changed is not None and _ask(function, changed) != dict(finding.quantities)
+
+
+def _ask(function: ClaimFunction, rows: Rows) -> dict[str, float] | None:
+    try:
+        return dict(function(rows).quantities)
+    except NoVerdict:
+        return None

@@ -1,17 +1,20 @@
 """Verdicts: our value of every claim against its bounds."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
-from experiments.claims.evidence import intervals, rests_on
-from experiments.claims.finding import CLAIMS, SIMULATED, WHYS, Finding
-from experiments.claims.paper import Statement, read_claims
+from experiments.claims.finding import CLAIMS, SIMULATED, WHYS, Finding, intervals, rests_on
 from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
-from experiments.claims.unjudged import command, impossible, scripts_of
+from experiments.facts.models import MODELS, STAND_INS
+from experiments.facts.paper import Statement, read_claims
+from experiments.harness.catalogue import experiments
+from experiments.harness.schema import model_conf
 from punica.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
@@ -26,40 +29,47 @@ VERDICTS = (
     REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
     NOT_IMPLEMENTED,
 )  # fmt: skip
+MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs-sgmv"}
+"""Place in the paper that is no figure of ours -> the figure whose rows answer it."""
+ROLES = {"C27": "13B", "C38": "70B", "C39": "70B", "C40": "70B"}
+"""Claims about a model that is not the paper's 7B."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim, judged. ``quantities`` are the numbers that the bounds apply to and ``interval`` those of them whose
-    interval is known; ``why`` says what makes our value differ, and what a simulation misses whose shape alone holds;
-    ``disturbed`` whether it rests on disturbed points and ``once`` whether on points that were measured once, whose
-    interval nobody knows; ``reason`` is what was missing and ``command`` what would measure it; ``older_source`` are
-    the claim's figures whose rows were measured by other code than is here now.
+    """One claim, judged.
+
+    Attributes:
+        quantities: numbers that the bounds apply to. `interval`: those of them whose interval is known.
+        why: what makes our value differ; of a simulation whose shape alone holds, what it misses.
+        disturbed: it rests on disturbed points. `once`: on points measured once, whose interval is unknown.
+        reason: what was missing. `command`: what would measure it.
+        older_source: the claim's figures whose rows other code than today's measured.
     """
 
     id: str
     statement: str
     figure: str
     paper_value: str
-    our_value: str
-    unit: str
-    relation_tested: str
-    shape_tested: str
-    verdict: str
-    why: str
-    reason: str
-    command: str
-    quantities: str
-    interval: str
-    disturbed: bool
-    once: bool
-    kind: str
-    hardware: str
+    our_value: str = ""
+    unit: str = ""
+    relation_tested: str = ""
+    shape_tested: str = ""
+    verdict: str = ""
+    why: str = ""
+    reason: str = ""
+    command: str = ""
+    quantities: str = ""
+    interval: str = ""
+    disturbed: bool = False
+    once: bool = False
+    kind: str = ""
+    hardware: str = ""
     older_source: str = ""
 
 
 def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
-    """A verdict for each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
+    """Judge each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
 
     ``rows`` has the columns of `punica.measure.records.Row`, and perhaps ``older`` (see `Verdict.older_source`).
     ValueError when a column is missing or when rows of several machines are mixed.
@@ -77,34 +87,24 @@ def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
 
 
 def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, rows: Rows, hardware: str) -> Verdict:
-    """The verdict on one claim; ``bounds`` are its bounds by test (`read_bounds`), None when it has none yet."""
-    said: dict[str, str | bool] = {
-        "id": statement.id,
-        "statement": statement.statement,
-        "figure": statement.figure,
-        "paper_value": statement.expected_value,
-        "unit": statement.unit,
-        "relation_tested": described(bounds["relation"]) if bounds else "",
-        "shape_tested": described(bounds["shape"]) if bounds else "",
-        "hardware": hardware,
-        "older_source": ", ".join(rows.older(statement.figure.split(", "))),
-    }
+    """Judge one claim; ``bounds``: by test (`read_bounds`), None when it has none yet."""
+    open_claim = Verdict(
+        statement.id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
+        relation_tested=described(bounds["relation"]) if bounds else "",
+        shape_tested=described(bounds["shape"]) if bounds else "", hardware=hardware,
+        older_source=", ".join(rows.older(statement.figure.split(", "))),
+    )  # fmt: skip
     try:
         if bounds is None or statement.id not in CLAIMS:
             raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
         rows.asked.clear()
         finding = CLAIMS[statement.id](rows)
     except NoVerdict as reason:
-        return Verdict(**{**_EMPTY, **said, **_unjudged(statement, hardware, reason)})  # type: ignore[arg-type]
-    return Verdict(**{**_EMPTY, **said, **_judged(statement, bounds, finding, rows, hardware)})  # type: ignore[arg-type]
+        return replace(open_claim, **_unjudged(statement, hardware, reason))
+    return replace(open_claim, **_judged(statement, bounds, finding, rows, hardware))
 
 
-_EMPTY: Mapping[str, str | bool] = dict.fromkeys(
-    ("our_value", "why", "reason", "command", "quantities", "interval", "kind"), ""
-) | {"disturbed": False, "once": False}
-
-
-def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, str]:
+def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, Any]:
     if statement.id not in CLAIMS:
         return {"verdict": NOT_IMPLEMENTED, "reason": str(reason)}
     if not scripts_of(statement):
@@ -117,7 +117,7 @@ def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[st
 
 def _judged(
     statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows, hardware: str
-) -> dict[str, str | bool]:
+) -> dict[str, Any]:
     function, figures = CLAIMS[statement.id], set(rows.asked)
     known: dict[str, Interval] = {}
     disturbed = once = False
@@ -149,7 +149,7 @@ def _judged(
 def _said(
     verdict: str, statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows, hardware: str
 ) -> str:
-    """Why it differs; of a simulation whose shape alone holds also which bounds of the paper it misses."""
+    """Say why it differs; of a simulation whose shape alone holds also which bounds it misses."""
     if verdict == SIMULATED_SHAPE:
         missed = missed_bounds(bounds["relation"], finding.quantities, hardware, finding.models)
         return "; ".join(part for part in (missed, _why(statement, rows)) if part)
@@ -164,7 +164,7 @@ def _why(statement: Statement, rows: Rows) -> str:
 
 
 def decide(relation: Outcome, shape: Outcome) -> str:
-    """The verdict from its two tests: both must hold to be reproduced, and a failed shape test always differs."""
+    """Decide from the two tests: both must hold to be reproduced, and a failed shape test always differs."""
     if shape is Outcome.FAILS:
         return DIFFERS
     if shape is Outcome.MISSING:
@@ -184,10 +184,41 @@ def _missing(bounds: list[Bound], finding: Finding) -> str:
 
 
 def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:
-    """One line per claim, the columns of `Verdict`."""
+    """Build a frame of one line per claim, with the columns of `Verdict`."""
     return pd.DataFrame([asdict(verdict) for verdict in verdicts])
 
 
 def counts(verdicts: list[Verdict]) -> dict[str, int]:
-    """How many claims got each verdict, in the order of `VERDICTS`; together they are all claims."""
+    """Count claims by verdict, in the order of `VERDICTS`."""
     return {name: sum(verdict.verdict == name for verdict in verdicts) for name in VERDICTS}
+
+
+@lru_cache(maxsize=1)
+def scripts() -> dict[str, str]:
+    """Map figures to the scripts that measure them."""
+    return {experiment.figure: experiment.name for experiment in experiments()}
+
+
+def scripts_of(statement: Statement) -> list[str]:
+    """Return the scripts that measure what ``statement`` is about; none where nothing is implemented."""
+    figures = [MEASURED_IN.get(name, name) for name in statement.figure.split(", ")]
+    return [scripts()[figure] for figure in figures if figure in scripts()]
+
+
+def command(statement: Statement, hardware: str) -> str:
+    """Return the command that measures it on ``hardware``."""
+    prefixes = ",".join(dict.fromkeys(name.partition("_")[0] for name in scripts_of(statement)))
+    options = [] if hardware in ("", "cpu") else ["scale=paper"]
+    if options and (role := ROLES.get(statement.id)):
+        options.append(f"model={MODELS[role][0]}")
+    given = f' ARGS="{" ".join(options)}"' if options else ""
+    return f"make figure FIG={prefixes}{given}"
+
+
+def impossible(statement: Statement, hardware: str) -> str:
+    """Say why no rows of ``hardware`` can answer; empty when they could."""
+    role = ROLES.get(statement.id)
+    if hardware != "cpu" or role is None or role in STAND_INS.values():
+        return ""
+    gigabytes = 2 * model_conf(MODELS[role][0]).backbone_parameters() / 1e9
+    return f"no model stands in for {role} on a CPU, and {gigabytes:.0f} GB of float16 weights are no model for one"

@@ -1,10 +1,8 @@
-"""What the simulations predict of the paper, and of recorded windows, beside what was published or measured.
+"""Predictions of simulations beside what was published or measured; scheduling rules beside Punica's.
 
-With two exceptions nothing that stands here was fitted to what is predicted: the cost models rest on Figures 1 and 10,
-on the datasheets of two cards, for windows on the half that is not predicted, and for first tokens under load on that
-half too and on what steps with a prompt took at the rates that are not predicted. The exceptions: the simulator got its
-constant for such steps while p99 was compared (88b0140), and that of the rows on Ray was fitted to steps of its runners
-in a rehearsal.
+Cost models are fitted to Figures 1 and 10, to datasheets, to the windows that are not predicted, and to steps with a
+prompt at rates that are not predicted. Two exceptions were fitted to what is compared: the simulator's
+constant for such steps (88b0140), and the simulator of the rows on Ray, to steps of its runners in a rehearsal.
 """
 
 from dataclasses import dataclass
@@ -13,24 +11,49 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.claims.fig13 import SHARE, SLOWED, STREAM, STRICTER, Hour, at_the_peak
+from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
-from experiments.claims.paper import as_rows, read_figure
-from experiments.claims.rows import MODELS, NoVerdict, Rows, pick
+from experiments.claims.rows import NoVerdict, Rows, markdown, pick
+from experiments.cluster.served import (
+    COSTS,
+    FIRST_TOKEN,
+    RAY,
+    SHARE,
+    SIMULATED_LENGTH,
+    SIMULATED_RAY,
+    SLOWED,
+    STREAM,
+    WINDOWS,
+    at_the_peak,
+)  # fmt: skip
+from experiments.facts.models import MODELS
+from experiments.facts.paper import as_rows, read_figure
 
-WINDOWS, COSTS, FIRST_TOKEN = "simulated windows", "simulated step costs", "simulated first token"
 NO_BOUND = "-"
 AT_31, MEAN_ACTIVE = "share at batch >= 31", "mean of active GPUs"
 PACE = "Figure 13, token/s of an active GPU around the peak"
-RAY, SIMULATED_RAY = "ray hour", "simulated ray hour"
-"""Panels of runners on Ray, and of the simulator fitted to them."""
+RAY_TOO = {
+    "mean_throughput": "token/s", "mean_batch_size_of_active_cells": "mean batch of active runners",
+    "mean_active_gpus": "mean of active runners",
+}  # fmt: skip
+PLACEMENT, PUNICA = "ext placement", "punica"
+UNCLAIMED = {
+    "released": "nobody claims more of it",
+    "adapter_affinity": "adapter loads, which it is made to save, are not simulated: it is not judged",
+}
+"""Scheduling rule that is not held against what newer papers claim -> reason."""
+WHOLE_HOUR = 3600
+TWICE, HALF = 2.0, 0.5
+"""Throughput and GPU time over Punica's that newer papers claim."""
+LEVELS = {
+    "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
+    MEAN_ACTIVE: "mean_active_gpus",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One number: ours, the published or measured one, how far off, and what was asked for (``-`` where the number
-    follows from the input or nothing was).
-    """
+    """A predicted number, the published or measured one, the difference, and the bound asked for (``-``: none)."""
 
     what: str
     predicted: float
@@ -41,9 +64,7 @@ class Prediction:
 
 
 def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
-    """Of the simulated rows in ``rows`` (of one machine) against ``folder``, the path of `paper_results`; none without
-    such rows.
-    """
+    """Compare the simulated rows in ``rows`` (of one machine) with ``folder``, the path of `paper_results`."""
     chosen = Rows(rows)
     try:
         ours = Hour.of(chosen)
@@ -77,7 +98,7 @@ def _stream(frame: pd.DataFrame, folder: str | Path) -> list[Prediction]:
 
 
 def _hour(ours: Hour, theirs: Hour) -> list[Prediction]:
-    """Figure 13: what was asked for, then what follows from the input, and the level of active GPUs."""
+    """Figure 13: predictions with a bound, then those that follow from the input, and the level of active GPUs."""
     active = [hour.over_time("active_gpus_60s_mean") for hour in (ours, theirs)]
     speed = [hour.over_time("throughput_10s_mean") for hour in (ours, theirs)]
     pace = [at_the_peak(fast, gpus)[0] for fast, gpus in zip(speed, active, strict=True)]
@@ -96,11 +117,8 @@ def _hour(ours: Hour, theirs: Hour) -> list[Prediction]:
     ]  # fmt: skip
 
 
-
 def _shares(ours: Hour, theirs: Hour) -> list[Prediction]:
-    """Full batches by the paper's own way to count and by two stricter ones; it published the first alone, all are held
-    against it.
-    """
+    """Full batches by the paper's count and by two stricter ones, all held against the published first."""
     ways = {"different requests in a second, as the paper's code counts": SHARE, **STRICTER}
     published, found = theirs.one(SHARE), []
     for name, metric in ways.items():
@@ -113,21 +131,13 @@ def _shares(ours: Hour, theirs: Hour) -> list[Prediction]:
     return found
 
 
-LEVELS = {
-    "requests (input)": "total_requests",
-    "tokens (follow from the input)": "total_tokens",
-    MEAN_ACTIVE: "mean_active_gpus",
-}
-
-
 def _correlation(ours: pd.Series, theirs: pd.Series) -> float:
     both = pd.concat([ours, theirs], axis=1, join="inner").to_numpy()
     return float(np.corrcoef(both.T)[0, 1]) if len(both) > 1 else float("nan")
 
 
 def _windows(frame: pd.DataFrame) -> list[Prediction]:
-    """The half of the recorded windows that was not fitted, together and the furthest alone; first tokens under load.
-    """
+    """Windows that were not fitted, together and the furthest alone; first tokens under load."""
     bounds = {
         (WINDOWS, "throughput_error"): ("throughput, all together,", 0.05),
         (WINDOWS, "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
@@ -143,7 +153,7 @@ def _windows(frame: pd.DataFrame) -> list[Prediction]:
 
 
 def _span(frame: pd.DataFrame, row: pd.Series) -> str:
-    """How far off a number is by the lowest and the highest of what it rests on, where rows say that."""
+    """Errors of a number by the lowest and highest cost that it rests on, where rows have them."""
     mine = frame[(frame["panel"] == row["panel"]) & (frame["system"] == row["system"])]
     ends = [mine.loc[mine["metric"] == f"{row['metric']}_{end}", "value"] for end in ("low", "high")]
     if any(end.empty for end in ends):
@@ -152,7 +162,7 @@ def _span(frame: pd.DataFrame, row: pd.Series) -> str:
 
 
 def _runners(frame: pd.DataFrame) -> list[Prediction]:
-    """The hour of runners on Ray, by the simulator that was fitted to their steps in a rehearsal."""
+    """Hour of runners on Ray, by the simulator fitted to their steps in a rehearsal."""
     found = []
     for (system, model), part in frame[frame["metric"].isin(RAY_TOO)].groupby(["system", "model"], sort=False):
         latest = part.drop_duplicates(["panel", "metric"], keep="last").set_index(["panel", "metric"])["value"]
@@ -163,38 +173,31 @@ def _runners(frame: pd.DataFrame) -> list[Prediction]:
     return found
 
 
-RAY_TOO = {
-    "mean_throughput": "token/s", "mean_batch_size_of_active_cells": "mean batch of active runners",
-    "mean_active_gpus": "mean of active runners",
-}  # fmt: skip
-
-
 def prediction_table(found: list[Prediction]) -> list[str]:
-    """Lines of Markdown."""
-    lines = ["| predicted | simulated | published or measured | off | asked | met |", "| --- " * 6 + "|"]
-    for one in found:
-        met = {None: NO_BOUND, True: "yes", False: "**no**"}[one.met]
-        cells = [one.what, f"{one.predicted:.4g}", f"{one.published:.4g}", one.off, one.asked, met]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    """Build lines of Markdown."""
+    met = {None: NO_BOUND, True: "yes", False: "**no**"}
+    return markdown(
+        ("predicted", "simulated", "published or measured", "off", "asked", "met"),
+        ([one.what, f"{one.predicted:.4g}", f"{one.published:.4g}", one.off, one.asked, met[one.met]] for one in found),
+    )
 
 
 def residual_table(rows: pd.DataFrame) -> list[str]:
-    """Lines of Markdown: every cost model with the residuals of its fit, in percent; none without such rows."""
+    """Build lines of Markdown: every cost model with the residuals of its fit, in percent; none without such rows."""
     frame = rows[(rows["panel"] == COSTS) & rows["metric"].str.startswith("residual_")]
     if frame.empty:
         return []
-    lines = ["| cost model | rows | rms residual | largest |", "| --- " * 4 + "|"]
+    lines = []
     for model, part in frame.groupby("cost_model", sort=False):
         value = part.drop_duplicates("metric", keep="last").set_index("metric")["value"].astype(float)
         for kind in [name.removeprefix("residual_rms_") for name in value.index if name.startswith("residual_rms_")]:
             rms, largest = (100 * value[f"residual_{which}_{kind}"] for which in ("rms", "largest"))
-            lines.append(f"| {model} | {kind} | {rms:.1f} % | {largest:.1f} % |")
-    return lines
+            lines.append([str(model), kind, f"{rms:.1f} %", f"{largest:.1f} %"])
+    return markdown(("cost model", "rows", "rms residual", "largest"), lines)
 
 
 def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
-    """A sentence about the hour with slower steps: what one factor explains; empty without its rows."""
+    """Describe the hour with slower steps: what one factor explains; empty without its rows."""
     frame = rows[(rows["figure"] == "13") & (rows["panel"] == SLOWED)]
     if frame.empty:
         return ""
@@ -214,7 +217,7 @@ def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
 
 
 def remains(found: list[Prediction]) -> str:
-    """A sentence about the level of active GPUs, which the cost models do not tell."""
+    """Describe the level of active GPUs, which the cost models do not give."""
     named = {one.what: one for one in found}
     pace, level, alone = (named[what] for what in (PACE, f"Figure 13, {MEAN_ACTIVE}", "Figure 11, 7B Skewed (token/s)"))
     factor = pace.predicted / pace.published
@@ -224,4 +227,41 @@ def remains(found: list[Prediction]) -> str:
         f"{level.published:.3g} GPUs are active on the mean and not {level.predicted:.3g}. The paper's Figure 11 has "
         f"{alone.published:.4g} token/s on one GPU, on a card with faster memory; no figure times the steps of the "
         "cluster's runner, so its cost is not known, and no coefficient was changed for it."
+    )
+
+
+def placement_verdicts(rows: pd.DataFrame) -> list[str]:
+    """Describe each scheduling rule of `ext_placement` other than Punica's, in a sentence."""
+    mine = rows[(rows["figure"] == PLACEMENT) & rows["metric"].isin(("capacity", "gpu_seconds"))]
+    if mine.empty or PUNICA not in set(mine["system"]):
+        return []
+    cells = mine.drop_duplicates(["panel", "system", "metric"], keep="last")
+    table = cells.pivot_table(index=["system", "panel"], columns="metric", values="value", sort=False)
+    rules = [rule for rule in dict.fromkeys(cells["system"]) if rule != PUNICA]
+    over = _length(rows)
+    return [_sentence(rule, table.loc[rule] / table.loc[PUNICA], over) for rule in rules]
+
+
+def _length(rows: pd.DataFrame) -> str:
+    """Name the part of the hour that was simulated."""
+    known = rows.loc[(rows["figure"] == PLACEMENT) & (rows["metric"] == SIMULATED_LENGTH), "value"]
+    if known.empty:
+        return "the part of the hour that was simulated"
+    seconds = float(known.iloc[-1])
+    return "the whole hour" if seconds >= WHOLE_HOUR else f"the first {seconds:g} s of the hour"
+
+
+def _sentence(rule: str, ratios: pd.DataFrame, over: str) -> str:
+    """Compare a rule; ``ratios``: capacity and GPU seconds over Punica's, by panel; ``over``: part of the hour."""
+    fastest, fewest = ratios["capacity"].idxmax(), ratios["gpu_seconds"].idxmin()
+    speed, gpus = float(ratios["capacity"].max()), float(ratios["gpu_seconds"].min())
+    most = float(ratios["gpu_seconds"].max())
+    twice, half = (
+        "" if rule in UNCLAIMED else ", as claimed" if met else f", and not the {claimed:g} that are claimed"
+        for met, claimed in ((speed >= TWICE, TWICE), (gpus <= HALF, HALF))
+    )
+    end = f"; {UNCLAIMED[rule]}" if rule in UNCLAIMED else ""
+    return (
+        f"`{rule}` serves at best {speed:.2f} times Punica's throughput where all GPUs are full ({fastest}){twice}, "
+        f"and over {over} takes at least {gpus:.2f} times its GPU time ({fewest}; at most {most:.2f}){half}{end}."
     )

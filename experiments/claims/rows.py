@@ -1,50 +1,43 @@
-"""The rows that claims are computed from: which of many rows count, and how to pick a curve out of them.
+"""Selection of the rows that count, and of curves out of them.
 
 A folder of rows can hold several scales, timers and statistics of one point. A claim sees one number per point:
 
-* central statistics only (median, single value, count), and never rows of ``scale=smoke``;
-* per figure the largest scale present (paper before gpu before laptop);
-* per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` that is there;
-* of a point with repeats that are spread in time, the median of those that nothing disturbed (of all where none was
-  quiet). `Rows.repeats` gives the same repeats one by one, so an interval comes from those that its value does.
+* central statistics (median, single value, count), no rows of ``scale=smoke``;
+* per figure the largest scale present (paper, gpu, laptop);
+* per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` present;
+* of repeats the median of the undisturbed ones, of all where none was quiet. `Rows.repeats` yields the same ones.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from experiments.facts.models import MODELS, STAND_INS
 from punica.measure.records import TIMERS
 
 CENTRAL = ("median", "value", "count")
 SCALES = ("paper", "gpu", "laptop")
-MODELS = {"7B": ("llama2-7b", "7B"), "13B": ("llama2-13b", "13B"), "70B": ("llama2-70b", "70B")}
-"""The paper's model -> ours of that size, and its name in the paper's own rows."""
-STAND_INS = {"llama-small": "7B"}
-"""Smaller model -> the paper's model whose part it plays where no model of that size was measured: on a CPU."""
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-"""Unit of time -> seconds."""
-
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
 
 
 class NoVerdict(Exception):
-    """A claim cannot be judged from these rows; the message says why."""
+    """A claim cannot be judged from these rows, for the reason in the message."""
 
 
 class NotMeasured(NoVerdict):
-    """The rows do not hold what a claim needs, but this hardware could give it; the message says what is missing."""
+    """Rows are missing that this hardware could give; the message names them."""
 
 
 class NotTestable(NoVerdict):
-    """This hardware cannot give what a claim needs; the message is the reason."""
+    """This hardware cannot give what a claim needs, for the reason in the message."""
 
 
 class Rows:
-    """Rows to judge, as a pandas frame with the columns of `punica.measure.records`."""
+    """Rows to judge: a frame with the columns of `punica.measure.records`, one number per point."""
 
     def __init__(self, frame: pd.DataFrame) -> None:
         smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
@@ -58,10 +51,10 @@ class Rows:
         self._frame, self._smoke = frame, smoke
         self._figures = {str(name): part for name, part in frame.groupby("figure")}
         self.asked: set[str] = set()
-        """Figures that were asked for so far."""
+        """Figures asked for so far."""
 
     def figure(self, *names: str) -> pd.DataFrame:
-        """All rows of the figures whose name is, or begins with, one of ``names``; NotMeasured when there are none."""
+        """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
         found = [figure for figure in self._figures if _one_of(figure, names)]
         if not found:
             smoke = any(_one_of(figure, names) for figure in self._smoke)
@@ -72,16 +65,11 @@ class Rows:
         return mine[0] if len(mine) == 1 else pd.concat(mine)
 
     def older(self, names: Sequence[str]) -> list[str]:
-        """Which of the figures ``names`` have rows here that were measured by other code than is here now."""
+        """Return those of the figures ``names`` with rows of other code than today's."""
         return [figure for figure in self._older if _one_of(figure, names)]
 
-    @property
-    def models(self) -> set[str]:
-        """Every model that has rows."""
-        return set(self._frame["model"]) - {""}
-
     def repeats(self, figures: set[str]) -> Iterator["Rows"]:
-        """The rows of ``figures`` as each repeat that counts had them; a point without that repeat keeps its number."""
+        """Yield the rows of ``figures`` by repeat; a point without that repeat keeps its number."""
         parts = self._parts[self._parts["figure"].isin(figures)]
         frame = self._frame[self._frame["figure"].isin(figures)]
         for _, one in parts.groupby("repeat"):
@@ -89,8 +77,8 @@ class Rows:
             yield self._with(frame, np.where(np.isnan(values), frame["value"].to_numpy(dtype=float), values))
 
     def stirred(self, figures: set[str], by: float, **where: Any) -> "Rows | None":
-        """The rows of ``figures``, each one whose columns equal ``where`` times a factor of its own between ``1 - by``
-        and ``1 + by``, so that ratios of them change too; None when there is no such row.
+        """Return the rows of ``figures``, those whose columns equal ``where`` times different factors within ``1 - by``
+        and ``1 + by``, so that ratios change too; None without such a row.
         """
         frame = self._frame[self._frame["figure"].isin(figures)]
         chosen = np.logical_and.reduce([frame[name].to_numpy() == value for name, value in where.items()])
@@ -122,15 +110,15 @@ def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _that_count(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` without the disturbed repeats of points that have quiet ones."""
+    """Drop the disturbed repeats of points that have quiet ones."""
     parts = frame["repeat"].notna()
     quiet = frame[parts & ~frame["disturbed"]]
     return frame[~(parts & frame["disturbed"] & _among(frame, quiet))]
 
 
 def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows that are an aggregate already, and one with the median for each point that has repeats alone. The column
-    ``once`` says which points have fewer than two repeats.
+    """Keep aggregates, and make one median of each point that has repeats alone; column ``once``: points with fewer
+    than two repeats.
     """
     times = frame.groupby(_POINT, dropna=False)["repeat"].transform("nunique")
     frame = frame.assign(once=times < 2)
@@ -144,19 +132,19 @@ def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _among(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """For each of ``rows`` whether its point is among those of ``others``."""
+    """Check for each of ``rows`` whether its point is among those of ``others``."""
     points = others[_POINT].drop_duplicates().assign(there=True)
     return rows[_POINT].merge(points, on=_POINT, how="left")["there"].notna().to_numpy()
 
 
 def _preferred(frame: pd.DataFrame, column: str, order: Sequence[str], within: list[str]) -> pd.DataFrame:
-    """Per group ``within``, only the rows whose ``column`` has the best value that the group offers."""
+    """Keep, per group ``within``, the rows whose ``column`` has the first value of ``order`` in the group."""
     place = frame[column].map(lambda value: order.index(value) if value in order else len(order))
     return frame[place == place.groupby([frame[name] for name in within]).transform("min")]
 
 
 def model_for(frame: pd.DataFrame, role: str) -> str:
-    """The model in ``frame`` that plays the paper's ``role`` ("7B", "13B", "70B"); NotMeasured when none does."""
+    """Return the model in ``frame`` that plays ``role`` ("7B", "13B", "70B"); NotMeasured without one."""
     players = _players(role)
     for name in players:
         if name in set(frame["model"]):
@@ -165,7 +153,7 @@ def model_for(frame: pd.DataFrame, role: str) -> str:
 
 
 def models_in(frame: pd.DataFrame, roles: Sequence[str]) -> dict[str, str]:
-    """The ``roles`` that ``frame`` covers -> the model that plays each; NotMeasured when it covers none."""
+    """Map the ``roles`` that ``frame`` covers to their models; NotMeasured when it covers none."""
     present = set(frame["model"])
     found = {role: model_for(frame, role) for role in roles if present & set(_players(role))}
     if not found:
@@ -174,12 +162,12 @@ def models_in(frame: pd.DataFrame, roles: Sequence[str]) -> dict[str, str]:
 
 
 def _players(role: str) -> list[str]:
-    """Models that play the paper's ``role``, first choice first."""
+    """Return models that play the paper's ``role``, first choice first."""
     return [*MODELS[role], *(name for name, played in STAND_INS.items() if played == role)]
 
 
 def pick(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """Rows whose columns equal ``where``; NotMeasured when there are none."""
+    """Return rows whose columns equal ``where``; NotMeasured without any."""
     for name, value in where.items():
         frame = frame[frame[name].to_numpy() == value]
     if frame.empty:
@@ -188,7 +176,7 @@ def pick(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
 
 
 def curve(frame: pd.DataFrame, metric: str, over: str = "batch_size", **where: Any) -> pd.Series:
-    """Values of ``metric`` where the columns equal ``where``, indexed by ``over`` ascending; NotMeasured when empty."""
+    """Return ``metric`` where columns equal ``where``, indexed by ``over`` ascending; NotMeasured when empty."""
     chosen = pick(frame, metric=metric, **where).dropna(subset=[over])
     values = chosen.set_index(over)["value"].sort_index()
     if values.index.has_duplicates:
@@ -198,7 +186,7 @@ def curve(frame: pd.DataFrame, metric: str, over: str = "batch_size", **where: A
 
 
 def at(values: pd.Series, index: float, what: str = "batch size") -> float:
-    """The value at ``index``; NotMeasured, naming what there is, when it was not measured."""
+    """Return the value at ``index``; NotMeasured, naming what there is, when it was not measured."""
     if index not in values.index:
         measured = ", ".join(f"{point:g}" for point in values.index)
         raise NotMeasured(f"{what} {index:g} was not measured (measured: {measured})")
@@ -206,17 +194,26 @@ def at(values: pd.Series, index: float, what: str = "batch size") -> float:
 
 
 def ratio(values: pd.Series, upper: float, lower: float) -> float:
-    """Value at ``upper`` over value at ``lower``."""
+    """Divide the value at ``upper`` by the value at ``lower``."""
     return at(values, upper) / at(values, lower)
 
 
 def smallest_step(values: Sequence[float]) -> float:
-    """Smallest ratio of a value to the one before it: at least 1 when the sequence never falls."""
+    """Return the smallest ratio of a value to the one before it: at least 1 when the sequence never falls."""
     if len(values) < 2:
         raise NotMeasured("an order needs at least two values")
     return min(after / before for before, after in itertools.pairwise(values))
 
 
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Build the lines of a table."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(head), "| --- " * len(head) + "|", *map(line, rows)]
+
+
 def numbers(values: Sequence[float] | pd.Series, digits: int = 3) -> str:
-    """Comma-separated values with ``digits`` significant digits, for a claim's text."""
+    """Format comma-separated values with ``digits`` significant digits."""
     return ", ".join(f"{value:.{digits}g}" for value in values)

@@ -1,53 +1,55 @@
-"""The verdict table for people: one claim per line, and where several machines were measured one column for each."""
+"""The verdict table for people, one column per machine where there are several; and whether a machine was quiet enough.
+
+A verdict is decided when no bound is inside an interval. One that rests on disturbed points and on points of a single
+run is not decided: no interval tells what the disturbance did.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.claims.judge import VERDICTS, Verdict, counts
+import pandas as pd
+
+from experiments.claims.judge import DECIDED, JUDGED, NOISE, VERDICTS, Verdict, counts
+from experiments.claims.rows import markdown
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
 DISTURBED, ONCE = "\u2020", "\u2021"
-"""After a verdict that rests on disturbed points, and on points of a single run."""
+"""Marks of a verdict that rests on disturbed points, and on points of a single run."""
+FIT = 0.8
+"""Least share of the verdicts on measurements that are decided."""
+IDLE = 0.05
+"""Largest share of disturbed points on an idle machine."""
+_POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "repeat"]
 
 
 def total(verdicts: Sequence[Verdict]) -> str:
-    """How many claims got each verdict that occurs, e.g. ``9 reproduced, 3 shape holds, ... (52 claims)``."""
+    """Count the verdicts that occur, e.g. ``9 reproduced, 3 shape holds, ... (52 claims)``."""
     found = counts(list(verdicts))
     said = ", ".join(f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict])
     return f"{said} ({sum(found.values())} claims)"
 
 
 def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> list[str]:
-    """Lines of Markdown; links to pictures in ``figures`` are relative to ``target``."""
-    return [*_head(COLUMNS), *(_line(verdict, figures, target) for verdict in verdicts)]
+    """Build lines of Markdown; links to pictures in ``figures`` are relative to ``target``."""
+    return markdown(COLUMNS, (_cells(verdict, figures, target) for verdict in verdicts))
 
 
 def machine_table(machines: Mapping[str, Sequence[Verdict]]) -> list[str]:
-    """Lines of Markdown: each claim's verdict on each of ``machines`` (name -> verdicts on the same claims)."""
-    lines = _head(("claim", "statement", *machines))
-    for same in zip(*machines.values(), strict=True):
-        lines.append(_row([same[0].id, same[0].statement, *(_marked(verdict) for verdict in same)]))
+    """Build lines of Markdown: each claim's verdict on each of ``machines`` (name -> verdicts on the same claims)."""
+    claims = zip(*machines.values(), strict=True)
+    lines = [[same[0].id, same[0].statement, *(_marked(verdict) for verdict in same)] for same in claims]
     found = [counts(list(verdicts)) for verdicts in machines.values()]
-    for name in VERDICTS:
-        if any(one[name] for one in found):
-            lines.append(_row(["", f"**{name}**", *(str(one[name]) for one in found)]))
-    return lines
-
-
-def _head(names: Sequence[str]) -> list[str]:
-    return [_row(names), "| --- " * len(names) + "|"]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    occurring = [name for name in VERDICTS if any(one[name] for one in found)]
+    totals = [["", f"**{name}**", *(str(one[name]) for one in found)] for name in occurring]
+    return markdown(("claim", "statement", *machines), [*lines, *totals])
 
 
 def _marked(verdict: Verdict) -> str:
     return verdict.verdict + (DISTURBED if verdict.disturbed else "") + (ONCE if verdict.once else "")
 
 
-def _line(verdict: Verdict, figures: Path, target: Path) -> str:
+def _cells(verdict: Verdict, figures: Path, target: Path) -> list[str]:
     ours = verdict.our_value + (" *(simulated)*" if verdict.kind == "simulated" else "")
     interval = f"interval {verdict.interval}" if verdict.interval else ""
     how = f"`{verdict.command}`" if verdict.command else ""
@@ -56,11 +58,11 @@ def _line(verdict: Verdict, figures: Path, target: Path) -> str:
     tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
     judged = f"**{_marked(verdict)}**"
     about = [verdict.id, verdict.statement, verdict.paper_value, ours, tested, judged, verdict.why or "-"]
-    return _row([*about, _links(verdict.figure, figures, target)])
+    return [*about, _links(verdict.figure, figures, target)]
 
 
 def _links(figure: str, figures: Path, target: Path) -> str:
-    """Links to the pictures of a claim's figures, e.g. of ``8, README`` or ``text 5.2``; a dash when there is none."""
+    """Link the pictures of a claim's figures, e.g. of ``8, README`` or ``text 5.2``; a dash without any."""
     found = []
     for name in figure.split(", "):
         section = name.removeprefix("text ").replace(".", "")
@@ -68,3 +70,40 @@ def _links(figure: str, figures: Path, target: Path) -> str:
         found += [(name, path) for path in sorted(figures.glob("*.png")) if path.name.startswith(prefix)]
     links = [f"[{name}]({Path(os.path.relpath(path, target)).as_posix()})" for name, path in found]
     return ", ".join(links) or "-"
+
+
+def disturbed_points(rows: pd.DataFrame) -> tuple[int, dict[str, int]]:
+    """Count points that tell whether they were disturbed, and those that were, by figure."""
+    known = rows[rows["disturbed"].notna()]
+    if known.empty:
+        return 0, {}
+    points = known.assign(disturbed=known["disturbed"].astype(bool)).groupby(_POINT, dropna=False)["disturbed"].any()
+    hit = points[points].reset_index()["figure"].astype(str).value_counts(sort=False)
+    return len(points), {str(figure): int(count) for figure, count in hit.items()}
+
+
+def disturbance(rows: pd.DataFrame) -> str:
+    """Describe the points that other work disturbed, in a line."""
+    known, disturbed = disturbed_points(rows)
+    if not known:
+        return "Disturbed points: not known, these rows do not say."
+    total = sum(disturbed.values())
+    where = "".join(f"; figure {figure}: {count}" for figure, count in disturbed.items())
+    text = f"Disturbed points: {total} of {known} ({100 * total / known:.1f} %){where}."
+    busy = f" This machine was not idle: one that is has at most {100 * IDLE:.0f} %."
+    return text + (busy if total > IDLE * known else "")
+
+
+def certainty(verdicts: Sequence[Verdict]) -> str:
+    """Describe intervals, and whether the machine is fit to decide, in a line; empty when nothing was measured."""
+    measured = [verdict for verdict in verdicts if verdict.verdict in JUDGED and verdict.kind == "measured"]
+    if not measured:
+        return ""
+    once = sum(verdict.once for verdict in measured)
+    decided = sum(verdict.verdict in DECIDED and not (verdict.disturbed and verdict.once) for verdict in measured)
+    text = f"Verdicts on measurements: {decided} of {len(measured)} decided"
+    if once:
+        text += f"; {once} rest on points of a single run ({ONCE}), so they have no interval and cannot be {NOISE}"
+    if decided < FIT * len(measured):
+        text += f". Below {100 * FIT:.0f} %: this machine, as it was, is unfit; leave it idle and measure again"
+    return f"{text}."

@@ -1,12 +1,11 @@
-"""What the figures of the cluster stand on.
+"""Worlds that serve the hour of Figure 13, and what else the cost models of steps predict. No world imports a claim.
 
-hour.py             the paper's hour of requests, and its GPUs
-served.py           what any world tells of an hour it served, and the readings that follow
-simulated_hour.py   the world on a virtual clock, and what else its cost models predict
-slowed_hour.py      the same hour with slower steps: what one factor explains
-step_costs.py       cost models of a step: the paper's A100, other GPUs from our rows, a roofline
-chosen_cost.py      one of them by name
-recorded.py         the rows in the repository that tell a cost model
-windows.py loads.py recorded windows and loads, predicted from what was not
-placed.py scaled.py scheduling rules beside one another; a thousand GPUs
+    hour.py              the paper's hour of requests, and its GPUs
+    served.py            an hour as any world served it, and its readings
+    simulated_hour.py    the world on a virtual clock, and what its cost models predict beside
+    ray_hour.py ray_serving.py  runners on Ray
+    step_costs.py        cost models of a step: the paper's A100, other GPUs from our rows, a roofline
+    recorded.py          cost models and windows from recorded rows; a cost model by name
+    windows.py loads.py  recorded windows and loads, predicted from others
+    placed.py scaled.py  scheduling rules beside one another; a thousand GPUs
 """

@@ -1,11 +1,11 @@
-"""The hour of Figure 13: its rate, the released lengths, a popularity; and the GPUs it was served on."""
+"""Figure 13's hour: its rate, the released lengths, a popularity; and the GPUs that served it."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from experiments.claims.paper import read_figure
+from experiments.facts.paper import read_figure
 from punica.cluster import ClusterPolicy, ModelBytes, Trace
 from punica.workload import (
     MAX_BATCH,
@@ -21,20 +21,19 @@ DURATION_S = 3600.0
 NUM_GPUS = 16
 RANK = 16
 GPU_BYTES = 40e9
-"""An A100 of the paper's testbed 2."""
+"""Memory of an A100 of the paper's testbed 2."""
 MEMORY_FRACTION = 0.8
-"""What the released runner takes of it for weights, adapters and KV pages."""
+"""Part of it that the released runner takes for weights, adapters and KV pages."""
 
 
 def paper_hour(
     folder: str | Path, seconds: float = DURATION_S, seed: int = RELEASED_SEED, workload: str = "Skewed",
     ranks: Sequence[int] = (RANK,), load: float = 1.0,
 ) -> Trace:  # fmt: skip
-    """About 18 000 requests in one hour: Poisson arrivals at ``load`` times the rate plotted in Figure 13, of which the
-    first ``seconds`` are kept.
+    """Draw about 18 000 requests of an hour, Poisson arrivals at ``load`` times Figure 13's rate, until ``seconds``.
 
     ``folder``: path of `paper_results`. Every adapter of ``workload`` has one of ``ranks``, each as likely. Arrivals,
-    lengths, popularity and ranks have seeds of their own, all from ``seed``.
+    lengths, popularity and ranks have independent seeds, all from ``seed``.
     """
     points = read_figure(folder, "13").query("metric == 'request_rate'").sort_values("t_s")
     rates = [load * rate for rate in points["value"].tolist()]
@@ -48,8 +47,7 @@ def paper_hour(
 
 
 def paper_cluster(rule: str, size: ModelBytes, num_gpus: int = NUM_GPUS, rank: int = RANK) -> ClusterPolicy:
-    """GPUs as the paper's, empty, with the KV pages that a model of ``size`` and a batch of adapters of ``rank`` leave.
-    """
+    """Build the paper's GPUs, empty, with the KV pages that a model of ``size`` and adapters of ``rank`` leave."""
     policy = ClusterPolicy(rule)
     pages = size.pages(MEMORY_FRACTION * GPU_BYTES, policy.page_size, MAX_BATCH, rank)
     for i in range(num_gpus):

@@ -1,8 +1,7 @@
-"""Requests that arrive by the clock on one GPU (rows of `ext_latency_under_load`): the p99 of their first tokens' wait.
+"""Predicted p99 of the time to first token, of requests that arrive by the clock (rows of `ext_latency_under_load`).
 
-The same requests arrive at the same times on a virtual clock. Loads below capacity are predicted; what a step with a
-prompt costs beside its rows is told by the others, at capacity and beyond and at the baseline's, which are not. An
-engine on a GPU works ahead.
+The same requests arrive at the same times on a virtual clock. Loads below capacity are predicted; the others give the
+cost of a step with a prompt beside its rows. An engine on a GPU works ahead.
 """
 
 import json
@@ -20,13 +19,7 @@ from experiments.harness.points import Reading
 from experiments.harness.span import FEWEST_FOR_P99, Span
 from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
 from punica.measure.records import read_rows
-from punica.workload import (
-    RequestLengths,
-    popularity,
-    released_lengths,
-    rescaled,
-    stated_lengths,
-)
+from punica.workload import RequestLengths, popularity, released_lengths, rescaled, stated_lengths
 
 FILE = "ext_latency_under_load"
 P99 = "time_to_first_token_p99"
@@ -36,7 +29,7 @@ TOLD = ("decode_step", "prefill_step")
 
 @dataclass(frozen=True)
 class Stream:
-    """What a machine was loaded with, in the words of `ext_latency_under_load`'s settings."""
+    """Stream that a machine was loaded with, from the settings of `ext_latency_under_load`."""
 
     lengths: str
     requests: int
@@ -46,24 +39,24 @@ class Stream:
     works_ahead: bool
 
     def arrivals(self, rate: float, repeat: int) -> NDArray[np.float64]:
-        """Seconds at which requests arrive, ``rate`` of them per second."""
+        """Draw seconds at which requests arrive, ``rate`` of them per second."""
         return self.span.at(rate).arrivals(rate, self.seed + repeat)
 
     def counts(self, rate: float, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which of the arrivals are measured."""
+        """Return which of the arrivals are measured."""
         return self.span.at(rate).counts(arrivals)
 
     @property
     def drawn(self) -> RequestLengths:
-        """The different requests, which come again and again."""
+        """Lengths of the different requests, which arrive in a cycle."""
         return rescaled((stated_lengths if self.lengths == "stated" else released_lengths)(self.requests), self.max_len)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests per second of ``workload`` that Punica was offered, the p99 of their time to first token in seconds,
-    what the stream was made of, and how many seconds longer steps with a prompt took than others at each of the rates
-    that are not predicted.
+    """A load of Punica: requests per second (``rate``), p99 of their time to first token in seconds, and the stream.
+
+    ``joining``: seconds by which steps with a prompt exceeded others, at each rate that is not predicted.
     """
 
     panel: str
@@ -79,14 +72,14 @@ class Load:
 
 @cache
 def recorded_loads(results: Path) -> dict[tuple[str, str], list[Load]]:
-    """Machine and model -> loads, of the folders of ``results`` that have some."""
+    """Read machine and model -> loads, of the folders of ``results`` that have some."""
     folders = sorted(path for path in results.glob("*") if (path / f"{FILE}.csv").exists())
     return {(folder.name, model): found for folder in folders for model, found in read_loads(folder).items()}
 
 
 def read_loads(folder: Path) -> dict[str, list[Load]]:
-    """Model -> loads of Punica below its capacity: beyond it a queue is as long as the run. Those with a p99, and whose
-    requests are as many as the settings beside the rows say: these are of the last command that wrote some.
+    """Read model -> loads of Punica below its capacity, with a p99, whose number of requests agrees with the settings
+    beside the rows (those of the last command).
     """
     stream = stream_of(json.loads((folder / f"{FILE}.json").read_text(encoding="utf-8")))
     cells: dict[tuple[str, str, str, int], dict[str, float]] = defaultdict(dict)
@@ -116,7 +109,7 @@ def _is_predicted(panel: str, value: Mapping[str, float]) -> bool:
 
 
 def stream_of(settings: Mapping) -> Stream:
-    """Of the settings that lie beside the rows."""
+    """Build the stream from the settings beside the rows."""
     figure = settings["figure"]
     return Stream(
         **{name: figure[name] for name in ("lengths", "requests", "max_len")},
@@ -127,9 +120,9 @@ def stream_of(settings: Mapping) -> Stream:
 
 
 def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
-    """The p99 that a simulation gives, and how far it is from the measured one; `_low` and `_high`: with steps with a
-    prompt as single rates tell of them, where they do. Near capacity a few percent of a step decide how long a queue
-    becomes.
+    """Return the simulated p99 and its error; `_low` and `_high`: by single rates' cost of steps with a prompt.
+
+    Near capacity a few percent of a step decide the length of the queue.
     """
     costs = {"": cost}
     if told := load.joining:
@@ -144,17 +137,14 @@ def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
 
 
 def with_joins(load: Load, cost: StepCost, seconds: float) -> StepCost:
-    """``cost`` with steps with a prompt that take ``seconds`` more than others, the prompt's rows among that."""
+    """Give ``cost`` steps with a prompt that take ``seconds`` more than others, the prompt's rows included."""
     rows = float(load.stream.drawn.prompt.mean())
     name = f"{cost.name}, steps with a prompt of other loads"
     return replace(cost, name=name, join=max(0.0, seconds - cost.prefill * rows))
 
 
 def p99_first_token(load: Load, cost: StepCost) -> float:
-    """Seconds until the first token that 99 of 100 of the load's requests see on one GPU.
-
-    The KV cache is as large as it has to be.
-    """
+    """Simulate the load on one GPU with enough KV cache: p99 of the seconds until the first token."""
     stream, size = load.stream, load.max_batch_size
     arrivals, drawn = stream.arrivals(load.rate, load.repeat), stream.drawn
     count = len(arrivals)

@@ -1,4 +1,4 @@
-"""One scheduling rule on one load, simulated: what `ext_placement` reads."""
+"""One scheduling rule on one load, simulated, for `ext_placement`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.claims.placement import LENGTH
-from experiments.cluster.chosen_cost import chosen_cost
 from experiments.cluster.hour import RANK, paper_cluster, paper_hour
-from experiments.cluster.served import ServedHour, summary
+from experiments.cluster.recorded import chosen_cost
+from experiments.cluster.served import SIMULATED_LENGTH, ServedHour, summary
 from experiments.cluster.step_costs import model_bytes
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
@@ -20,11 +19,11 @@ from punica.workload import RELEASED_SEED
 MODEL = "llama2-7b"
 KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")
 RAMP, TAIL = 0.1, 0.5
-"""Parts of a run with all requests waiting before which the GPUs still fill, and after which some may run empty."""
+"""Parts of a run with all requests waiting: before RAMP the GPUs fill, after TAIL some may run empty."""
 
 
 def settings(cfg: Config, figure: Any) -> dict[str, Any]:
-    """What decides a row beside its columns."""
+    """Return what decides a row beside its columns."""
     return {
         "gpus": figure.gpus, "seconds": figure.seconds, "waiting": figure.waiting, "ranks": list(figure.ranks),
         "cost": asdict(_cost(cfg)),
@@ -32,7 +31,7 @@ def settings(cfg: Config, figure: Any) -> dict[str, Any]:
 
 
 def served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool) -> list[Reading]:
-    """The rule of ``point`` on its load of adapters of ``ranks``, and with requests that all wait."""
+    """Simulate the rule of ``point`` on its load of adapters of ``ranks``, and with requests that all wait."""
     about = point.settings
     cost = _cost(cfg)
     asked = paper_hour(folders(cfg).paper, about["seconds"], workload=point.workload, ranks=ranks)
@@ -44,7 +43,7 @@ def served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool) -> lis
     each = (result.finish_s - result.first_token_s) / np.maximum(asked.lengths.output - 1, 1)
     found = {
         "time_per_output_token": (1e3 * float(each.mean()), "ms"),
-        LENGTH: (about["seconds"], "s"),
+        SIMULATED_LENGTH: (about["seconds"], "s"),
         "capacity": (_capacity(cfg, point, cost, padded, ranks), "token/s"),
     }
     kept = [reading for reading in summary(hour) if reading.metric in KEPT]
@@ -63,7 +62,7 @@ def _run(asked: Trace, point: Point, cost: StepCost, padded: bool) -> Simulation
 
 
 def _capacity(cfg: Config, point: Point, cost: StepCost, padded: bool, ranks: Sequence[int]) -> float:
-    """Tokens per second while all GPUs are full, of requests as those of the hour that wait from the start."""
+    """Simulate tokens per second while all GPUs are full, of the hour's requests that wait from the start."""
     hour = paper_hour(folders(cfg).paper, seed=RELEASED_SEED + 1, workload=point.workload, ranks=ranks)
     count = point.settings["waiting"]
     lengths = type(hour.lengths)(hour.lengths.prompt[:count], hour.lengths.output[:count])

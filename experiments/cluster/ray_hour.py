@@ -1,20 +1,16 @@
 """Figure 13's world of real engines: runners on Ray, the paper's hour compressed in time.
 
-What is scaled, so that a machine with two cores can serve it:
+Scaled, so that two cores can serve it:
 
-* time: ``speed_up`` seconds of the paper's hour pass in one of ours; all that is told is in the paper's seconds, so
-  throughputs are ``speed_up`` times smaller than on our clock, and waiting times as many times longer;
+* time: ``speed_up`` seconds of the paper's hour pass in one of ours; readings are in the paper's seconds;
 * load: the request rate is the paper's times runners / 16, its number of GPUs;
-* lengths: the released ones times ``max_len`` / 2048, so that a request lives about as long, in the paper's seconds, as
-  on an A100.
+* lengths: the released ones times ``max_len`` / 2048, so that a request lives about as long as on an A100.
 
-Before the hour the runners are timed, with their adapters loaded, in a rehearsal: the same rates with other requests in
-a sixth of the time, every step from the scheduler's order to the reply. A cost model fitted to these steps tells the
-simulator their time, and the same policy serves the same trace on the virtual clock: rows of a panel of their own. An
-active runner computes all the time, so two cores serve about two of them; where more are active they share, and a cost
-model of one runner knows that only on average.
+Before the hour the runners are timed in a rehearsal: the same rates with other requests in a sixth of the time. A cost
+model fitted to these steps lets the simulator serve the same trace (a panel of its own). Two cores serve about two
+active runners; more of them share cores, which the cost model knows on average alone.
 
-The tokens of every request are compared with those of one engine that serves all of them.
+The tokens of every request are compared with those of one engine.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.cluster.hour import NUM_GPUS, RANK, paper_hour
-from experiments.cluster.served import ServedHour, over_simulated, readings
+from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY, ServedHour, over_simulated, readings
 from experiments.cluster.simulated_hour import seen
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading, sampled
@@ -36,19 +32,18 @@ from punica.workload import MAX_BATCH, released_lengths, rescaled
 if TYPE_CHECKING:
     from experiments.cluster.ray_serving import RayCluster, Served, Tenants
 
-HOUR, KILLED, SIMULATED = "ray hour", "ray hour, a runner killed", "simulated ray hour"
 MODEL = "llama-tiny"
 REHEARSED, REHEARSAL_SEED = 6, 1
 """The rehearsal has a sixth of the hour's requests in a sixth of its time."""
 MOST_TIES = 1e-3
-"""Share of requests whose tokens may differ from one engine's: a product over another batch is rounded otherwise, which
-decides where two logits are as good as equal.
+"""Largest share of requests whose tokens differ from one engine's: another batch rounds otherwise, which decides ties
+of two logits.
 """
 
 
 @dataclass(frozen=True)
 class World:
-    """An hour, how it is scaled, and who serves it on which device: ``cpu``, or ``cuda``, a GPU for each runner."""
+    """An hour, its scales and its runners on ``device``: ``cpu``, or ``cuda``, a GPU for each runner."""
 
     paper: str
     rule: str
@@ -60,11 +55,11 @@ class World:
     device: str
 
     def trace(self) -> Trace:
-        """What is asked for, in the paper's seconds."""
+        """Draw the requests, in the paper's seconds."""
         return self._scaled(paper_hour(self.paper, self.seconds, load=self.runners / NUM_GPUS))
 
     def rehearsal(self) -> Trace:
-        """Other requests at the same rates of our clock, and the whole hour in a sixth of the time."""
+        """Draw other requests at the same rates of our clock, the whole hour in a sixth of the time."""
         load = self.runners / NUM_GPUS / REHEARSED
         asked = self._scaled(paper_hour(self.paper, self.seconds, REHEARSAL_SEED, load=load))
         return replace(asked, arrivals=asked.arrivals / REHEARSED)
@@ -73,7 +68,7 @@ class World:
         return replace(asked, lengths=rescaled(asked.lengths, self.max_len))
 
     def policy(self, num_pages: int) -> ClusterPolicy:
-        """As the scheduler of the runners has it, nothing submitted."""
+        """Build the policy of the runners' scheduler, nothing submitted."""
         policy = ClusterPolicy(self.rule)
         for i in range(self.runners):
             policy.add_gpu(f"runner-{i:04}", num_pages)
@@ -82,8 +77,8 @@ class World:
 
 @dataclass(frozen=True)
 class Fit:
-    """A cost model of the runners, in our seconds: root mean square of its relative residuals, of how many steps; and
-    the KV pages of a runner.
+    """A cost model of the runners, in our seconds; root mean square of its relative residuals over ``steps`` steps; KV
+    pages of a runner.
     """
 
     cost: StepCost
@@ -93,14 +88,12 @@ class Fit:
 
 
 def points(cfg: Config) -> list[Point]:
-    """The hour under each scheduling rule; the same with a runner that dies in the middle, if that was chosen; and
-    simulated.
-    """
+    """List the hour under each scheduling rule, with a runner killed if that was chosen, and simulated."""
     figure: Any = cfg.figure
     chosen = ("seconds", "runners", "speed_up", "max_len")
     settings = {name: getattr(figure, name) for name in chosen}
     settings |= {"address": cfg.address, "device": cfg.hardware.device}
-    panels = (HOUR, KILLED, SIMULATED) if figure.kill else (HOUR, SIMULATED)
+    panels = (RAY, KILLED, SIMULATED_RAY) if figure.kill else (RAY, SIMULATED_RAY)
     return [
         Point(panel, rule, "Skewed", MODEL, rank=RANK, settings=settings)
         for rule in cfg.system.names for panel in panels
@@ -108,9 +101,9 @@ def points(cfg: Config) -> list[Point]:
 
 
 def measure(cfg: Config, point: Point) -> list[Reading]:
-    """Serve it, on Ray or on the virtual clock."""
+    """Serve the hour, on Ray or on the virtual clock."""
     world = World(str(folders(cfg).paper), point.system, **point.settings)
-    if point.panel == SIMULATED:
+    if point.panel == SIMULATED_RAY:
         fit, trace = _hour(world).fit, world.trace()
         cost = fit.cost.slowed(world.speed_up, fit.cost.name)
         simulated = seen(trace, simulate(trace, world.policy(fit.num_pages), cost), world.seconds)
@@ -128,7 +121,7 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
 
 
 def hour_of(served: "Served", trace: Trace, world: World) -> ServedHour:
-    """What runners did, in the words of every world and in the paper's seconds."""
+    """Convert the steps of runners to a served hour in the paper's seconds."""
     names = sorted(f"runner-{i:04}" for i in range(world.runners))[::-1]  # the rule prefers the last
     seconds = int(max(step.end_s for step in served.steps) * world.speed_up) + 1
     tokens, batch = np.zeros(seconds, dtype=np.int64), np.zeros((world.runners, seconds), dtype=np.int64)
@@ -146,8 +139,8 @@ def hour_of(served: "Served", trace: Trace, world: World) -> ServedHour:
 
 
 def overheads(served: "Served") -> list[Reading]:
-    """What the scheduler costs, on our clock: a decision (placing what can be placed, or the content of a step); a step
-    as the scheduler sees it, in the runner, and the messages and the wait for the scheduler between.
+    """Return costs of the scheduler on our clock: a decision (placements, or the content of a step); a step as the
+    scheduler sees it, in the runner, and the difference, messages and waits.
     """
     whole = [1e3 * (step.end_s - step.begin_s) for step in served.steps]
     inside = [1e3 * step.seconds for step in served.steps]
@@ -177,8 +170,8 @@ def time_runners(cluster: "RayCluster", tenants: "Tenants", world: World) -> Fit
 
 
 def check_tokens(served: list[list[int]], alone: list[list[int]]) -> int:
-    """Requests with other tokens than from one engine: `CheckFailed` when they are more than ties explain, and unless
-    every request has as many tokens.
+    """Count requests with other tokens than from one engine. `CheckFailed` beyond `MOST_TIES`, and where numbers of
+    tokens differ.
     """
     lengths = [i for i, (one, other) in enumerate(zip(served, alone, strict=True)) if len(one) != len(other)]
     if lengths:
@@ -193,9 +186,6 @@ def check_tokens(served: list[list[int]], alone: list[list[int]]) -> int:
     return differ
 
 
-# --- inside: what one process finds out once -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Hour:
     fit: Fit
@@ -204,7 +194,7 @@ class _Hour:
 
 @cache
 def _hour(world: World) -> _Hour:
-    """Of runners that were timed just before."""
+    """Serve the hour by runners that were timed just before."""
     return _with_runners(
         world, lambda cluster, tenants: _Hour(time_runners(cluster, tenants, world), _serve(cluster, tenants, world))
     )

@@ -1,4 +1,4 @@
-"""A trace served by runners on Ray: what the front of the cluster saw. Imported when something is to be measured."""
+"""A trace served by runners on Ray, as the front of the cluster sees it. Imported to measure alone."""
 
 import os
 import tempfile
@@ -29,8 +29,8 @@ from punica.workload import RequestLengths
 
 @dataclass(frozen=True)
 class Served:
-    """What came of it: seconds [n] from the start to first and last token, tokens by request, steps of runners (their
-    times from the start, too), seconds of each decision, runners lost, and whether other work disturbed it.
+    """A served trace: seconds [n] from the start to first and last token, tokens by request, steps of runners (times
+    from the start), seconds of each decision, runners lost, and whether other work disturbed it.
     """
 
     first_token_s: NDArray[np.float64]
@@ -44,7 +44,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Tenants:
-    """Adapters of ids from 1 on in folders, and what makes an engine that serves them on ``device``."""
+    """Adapters of ids from 1 on in folders, and ``build`` for an engine that serves them on ``device``."""
 
     model: str
     device: str
@@ -52,7 +52,7 @@ class Tenants:
     adapters: dict[int, LoRARequest]
 
     def requests(self, lengths: RequestLengths, wanted: NDArray[np.int64]) -> list[Request]:
-        """Greedy ones of these lengths with adapters of these ids [n], named by their number; always the same."""
+        """Draw greedy requests of these lengths with adapters of these ids [n], named by number; deterministic."""
         random = np.random.Generator(np.random.PCG64(0))
         vocabulary = model_conf(self.model).vocab_size
         rows = zip(lengths.prompt.tolist(), lengths.output.tolist(), wanted.tolist(), strict=True)
@@ -66,7 +66,7 @@ class Tenants:
 def tenants(
     model: str, engine_config: EngineConfig, rank: int, ids: list[int], device: str
 ) -> Iterator[Tenants]:  # fmt: skip
-    """Random adapters of ``rank`` for a random backbone on ``device``, in a temporary folder."""
+    """Write random adapters of ``rank`` for a random backbone on ``device`` into a temporary folder."""
     config = llama_config(model_conf(model))
     slots = engine_config.lora_config(rank).max_loras
     lora = engine_config.lora_config(rank, max_cpu_loras=max(slots, len(ids)))
@@ -80,9 +80,7 @@ def tenants(
 
 @contextmanager
 def runners(world: Tenants, count: int, rule: str, address: str | None) -> Iterator[RayCluster]:
-    """A cluster that is ready, with a GPU for each runner if they are to serve on GPUs; at an ``address`` adapters come
-    from the object store.
-    """
+    """Start a cluster, with a GPU for each runner on GPUs; at an ``address`` adapters come from the object store."""
     resources = RankResources(num_gpus=int(world.device == "cuda"))
     with RayCluster(world.build, count, resources=resources, rule=rule, max_queued=1 << 20, address=address) as cluster:
         for adapter in world.adapters.values() if address else ():
@@ -93,7 +91,7 @@ def runners(world: Tenants, count: int, rule: str, address: str | None) -> Itera
 def serve(
     cluster: RayCluster, asked: list[Request], arrivals_s: NDArray[np.float64], kill_at_s: float = float("inf")
 ) -> Served:
-    """Ask for each request when it is due, until all have ended; at ``kill_at_s`` the runner with most requests dies.
+    """Serve each request when it is due, until all have ended; at ``kill_at_s`` kill the runner with most requests.
 
     `CheckFailed` when a request fails.
     """
@@ -131,9 +129,7 @@ def serve(
 
 
 def served_alone(world: Tenants, asked: list[Request]) -> list[list[int]]:
-    """Tokens of every request from one engine in this process, on the runners' device and with one thread of torch as
-    they have.
-    """
+    """Serve all requests from one engine in this process, on the runners' device, with one thread of torch."""
     engine, threads = world.build(), torch.get_num_threads()
     states = [engine.add_request(request) for request in asked]
     torch.set_num_threads(1)
@@ -146,7 +142,7 @@ def served_alone(world: Tenants, asked: list[Request]) -> list[list[int]]:
 
 
 def _disturbed(before: CpuTimes | None, after: CpuTimes | None) -> bool | None:
-    """Whether others took more of our cores than they may; ``None`` where nobody knows."""
+    """Check whether other work took more than `OTHER_CPU_LIMIT` of our cores; ``None`` where unknown."""
     if before is None or after is None:
         return None
     share = other_seconds(before, after) / ((after.wall - before.wall) * len(os.sched_getaffinity(0)))

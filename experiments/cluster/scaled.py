@@ -1,4 +1,4 @@
-"""The hour of Figure 13 with more requests on more GPUs, in a process of its own: how long, and how much memory."""
+"""Time and memory of simulating Figure 13's hour with more requests on more GPUs, in a process of its own."""
 
 import multiprocessing
 import re
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.claims.paper import read_figure
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.step_costs import a100_of_the_cluster, model_bytes
+from experiments.facts.paper import read_figure
 from experiments.harness.experiment import CheckFailed
 from punica.cluster import simulate
 
 
 @dataclass(frozen=True)
 class Replay:
-    """``finished`` of ``requests``, in ``steps`` of all GPUs; ``seconds`` and ``peak_bytes`` that it took."""
+    """Requests, those that finished, steps of all GPUs; ``seconds`` and ``peak_bytes`` of the simulation."""
 
     requests: int
     finished: int
@@ -27,13 +27,13 @@ class Replay:
 
 
 def replay(paper: str, requests: int, gpus: int) -> Replay:
-    """About ``requests`` requests of an hour on ``gpus`` GPUs; ``paper``: path of `paper_results`."""
+    """Simulate about ``requests`` requests of an hour on ``gpus`` GPUs; ``paper``: path of `paper_results`."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(replayed, (paper, requests, gpus))
 
 
 def replayed(paper: str, requests: int, gpus: int) -> Replay:
-    """The same in this process, whose peak counts all that it did before."""
+    """Simulate in this process, whose peak counts all that it did before."""
     whole = float(read_figure(paper, "13").query("metric == 'total_requests'")["value"].iloc[0])
     asked = paper_hour(paper, load=requests / whole)
     policy = paper_cluster("punica", model_bytes("llama2-7b"), gpus)
@@ -44,9 +44,8 @@ def replayed(paper: str, requests: int, gpus: int) -> Replay:
 
 
 def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Most memory that this process has had since it began; `CheckFailed` where the system does not tell.
-
-    `ru_maxrss` will not do: a spawned process inherits its parent's.
+    """Read this process's peak memory; `CheckFailed` where the system does not tell. (A spawned process inherits its
+    parent's `ru_maxrss`.)
     """
     told = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text() if status.exists() else "", re.MULTILINE)
     if told is None:

@@ -1,44 +1,53 @@
-"""What any world tells of an hour that it served, and the readings of Figure 13 that follow from it.
+"""An hour served by any world, and the readings of Figure 13 that follow from it.
 
-Names and windows are those of ``paper_results/fig13_cluster.csv``, so that the paper's rows and ours go through the
-same claims and the same figure.
+Names and windows are those of ``paper_results/fig13_cluster.csv``, so that the paper's rows and ours share claims and
+figure.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from experiments.harness.points import Reading
 from punica.workload import MAX_BATCH
 
+HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
+    f"simulated {name}"
+    for name in ("hour", "hour, slower steps", "Figure 11", "step costs", "windows", "first token")
+)
+"""Panels of the simulation."""
+RAY, KILLED, SIMULATED_RAY = "ray hour", "ray hour, a runner killed", "simulated ray hour"
+"""Panels of runners on Ray, and of the simulator fitted to them."""
+SHARE = "share_of_active_cells_batch_ge_31"
+SIMULATED_LENGTH = "simulated_seconds"
 HEAT_S, RATE_S, RATE_STEP_S, THROUGHPUT_S = 60, 200, 18, 10
-"""Seconds of a window of the heat map and of active GPUs, of the request rate and between its windows, and of the
-throughput.
-"""
+"""Seconds of windows: heat map and active GPUs; request rate, and between its windows; throughput."""
+PEAK_S = 600
+"""Seconds around the peak."""
 IDLE_S = 26
-"""A GPU without a token for so long is idle: as fine as the paper's heat map can be read."""
+"""Seconds without a token after which a GPU is idle: the resolution of the paper's heat map."""
 PIXEL_S = 6.5
 """Seconds of a pixel of the paper's heat map; the plotting library smoothed it over two."""
 FULL = 31
 """Requests from which a batch counts as full."""
 ACTIVE = 0.5
-"""Requests from which a pixel counts as active, as it does where the paper's was read."""
+"""Requests from which a pixel counts as active, as where the paper's was read."""
 
 
 @dataclass(frozen=True)
 class ServedHour:
-    """One hour (or some seconds of it) as its world saw it, in seconds of the paper's profile: a world that compressed
-    time multiplies its clock first.
+    """One hour (or some seconds of it) in seconds of the paper's profile; compressed time is multiplied first.
 
     Attributes:
         duration_s: of the arrivals.
         arrivals, first_token_s, finish_s: [n] float64, of every request.
         tokens: [seconds] int64, that came out in each second; a prompt counts with its first token (D13).
-        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second; a full GPU has more than
-            32 where one leaves and another takes its place (`heat_map` shows them as the paper does).
+        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second; more than 32 where one
+            replaces another (`heat_map` shows them as the paper does).
         seconds_by_batch: [33] float64, GPU time in steps of so many requests.
-        kind: ``simulated`` or ``measured``. ``cost_model``: of a simulation, what told it the time of a step.
+        kind: ``simulated`` or ``measured``. ``cost_model``: name of a simulation's.
     """
 
     duration_s: float
@@ -63,13 +72,13 @@ class ServedHour:
 
 
 def readings(served: ServedHour) -> list[Reading]:
-    """All of `series` and `summary`, marked with the kind of their world."""
+    """Return all of `series` and `summary`, marked with the kind of their world."""
     return [*series(served), *summary(served)]
 
 
 def series(served: ServedHour) -> list[Reading]:
-    """Over time: request rate (mean over the following 200 s, every 18 s), throughput per 10 s; active GPUs, requests
-    in the cluster and the batch of every GPU per minute. Windows that the arrivals do not fill are left out.
+    """Request rate (mean over the following 200 s, every 18 s), throughput per 10 s; per minute active GPUs, requests
+    in the cluster and the batch of every GPU. Windows that the arrivals do not fill are left out.
     """
     arrived = np.bincount(served.arrivals.astype(int), minlength=int(served.duration_s))
     lines = [
@@ -99,8 +108,8 @@ def summary(served: ServedHour) -> list[Reading]:
         "mean_active_gpus": (active.mean(), "GPUs"),
         "max_active_gpus": (active.max(initial=0), "GPUs"),
         "gpu_seconds": (int(served.active.sum()), "s"),
-        "share_of_active_cells_batch_ge_31": (_share(cells >= FULL), "fraction"),
-        "share_of_active_cells_batch_ge_31_capped_seconds": (_share(capped >= FULL), "fraction"),
+        SHARE: (_share(cells >= FULL), "fraction"),
+        f"{SHARE}_capped_seconds": (_share(capped >= FULL), "fraction"),
         "share_of_step_time_batch_ge_31": (steps[FULL:].sum() / max(steps.sum(), 1e-9), "fraction"),
         "share_of_active_cells_batch_ge_28": (_share(cells >= 28), "fraction"),
         "mean_batch_size_of_active_cells": (cells.mean() if cells.size else 0.0, "requests"),
@@ -115,7 +124,7 @@ def summary(served: ServedHour) -> list[Reading]:
 
 
 def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]:
-    """What was measured over what a simulation fitted to the same runners gave: throughput, batch, active runners."""
+    """Divide measured throughput, batch and active runners by those of a simulation fitted to the same runners."""
     values = [{one.metric: one.value for one in summary(served)} for served in (measured, simulated)]
     about = {"kind": simulated.kind, "cost_model": simulated.cost_model}
     return [
@@ -128,25 +137,24 @@ COMPARED = ("mean_throughput", "mean_batch_size_of_active_cells", "mean_active_g
 
 
 def transitions(batch: NDArray[np.int64]) -> int:
-    """How often a GPU became active after it had been idle, from its requests in every second [seconds]."""
+    """Count changes from idle to active, from a GPU's requests in every second [seconds]."""
     windows = means(batch, IDLE_S) > 0
     return int((windows[1:] & ~windows[:-1]).sum())
 
 
 def heat_map(batch: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[gpus, seconds] as they are read from the paper's heat map, [gpus, pixels]: `smoothed`, and at most 32, where its
-    scale of colours ends.
+    """Convert [gpus, seconds] to the paper's heat map, [gpus, pixels]: `smoothed`, then capped at 32, where its colours
+    end.
 
-    In this order, since the plotting library shrinks the numbers and colours them then. The paper's own minutes say the
-    same: 166 are full to the last digit and 198 others between 31 and 32, as here; where seconds are capped first, most
-    full minutes fall below 32, and the share of full cells is a point smaller (a row of its own).
+    The plotting library shrinks numbers before it colours them. The paper's minutes agree: 166 are full to the last
+    digit and 198 between 31 and 32, as here. Capping seconds first gives a share that is a point smaller.
     """
     return np.minimum(smoothed(batch), MAX_BATCH)
 
 
 def smoothed(batch: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[gpus, seconds] as a plotting library shrinks a picture, [gpus, pixels]: `PIXEL_S` seconds to a pixel, each a
-    mean with Hann's weights over two.
+    """Shrink [gpus, seconds] to [gpus, pixels] as a plotting library does: `PIXEL_S` seconds to a pixel, each a mean
+    with Hann's weights over two.
     """
     seconds = batch.shape[1]
     distance = (np.arange(seconds) + 0.5 - _centres(seconds)[:, None]) / PIXEL_S  # [pixels, seconds]
@@ -155,18 +163,18 @@ def smoothed(batch: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def means(values: NDArray[np.float64] | NDArray[np.int64], window: int) -> NDArray[np.float64]:
-    """Means of ``values`` [seconds] over the whole windows that they fill."""
+    """Return means of ``values`` [seconds] over the whole windows that they fill."""
     count = len(values) // window
     return values[: count * window].reshape(count, window).mean(axis=1)
 
 
 def _centres(seconds: int) -> NDArray[np.float64]:
-    """[pixels], the second in the middle of each pixel."""
+    """Seconds in the middle of each pixel, [pixels]."""
     return np.arange(0.5, max(1.0, seconds / PIXEL_S)) * PIXEL_S
 
 
 def _minutes(served: ServedHour) -> list[list[tuple[float, float]]]:
-    """Per GPU, start and mean of the pixels of each minute of the heat map: how the paper's were read."""
+    """Start and mean of the heat map's pixels of each minute, per GPU, as the paper's were read."""
     seconds = int(served.duration_s)
     known = served.batch[:, :seconds]
     map_ = heat_map(np.pad(known, ((0, 0), (0, seconds - known.shape[1]))))
@@ -178,7 +186,7 @@ def _minutes(served: ServedHour) -> list[list[tuple[float, float]]]:
 def _windows(
     served: ServedHour, values: NDArray[np.float64] | NDArray[np.int64], window: int
 ) -> list[tuple[float, float]]:
-    """Start and mean of each window of the arrivals' duration; nothing happens after the last token."""
+    """Start and mean of each window of the arrivals' duration, zero after the last token."""
     filled = np.zeros(int(served.duration_s))
     known = values[: len(filled)]
     filled[: len(known)] = known
@@ -202,3 +210,16 @@ def _line(
 
 def _share(true: NDArray[np.bool_]) -> float:
     return float(true.mean()) if true.size else 0.0
+
+
+def mean_from(values: pd.Series, start: float, seconds: float) -> float:
+    """Return the mean of the windows that begin in ``seconds`` from ``start`` on."""
+    return float(values[(values.index >= start) & (values.index < start + seconds)].mean())
+
+
+def at_the_peak(speed: pd.Series, active: pd.Series) -> tuple[float, float]:
+    """Return tokens per second of an active GPU, and active GPUs, in the ten minutes with most tokens."""
+    starts = [start for start in active.index if start + PEAK_S <= active.index.max() + 60]
+    best = max(starts, key=lambda start: mean_from(speed, start, PEAK_S))
+    gpus = mean_from(active, best, PEAK_S)
+    return mean_from(speed, best, PEAK_S) / gpus, gpus

@@ -1,9 +1,11 @@
-"""Figure 13's world on a virtual clock: the hour, and what else the same cost models predict or rest on.
+"""Figure 13's world on a virtual clock, and what else its cost models predict.
 
-Panels: the hour, and once more with slower steps (`slowed_hour`); the stream of Figure 11 on one GPU, which the paper
-measured as well; the cost models with how far they are from the rows that they were fitted to; recorded windows of
-Figure 11, half of them predicted from the other half; and, with the same constant, the first tokens of requests that
-arrived by the clock.
+Panels: the hour; the same with slower steps; the stream of Figure 11 on one GPU; residuals of the cost models; recorded
+windows of Figure 11, half of them predicted from the other half; and, with the same constant, first tokens of requests
+that arrived by the clock.
+
+Slower steps: Figures 1 and 10 give an active GPU more tokens than Figure 13 shows. Every step is longer by that factor,
+which is fitted to Figure 13, so this hour is a sensitivity and no prediction.
 """
 
 from collections.abc import Iterator
@@ -12,32 +14,41 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.rows import MODELS
-from experiments.cluster.chosen_cost import chosen_cost, panel_of
+import pandas as pd
+
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, RANK, paper_cluster, paper_hour
 from experiments.cluster.loads import Load, first_token_readings, recorded_loads
-from experiments.cluster.recorded import recorded_costs, recorded_windows
-from experiments.cluster.served import ServedHour, readings
-from experiments.cluster.slowed_hour import slowed, slowed_readings, slowness
+from experiments.cluster.recorded import chosen_cost, panel_of, recorded_costs, recorded_windows
+from experiments.cluster.served import (
+    COSTS,
+    FIRST_TOKEN,
+    HOUR,
+    SLOWED,
+    STREAM,
+    WINDOWS,
+    ServedHour,
+    at_the_peak,
+    readings,
+    series,
+    summary,
+)
 from experiments.cluster.step_costs import FittedCost, model_bytes, paper_a100
 from experiments.cluster.windows import fitted_to, halves, predicted_half
+from experiments.facts.models import MODELS
+from experiments.facts.paper import read_figure
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders
 from punica.cluster import ClusterPolicy, SimulationResult, StepCost, Trace, simulate
 from punica.workload import MAX_BATCH, PAPER_WORKLOADS, popularity, released_lengths
 
-HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
-    f"simulated {name}"
-    for name in ("hour", "hour, slower steps", "Figure 11", "step costs", "windows", "first token")
-)
 MODEL = MODELS["7B"][0]
 PAPER_GPU_BYTES = 80e9
-"""Of testbed 1, which Figure 11 was measured on."""
+"""Memory of testbed 1, which Figure 11 was measured on."""
 
 
 def points(cfg: Config) -> list[Point]:
-    """The hour under each scheduling rule that was chosen, then the rest."""
+    """List the hour under each chosen scheduling rule, then the rest."""
     figure, paper = cfg.figure, folders(cfg).paper
     about = {"gpus": figure.gpus, "seconds": figure.seconds}  # type: ignore[attr-defined]
     named: str = figure.cost  # type: ignore[attr-defined]
@@ -61,7 +72,7 @@ def points(cfg: Config) -> list[Point]:
 
 
 def measure(cfg: Config, point: Point) -> list[Reading]:
-    """What the panel of ``point`` says."""
+    """Simulate or predict the panel of ``point``."""
     paper = folders(cfg).paper
     if point.panel.startswith(HOUR):
         about = point.settings["seconds"], point.settings["gpus"], point.system
@@ -86,17 +97,39 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
 
 
 def seen(asked: Trace, result: SimulationResult, seconds: float) -> ServedHour:
-    """What a simulation tells, in the words of every world. GPUs are numbered from the one that the rule prefers, as in
-    the paper's heat map.
-    """
+    """Convert a simulation to a served hour. GPUs are numbered from the one that the rule prefers, as in the paper."""
     return ServedHour(
         seconds, asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch[::-1],
         result.seconds_by_batch, "simulated", result.cost_model,
     )  # fmt: skip
 
 
+def slowness(served: ServedHour, paper: Path) -> float:
+    """Divide the tokens per second of an active GPU around the peak of ``served`` by the published ones."""
+    ours = pd.DataFrame([{"metric": one.metric, "t_s": one.t_s, "value": one.value} for one in series(served)])
+    found = []
+    for lines in (ours, read_figure(paper, "13")):
+        speed, active = (
+            lines[lines["metric"] == metric].set_index("t_s")["value"].sort_index().astype(float)
+            for metric in ("throughput_10s_mean", "active_gpus_60s_mean")
+        )
+        found.append(at_the_peak(speed, active)[0])
+    return found[0] / found[1]
+
+
+def slowed(cost: StepCost, factor: float) -> StepCost:
+    """Make every step of ``cost`` ``factor`` times as long, and say so in its name."""
+    return cost.slowed(factor, f"{cost.name}; every step {factor:.2f} times as long, fitted to Figure 13's peak")
+
+
+def slowed_readings(served: ServedHour, factor: float) -> list[Reading]:
+    """Return the totals of the slowed hour, and the factor."""
+    about = {"kind": served.kind, "cost_model": served.cost_model}
+    return [Reading("step_time_factor", factor, "ratio", **about), *summary(served)]
+
+
 def stream_throughput(point: Point, cost: StepCost) -> float:
-    """Tokens per second of the released requests, all waiting from the start, on one GPU of testbed 1."""
+    """Simulate the released requests, all waiting from the start, on one GPU of testbed 1: tokens per second."""
     count = point.settings["requests"]
     lengths = released_lengths(count)
     adapters = popularity(point.workload).requests(count) + 1
@@ -108,7 +141,7 @@ def stream_throughput(point: Point, cost: StepCost) -> float:
 
 
 def cost_readings(fitted: FittedCost) -> list[Reading]:
-    """The coefficients (microseconds), and the residuals by kind of row, as parts of the time."""
+    """Return the coefficients (microseconds), and the residuals by kind of row, as parts of the time."""
     cost = fitted.cost
     found = [
         _simulated(f"cost_{name}", 1e6 * value, "us", cost) for name, value in asdict(cost).items() if name != "name"
@@ -120,7 +153,7 @@ def cost_readings(fitted: FittedCost) -> list[Reading]:
 
 
 def _point(panel: str, system: str, workload: str, model: str, cost: StepCost | None = None, **settings: Any) -> Point:
-    """Everything that decides a simulation: its cost model above all."""
+    """Build a point whose settings hold the cost model."""
     about = {**settings, **({} if cost is None else {"cost": asdict(cost)})}
     rank = RANK if workload else None
     return Point(panel, system, workload, model, MAX_BATCH if workload else None, None, rank, about)
@@ -147,7 +180,7 @@ def _paper_cost(paper: Path, role: str) -> FittedCost:
 
 
 def _costs(cfg: Config) -> dict[tuple[str, str], FittedCost]:
-    """The paper's A100 and every machine with recorded rows that tell a cost model."""
+    """Cost models of the paper's A100 and of every machine with recorded rows that give one."""
     places = folders(cfg)
     found = {("a100-80g", MODELS[role][0]): _paper_cost(places.paper, role) for role in ("7B", "13B")}
     return {**found, **recorded_costs(places.recorded_rows.parent)}
@@ -163,7 +196,7 @@ def _windows(cfg: Config) -> Iterator[tuple[str, str, list[Any]]]:
 
 def _loads(cfg: Config) -> Iterator[tuple[str, str, Load, StepCost]]:
     """Hardware, model, load and cost model of every machine that was loaded by the clock; the cost model has the
-    constant of half of its windows where it has windows.
+    constant of half of the machine's windows, if any.
     """
     windows = {(hardware, model): found for hardware, model, found in _windows(cfg)}
     for key, loads in recorded_loads(folders(cfg).recorded_rows.parent).items():

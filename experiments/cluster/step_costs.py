@@ -1,13 +1,12 @@
 """Cost models of a step: the paper's A100 from its Figures 1 and 10, other GPUs from our rows, the rest by a roofline.
 
-The paper's A100. Figure 10 times one layer with LoRA, so a decode step is that many layers, and the bytes of the output
-head at the card's bandwidth. Figure 1 times whole steps without LoRA; only its prefills are used, since Figure 10 has
-none. The paper timed prefill for 7B alone: for another model a row of a prompt costs in proportion to its weights. Both
-figures are of an 80 GB card, the cluster had 40 GB cards, whose memory is slower (`a100_of_the_cluster`).
+The paper's A100: a decode step is Figure 10's layer with LoRA, times their number, and the output head's bytes at the
+card's bandwidth. Prefills are Figure 1's, which has 7B alone: another model's prompt rows cost in proportion to its
+weights. Both figures are of an 80 GB card; the cluster's 40 GB cards have slower memory (`a100_of_the_cluster`).
 
-Recorded rows. Whole steps of the engine: Figure 1 without adapters, `ext_breakdown` with them, and layers of Figure 10.
+Recorded rows: Figure 1 without adapters, `ext_breakdown` with them, layers of Figure 10.
 
-Nothing here is fitted to Figures 11 to 13, which a simulation may therefore predict.
+Nothing is fitted to Figures 11 to 13, which simulations predict.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +17,8 @@ from pathlib import Path
 import pandas as pd
 from omegaconf import OmegaConf
 
-from experiments.claims.paper import as_rows, read_figure
-from experiments.claims.rows import MODELS, SECONDS
+from experiments.facts.models import MODELS, SECONDS
+from experiments.facts.paper import as_rows, read_figure
 from experiments.harness.schema import CONF, model_conf
 from punica.cluster import ModelBytes, Residuals, StepCost, StepWork, TimedStep, fit_step_cost, residuals, roofline_cost
 from punica.workload import popularity
@@ -30,7 +29,7 @@ PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"
 
 @dataclass(frozen=True)
 class FittedCost:
-    """A cost model, and how far it is from what it was fitted to, by kind of row."""
+    """A cost model, and its residuals by kind of row."""
 
     cost: StepCost
     residuals: Mapping[str, Residuals]
@@ -38,7 +37,7 @@ class FittedCost:
 
 @cache
 def model_bytes(model: str) -> ModelBytes:
-    """Of the model of `conf/model/<model>.yaml`."""
+    """Return the bytes of `conf/model/<model>.yaml`."""
     conf = model_conf(model)
     return ModelBytes.llama(
         conf.hidden_size, conf.intermediate_size, conf.num_hidden_layers, conf.num_attention_heads,
@@ -47,33 +46,31 @@ def model_bytes(model: str) -> ModelBytes:
 
 
 def datasheet(hardware: str) -> tuple[float, float]:
-    """Bytes/s and FLOP/s of `conf/hardware/<hardware>.yaml`."""
+    """Read bytes/s and FLOP/s of `conf/hardware/<hardware>.yaml`."""
     conf = OmegaConf.load(CONF / "hardware" / f"{hardware}.yaml")
     return 1e9 * conf.bandwidth_gb_s, 1e12 * conf.tflop_s
 
 
 def timed_layers(rows: pd.DataFrame, model: str, num_layers: int, rest_s: float = 0.0) -> list[TimedStep]:
-    """Rows of Figure 10 of ``model`` as decode steps of ``num_layers`` layers and ``rest_s`` seconds beside them; other
-    systems than Punica are left out.
-    """
+    """Read Punica's rows of Figure 10 of ``model`` as decode steps of ``num_layers`` layers and ``rest_s`` seconds."""
     chosen = rows[(rows["metric"] == "layer_latency") & (rows["model"] == model) & (rows["system"] == "punica")]
     return [TimedStep(_decodes(*shape), num_layers * seconds + rest_s) for *shape, seconds in _values(chosen)]
 
 
 def timed_prefills(rows: pd.DataFrame, model: str) -> list[TimedStep]:
-    """Rows of Figure 1, panel prefill, of ``model``."""
+    """Read rows of Figure 1, panel prefill, of ``model``."""
     chosen = rows[(rows["metric"] == "step_latency") & (rows["model"] == model) & (rows["panel"] == "prefill")]
     return [TimedStep(StepWork(0, 0, batch * length), seconds) for batch, length, _, _, seconds in _values(chosen)]
 
 
 def timed_decodes(rows: pd.DataFrame, model: str) -> list[TimedStep]:
-    """Rows of Figure 1, panel decode, of ``model``: no adapters."""
+    """Read rows of Figure 1, panel decode, of ``model``: no adapters."""
     chosen = rows[(rows["metric"] == "step_latency") & (rows["model"] == model) & (rows["panel"] == "decode")]
     return [TimedStep(StepWork(batch, batch * length), seconds) for batch, length, _, _, seconds in _values(chosen)]
 
 
 def timed_steps(rows: pd.DataFrame, model: str) -> list[TimedStep]:
-    """Rows of `ext_breakdown` of ``model``: decodes, a prompt alone, and a prompt among decodes, by the engine."""
+    """Read rows of `ext_breakdown` of ``model``: decodes, a prompt alone, and a prompt among decodes."""
     chosen = rows[(rows["metric"] == "step_latency") & (rows["model"] == model) & (rows["system"] == "punica")]
     found = []
     for panel, part in chosen.groupby("panel", sort=False):
@@ -86,7 +83,7 @@ def timed_steps(rows: pd.DataFrame, model: str) -> list[TimedStep]:
 
 
 def paper_a100(folder: str | Path, role: str) -> FittedCost:
-    """The paper's 80 GB A100 running its model ``role`` (7B or 13B), from ``folder``, the path of `paper_results`.
+    """Fit the paper's 80 GB A100 running ``role`` (7B or 13B); ``folder``: path of `paper_results`.
 
     ValueError for a model that Figure 10 does not have.
     """
@@ -104,15 +101,15 @@ def paper_a100(folder: str | Path, role: str) -> FittedCost:
 
 
 def a100_of_the_cluster(folder: str | Path) -> StepCost:
-    """The paper's 40 GB A100 running 7B: that of `paper_a100` with its own bandwidth (datasheets of both)."""
+    """Convert `paper_a100` of 7B to the 40 GB card's bandwidth (datasheets of both)."""
     before, after = datasheet(PAPER_GPU)[0], datasheet(CLUSTER_GPU)[0]
     name = "A100 40GB 7B, paper Figures 1 and 10 (80GB), datasheet bandwidths"
     return paper_a100(folder, "7B").cost.at_bandwidth(model_bytes(MODELS["7B"][0]), before, after, name)
 
 
 def recorded_cost(rows: Mapping[str, pd.DataFrame], hardware: str, model: str) -> FittedCost:
-    """The GPU (or CPU) called ``hardware`` running ``model``, from our own rows by figure: "1", "10", "ext breakdown";
-    those that are there. ValueError when they cannot tell all coefficients.
+    """Fit ``hardware`` running ``model`` to our rows by figure ("1", "10", "ext breakdown"), those that are there.
+    ValueError when they do not give all coefficients.
     """
     layers = model_conf(model).num_hidden_layers
     makers = {
@@ -130,7 +127,7 @@ def recorded_cost(rows: Mapping[str, pd.DataFrame], hardware: str, model: str) -
 
 
 def datasheet_cost(hardware: str, model: str) -> StepCost:
-    """The roofline of a GPU that nobody timed."""
+    """Build the roofline of a GPU that was not timed."""
     return roofline_cost(f"{hardware} {model}, roofline of the datasheet", model_bytes(model), *datasheet(hardware))
 
 
@@ -140,7 +137,7 @@ def _decodes(batch: int, length: int, rank: int, workload: str) -> StepWork:
 
 
 def _values(rows: pd.DataFrame) -> Iterator[tuple[int, int, int, str, float]]:
-    """Batch size, length, rank (0 where there is none), workload, and seconds, of values and medians."""
+    """Yield batch size, length, rank (0 without one), workload and seconds of values and medians."""
     for row in rows[rows["statistic"].isin(("value", "median"))].to_dict("records"):
         rank = 0 if pd.isna(row["rank"]) else int(row["rank"])
         seconds = float(row["value"]) * SECONDS[str(row["unit"])]

@@ -1,7 +1,7 @@
-"""Recorded windows of Figure 11: a cost model fitted to half of them tells the throughput of the other half.
+"""Recorded windows of Figure 11: a cost model fitted to half of them predicts the throughput of the other half.
 
-The steps of a window are alike, so that windows tell one coefficient, the constant; the others are those of the
-machine's cost model, from other figures.
+The steps of a window are alike, so windows give one coefficient, the constant; the others are those of the machine's
+cost model, from other figures.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from punica.cluster import StepCost, StepWork, TimedStep, fit_step_cost
 from punica.workload import popularity
 
 LEAST = 4
-"""Windows of which a half is worth fitting."""
+"""Least windows of which a half is fitted."""
 MILLI = 1e3
 NEEDED = ("throughput", "step_latency", "tokens_per_step", "mean_batch_size", "mean_context")
 
 
 @dataclass(frozen=True)
 class Window:
-    """The mean step of a window: tokens with those of prompts, requests, tokens of cache per request, ranks of the
-    different adapters in sum; and its seconds.
+    """Mean step of a window: tokens (prompts included), requests, cached tokens per request, summed ranks of the
+    different adapters; and its seconds.
     """
 
     workload: str
@@ -36,15 +36,13 @@ class Window:
 
     @property
     def step(self) -> TimedStep:
-        """The mean step, which costs what the steps cost on the mean, as costs are linear."""
+        """Mean step, whose cost is the mean cost, as costs are linear."""
         work = StepWork(self.batch, self.batch * self.context, self.tokens - self.batch, self.ranks)  # type: ignore[arg-type]
         return TimedStep(work, self.seconds)
 
 
 def windows_of(rows: pd.DataFrame) -> list[Window]:
-    """Windows of Punica in ``rows`` of Figure 11 of one model, in order; those that other work disturbed, and those of
-    a whole stream, are left out.
-    """
+    """Read Punica's windows in ``rows`` of Figure 11 of one model, in order; none disturbed or of a whole stream."""
     punica = (rows["system"] == "punica") & rows["metric"].isin(NEEDED) & rows["statistic"].eq("value")
     chosen = rows[punica & ~rows["disturbed"].eq(True) & rows["panel"].str.endswith(" Model")]
     found = []
@@ -60,18 +58,18 @@ def windows_of(rows: pd.DataFrame) -> list[Window]:
 
 
 def fitted_to(windows: Sequence[Window], cost: StepCost) -> StepCost:
-    """``cost`` with the constant that ``windows`` tell."""
+    """Replace the constant of ``cost`` by that of ``windows``."""
     known = {"row": cost.row, "kv": cost.kv, "prefill": cost.prefill, "rank": cost.rank}
     return fit_step_cost(f"{cost.name}, constant of windows", [one.step for one in windows], known)
 
 
 def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
-    """Every other window is fitted, the rest predicted."""
+    """Split windows alternately into fitted and predicted ones."""
     return list(windows[::2]), list(windows[1::2])
 
 
 def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
-    """Tokens per second of the predicted half over the measured ones, its mean and its largest error."""
+    """Return the errors of predicted tokens per second: of all together, and the largest."""
     seen, held_out = halves(windows)
     fitted = fitted_to(seen, cost)
     errors = [one.seconds / fitted.seconds(one.step.work) - 1 for one in held_out]

@@ -25,14 +25,19 @@ from omegaconf import DictConfig
 
 from experiments.claims import Verdict, as_frame, counts, judge
 from experiments.claims.asked import asked, asked_table
-from experiments.claims.fitness import certainty, disturbance
+from experiments.claims.fig12 import ranks_table
 from experiments.claims.judge import NOT_MEASURED
-from experiments.claims.on_ranks import ranks_table
-from experiments.claims.placement import placement_verdicts
-from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
-from experiments.claims.rows import STAND_INS
-from experiments.claims.table import machine_table, total, verdict_table
+from experiments.claims.predictions import (
+    placement_verdicts,
+    prediction_table,
+    predictions,
+    remains,
+    residual_table,
+    sensitivity,
+)
+from experiments.claims.table import certainty, disturbance, machine_table, total, verdict_table
 from experiments.commands.batch import batch_main, sides
+from experiments.facts.models import STAND_INS
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import Folders, folders
 from experiments.harness.source import fingerprint, script_of

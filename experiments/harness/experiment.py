@@ -46,7 +46,7 @@ class Experiment(ABC):
     """
 
     name: ClassVar[str]  # the script's and the YAML's file name, e.g. fig08_lora_operator
-    figure: ClassVar[str]  # as in paper_results and `claims.paper.FIGURE_FILES`, e.g. "8"
+    figure: ClassVar[str]  # as in paper_results and `facts.paper.FIGURE_FILES`, e.g. "8"
     order: ClassVar[int]  # place in `make reproduce`
     conf: ClassVar[type[FigureConf]]  # schema of conf/figure/<name>.yaml
     defaults: ClassVar[Mapping[str, str]] = {}  # other choices of config groups, e.g. {"adapters": "paper_ranks"}

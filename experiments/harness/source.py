@@ -9,6 +9,7 @@ without docstrings and comments, so that rows become stale when code changes and
 import ast
 import hashlib
 import inspect
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 from experiments.harness.schema import REPOSITORY
 
 PACKAGES = ("experiments", "punica")
+NAMED = r"experiments(\.\w+)+"
+"""A module named in a string, as in `facts.systems`, counts as imported."""
 ONLY_SHOW = (
     "experiments.plots", "experiments.commands", "experiments.claims", "experiments.harness.catalogue",
     "experiments.harness.command", "experiments.harness.source",
@@ -79,6 +82,8 @@ def _imports(node: ast.AST) -> Iterator[str]:
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(NAMED, node.value):
+        yield node.value
     for child in ast.iter_child_nodes(node):
         yield from _imports(child)
 

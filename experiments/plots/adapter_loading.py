@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments.claims.paper import paper_file
+from experiments.facts.paper import paper_file
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.frames import centre, described, disturbed_at, series

@@ -1,19 +1,14 @@
 """Rows as pandas frames, in the form that plots want."""
 
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.paper import FIGURE_FILES, read_figure, short_name
-from experiments.claims.rows import MODELS, STAND_INS
-from punica.measure.records import COLUMNS, TIMERS, Row, read_rows
-
-
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
-    """`rows` as a frame with the columns of `Row`, also when there are none."""
-    return pd.DataFrame([asdict(row) for row in rows], columns=list(COLUMNS))
+from experiments.facts.frames import frame_of, one_of_repeats
+from experiments.facts.models import MODELS, STAND_INS
+from experiments.facts.paper import FIGURE_FILES, read_figure
+from experiments.facts.systems import short_name
+from punica.measure.records import COLUMNS, TIMERS, read_rows
 
 
 def distinct(rows: pd.DataFrame, column: str) -> list[str]:
@@ -29,35 +24,6 @@ def measured_frame(path: Path) -> pd.DataFrame:
     place = frame["timer"].map({timer: place for place, timer in enumerate(TIMERS)})  # nan: not timed
     best = place.groupby(frame["metric"]).transform("min")
     return one_of_repeats(frame[place.isna() | (place == best)].reset_index(drop=True))
-
-
-def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame` with one row for those that differ by `repeat` alone. The column `repeats` says how many it stands for.
-
-    As the claims do: the median of those that nothing disturbed, or of all where none was quiet, and then the point
-    stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered; a
-    count is the median one, too. `lowest` and `highest` are the least and the largest value of those that count.
-    """
-    frame = frame.assign(repeats=1, lowest=frame["value"], highest=frame["value"])
-    whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
-    if parts.empty:
-        return frame
-    key = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "scale", "metric"]
-    key += ["statistic", "kind", "t_s", "gpu"]
-    parts = parts.assign(disturbed=parts["disturbed"].eq(True))
-    loud = parts.groupby(key, dropna=False, sort=False)["disturbed"].transform("all")
-    counted = parts[loud | ~parts["disturbed"]]
-    counted = counted.assign(repeats=counted.groupby(key, dropna=False, sort=False)["value"].transform("size"))
-    made = [counted[counted["statistic"] == name] for name in dict.fromkeys(counted["statistic"])]
-    made = [part.assign(**_over_repeats(part, key)).drop_duplicates(key) for part in made]
-    return pd.concat([part for part in (whole, *made) if not part.empty], ignore_index=True)
-
-
-def _over_repeats(rows: pd.DataFrame, key: list[str]) -> dict[str, pd.Series]:
-    """What stands for the repeats of each of `rows`, which are all of one statistic, and between what they lie."""
-    of = {"p10": "min", "p90": "max"}.get(rows["statistic"].iloc[0], "median")
-    values = rows.groupby(key, dropna=False, sort=False)["value"]
-    return {name: values.transform(how) for name, how in (("value", of), ("lowest", "min"), ("highest", "max"))}
 
 
 def paper_frame(folder: Path, figure: str) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from experiments.claims.paper import name_of, policies
+from experiments.facts.systems import name_of, policies
 from experiments.plots import style
 from experiments.plots.frames import centre, described
 
@@ -19,8 +19,6 @@ LATENCIES = {
     "inter_token_latency": "between two\ntokens (ms)",
     "request_latency": "request\nlatency (ms)",
 }
-OWN = {"punica_many": (style.PALETTE[9], "^"), "punica_resident_first": (style.PALETTE[4], "D")}
-"""Looks of systems that no other figure has."""
 CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
 PLACES = {"resident": ("in a slot", "o"), "from_memory": ("in host memory", "s"), "from_disk": ("on disk", "v")}
 
@@ -96,7 +94,7 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def _look(system: str) -> dict[str, Any]:
-    colour, marker = OWN.get(system) or style.look(system)
+    colour, marker = style.look(system)
     return {"color": colour, "marker": marker}
 
 

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.claims.paper import paper_file
+from experiments.facts.paper import paper_file
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.frames import centre, described, disturbed_at, interval

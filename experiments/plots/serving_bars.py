@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments.claims.paper import SYSTEMS, name_of, policies
+from experiments.facts.systems import by_paper_name, entries, name_of, policies
 from experiments.plots import style
 from experiments.plots.frames import beside, centre, described
 
-PAPER_NAMES = {ours: theirs for theirs, ours in reversed(SYSTEMS.items())}
+PAPER_NAMES = {ours: theirs for theirs, ours in reversed(by_paper_name().items())}
 """Our system -> the paper's whose bar stands beside it. DeepSpeed (same policy as FasterTransformer) is the paper's
 alone.
 """
@@ -21,8 +21,8 @@ INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for s
 """What is written on a bar that the paper alone has."""
 REFERENCE = "punica"
 ONE_MODEL = "Identical"
-SHADES = {"punica_static": 0.6, "punica_sharded": 0.6, "punica_last_admitted": 0.3}
-"""Variants of Punica are lighter shades of its colour."""
+SHADES = {entry.name: entry.shade for entry in entries() if entry.shade < 1}
+"""Variants of Punica -> lighter shade of its colour."""
 SPAN = ("lowest", "highest")
 """Columns of the span over repeats, where there are several (`frames.one_of_repeats`)."""
 GROUP = 0.86  # of the distance between groups
@@ -82,7 +82,7 @@ def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
 
 def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
     """The paper's rows under the names of the systems that stand for theirs."""
-    return paper.assign(system=paper["system"].map(SYSTEMS)).dropna(subset=["system"])
+    return paper.assign(system=paper["system"].map(by_paper_name())).dropna(subset=["system"])
 
 
 def colour_of(system: str) -> tuple[float, float, float]:

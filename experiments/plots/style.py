@@ -16,6 +16,9 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from experiments.facts.systems import entries
+from punica.workload import WORKLOADS
+
 PAPER_GREY = "0.55"
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of ten
 PAPER_LABEL = "paper, A100"
@@ -26,26 +29,33 @@ LETTERS_PER_INCH = 15.5  # of a title, so that it stays within the figure
 PALETTE = sns.color_palette("colorblind")
 # the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
-    (
-        ("SGMV", "punica", "Punica", "Punica layer with LoRA"),
-        ("Loop", "hf_peft", "HuggingFace Transformers"),
-        ("Gather-BMM", "hf_peft_mixed"),
-        ("BMM", "static_batching", "FasterTransformer"),
-        ("Gather", "continuous_batching", "vLLM"),
-        ("backbone X@W", "DeepSpeed"),
-        ("grouped_mm", "SGMV expand", "punica_last_admitted"),
-    ),
-    (("Distinct",), ("Uniform",), ("Skewed",), ("Identical",), ("Zipf",)),
+    (("SGMV",), ("Loop",), ("Gather-BMM",), ("BMM",), ("Gather",), ("backbone X@W",), ("grouped_mm", "SGMV expand")),
+    tuple((name,) for name in WORKLOADS.names()),
     (("len 128",), ("len 512",), ("len 1024",), ("len 1536",), ("len 2048",)),
 )
-_COLOURS = ((0, 3, 1, 2, 4, 5, 9), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
+_COLOURS = ((0, 3, 1, 2, 4, 5, 9), range(10), range(10))
 _MARKERS = "osD^vPX"
-_KNOWN = {
-    name: (PALETTE[_COLOURS[g][i]], _MARKERS[i])
+_LINES = {
+    name: (PALETTE[_COLOURS[g][i % 10]], _MARKERS[i % len(_MARKERS)])
     for g, group in enumerate(_GROUPS)
     for i, names in enumerate(group)
     for name in names
 }
+
+
+def _system_looks() -> dict[str, tuple[tuple[float, float, float], str]]:
+    """Colour and marker of each serving system, ours and the paper's; one without a colour gets the next free one."""
+    taken = {entry.colour for entry in entries()}
+    free = iter([i for i in range(len(PALETTE)) if i not in taken])
+    looks = {}
+    for place, entry in enumerate(entries()):
+        colour = next(free, place % len(PALETTE)) if entry.colour is None else entry.colour
+        look = PALETTE[colour], entry.marker or _MARKERS[place % len(_MARKERS)]
+        looks |= dict.fromkeys((entry.name, *entry.paper), look)
+    return looks
+
+
+_KNOWN = _LINES | _system_looks()
 
 
 def look(name: str) -> tuple[tuple[float, float, float], str]:

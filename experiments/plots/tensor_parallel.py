@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments.claims.paper import name_of, policies
+from experiments.facts.systems import name_of, policies
 from experiments.plots import style
 from experiments.plots.frames import centre, described, role_of
 from experiments.plots.serving_bars import (

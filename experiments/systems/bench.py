@@ -1,27 +1,29 @@
-"""Systems on windows of one stream: what Figure 11 times.
+"""Systems timed on windows of one stream (Figure 11).
 
-Systems are built once and take turns; each has to serve a few requests with the right tokens before it is timed on a
-workload. The stream, its replay under each admission rule and the draws of windows are made once as well.
+Systems, streams, their replays and the draws of windows are made once. Each system has to serve a few requests with the
+right tokens before it is timed on a workload.
 """
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
+from experiments.facts.systems import SYSTEMS
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
 from experiments.systems.check import Agreement, check_tokens
 from experiments.systems.engine_systems import EngineSystem
-from experiments.systems.serving import SYSTEMS, Served, ServingSystem, Step
+from experiments.systems.serving import Served, Step, built
 from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
+from experiments.systems.timeline import Timeline
 from experiments.systems.windows import Window, draw_windows
 from experiments.systems.world import World
-from punica.workload import Timeline
 
 
 @dataclass(frozen=True)
 class StreamConf:
-    """The stream, and how it is sampled: `draws` times `pieces` runs of `steps` steps, or of `slow_steps`."""
+    """A stream, and its sampling: `draws` times `pieces` runs of `steps` steps, or of `slow_steps`."""
 
     lengths: str
     requests: int
@@ -34,7 +36,7 @@ class StreamConf:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A stream under an admission rule, and the windows that stand for it."""
+    """A stream under an admission rule, and its windows."""
 
     jobs: list[Job]
     timeline: Timeline
@@ -42,9 +44,11 @@ class Drawn:
 
 
 class StreamBench:
-    """Systems by name on a shared `world`. Compared before timing are, of every workload, `check_requests` cut to
-    `check_tokens` new ones, and once for each system on our engine so many requests and new tokens as `whole` says
-    (None: none), if a request has them: of Distinct, or, where no adapter is applied, in one batch.
+    """Systems by name on a shared `world`.
+
+    Before timing, `check_requests` of every workload are compared with the reference up to `check_tokens` new tokens;
+    and once for each system on our engine `whole` (requests, new tokens; None: none): of Distinct, or of Identical
+    where no adapter is applied.
     """
 
     def __init__(
@@ -54,13 +58,19 @@ class StreamBench:
         self.world, self.stream = world, stream
         self._check, self._whole = (check_requests, check_tokens), whole
         self._checked_whole: dict[str, Agreement] = {}
-        self._systems: dict[str, ServingSystem] = {}
-        self._jobs: dict[str, list[Job]] = {}
-        self._drawn: dict[tuple[str, str, int], Drawn] = {}
         self._checked: dict[tuple[str, str], Agreement] = {}
+        self._system = cache(partial(built, world=world))
+        sizes = stream.requests, stream.max_len, world.vocab_size, stream.lengths
+        self.jobs = jobs = cache(lambda workload: paper_stream(workload, *sizes))
+
+        def draw(workload: str, admission: str, steps: int) -> Drawn:
+            timeline = timeline_of(jobs(workload), admission, world.limits.max_batch_size)
+            return Drawn(jobs(workload), timeline, draw_windows(timeline, stream.draws, stream.pieces, steps))
+
+        self._drawn = cache(draw)
 
     def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
-        """The rows of one draw. `CheckFailed` when tokens are wrong, or steps held other work than the replay says."""
+        """Time one draw. `CheckFailed` when tokens are wrong, or steps held other work than the replay says."""
         server, drawn = self._system(system), self.drawn(system, workload)
         agreement, window = self._agreement(system, workload), drawn.windows[draw]
         steps = [
@@ -72,49 +82,27 @@ class StreamBench:
         return [*window_readings(steps, window, drawn), *_agreement_readings(agreement)]
 
     def drawn(self, system: str, workload: str) -> Drawn:
-        """The stream of `workload` as `system` goes through it."""
-        kind, stream = SYSTEMS.get(system), self.stream
-        steps = stream.slow_steps if kind.slow else stream.steps
-        key = (workload, kind.admission, steps)
-        if key not in self._drawn:
-            jobs = self.jobs(workload)
-            timeline = timeline_of(jobs, kind.admission, self.world.limits.max_batch_size)
-            self._drawn[key] = Drawn(jobs, timeline, draw_windows(timeline, stream.draws, stream.pieces, steps))
-        return self._drawn[key]
-
-    def jobs(self, workload: str) -> list[Job]:
-        """The requests of `workload`."""
-        if workload not in self._jobs:
-            stream = self.stream
-            self._jobs[workload] = paper_stream(
-                workload, stream.requests, stream.max_len, self.world.vocab_size, stream.lengths
-            )
-        return self._jobs[workload]
+        """Return the stream of `workload` under the admission rule of `system`, and its windows."""
+        facts = SYSTEMS.get(system)
+        steps = self.stream.slow_steps if facts.slow else self.stream.steps
+        return self._drawn(workload, facts.admission, steps)
 
     def serve_whole(self, system: str, workload: str) -> Served:
-        """The whole stream, served: what windows predict. For short streams, or patience."""
+        """Serve the whole stream, which windows predict; for short streams."""
         return self._system(system).serve(self.jobs(workload))
-
-    def _system(self, name: str) -> ServingSystem:
-        if name not in self._systems:
-            self._systems[name] = SYSTEMS.get(name)(self.world)
-        return self._systems[name]
 
     def _agreement(self, system: str, workload: str) -> Agreement:
         if (system, workload) not in self._checked:
             jobs = shortened(self.jobs(workload), *self._check)
             self._checked[system, workload] = check_tokens(self._system(system), jobs)
         found = self._checked[system, workload]
-        return found if self._whole is None or not self._own(system) else found & self._whole_agreement(system)
-
-    def _own(self, system: str) -> bool:
-        """Whether it runs on our engine; the others are the reference's own model, batched."""
-        return isinstance(self._system(system), EngineSystem)
+        own = isinstance(self._system(system), EngineSystem)  # the others are the reference's own model, batched
+        return found & self._whole_agreement(system) if own and self._whole else found
 
     def _whole_agreement(self, system: str) -> Agreement:
         if system not in self._checked_whole:
             server, whole = self._system(system), self._whole or self._check
-            jobs = shortened(self.jobs("Distinct" if server.lora else "Identical"), *whole)
+            jobs = shortened(self.jobs("Distinct" if server.facts.lora else "Identical"), *whole)
             self._checked_whole[system] = check_tokens(server, jobs)
         return self._checked_whole[system]
 
@@ -130,9 +118,9 @@ def check_steps(steps: Sequence[Step], window: Window) -> None:
 
 
 def window_readings(steps: Sequence[Step], window: Window, drawn: Drawn) -> list[Reading]:
-    """The rows of a timed window; means over its steps are weighted as `windows` has it, quantiles are not.
+    """Return the rows of a timed window; means over its steps are weighted (`windows`), quantiles are not.
 
-    `throughput` is that of the stream at the window's speed: the stream's tokens per step over the seconds per step.
+    `throughput`: the stream's tokens per step over the window's seconds per step.
     """
     stream, timeline = drawn.timeline.means, drawn.timeline
     seconds = window.mean([step.seconds for step in steps])
@@ -162,7 +150,7 @@ def window_readings(steps: Sequence[Step], window: Window, drawn: Drawn) -> list
 
 
 def _step_latency(steps: Sequence[Step], window: Window) -> list[Reading]:
-    """The mean, which throughput follows from, under the metric's name; quantiles over the steps beside it."""
+    """Return the weighted mean under the metric's name, and quantiles over the steps."""
     name, milliseconds = "step_latency", [1e3 * step.seconds for step in steps]
     spread = [reading for reading in sampled(name, milliseconds, "ms") if reading.statistic != "median"]
     found = [Reading(name, window.mean(milliseconds), "ms"), *spread]

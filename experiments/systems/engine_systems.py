@@ -1,8 +1,7 @@
 """Systems on our engine: Punica, its variants, and the two policy baselines without LoRA.
 
-Timed: steps, which includes copying adapters into their slots when a request is admitted; of a whole stream also
-`add_request`. Not timed: building the engine, registering adapters in host memory, and putting the engine into the
-state in which a window of the stream begins.
+Timed: steps, which include copying adapters into their slots on admission; of a whole stream also `add_request`. Not
+timed: building the engine, registering adapters in host memory, and setting up the state in which a window begins.
 """
 
 import itertools
@@ -16,34 +15,38 @@ from unittest.mock import patch
 import torch
 
 from experiments.benches.engine_state import clear, put
+from experiments.facts.systems import System
 from experiments.harness.experiment import CheckFailed
-from experiments.systems.serving import SYSTEMS, WARM_STEPS, Served, ServingSystem, Step
+from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step
 from experiments.systems.stream import Job, timeline_of
+from experiments.systems.timeline import Timeline
 from experiments.systems.world import World
 from punica.adapters import LoRARequest
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, runner
 from punica.scheduling import RequestState
-from punica.workload import Stretch, Timeline
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors
 
 
 class EngineSystem(ServingSystem):
-    """An engine with `admission`, with or without LoRA."""
+    """The engine with the system's rule of admission, with or without LoRA."""
 
     index_rule: ClassVar[str] = "per_request"
     fully_sharded: ClassVar[bool] = False
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        config = world.limits.engine_config(self.lora, self.index_rule)
-        self.engine = Engine(world.backbone(), self.lora_config(config), config, self.admission, cache=world.kv_cache)
+    def __init__(self, world: World, facts: System) -> None:
+        super().__init__(world, facts)
+        config = world.limits.engine_config(facts.lora, self.index_rule)
+        lora = self.lora_config(config) if facts.lora else None
+        self.engine = Engine(world.backbone(), lora, config, facts.admission, cache=world.kv_cache)
         self._names = itertools.count()
 
-    def lora_config(self, config: EngineConfig) -> LoRAConfig | None:
-        """As many slots as are of use, and room in host memory for everybody."""
-        return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS) if self.lora else None
+    def lora_config(self, config: EngineConfig) -> LoRAConfig:
+        """Return slots as many as a batch can use, and all adapters in host memory."""
+        return config.lora_config(
+            self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=self.fully_sharded
+        )
 
     def serve(self, jobs: Sequence[Job]) -> Served:
         requests = [self._request(job) for job in jobs]
@@ -67,7 +70,7 @@ class EngineSystem(ServingSystem):
         self._capture(timeline, start - warm, start + count)
         steps = []
         with self.captures_nothing():
-            self._set_up(jobs, timeline.at(start - warm), count + warm)
+            self._set_up(jobs, timeline, start - warm, count + warm)
             try:
                 for _ in range(count + warm):
                     started = time.perf_counter()
@@ -80,11 +83,11 @@ class EngineSystem(ServingSystem):
 
     @contextmanager
     def captures_nothing(self) -> Iterator[None]:
-        """`CheckFailed` when a CUDA graph is captured inside, or tried in vain: that is not to be timed."""
+        """Raise `CheckFailed` when a CUDA graph is captured inside, or refused for want of memory."""
         captured = self._graphs()
         yield
         if self._graphs() != captured:
-            raise CheckFailed(f"{type(self).__name__} captured a CUDA graph while it was timed")
+            raise CheckFailed(f"{self.facts.name} captured a CUDA graph while it was timed")
 
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         self._register({job.adapter_id for job in jobs})
@@ -109,24 +112,24 @@ class EngineSystem(ServingSystem):
         return Request(f"request-{next(self._names)}", job.prompt, job.new_tokens, adapter)
 
     def _capture_for(self, jobs: Sequence[Job]) -> None:
-        """Have the CUDA graphs of all steps of a stream."""
-        line = timeline_of(jobs, self.admission, self.world.limits.max_batch_size)
+        """Capture the CUDA graphs of all steps of a stream."""
+        line = timeline_of(jobs, self.facts.admission, self.world.limits.max_batch_size)
         self._capture(line, 0, line.steps)
 
     def _capture(self, timeline: Timeline, first: int, end: int) -> None:
-        """Have the CUDA graphs of these steps, which would else be captured when the first step needs each."""
+        """Capture the CUDA graphs of these steps before the first step needs each."""
         for prompt_rows, decode_rows, adapters in sorted(step_shapes(timeline, first, end), reverse=True):
             if self.index_rule == "last_admitted":
                 adapters = min(adapters, 1)
-            self.engine.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.lora)
+            self.engine.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.facts.lora)
 
     def _graphs(self) -> int:
-        """How many are captured, or found no memory."""
+        """Graphs that are captured, or found no memory."""
         graphs = self.engine.runner.graphs
         return 0 if graphs is None else graphs.statistics.graphs + graphs.statistics.refused
 
     def _register(self, adapter_ids: Collection[int]) -> None:
-        """These adapters in host memory and none in a slot."""
+        """Put these adapters, and no others, into host memory; free all slots."""
         manager = self.engine.manager
         if manager is None:
             return
@@ -140,14 +143,17 @@ class EngineSystem(ServingSystem):
             else:
                 manager.restore_adapter(known.clone(adapter_id), None)
 
-    def _set_up(self, jobs: Sequence[Job], state: Stretch, steps: int) -> None:
-        """The engine as it is before the one step of `state`: batch, blocks, slots, and as much of the queue as can
-        join in `steps` steps.
+    def _set_up(self, jobs: Sequence[Job], timeline: Timeline, step: int, count: int) -> None:
+        """Put the engine into its state before `step`: batch, blocks, slots, and as much of the queue as can join in
+        `count` steps.
         """
+        state = timeline.at(step)
         running = state.members[: len(state.members) - state.joined]
-        first = state.waiting - state.joined
-        queue = jobs[first : first + steps + self.world.limits.max_batch_size]
-        in_slots = self._in_slots([jobs[request].adapter_id for request, _ in running], jobs[:first])
+        begun = state.begun - state.joined
+        next_ones = timeline.order[begun : begun + count + self.world.limits.max_batch_size]
+        queue = [jobs[request] for request in sorted(next_ones)]
+        earlier = [jobs[request] for request in timeline.order[:begun]]
+        in_slots = self._in_slots([jobs[request].adapter_id for request, _ in running], earlier)
         self._register({*in_slots, *(job.adapter_id for job in queue)})
         if self.engine.manager is not None:
             for adapter_id in reversed(in_slots):  # the least recently used first
@@ -164,7 +170,7 @@ class EngineSystem(ServingSystem):
 
 
 def step_shapes(timeline: Timeline, first: int, end: int) -> set[tuple[int, int, int]]:
-    """Of steps `[first, end)`: rows of prompts, rows that decode, different adapters of the latter."""
+    """Return prompt rows, decode rows and different adapters of the latter, of steps `[first, end)`."""
     found = set()
     for stretch in timeline.between(first, end):
         members = [request for request, _ in stretch.members]
@@ -176,54 +182,16 @@ def step_shapes(timeline: Timeline, first: int, end: int) -> set[tuple[int, int,
     return found
 
 
-@SYSTEMS.register("punica")
-class Punica(EngineSystem):
-    """The paper's system: continuous batches, first come first served, every row with its own adapter."""
-
-    admission, lora = "fcfs", True
-
-
-@SYSTEMS.register("punica_sharded")
-class PunicaSharded(Punica):
-    """Punica with fully sharded adapters: on tensor-parallel ranks none repeats another's part; on one rank, Punica."""
+class Sharded(EngineSystem):
+    """Fully sharded adapters, of which each tensor-parallel rank holds its own part alone."""
 
     fully_sharded = True
 
-    def lora_config(self, config: EngineConfig) -> LoRAConfig:
-        """As Punica's."""
-        return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=True)
 
+class LastAdmitted(EngineSystem):
+    """The released harness's index rule (D04): all decode rows take the adapter admitted last.
 
-@SYSTEMS.register("punica_last_admitted")
-class PunicaLastAdmitted(EngineSystem):
-    """Punica as the released harness ran it (D04): all decode rows take the adapter admitted last.
-
-    Every step has one LoRA segment whatever the workload, and the tokens are wrong. It shows what that rule did to
-    Figure 11, nothing else.
+    Every step has one LoRA segment whatever the workload, and the tokens are wrong.
     """
 
-    admission, lora, exact = "fcfs", True, False
     index_rule = "last_admitted"
-
-
-@SYSTEMS.register("punica_static")
-class PunicaStatic(EngineSystem):
-    """Punica's operator in static batches of any mix: between PEFT's mixed batches and Punica, it tells what the
-    operator gains from what continuous batching gains.
-    """
-
-    admission, lora = "static_mixed", True
-
-
-@SYSTEMS.register("continuous_batching")
-class ContinuousBatching(EngineSystem):
-    """The policy of vLLM in the paper: continuous batches, one adapter at a time; backbone only."""
-
-    admission, lora = "single_adapter", False
-
-
-@SYSTEMS.register("static_batching")
-class StaticBatching(EngineSystem):
-    """The policy of FasterTransformer and DeepSpeed in the paper: static batches of one adapter; backbone only."""
-
-    admission, lora = "static", False

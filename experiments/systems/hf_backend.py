@@ -1,12 +1,11 @@
 """Hugging Face Transformers and PEFT, as a server of static batches would use them.
 
 The model is `transformers.LlamaForCausalLM` with SDPA attention, adapters are PEFT's own `lora.Linear`; loop and cache
-are those of `hf_decoding`. Where the libraries leave a choice, it is the one that the other systems have, so that what
-is compared is batching and the adapters' operator: dtype, threads, `inference_mode`, the matrix product of all linear
-layers, a cache that is not copied.
+are those of `hf_decoding`. Dtype, threads, `inference_mode`, the matrix product and a cache without copies are those of
+the other systems, so that batching and the adapters' operator are compared.
 
-There is one PEFT adapter per place in the batch; `load` gives it other weights between batches. That and all model
-building is never timed: the paper does not charge baselines for switching models.
+There is one PEFT adapter per place in the batch; `load` gives it other weights between batches. Loading and building
+are not timed: the paper does not charge baselines for switching models.
 """
 
 import math
@@ -26,14 +25,42 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from experiments.systems.hf_decoding import Decoding
-from experiments.systems.hf_product import SameProduct, linear_layers, use_product
 from experiments.systems.weights import Weights
 from punica.engine.kv_cache import KVCache
+from punica.parallel.matmul import linear
+
+
+class SameProduct(nn.Linear):
+    """A linear layer with the matrix product of our engine's layers (`punica.parallel.matmul`)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `x [..., in]` to `[..., out]`."""
+        rows = linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return rows.view(*x.shape[:-1], -1)
+
+
+def linear_layers(model: nn.Module, device: str) -> list[nn.Linear]:
+    """Return the linear layers of `model` whose product is ours on `device`.
+
+    On a GPU adapters' factors keep torch's: PEFT's thousands of small launches per step wait for the host, which takes
+    longer to launch ours.
+    """
+    return [
+        module
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, SameProduct) and (device == "cpu" or ".lora_" not in name)
+    ]
+
+
+def use_product(kind: type[nn.Linear], layers: list[nn.Linear]) -> None:
+    """Make every one of `layers` a `SameProduct`, or torch's own linear layer, in place."""
+    for layer in layers:
+        layer.__class__ = kind
 
 
 @dataclass(frozen=True)
 class Generated:
-    """New tokens `[batch][longest]`, and the seconds until the first one and from there to the last."""
+    """New tokens `[batch][longest]`; seconds until the first one, and from there to the last."""
 
     tokens: list[list[int]]
     prefill_s: float
@@ -41,7 +68,7 @@ class Generated:
 
 
 class PeftBackend:
-    """The backbone of `weights` with PEFT adapters, one per place in the batch; keys and values lie in `cache`."""
+    """Backbone of `weights` with PEFT adapters, one per place in the batch; keys and values are in `cache`."""
 
     def __init__(self, weights: Weights, cache: KVCache) -> None:
         self.weights = weights
@@ -79,7 +106,7 @@ class PeftBackend:
 
     @contextmanager
     def adapter(self, adapter_id: int | None) -> Iterator[None]:
-        """The whole batch uses `adapter_id`, or the plain backbone (None)."""
+        """Apply `adapter_id` to the whole batch, or no adapter (None)."""
         if adapter_id is None:
             with self.model.disable_adapter():
                 yield
@@ -88,7 +115,7 @@ class PeftBackend:
             yield
 
     def places(self, adapter_ids: Sequence[int]) -> list[str]:
-        """Load the distinct `adapter_ids`; the PEFT adapter of each row."""
+        """Load the distinct `adapter_ids`; return the PEFT adapter of each row."""
         distinct = list(dict.fromkeys(adapter_ids))
         self._add_places(len(distinct))
         place = dict(zip(distinct, self._names, strict=False))
@@ -99,14 +126,14 @@ class PeftBackend:
     def decoding(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0
     ) -> Decoding:
-        """A batch ready to decode. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all."""
+        """Prepare a batch. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all."""
         if self._faster:
             use_product(self._faster[len(prompts) == 1], linear_layers(self.model, self.weights.device))
         named = {} if rows is None else {"adapter_names": rows}
         return Decoding(self.model, prompts, new_tokens, self._room, self.weights.device, named, done)
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None) -> Generated:
-        """Greedy continuation of all `prompts` by `new_tokens`."""
+        """Continue all `prompts` greedily by `new_tokens`."""
         start = time.perf_counter()
         decoding = self.decoding(prompts, new_tokens, rows)
         columns = [decoding.step()]
@@ -117,8 +144,8 @@ class PeftBackend:
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Logits `[len(tokens), vocabulary]` (float32, on the host) that choose each of the tokens after `prompt` when
-        those before are `tokens`, whatever the model would choose: of one invocation over all of them.
+        """Return logits `[len(tokens), vocabulary]` (float32, on the host) of each position after `prompt`, continued
+        by `tokens`: of one invocation.
         """
         ids = torch.tensor([[*prompt, *tokens[:-1]]], device=self.weights.device)
         return self.model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float().cpu()
@@ -126,8 +153,8 @@ class PeftBackend:
     def forced(
         self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], rows: list[str] | None = None
     ) -> torch.Tensor:
-        """Logits `[batch, positions, vocabulary]` (float32, on the host) when the rows go on with `tokens`, all of one
-        length, whatever the model would choose.
+        """Return logits `[batch, positions, vocabulary]` (float32, on the host) of rows continued by `tokens`, all of
+        one length.
         """
         forced = torch.tensor(tokens, device=self.weights.device)
         decoding, found = self.decoding(prompts, forced.shape[1], rows), []
@@ -137,7 +164,7 @@ class PeftBackend:
         return torch.stack(found, dim=1)
 
     def _add_places(self, count: int) -> None:
-        """Have PEFT adapters for `count` places, those that are new without weights."""
+        """Make PEFT adapters for `count` places, new ones without weights."""
         fresh = [f"place{index}" for index in range(len(self._names), count)]
         with warnings.catch_warnings():
             # PEFT reads an attribute that Transformers is renaming; it concerns training only
@@ -154,8 +181,8 @@ class PeftBackend:
             use_product(SameProduct, linear_layers(self.model, "cpu"))
 
     def _find_faster_products(self) -> None:
-        """Of ours, which takes the device less time, and torch's, which takes the host less, the one with which a
-        request alone decodes faster, and the one for a full batch of one adapter.
+        """Choose the faster product, ours (less device time) or torch's (less host time): of a request alone, and of a
+        full batch of one adapter.
         """
         found: dict[bool, type[nn.Linear]] = {False: SameProduct}  # where a full batch is one request
         for batch in (1, self.weights.limits.max_batch_size):
@@ -171,7 +198,7 @@ class PeftBackend:
         self._faster = found
 
     def _room(self, layer: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values for a batch, in memory that all batches and systems use and that held noise at first."""
+        """Return keys and values for a batch, in memory that all batches and systems share; noise at first."""
         config, cache = self.model.config, self._cache
         shape = (batch, config.num_key_value_heads, length, config.hidden_size // config.num_attention_heads)
         keys, values = (
@@ -191,6 +218,6 @@ class PeftBackend:
 
 
 def noise(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """`size` numbers like those of keys and values: one random block, again and again."""
+    """Return `size` numbers like those of keys and values: one random block, repeated."""
     block = torch.randn(1 << 14).to(dtype).to(device)
     return block.repeat(-(-size // block.numel()))[:size]

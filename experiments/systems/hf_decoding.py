@@ -1,12 +1,12 @@
-"""Decoding a batch with a Hugging Face model: the loop, and a KV cache that grows in place.
+"""Decoding loop for a batch of a Hugging Face model, with a KV cache that grows in place.
 
-The loop is written out instead of `generate()`: it calls the same forward with the same kind of cache, skips stopping
-criteria, logits processors and per-step input preparation, and computes logits of the last position only, so it is the
-faster of the two. Batches are padded on the left to their longest prompt, and a mask is passed only when there is
-padding, because SDPA without a mask is faster. Every step ends with its tokens on the host, as in a server.
+The loop replaces `generate()`: it calls the same forward with the same kind of cache, without stopping criteria, logits
+processors and input preparation, and computes logits of the last position only, so it is faster. Batches are padded on
+the left; a mask is passed only where there is padding, since SDPA without one is faster. Every step ends with its
+tokens on the host, as in a server.
 
-`DynamicCache` concatenates: at contexts of several hundred tokens it copies more bytes per step than the model has
-weights, which would be counted for the adapters' operator. The layers here hold their full length from the start.
+`DynamicCache` concatenates: at several hundred tokens of context it copies more bytes per step than the model has
+weights. The layers here hold their full length from the start.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Room = Callable[[int, int, int], tuple[Tensor, Tensor]]
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of the cache inside of tensors that hold all of its tokens; the first `filled` are there already."""
+    """Layer of the cache in tensors of its full length, `filled` tokens of which are there already."""
 
     def __init__(self, keys: Tensor, values: Tensor, filled: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (whole[:, :, :length] for whole in self._all)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens; those of all tokens."""
+        """Store the keys and values of new tokens; return those of all tokens."""
         start = self._length
         self._show(start + key_states.shape[-2])
         self.keys[:, :, start:].copy_(key_states)
@@ -48,8 +48,8 @@ class GrowingLayer(DynamicLayer):
 class Decoding:
     """Greedy continuation of `prompts` by up to `new_tokens`, a step at a time.
 
-    `named`: keyword arguments of every call (PEFT's `adapter_names`). `done`: tokens that each row is taken to have
-    generated before; their keys and values, and the prompts', are what `room` holds.
+    `named`: keyword arguments of every call (PEFT's `adapter_names`). `done`: tokens that each row counts as generated;
+    their keys and values, and the prompts', are what `room` holds.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Decoding:
 
     @torch.inference_mode()
     def logits(self) -> Tensor:
-        """One model invocation: logits of each row's next token, `[batch, vocabulary]`."""
+        """Invoke the model once; return logits of each row's next token, `[batch, vocabulary]`."""
         seen = self._width + self._done
         output = self._model(
             input_ids=self._ids,
@@ -88,12 +88,12 @@ class Decoding:
         return output.logits[:, -1]
 
     def take(self, tokens: Tensor) -> None:
-        """Go on with `tokens` `[batch]`, generated or forced."""
+        """Continue with `tokens` `[batch]`, generated or forced."""
         self._ids = tokens[:, None]
         self._done += 1
 
     def step(self) -> list[int]:
-        """One invocation and its greedy tokens, on the host."""
+        """Invoke the model once; return its greedy tokens, on the host."""
         tokens = self.logits().argmax(dim=-1)
         self.take(tokens)
         return tokens.tolist()

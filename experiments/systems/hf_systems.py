@@ -1,28 +1,32 @@
 """Hugging Face Transformers with PEFT: static batches of one adapter, as in the paper, and PEFT's own mixed batches.
 
-A batch is consecutive requests, up to the limit, and runs until its longest request is done; rows that are done before
-compute for nothing. Timed: from the token ids of a batch to its last token, summed over the batches. Not timed: putting
-the adapters of the next batch in place (`PeftBackend.load`).
+A batch is consecutive requests, up to the limit, and runs until its longest request is done; finished rows compute for
+nothing. Timed: from the token ids of a batch to its last token. Not timed: loading the adapters of the next batch
+(`PeftBackend.load`).
 """
 
 import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
-from typing import ClassVar
 
 import torch
 
-from experiments.systems.serving import SYSTEMS, WARM_STEPS, Served, ServingSystem, Step
+from experiments.facts.systems import System
+from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step
 from experiments.systems.stream import Job
-from punica.workload import Timeline
+from experiments.systems.timeline import Timeline
+from experiments.systems.world import World
 
 
 class HfSystem(ServingSystem):
-    """Static batches on the shared Hugging Face model."""
+    """Static batches on the shared Hugging Face model: of one adapter (`static`), or of any, over which each layer
+    loops (`static_mixed`, PEFT's `adapter_names`).
+    """
 
-    lora = True
-    mixed: ClassVar[bool]
+    def __init__(self, world: World, facts: System) -> None:
+        super().__init__(world, facts)
+        self.mixed = facts.admission == "static_mixed"
 
     def serve(self, jobs: Sequence[Job]) -> Served:
         backend = self.world.peft
@@ -52,7 +56,7 @@ class HfSystem(ServingSystem):
         return steps[warm:]
 
     def _steps(self, batch: Sequence[Job], done: int, count: int) -> list[Step]:
-        """Up to `count` steps of a batch whose rows have generated `done` tokens, timed one by one."""
+        """Time up to `count` steps of a batch whose rows have generated `done` tokens."""
         backend = self.world.peft
         rows = backend.places([job.adapter_id for job in batch])
         last = min(max(job.new_tokens for job in batch), done + count)
@@ -80,21 +84,7 @@ class HfSystem(ServingSystem):
         return found
 
     def _batches(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Consecutive jobs, of one adapter unless batches are mixed, up to the limit."""
+        """Split into consecutive jobs, of one adapter unless batches are mixed, up to the limit."""
         limit = self.world.limits.max_batch_size
         runs = [list(run) for _, run in groupby(jobs, key=lambda job: self.mixed or job.adapter_id)]
         return [run[start : start + limit] for run in runs for start in range(0, len(run), limit)]
-
-
-@SYSTEMS.register("hf_peft")
-class HfPeft(HfSystem):
-    """As the paper runs it: a batch holds one adapter."""
-
-    admission, mixed = "static", False
-
-
-@SYSTEMS.register("hf_peft_mixed")
-class HfPeftMixed(HfSystem):
-    """PEFT's `adapter_names`: a batch holds any adapters; each layer loops over those in the batch."""
-
-    admission, mixed, slow = "static_mixed", True, True

@@ -1,9 +1,7 @@
-"""A loaded engine, timed: its capacity with a queue that never ends, and requests that come at a rate below that.
+"""A loaded engine, timed: its capacity with an endless queue, and Poisson arrivals at a part of that rate.
 
-Capacity is requests per second while more wait than the batch has places for; a load is a part of it. Arrivals of a
-load are a Poisson process. Measured are requests that arrive within some seconds after a warm-up (`Span`); arrivals go
-on until those are done, or until patience ends. One that is not done by then counts with the time that it has waited,
-which is less than it will have. The numbers of it are in `load_readings`.
+Measured are requests that arrive within some seconds after a warm-up (`Span`); arrivals continue until those are done,
+or until the deadline. One that is unfinished then counts with the time that it has waited.
 """
 
 import itertools
@@ -24,10 +22,10 @@ from experiments.systems.stream import Job, shortened
 
 @dataclass(frozen=True)
 class Capacity:
-    """With a queue that never ends: requests and tokens (prompt and new) per second, and requests in the batch; steps
-    that were counted and requests that ended in them.
+    """Requests and tokens (prompt and new) per second and requests in the batch, under an endless queue; steps counted
+    and requests that ended in them.
 
-    `requests` are new tokens per second over those of a mean request: how many happen to end within the time says less.
+    `requests`: new tokens per second over those of a mean request, which varies less than the number that end.
     """
 
     requests: float
@@ -47,14 +45,14 @@ class Capacity:
 
 
 def check_system(system: Loaded, jobs: Sequence[Job], count: int, tokens: int) -> None:
-    """`CheckFailed` unless the first tokens of `count` of `jobs`, on adapters that exist in every form, are right."""
+    """Raise `CheckFailed` unless the first tokens of `count` of `jobs` are right, on adapters that folders have."""
     short = shortened(jobs, count, tokens)
     check_tokens(system, [replace(job, adapter_id=1 + place % FOLDERS) for place, job in enumerate(short)])
 
 
 def capacity_of(system: Loaded, jobs: Sequence[Job], seconds: float, clock: Clock = time.perf_counter) -> Capacity:
-    """Serve `jobs`, again and again, for `seconds`, from the middle of an endless queue on (`begin_steadily`), after as
-    many steps as the batch has places, and for no fewer. A batch that begins and ends as one is counted whole.
+    """Serve `jobs` in a cycle for `seconds`, from the middle of an endless queue (`begin_steadily`), after as many
+    steps as the batch has places, and for no fewer. Inseparable batches are counted whole.
 
     Adapters begin where the system holds them. `CheckFailed` if a CUDA graph was captured meanwhile.
     """
@@ -91,9 +89,9 @@ def capacity_of(system: Loaded, jobs: Sequence[Job], seconds: float, clock: Cloc
 
 
 def load(system: Loaded, jobs: Sequence[Job], rate: float, span: Span, seed: int) -> Trace:
-    """`jobs`, again and again, in a Poisson process of `rate` requests per second, over `span.at(rate)`.
+    """Serve `jobs` in a cycle, arriving in a Poisson process of `rate` requests per second, over `span.at(rate)`.
 
-    `CheckFailed` if a CUDA graph was captured meanwhile: everybody would have waited for it.
+    `CheckFailed` if a CUDA graph was captured meanwhile, which delays all requests.
     """
     span = span.at(rate)
     system.hold({job.adapter_id for job in jobs})

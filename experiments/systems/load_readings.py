@@ -1,8 +1,6 @@
-"""The numbers of a trace of requests that arrived by the clock (`open_loop`): what users saw, what the engine did, and
-where adapters were.
-"""
+"""Readings of a trace of requests that arrived by the clock (`open_loop`): latencies, steps, places of adapters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 import numpy as np
@@ -16,14 +14,14 @@ MS = 1e3
 
 
 def load_readings(trace: Trace, span: Span) -> list[Reading]:
-    """What users saw who came within the measured time of `span`, and what the engine did in it. See `users_of`."""
+    """Latencies of the requests that arrived within the measured time of `span` (`users_of`), and steps in it."""
     users, (begin, end) = users_of(trace, span), span.measured
     steps = [step for step in trace.steps if begin <= step.end < end]
     return [*user_readings(users, trace), *step_readings(steps, span.seconds)]
 
 
 def users_of(trace: Trace, span: Span) -> list[Traced]:
-    """The requests that arrived within the measured time. `CheckFailed`: none did, or `check_trace`."""
+    """Return the requests that arrived within the measured time. `CheckFailed`: none did, or `check_trace`."""
     check_trace(trace)
     begin, end = span.measured
     users = [request for request in trace.requests if begin <= request.at < end]
@@ -33,14 +31,15 @@ def users_of(trace: Trace, span: Span) -> list[Traced]:
 
 
 def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
-    """Latencies of some of the requests of `trace` in ms: median, p10, p90, and the `tail` as metrics of its own; how
-    many they are, and what became of them and of all. `time_per_output_token` is a request's mean gap between
-    tokens, `inter_token_latency` every single gap.
+    """Latencies of some of the requests of `trace` in ms, median, p10, p90 and the `tail`; and counts of requests.
+
+    `time_per_output_token` is a request's mean gap between tokens, `inter_token_latency` every single gap.
     """
-    stopped = trace.end
-    firsts = [(request.first if request.first is not None else stopped) - request.at for request in users]
-    wholes = [(request.last if request.is_done and request.last else stopped) - request.at for request in users]
-    queues = [(request.joined if request.joined is not None else stopped) - request.at for request in users]
+
+    def waits(times: Iterable[float | None]) -> list[float]:
+        ends = (trace.end if end is None else end for end in times)
+        return [end - request.at for end, request in zip(ends, users, strict=True)]
+
     gaps = [
         (request.last - request.first) / (request.tokens - 1)
         for request in users
@@ -48,18 +47,18 @@ def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
     ]
     steps = [float(request.step - request.before + 1) for request in users if request.step is not None]
     return [
-        *tail("time_to_first_token", firsts, MS, "ms"),
+        *tail("time_to_first_token", waits(one.first for one in users), MS, "ms"),
         *tail("time_per_output_token", gaps, MS, "ms"),
         *tail("inter_token_latency", [gap for request in users for gap in request.gaps], MS, "ms"),
-        *tail("request_latency", wholes, MS, "ms"),
-        *tail("queue_time", queues, MS, "ms"),
+        *tail("request_latency", waits(one.last if one.is_done else None for one in users), MS, "ms"),
+        *tail("queue_time", waits(one.joined for one in users), MS, "ms"),
         *tail("steps_to_first_token", steps, 1.0, "steps"),
         *_counts(users, counts_of(trace.requests, trace.strangers)),
     ]
 
 
 def tail(metric: str, samples: Sequence[float], scale: float, unit: str) -> list[Reading]:
-    """`sampled`, and `_p95`, `_max` and, of `FEWEST_FOR_P99` samples or more, `_p99`; nothing of no samples."""
+    """Return `sampled`, `_p95`, `_max` and, of `FEWEST_FOR_P99` samples or more, `_p99`; nothing without samples."""
     if not samples:
         return []
     values = [scale * sample for sample in samples]
@@ -69,7 +68,7 @@ def tail(metric: str, samples: Sequence[float], scale: float, unit: str) -> list
 
 
 def step_readings(steps: Sequence[TimedStep], seconds: float) -> list[Reading]:
-    """Steps that ended within `seconds`: what they delivered, how long those with and without a prompt took."""
+    """Throughput, batch, and step times with and without a prompt, of steps that ended within `seconds`."""
     if not steps:
         return []
     tokens = sum(step.live + step.prompt_rows for step in steps)
@@ -89,10 +88,10 @@ def step_readings(steps: Sequence[TimedStep], seconds: float) -> list[Reading]:
 
 
 def place_readings(users: Sequence[Traced]) -> list[Reading]:
-    """How many found their adapter in a slot, in host memory, on disk, when they arrived and (`_at_join`) when it was
-    their turn, and how long each of the latter waited for a token.
+    """Hit rates of slots and host memory at arrival and (`_at_join`) at a request's turn, and waits for the first token
+    by the adapter's place at that turn.
 
-    An adapter that lay in a slot may be taken out while its request waits, and then has to be loaded like any other.
+    An adapter can be evicted from its slot while its request waits, and is then loaded like any other.
     """
     joined = [user for user in users if user.first is not None and user.at_join is not None]
     waits: dict[str, list[float]] = {

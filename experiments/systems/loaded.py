@@ -1,71 +1,65 @@
-"""Engines that are loaded by the clock: systems of Figure 11, rules of admission that it does not have, fewer slots
-than adapters, adapters in folders.
+"""Engines that are loaded by the clock: any system on our engine, with fewer slots than adapters, or adapters in
+folders.
 """
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from experiments.facts.systems import SYSTEMS
 from experiments.systems.engine_systems import MOST_ADAPTERS, EngineSystem
 from experiments.systems.open_loop import DISK, MEMORY, SLOT
-from experiments.systems.stream import Job
+from experiments.systems.serving import class_of
+from experiments.systems.stream import Job, timeline_of
 from experiments.systems.world import World
 from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.config import LoRAConfig
 from punica.engine import EngineConfig, Request
 from punica.workload import released_lengths
 
-ADMISSIONS = {
-    "punica": "fcfs",
-    "punica_many": "fcfs_many",
-    "punica_resident_first": "resident_first",
-    "continuous_batching": "single_adapter",
-    "static_batching": "static",
-}
-"""System -> its rule of admission. `punica_many` is Punica without the limit of one prefill per step."""
-BASELINES = ("continuous_batching", "static_batching")
-"""One adapter at a time, without LoRA: see `engine_systems`."""
 FOLDERS = 4
-"""So many different adapters on disk; more are further ids of the same folders, which cost a load each all the same."""
+"""Different adapters on disk; others are further ids of the same folders, each with a load of its own."""
 LONGEST_PROMPT = int(released_lengths(1000).prompt.max())
-"""Tokens, of the stream's requests at 2,048 tokens: most rows of prompts in a step with at most one."""
-MANY_PROMPTS = ("punica_many", "static_batching")
-"""Systems whose steps take as many prompts as there is room for."""
+"""Tokens, of the stream's requests at 2,048 tokens: most prompt rows of a step with at most one prompt."""
+
+
+def takes_many(admission: str) -> bool:
+    """Check whether steps under this rule take as many prompts as there is room for."""
+    return timeline_of([Job((0,), 1, 1)] * 2, admission, 2).stretches[0].joined > 1
 
 
 class Loaded(EngineSystem):
     """The system called `name`, with adapters in host memory.
 
-    `slots` None: as many as are of use. Adapters beyond the different ones of a `World` share their memory, also
-    the page-locked one of a GPU, so that thousands fit; what loading one costs is that of its bytes.
+    `slots` None: as many as a batch can use. Adapters beyond the different ones of a `World` share their memory, so
+    that thousands fit; loading one costs as much as loading a different one.
     """
 
     def __init__(self, world: World, name: str, slots: int | None = None, in_memory: int = MOST_ADAPTERS) -> None:
-        self.admission, self.lora = ADMISSIONS[name], name not in BASELINES
         self._slots, self._in_memory = slots, in_memory
-        super().__init__(world)
-        # who decodes beside a prompt, if anybody, depends on the clock: all steps that can come have their CUDA graphs
+        if not issubclass(class_of(name), EngineSystem):
+            raise ValueError(f"{name} does not run on our engine: choose a system that does")
+        super().__init__(world, SYSTEMS.get(name))
+        # arrivals decide which steps occur: all that can have their CUDA graphs
         most = self.engine.config.max_num_batched_tokens
-        self.engine.capture_graphs(most if name in MANY_PROMPTS else min(LONGEST_PROMPT, most))
+        self.engine.capture_graphs(most if takes_many(self.facts.admission) else min(LONGEST_PROMPT, most))
 
-    def lora_config(self, config: EngineConfig) -> LoRAConfig | None:
-        if not self.lora:
-            return None
+    def lora_config(self, config: EngineConfig) -> LoRAConfig:
         slots = self._slots or config.full_slots
         return config.lora_config(self.world.rank, max_loras=slots, max_cpu_loras=max(slots, self._in_memory))
 
     def _capture_for(self, jobs: Sequence[Job]) -> None:
-        """They are captured already: when requests arrive is not known before."""
+        """Capture nothing: all graphs are there."""
 
     def hold(self, adapter_ids: Collection[int]) -> None:
-        """These adapters where the system has them before it is loaded, and no slot used."""
+        """Put these adapters where the system has them before it is loaded; no slot is used."""
         self._register(adapter_ids)
 
     def requests(self, jobs: Sequence[Job]) -> list[Request]:
-        """A new request for each of `jobs`."""
+        """Build a new request for each of `jobs`."""
         return [self._request(job) for job in jobs]
 
     def place_of(self, request: Request) -> str:
-        """Where a request's adapter is."""
+        """Return the place of a request's adapter: `SLOT`, `MEMORY` or `DISK`."""
         manager = self.engine.manager
         if manager is None or manager.is_active(request.adapter_id):
             return SLOT
@@ -73,7 +67,7 @@ class Loaded(EngineSystem):
 
 
 class FromFolders(Loaded):
-    """The same with adapters in PEFT folders below `root`, `in_memory` of which host memory holds."""
+    """`Loaded` with adapters in PEFT folders below `root`, `in_memory` of which host memory holds."""
 
     def __init__(self, world: World, name: str, slots: int | None, in_memory: int, root: Path) -> None:
         super().__init__(world, name, slots, in_memory)
@@ -87,12 +81,12 @@ class FromFolders(Loaded):
                 )  # fmt: skip
 
     def _register(self, adapter_ids: Collection[int]) -> None:
-        """The first, most popular ones in host memory, as after a long time; they share what they have."""
+        """Put the first, most popular ones into host memory, as after a long time; copies share their tensors."""
         manager = self.engine.manager
         if manager is None:
             return
         manager.remove_all_adapters()
-        for adapter_id in reversed(sorted(adapter_ids)[: self._in_memory]):  # the least popular one goes first
+        for adapter_id in reversed(sorted(adapter_ids)[: self._in_memory]):  # the least popular one is evicted first
             adapter = self._adapter(adapter_id)
             if adapter.lora_path not in self._read:
                 manager.add_adapter(adapter)

@@ -1,8 +1,7 @@
-"""Requests that arrive by the clock, whatever the engine has done by then: an open loop. No torch.
+"""Open-loop driver: requests that arrive by the clock, whatever the engine has done by then. No torch.
 
-The driver adds a request once its time has passed, and otherwise steps the engine; with nothing to do it sleeps. A
-token counts as delivered when the step that made it has returned. `Trace` is what came of it, request by request and
-step by step; `check_trace` refuses one in which a request was lost, doubled or starved.
+The driver adds a request once its time has passed, and otherwise steps the engine, or sleeps. A token is delivered when
+its step has returned. `check_trace` refuses a trace in which a request was lost, doubled or starved.
 """
 
 import itertools
@@ -19,9 +18,9 @@ from punica.scheduling.admission import MOST_OVERTAKES
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
 SLOT, MEMORY, DISK = PLACES = ("slot", "memory", "disk")
-"""Where an adapter can be, the nearest first."""
+"""Places of an adapter, the nearest first."""
 NEAR = 2
-"""Of the queue: the next to join, and who is next once it has."""
+"""Requests at the head of the queue whose adapters are loaded beside a step: the next to join, and the one after."""
 
 
 class Arrival(NamedTuple):
@@ -33,12 +32,11 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Traced:
-    """What happened to a request; times in seconds from the start, steps by their number.
+    """Trace of a request; times in seconds from the start, steps by their number.
 
-    `place`: where its adapter was when it arrived; `at_join`: where it was, at the farthest, once the request was next
-    or next but one to join, or when it joined from behind those. `before`: the steps that had begun when it arrived.
-    `step`: the one that gave its first token, and `joined` when that began. `first`, `last`: delivery of its first and
-    its last token; `gaps`: between one token and the next.
+    `place`: of its adapter at arrival; `at_join`: the farthest place once the request was among the `NEAR` next ones,
+    or when it joined from behind those. `before`: steps that had begun at arrival. `step`: the one that gave its first
+    token, `joined` its beginning. `first`, `last`: delivery of first and last token; `gaps`: between tokens.
     """
 
     at: float
@@ -60,7 +58,7 @@ class Traced:
 
 
 class TimedStep(NamedTuple):
-    """A step from `start` to `end`: the requests in it that got a token, its prompt rows, and who waited behind it."""
+    """A step from `start` to `end`: requests that got a token, prompt rows, requests that waited."""
 
     start: float
     end: float
@@ -75,8 +73,8 @@ class TimedStep(NamedTuple):
 
 @dataclass
 class Trace:
-    """All requests in order of arrival and all steps; `end`: when the driver stopped; `strangers`: tokens and results
-    for requests that had ended or were never added.
+    """Requests in order of arrival, and steps; `end`: when the driver stopped; `strangers`: tokens and results for
+    requests that had ended or were never added.
     """
 
     requests: list[Traced] = field(default_factory=list)
@@ -90,9 +88,9 @@ def drive(
     place_of: Callable[[Request], str], clock: Clock = time.perf_counter, sleep: Sleep = time.sleep,
 ) -> Trace:  # fmt: skip
     """Serve `arrivals`, in order of their times, until all that arrive within `measured` (from, to; s) are done, or
-    until `deadline`. Those that are unfinished then are taken out of the engine.
+    until `deadline`. Unfinished requests are then taken out of the engine.
 
-    Arrivals go on after the measured ones, so that those are not served by an engine that runs empty.
+    Later arrivals are served as well, so that the measured ones do not meet an engine that runs empty.
     """
     trace, known = Trace(), dict[str, Traced]()
     waited_for = sum(measured[0] <= arrival.at < measured[1] for arrival in arrivals)
@@ -128,8 +126,8 @@ def drive(
 
 
 def _places(engine: Engine, known: dict[str, Traced], place_of: Callable[[Request], str]) -> dict[str, str]:
-    """Where the adapter of everybody who waits is, noted for those whose turn is near: theirs is loaded beside a step
-    before they join, and may be taken out of its slot before.
+    """Return the place of each waiting request's adapter; note it for the `NEAR` next ones, whose adapters may be
+    loaded or evicted before they join.
     """
     found = {state.request_id: place_of(state.request) for state in engine.scheduler.waiting}
     for name in itertools.islice(found, NEAR):
@@ -139,7 +137,7 @@ def _places(engine: Engine, known: dict[str, Traced], place_of: Callable[[Reques
 
 
 def _note_places(known: dict[str, Traced], places: dict[str, str], served: Iterable[str]) -> None:
-    """Those of `served` who joined without having been near."""
+    """Note the place for those of `served` that joined without having been near."""
     for name in served:
         if name in places and name in known and known[name].at_join is None:
             known[name].at_join = places[name]
@@ -152,7 +150,7 @@ def _farther(known: str | None, place: str) -> str:
 def _note(
     trace: Trace, known: dict[str, Traced], began: float, tokens: dict[str, int], ended: Sequence[str]
 ) -> None:
-    """What a step gave to whom."""
+    """Note a step's tokens and results."""
     for name in tokens:
         request = known.get(name)
         if request is None or request.is_done:
@@ -174,9 +172,9 @@ def _note(
 class Counts:
     """Requests of a trace that went wrong.
 
-    `lost`: ended without all of their tokens. `doubled`: ended or were given tokens more often than once.
-    `starved`: got nothing until the end although more later ones did than a rule lets overtake.
-    `unfinished`: not done when the driver stopped; what a rate beyond capacity leaves, and no fault.
+    `lost`: ended without all of their tokens. `doubled`: ended, or were given tokens, more than once. `starved`: got
+    nothing although more later ones did than a rule lets overtake. `unfinished`: not done when the driver stopped,
+    which is no fault.
     """
 
     lost: int
@@ -186,7 +184,7 @@ class Counts:
 
 
 def counts_of(requests: Sequence[Traced], strangers: int = 0) -> Counts:
-    """The counts over `requests`, all of a trace in order of arrival."""
+    """Count over `requests`, all of a trace in order of arrival."""
     served_later, starved = 0, 0
     for request in reversed(requests):
         starved += request.first is None and served_later > MOST_OVERTAKES
@@ -200,7 +198,7 @@ def counts_of(requests: Sequence[Traced], strangers: int = 0) -> Counts:
 
 
 def check_trace(trace: Trace) -> Counts:
-    """The counts of `trace`; `CheckFailed` when a request was lost, doubled or starved."""
+    """Count over `trace`; `CheckFailed` when a request was lost, doubled or starved."""
     found = counts_of(trace.requests, trace.strangers)
     if found.lost or found.doubled or found.starved:
         raise CheckFailed(

@@ -1,15 +1,14 @@
-"""Figure 11's bench on one tensor-parallel rank: what the ranks of Figure 12 do, each its part.
+"""Figure 11's bench on one tensor-parallel rank, for Figure 12.
 
-All ranks run the same windows of the same streams in the same order. The backbone is cut; Hugging Face's model, which
-tokens are checked with, is whole and lies on the first rank, so the check is made on a model of the same widths with
-few layers.
+All ranks run the same windows of the same streams in the same order. The backbone is cut; Hugging Face's model is whole
+on the first rank, so tokens are checked on a model of the same widths with few layers.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
@@ -24,7 +23,7 @@ from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import Agreement, check_tokens
 from experiments.systems.engine_systems import EngineSystem
 from experiments.systems.hf_backend import PeftBackend
-from experiments.systems.serving import SYSTEMS, ServingSystem
+from experiments.systems.serving import built
 from experiments.systems.stream import Job, shortened
 from experiments.systems.weights import Limits, exported
 from experiments.systems.world import World
@@ -32,43 +31,42 @@ from punica.parallel import SingleProcessGroup, current_group, get_tensor_model_
 
 T = TypeVar("T")
 WATCHED_STEPS = 10
-"""Steps in which collectives are watched: a profiler takes longer over a step of 80 layers than the step."""
+"""Steps in which collectives are watched: profiling a step of 80 layers takes longer than the step."""
 
 
 class RankWorld(World):
-    """What the systems compute with on this rank. References are made by the first rank and told to the others."""
+    """World of this rank. The first rank computes references and broadcasts them."""
 
     @cached_property
     def peft(self) -> PeftBackend:
-        """The whole model, from the same seed; only the first rank asks for it."""
+        """Whole model, from the same seed; read by the first rank alone."""
         return PeftBackend(self, self.kv_cache)
 
     def exported(self) -> dict[str, torch.Tensor]:
-        """The weights of all ranks under Hugging Face names: drawn again, whole."""
+        """Return the whole weights under Hugging Face names, drawn again."""
         with tensor_parallel(SingleProcessGroup()):
             return exported(random_llama(self.model, self.device))
 
     def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
-        """As in the parent class."""
+        """Return the reference's logits on all ranks."""
         found = [super().reference(job, tokens, lora) if get_tensor_model_parallel_rank() == 0 else None]
         dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         return cast(torch.Tensor, found[0])
 
 
 class RankBench(StreamBench):
-    """A worker of `systems.ranks`: `measure` and `serve_whole` as in the bench, with what only ranks have."""
+    """Worker of `systems.ranks`: the bench, with collectives and memory of ranks."""
 
     def __init__(
         self, model: ModelConf, device: str, limits: Limits, stream: StreamConf, check: tuple[int, int],
         check_layers: int, adapters: dict[str, Any],
     ) -> None:  # fmt: skip
         small = replace(model, num_hidden_layers=min(check_layers, model.num_hidden_layers))
-        self._check_world = RankWorld(small, device, limits, **adapters)
-        self._small: dict[str, ServingSystem] = {}
+        self._small = cache(partial(built, world=RankWorld(small, device, limits, **adapters)))
         super().__init__(RankWorld(model, device, limits, **adapters), stream, *check)
 
     def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
-        """The bench's rows of one draw, the share of collectives in its first piece, and what adapters take here."""
+        """Time one draw; with the share of collectives in its first piece, and memory of this rank."""
         readings = super().measure(system, workload, draw)
         readings += self._collectives(system, workload, draw)
         return [*readings, *_memory(self._engine_system(system))]
@@ -76,19 +74,17 @@ class RankBench(StreamBench):
     def _agreement(self, system: str, workload: str) -> Agreement:
         if (system, workload) not in self._checked:
             jobs = shortened(self.jobs(workload), *self._check)
-            if system not in self._small:
-                self._small[system] = SYSTEMS.get(system)(self._check_world)
-            self._checked[system, workload] = check_tokens(self._small[system], jobs)
+            self._checked[system, workload] = check_tokens(self._small(system), jobs)
         return self._checked[system, workload]
 
     def _engine_system(self, name: str) -> EngineSystem:
-        system: ServingSystem = self._system(name)
+        system = self._system(name)
         if not isinstance(system, EngineSystem):
             raise TypeError(f"{name} does not run on ranks: choose a system on our engine")
         return system
 
     def _collectives(self, system: str, workload: str, draw: int) -> list[Reading]:
-        """Of the first steps of a piece once more, watched: seconds in collectives, in which ranks also wait."""
+        """Run the first steps of a piece again and time their collectives, in which ranks also wait."""
         drawn, engine_system = self.drawn(system, workload), self._engine_system(system)
         window = drawn.windows[draw]
 
@@ -107,7 +103,7 @@ class RankBench(StreamBench):
 
 @contextmanager
 def _timed_steps(system: EngineSystem) -> Iterator[list[float]]:
-    """Inside, every step of the engine adds its seconds."""
+    """Collect the seconds of every step of the engine inside."""
     engine, seconds = system.engine, list[float]()
     step = engine.step
 
@@ -125,7 +121,7 @@ def _timed_steps(system: EngineSystem) -> Iterator[list[float]]:
 
 
 def _on_cpu(work: Callable[[], None]) -> float:
-    """Seconds in the group's collectives, by a clock around each."""
+    """Time the group's collectives, by a clock around each; seconds."""
     group: Any = current_group()
     spent = 0.0
 
@@ -151,16 +147,16 @@ def _on_cpu(work: Callable[[], None]) -> float:
 
 
 def _on_gpu(work: Callable[[], None]) -> float:
-    """Seconds in NCCL's kernels, which a profiler sees inside of graphs, too."""
+    """Profile NCCL's kernels, inside of graphs too; seconds."""
     kernels = watched_kernels(work)
     return sum(kernel.end - kernel.start for kernel in kernels if kernel.name.startswith("nccl"))
 
 
 def _memory(system: EngineSystem) -> list[Reading]:
-    """What this rank holds: adapter slots, and what graphs cost."""
+    """Memory of this rank: weights, KV cache, adapter slots, graphs."""
     memory, graphs = system.engine.memory, system.engine.runner.graphs
     readings = [Reading("weight_memory", memory.weights, "byte"), Reading("kv_memory", memory.kv_cache, "byte")]
-    if system.lora:
+    if system.facts.lora:
         readings.append(Reading("adapter_memory", memory.adapter_slots, "byte"))
     if graphs is not None:
         readings.append(Reading("graphs", graphs.statistics.graphs, "graphs", "count"))
@@ -170,20 +166,20 @@ def _memory(system: EngineSystem) -> list[Reading]:
 
 
 class RankedBench:
-    """The bench of all ranks, for who measures: their first one's rows, of memory the largest on any rank, of
-    collectives the mean, as the time that a rank waits for another one is the other's gain.
+    """Bench of all ranks: rows of the first, of memory the largest on any rank, of collectives the mean, as the time
+    that a rank waits for another one is the other's gain.
     """
 
     def __init__(self, ranks: Any) -> None:
         self._ranks = ranks
 
     def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
-        """As `StreamBench.measure`."""
+        """Call `RankBench.measure` on all ranks."""
         ranks = self._ranks.call("measure", system, workload, draw)
         return [replace(first, value=_over_ranks(first, ranks)) for first in ranks[0]]
 
     def serve_whole(self, system: str, workload: str) -> Any:
-        """As `StreamBench.serve_whole`."""
+        """Call `RankBench.serve_whole` on all ranks."""
         return self._ranks.call("serve_whole", system, workload)[0]
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""Tensor-parallel ranks that stay: processes that are started once and then do, together, what they are told.
+"""Tensor-parallel ranks that stay: processes with one worker each, whose methods are called over a socket.
 
-The harness measures point by point, and a rank takes seconds to start (minutes, if it first draws a large model and
-captures its steps). So the ranks hold one worker object each, and wait on a socket for the next call of a method of it.
+A rank takes minutes to start when it draws a large model and captures its steps; the harness measures point by point.
 """
 
 import os
@@ -21,14 +20,14 @@ from punica.parallel import spawn_tensor_parallel
 
 POLL_S = 0.5
 LEAVE_S = 60.0
-"""How long `close` waits for ranks that are at work; they end by themselves when that is done, and are ended then."""
+"""Seconds that `close` waits for ranks at work before it kills them."""
 
 
 class Ranks:
     """`tp_size` processes in one tensor-parallel group, each with a worker that it made by `make(*args)`.
 
-    `backend`: of `punica.parallel.spawn_tensor_parallel`; None: NCCL where there are GPUs. What goes there and comes
-    back travels by pickle. RuntimeError, with the traceback of the rank that failed first, when a rank ends early.
+    `backend`: of `punica.parallel.spawn_tensor_parallel`; None: NCCL where there are GPUs. Arguments and results are
+    pickled. RuntimeError, with the traceback of the rank that failed first, when a rank ends early.
     """
 
     def __init__(self, make: Callable[..., object], args: tuple, tp_size: int, backend: str | None = None) -> None:
@@ -51,9 +50,9 @@ class Ranks:
         self._lines = [met[rank] for rank in range(tp_size)]
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """What `worker.method(*args)` returns on every rank, in rank order; all of them do it at the same time.
+        """Call `worker.method(*args)` on all ranks at once; return the results in rank order.
 
-        `CheckFailed` when a worker raised it; it may be called again afterwards.
+        `CheckFailed` when a worker raised it; ranks can be called again afterwards.
         """
         try:
             for line in self._lines:
@@ -67,9 +66,7 @@ class Ranks:
         return answers
 
     def close(self) -> None:
-        """Let the ranks end; they finish what they are doing. Those that take longer are killed: what they hold would
-        be missed by the next ones.
-        """
+        """Let the ranks finish and end; kill those that take longer than `LEAVE_S`, to free their memory."""
         for line in self._lines:
             line.close()
         self._thread.join(LEAVE_S)
@@ -83,7 +80,7 @@ class Ranks:
     def _run(self, tp_size: int, job: tuple, backend: str | None) -> None:
         try:
             spawn_tensor_parallel(_obey, tp_size, *job, backend=backend)
-        except BaseException as error:  # told to whoever waits for the ranks, in another thread
+        except BaseException as error:  # raised by `_fail`, in the other thread
             self._error = error
 
     def _accepted(self, listener: socket.socket) -> tuple[int, Connection]:
@@ -105,7 +102,7 @@ class Ranks:
 
 
 def _obey(rank: int, address: str, make: Callable[..., object], args: tuple) -> None:
-    """What a rank runs: calls of its worker's methods until nobody is at the other end of the line."""
+    """Run a rank: call its worker's methods until the connection closes."""
     with Client(address, "AF_UNIX") as line:
         line.send((rank, os.getpid()))
         worker = make(*args)

@@ -1,19 +1,20 @@
-"""What a serving system is, and what it reports."""
+"""Interface of a serving system, and its reports."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
+from experiments.facts.systems import SYSTEMS, System
 from experiments.systems.stream import Job
+from experiments.systems.timeline import Timeline
 from experiments.systems.world import World
-from punica.registry import Registry
-from punica.workload import Timeline
 
 WARM_STEPS = 1
-"""Steps that run untimed before those of `run_steps`, which leave caches and slots as in the middle of a stream."""
+"""Untimed steps before those of `run_steps`, which leave caches and slots as in the middle of a stream."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Served:
     """A served stream.
 
     `tokens`: generated tokens per job, in the order of the jobs. `steps`: model invocations. `rows`: places in the
-    batch summed over all steps, `idle_rows` of them held by requests that were done (static batches). `seconds`: wall
-    time of serving, and `phases` how much of it went where, as far as the system can tell.
+    batch summed over all steps, `idle_rows` of them held by finished requests (static batches). `seconds`: wall time of
+    serving; `phases`: parts of it, as far as the system tells them.
     """
 
     jobs: Sequence[Job]
@@ -43,13 +44,13 @@ class Served:
 
     @property
     def throughput(self) -> float:
-        """Prompt and new tokens per second: what the paper plots (D13)."""
+        """Prompt and new tokens per second, as the paper plots them (D13)."""
         return (self.prompt_tokens + self.new_tokens) / self.seconds
 
 
 class Step(NamedTuple):
-    """One model invocation inside of a stream: its seconds, tokens of prompts and new ones, requests that got one; and
-    how many of the seconds the model itself took, where the system can tell.
+    """One model invocation in a stream: seconds, tokens of prompts and new ones, requests that got a token; seconds of
+    the model alone, where the system tells them.
     """
 
     seconds: float
@@ -59,20 +60,10 @@ class Step(NamedTuple):
 
 
 class ServingSystem(ABC):
-    """One way to serve a stream; built for one cell of the figure, on a `World` that it shares with the others.
+    """One way to serve a stream, on a `World` that systems share; `facts`: its entry in `SYSTEMS`."""
 
-    `admission`: the engine's rule that describes its batches. `lora`: whether it applies adapters. `exact`: whether
-    every request is computed with its own adapter (only the released index rule is not). `slow`: whether its steps take
-    so many times as long as those of others that its windows are shorter.
-    """
-
-    admission: ClassVar[str]
-    lora: ClassVar[bool]
-    exact: ClassVar[bool] = True
-    slow: ClassVar[bool] = False
-
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, facts: System) -> None:
+        self.world, self.facts = world, facts
 
     @abstractmethod
     def serve(self, jobs: Sequence[Job]) -> Served:
@@ -80,17 +71,26 @@ class ServingSystem(ABC):
 
     @abstractmethod
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
-        """`count` consecutive steps of serving `jobs`, from step `start` of `timeline` on, the replay of this system's
-        admission rule on them.
+        """Run `count` consecutive steps of serving `jobs`, from step `start` of `timeline` on, the replay of this
+        system's admission rule.
 
-        Keys and values of what lies before are noise. `WARM_STEPS` steps before run untimed, as far as there are any.
+        Keys and values of earlier steps are noise. Up to `WARM_STEPS` steps before run untimed.
         """
 
     @abstractmethod
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Logits of every job, `[its tokens, vocabulary]` in float32 on the host, when it goes on with `tokens`,
-        whatever the system would choose (teacher forcing).
+        """Return logits of every job, `[its tokens, vocabulary]` in float32 on the host, continued by `tokens`
+        (teacher forcing).
         """
 
 
-SYSTEMS: Registry[type[ServingSystem]] = Registry("serving system")
+def class_of(name: str) -> type[ServingSystem]:
+    """Import the class of the system called `name`. ValueError lists the known names."""
+    module, _, kind = SYSTEMS.get(name).served_by.rpartition(".")
+    found: type[ServingSystem] = getattr(import_module(module), kind)
+    return found
+
+
+def built(name: str, world: World) -> ServingSystem:
+    """Build the system called `name` on `world`."""
+    return class_of(name)(world, SYSTEMS.get(name))

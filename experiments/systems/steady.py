@@ -1,21 +1,23 @@
-"""An engine in the middle of an endless queue from its first step: its batch as the admission rule would have it by
-then, everybody as far as they would be. What they have in the cache is noise, as in windows of a stream.
+"""An engine in the middle of an endless queue from its first step: the batch that its admission rule would have formed,
+with noise for keys and values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from experiments.benches.engine_state import put
 from experiments.systems.loaded import Loaded
 from experiments.systems.stream import Job
+from experiments.systems.timeline import state_of, take_joining
+from punica.scheduling import RequestState
 
 LIVES = 3
-"""Of the longest request, after which nothing is left of how the batch began."""
+"""Lifetimes of the longest request after which nothing is left of how the batch began."""
 
 
 def begin_steadily(system: Loaded, stream: Iterator[Job], longest: int) -> None:
     """Give `system`, which is empty, the batch that it has after `LIVES` times `longest` steps of `stream`.
 
-    A batch that begins and ends as one is left out: the system begins with the next one.
+    Inseparable batches are left out: the system begins with the next one.
     """
     engine = system.engine
     if engine.scheduler.rule.inseparable:
@@ -25,17 +27,21 @@ def begin_steadily(system: Loaded, stream: Iterator[Job], longest: int) -> None:
 
 
 def _members(system: Loaded, stream: Iterator[Job], steps: int) -> list[tuple[Job, int]]:
-    """Jobs of the batch and the tokens that each has, after `steps` steps in which somebody always waits."""
-    most, slots = system.engine.config.max_batch_size, system.engine.scheduler.max_adapters
-    adapters = 1 if system.admission == "single_adapter" else slots or most
-    at_once = most if system.admission == "fcfs_many" else 1
-    batch, head = list[tuple[Job, int]](), next(stream)
+    """Replay `steps` steps with a queue that never ends: jobs of the batch, and tokens that each has."""
+    scheduler, most = system.engine.scheduler, system.engine.config.max_batch_size
+    slots = scheduler.max_adapters or most
+    jobs: dict[RequestState, Job] = {}
+    batch, waiting = list[tuple[RequestState, int]](), list[RequestState]()
+
+    def fits(requests: Sequence[RequestState]) -> bool:
+        return len({request.adapter_id for request in requests}) <= slots
+
     for _ in range(steps):
-        batch = [(job, done) for job, done in batch if done < job.new_tokens]
-        for _ in range(min(at_once, most - len(batch))):
-            if len({head.adapter_id, *(job.adapter_id for job, _ in batch)}) > adapters:
-                break
-            batch.append((head, 0))
-            head = next(stream)
-        batch = [(job, done + 1) for job, done in batch]
-    return [(job, done) for job, done in batch if done < job.new_tokens]
+        while len(waiting) <= most:
+            job = next(stream)
+            waiting.append(state_of(str(len(jobs)), job.new_tokens, job.adapter_id))
+            jobs[waiting[-1]] = job
+        batch = [(state, done) for state, done in batch if done < jobs[state].new_tokens]
+        joined = take_joining(scheduler.rule, [state for state, _ in batch], waiting, most, fits)
+        batch = [(state, done + 1) for state, done in [*batch, *((state, 0) for state in joined)]]
+    return [(jobs[state], done) for state, done in batch if done < jobs[state].new_tokens]

@@ -1,11 +1,8 @@
-"""What all systems of Figure 11 compute with: one random backbone, one set of adapters, the limits of a batch.
+"""Weights of all systems of Figure 11: one random backbone, one set of adapters, the limits of a batch.
 
-Weights exist once. Engines with and without LoRA, and the Hugging Face model, are built around the same tensors
-(`exported` gives views under Hugging Face names), so that differences in speed are differences of systems, and tokens
-can be compared one by one.
-
-As in the released harness (D10) there are at most `max_batch_size` different adapters; further ones are copies under
-their own id, which costs a system the same as a different one would.
+Weights exist once: engines and the Hugging Face model share the tensors (`exported` gives views under Hugging Face
+names), so that tokens can be compared one by one. As in the released harness (D10) there are at most `max_batch_size`
+different adapters; further ones are copies under ids of their own, which cost as much as different ones.
 """
 
 import copy
@@ -24,7 +21,7 @@ from punica.models import LlamaForCausalLM
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a batch: requests, tokens per request, and our engine's KV blocks (None: as many as can be needed)."""
+    """Limits of a batch: requests, tokens per request, and our engine's KV blocks (None: as many as can be needed)."""
 
     max_batch_size: int
     max_len: int
@@ -32,7 +29,7 @@ class Limits:
     num_blocks: int | None = None
 
     def engine_config(self, lora: bool, index_rule: str = "per_request") -> EngineConfig:
-        """The same for our engine; without LoRA adapters steer admission only."""
+        """Build the engine's configuration; without LoRA adapters steer admission only."""
         return EngineConfig(
             max_batch_size=self.max_batch_size,
             block_size=self.block_size,
@@ -43,16 +40,12 @@ class Limits:
         )
 
     def _enough_blocks(self) -> int:
-        """So many that nobody waits for blocks: of all requests at full length, and one each to grow into, as the
-        scheduler wants it.
-        """
+        """Blocks of all requests at full length, and one each to grow into, so that no request waits for blocks."""
         return self.max_batch_size * (-(-self.max_len // self.block_size) + 1) + 1
 
 
 class Weights:
-    """Backbone and adapters of one model on one device; `sets`: different weights of adapters, None: as many as a batch
-    holds.
-    """
+    """Backbone and adapters of one model on one device; `sets`: different adapters, None: as many as a batch holds."""
 
     def __init__(
         self, model: ModelConf, device: str, limits: Limits, rank: int, alpha: float = 16.0, seed: int = 0,
@@ -72,7 +65,7 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Dtype of weights and activations."""
         return self._backbone.lm_head.weight.dtype
 
     @property
@@ -81,20 +74,20 @@ class Weights:
         return llama_config(self.model)
 
     def backbone(self) -> LlamaForCausalLM:
-        """The backbone with modules of its own (an engine with LoRA replaces them) around the shared weights."""
+        """Build the backbone with new modules, which an engine with LoRA replaces, around the shared weights."""
         shared = {id(tensor): tensor for tensor in (*self._backbone.parameters(), *self._backbone.buffers())}
         return copy.deepcopy(self._backbone, shared)
 
     def exported(self) -> dict[str, torch.Tensor]:
-        """The weights under Hugging Face names."""
+        """Return the weights under Hugging Face names."""
         return exported(self._backbone)
 
     def adapter_set(self, adapter_id: int) -> int:
-        """Which of the different weight sets this adapter has."""
+        """Return the number of this adapter's weight set."""
         return (adapter_id - 1) % self.sets
 
     def adapter_tensors(self, adapter_id: int) -> dict[str, torch.Tensor]:
-        """The adapter's tensors under PEFT names, on the device."""
+        """Return the adapter's tensors under PEFT names, on the device."""
         index = self.adapter_set(adapter_id)
         if index not in self._adapters:
             seed = self.seed + index
@@ -104,14 +97,14 @@ class Weights:
         return self._adapters[index]
 
     def adapter(self, adapter_id: int) -> LoRAModel:
-        """The adapter for our engine, in host memory."""
+        """Build the adapter for our engine, in host memory."""
         config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
         helper = PEFTHelper.from_dict(config)
         return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), helper)
 
 
 def exported(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
-    """The weights of a whole model under Hugging Face names; parts of packed matrices are views of their rows."""
+    """Return the weights of a whole model under Hugging Face names; parts of packed matrices are views."""
     state: dict[str, torch.Tensor] = {}
     used: dict[int, int] = {}
     for entry in model.checkpoint_entries():

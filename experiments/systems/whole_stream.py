@@ -1,7 +1,6 @@
-"""A stream served to its end, beside what windows predict of it: what the windows of Figure 11 are worth.
+"""A stream served to its end, beside the throughput that windows of it predict.
 
-Windows are timed half before and half after the stream, so that a drift of the machine hits both sides alike. Each of
-them predicts the stream's throughput; their mean is the prediction, and how far they lie apart says how sure it is.
+Half of the windows are timed before the stream and half after it, so that a drift of the machine hits both sides alike.
 """
 
 import statistics
@@ -17,7 +16,7 @@ DRAWS = 12
 
 @dataclass(frozen=True)
 class Comparison:
-    """The throughput of a stream (token/s) as measured, and as each window `predicted` it."""
+    """Throughput of a stream (token/s), measured, and as each window `predicted` it."""
 
     system: str
     workload: str
@@ -30,7 +29,7 @@ class Comparison:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean of the predictions, token/s."""
+        """Standard error of the mean of the predictions, token/s."""
         return statistics.stdev(self.predicted) / len(self.predicted) ** 0.5
 
     @property
@@ -39,7 +38,7 @@ class Comparison:
         return self.mean - 2 * self.standard_error, self.mean + 2 * self.standard_error
 
     def readings(self) -> list[Reading]:
-        """The rows of it."""
+        """Return the rows of the comparison."""
         served = self.served
         return [
             Reading("stream_throughput", served.throughput, "token/s"),
@@ -54,7 +53,7 @@ class Comparison:
         ]
 
     def __str__(self) -> str:
-        """A table of one line, for people."""
+        """Format a table of one line."""
         measured, (low, high) = self.served.throughput, self.interval
         difference = self.mean / measured - 1
         verdict = "within" if abs(difference) <= AGREEMENT else "NOT within"
@@ -74,7 +73,7 @@ class Comparison:
 
 
 def compare(bench: StreamBench, system: str, workload: str) -> Comparison:
-    """Serve the stream of `bench` whole, between two halves of the windows that predict it."""
+    """Serve the stream of `bench` whole, between two halves of its windows."""
 
     def predict(draws: range) -> list[float]:
         return [_throughput(bench.measure(system, workload, draw)) for draw in draws]

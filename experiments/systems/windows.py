@@ -1,17 +1,15 @@
-"""Windows of a stream: a few hundred of its steps that stand for all of them. No torch.
+"""Windows of a stream: a few hundred steps that represent all of them. No torch.
 
 The released stream takes 31 000 steps at batch 32 and a million at batch 1; a laptop has time for a hundred. A *draw*
-is `pieces` runs of consecutive steps. Steps with a prefill are few and long (of one request at a time every thousandth,
-of static batches one in two thousand with 700 tokens of prompts), so that a draw of its own accord has none, or far too
-many. So one piece of every draw lies around a prefill and the others anywhere, and all means of a draw are weighted:
-its steps with a prefill weigh together as much as such steps are of the stream, and so do the others.
+is `pieces` runs of consecutive steps. Steps with a prefill are rare and long, so a random draw has none or far too
+many. One piece of every draw is therefore placed around a prefill, the others anywhere. Means of a draw are weighted:
+its steps with a prefill weigh as much as their share of the stream, and so do the others.
 
-A draw may stand for the stream when its tokens per step, so weighted, agree with the stream's within 3 %, and its
-requests per step, contexts, adapters and tokens of prompts within 10 %. Draws are taken by chance, and the first ones
-that agree are kept, not the best: nobody chose them by hand, and how far they differ from each other is the sampling
-error. One draw is one repeat, so that the span of repeats holds this error as it holds the machine's noise.
+A draw is accepted when its weighted tokens per step agree with the stream's within 3 %, and its requests, contexts,
+adapters and prompt tokens per step within 10 %. Draws are random and the first accepted ones are kept, not the best:
+their spread is the sampling error. One draw is one repeat, so that the span of repeats holds this error as well.
 
-Throughput of the stream is then its tokens per step over the draw's weighted seconds per step.
+The stream's throughput is its tokens per step over the draw's weighted seconds per step.
 """
 
 from collections.abc import Sequence
@@ -21,22 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.harness.experiment import CheckFailed
-from punica.workload.timeline import FEATURES, Timeline
+from experiments.systems.timeline import FEATURES, Timeline
 
 AGREEMENT = 0.03
-"""Tokens per step of a draw may differ from the stream's by this much, relatively ..."""
+"""Largest relative difference of a draw's tokens per step from the stream's ..."""
 AGREEMENT_OF_OTHERS = 0.1
-"""... and its other features by this much."""
+"""... and of its other features."""
 DRAWS, ROUNDS = 100000, 20
-"""So many are drawn at a time, and so often at most: of some streams one in twenty thousand agrees."""
+"""Draws at a time, and most such rounds: of some streams one draw in twenty thousand agrees."""
 _SEED = 0
 _TOKENS, _PREFILLS = (FEATURES.index(name) for name in ("tokens", "prefills"))
 
 
 @dataclass(frozen=True)
 class Window:
-    """A draw: the first step of each piece, ascending; steps per piece; the weight of each of its steps in order, 1 in
-    sum; the tokens of all of them; and `FEATURES` per step, weighted.
+    """A draw: first step of each piece, ascending; steps per piece; weight of each step in order, 1 in sum; tokens of
+    all steps; and `FEATURES` per step, weighted.
     """
 
     starts: tuple[int, ...]
@@ -50,15 +48,15 @@ class Window:
         return len(self.starts) * self.length
 
     def mean(self, values: Sequence[float]) -> float:
-        """What the stream has per step, from `values` of the steps of the window, in order."""
+        """Return the weighted mean of `values` of the window's steps, in order."""
         return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
 
 
 def draw_windows(timeline: Timeline, count: int, pieces: int, length: int, seed: int = _SEED) -> list[Window]:
-    """`count` draws at random among those of `pieces` times `length` steps that agree with the stream.
+    """Draw `count` windows of `pieces` times `length` steps that agree with the stream.
 
-    A stream that is shorter than a draw is one piece, the whole stream, `count` times. `CheckFailed` when fewer than
-    `count` of `DRAWS` draws, `ROUNDS` times, agree.
+    A stream shorter than a draw is its own window, `count` times. `CheckFailed` when fewer than `count` of `DRAWS`
+    draws, `ROUNDS` times, agree.
     """
     features = timeline.features()
     if timeline.steps <= pieces * length:
@@ -80,7 +78,7 @@ def draw_windows(timeline: Timeline, count: int, pieces: int, length: int, seed:
 def _candidates(
     prefills: NDArray[np.float64], pieces: int, length: int, chance: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Up to `DRAWS` draws `[draws, pieces]`, ascending, whose pieces do not overlap: one around a prefill."""
+    """Draw up to `DRAWS` starts of pieces `[draws, pieces]`, ascending, not overlapping, one around a prefill."""
     last = len(prefills) - length
     starts = chance.integers(0, last + 1, (DRAWS, pieces))
     starts[:, 0] = chance.choice(np.flatnonzero(prefills), DRAWS) - chance.integers(0, length, DRAWS)
@@ -89,7 +87,7 @@ def _candidates(
 
 
 class _Agreement:
-    """Says which draws of pieces of `length` steps stand for the stream of `features [steps, FEATURES]`."""
+    """Acceptance of draws of pieces of `length` steps for the stream of `features [steps, FEATURES]`."""
 
     def __init__(self, features: NDArray[np.float64], length: int) -> None:
         self._length, self._stream = length, features.mean(axis=0)
@@ -99,7 +97,7 @@ class _Agreement:
         self._limits[_TOKENS] = AGREEMENT * self._stream[_TOKENS]
 
     def __call__(self, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of the draws `starts [draws, pieces]`."""
+        """Return which of the draws `starts [draws, pieces]` agree."""
         share, size, ends = self._stream[_PREFILLS], starts.shape[1] * self._length, starts + self._length
         whole = (self._sums[ends] - self._sums[starts]).sum(axis=1)
         first, end = (np.searchsorted(self._begins, steps) for steps in (starts, ends))
@@ -111,12 +109,12 @@ class _Agreement:
 
 
 def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of the rows before each of `values [rows, columns]` and after the last, `[rows + 1, columns]`."""
+    """Prefix sums of `values [rows, columns]`, `[rows + 1, columns]`."""
     return np.concatenate([np.zeros((1, values.shape[1])), values.cumsum(axis=0)])
 
 
 def _window(features: NDArray[np.float64], starts: tuple[int, ...], length: int) -> Window:
-    """The draw of pieces from `starts`, its steps weighted."""
+    """Build the draw of pieces from `starts`, its steps weighted."""
     steps = np.concatenate([features[start : start + length] for start in starts])
     share, begins = features[:, _PREFILLS].mean(), steps[:, _PREFILLS] > 0
     weights = np.where(begins, share / max(begins.sum(), 1), (1 - share) / max((~begins).sum(), 1))

@@ -1,8 +1,7 @@
-"""What the systems of Figure 11 are built on, and what their tokens are checked with.
+"""Weights, KV cache and reference model that the systems of Figure 11 share.
 
-Device memory, beside the weights (13.5 GB of Llama-2 7B, 26.0 GB of 13B): one pool of keys and values for all systems
-(43 and 68 GB at 32 requests of 2,048 tokens), 32 adapters of rank 16 (2.6 and 4.0 GB) that PEFT computes with, and as
-much again in the slots of each of the three engines with LoRA; graphs and activations are a few GB more.
+Device memory of Llama-2 7B and 13B: weights 13.5 and 26.0 GB; keys and values of all systems 43 and 68 GB (32 requests
+of 2,048 tokens); 32 adapters of rank 16 for PEFT, and again in the slots of each engine, 2.6 and 4.0 GB.
 """
 
 from collections.abc import Sequence
@@ -18,18 +17,18 @@ from punica.engine.kv_cache import KVCache
 
 
 class World(Weights):
-    """Weights and, once asked for, Hugging Face's model around them. Built once; systems are cheap to build on it."""
+    """Weights, and Hugging Face's model around them, made when first read."""
 
     @cached_property
     def peft(self) -> PeftBackend:
-        """The Hugging Face model with its PEFT adapters: two of the systems, and the reference of the check."""
+        """Hugging Face model with its PEFT adapters: two of the systems, and the reference of the check."""
         return PeftBackend(self, self.kv_cache)
 
     @cached_property
     def kv_cache(self) -> KVCache:
-        """Of all systems, which take turns; noise at first, so that a window of a stream can begin anywhere.
+        """KV cache of all systems, which take turns; filled with noise, so that a window can begin anywhere.
 
-        A quarter larger than our engine's: Hugging Face pads a batch to its longest prompt.
+        A quarter larger than our engine needs: Hugging Face pads a batch to its longest prompt.
         """
         config = self.limits.engine_config(lora=False)
         cache = KVCache(self._backbone, config.total_blocks * 5 // 4, config.block_size)
@@ -39,14 +38,12 @@ class World(Weights):
 
     @cached_property
     def registered(self) -> dict[tuple[bool, int], LoRAModel]:
-        """By (fully sharded or not, weight set) the adapter as the first such engine registered it, for all of them: on
-        a GPU that is a copy of this rank's part in page-locked memory.
-        """
+        """(fully sharded, weight set) -> adapter as the first engine registered it; on a GPU in page-locked memory."""
         return {}
 
     def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
-        """Logits `[tokens, vocabulary]` (float32, on the host) of Hugging Face's model for a job alone, with its
-        adapter or without, that goes on with `tokens`: one invocation over prompt and tokens, whatever their length.
+        """Return logits `[tokens, vocabulary]` (float32, on the host) of Hugging Face's model for a job alone, with its
+        adapter or without, continued by `tokens`: one invocation over prompt and tokens.
         """
         with self.peft.adapter(job.adapter_id if lora else None):
             return self.peft.prefill(job.prompt, tokens)

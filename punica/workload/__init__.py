@@ -4,7 +4,6 @@
     lengths.py          how much: tokens of prompts and outputs
     arrivals.py         when
     replay.py           how many steps that takes under each scheduling rule of the paper
-    timeline.py         who is in the batch at every one of these steps
 
 >>> from punica.workload import popularity, released_lengths
 >>> popularity("Skewed").group_sizes(8)
@@ -33,4 +32,3 @@ from punica.workload.popularity import (
     zipf,
 )
 from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
-from punica.workload.timeline import FEATURES, POLICIES, Stretch, Timeline

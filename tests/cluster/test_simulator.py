@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from experiments.systems.timeline import Timeline
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy, StepCost, StepWork, Trace, simulate
-from punica.workload import RequestLengths, Timeline, poisson_arrivals, popularity, released_lengths, scaled_lengths
+from punica.workload import RequestLengths, poisson_arrivals, popularity, released_lengths, scaled_lengths
 
 SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
 A100 = StepCost("like an A100", base=0.018, row=0.0, kv=4e-7, prefill=1e-4, rank=4e-6)

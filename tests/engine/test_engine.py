@@ -287,8 +287,8 @@ def test_engine_and_model_must_fit(backbone) -> None:
     config = EngineConfig(max_model_len=64, ignore_adapters=True)
     with pytest.raises(ValueError, match="ignore_adapters"):
         Engine(LlamaForCausalLM(backbone.folder), config.lora_config(), config)
-    with pytest.raises(ValueError, match="unknown admission rule 'lifo'"):
-        Engine(LlamaForCausalLM(backbone.folder), None, EngineConfig(max_model_len=64), "lifo")
+    with pytest.raises(ValueError, match="unknown admission rule 'no such rule'"):
+        Engine(LlamaForCausalLM(backbone.folder), None, EngineConfig(max_model_len=64), "no such rule")
 
 
 def test_engines_that_take_turns_may_share_a_cache(backbone) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.claims.paper import read_figure
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.step_costs import model_bytes
+from experiments.facts.paper import read_figure
 
 PAPER = Path(__file__).parents[2] / "paper_results"
 SIZE = model_bytes("llama2-7b")

@@ -12,12 +12,14 @@ from fakes import QUIET, composed
 from omegaconf import OmegaConf
 
 from experiments.ext_stated_lengths import StatedLengths
-from experiments.fig11_textgen import BASELINES, EXPERIMENT, Fig11, ratios
+from experiments.facts.systems import SYSTEMS, measured_baselines
+from experiments.fig11_textgen import EXPERIMENT, Fig11, ratios
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle
+from experiments.systems.hf_systems import HfSystem
 from experiments.systems.serving import Served
 from experiments.systems.whole_stream import Comparison
 from punica.measure.records import read_rows
@@ -67,8 +69,6 @@ def test_ranks_do_not_take_turns_as_each_has_systems_of_its_own(tmp_path):
 
 
 def test_slow_systems_have_shorter_windows(tmp_path):
-    from experiments.systems import SYSTEMS
-
     cell = points(tmp_path, "workload=skewed", "scale.window_steps=100", "scale.window_slow_steps=40")
     steps = {point.system: point.settings["windows"]["steps"] for point in cell}
     assert steps == {name: 40 if SYSTEMS.get(name).slow else 100 for name in steps}
@@ -116,7 +116,7 @@ def test_ratios_split_the_gain_over_mixed_batches():
                 "punica": 300.0,
                 "punica_static": 150.0,
                 "hf_peft_mixed": 100.0,
-                **dict.fromkeys(BASELINES, 40.0),
+                **dict.fromkeys(measured_baselines(), 40.0),
                 "hf_peft": 50.0,
             }
         )
@@ -153,7 +153,7 @@ def test_one_cell_is_measured_in_repeats_with_their_ratios_and_not_twice(tmp_pat
         )
         assert 0 < cell["punica", "mean_batch_size"] <= 4
         assert cell["continuous_batching", "idle_share"] == 0 < cell["hf_peft_mixed", "idle_share"]
-        assert {cell[name, "token_agreement"] for name in BASELINES} == {1.0}
+        assert {cell[name, "token_agreement"] for name in measured_baselines()} == {1.0}
     assert value[0, "punica", "throughput"] != value[1, "punica", "throughput"]
     assert run(config, Fig11()).measured == 0
     assert rows_of(tmp_path) == rows
@@ -169,12 +169,14 @@ def test_ratios_are_marked_where_one_of_their_systems_was_disturbed(tmp_path, ma
 
 
 def test_ratios_are_refused_when_a_system_failed_its_check(tmp_path, monkeypatch):
-    from experiments.systems import SYSTEMS
+    right = HfSystem.serve
 
     def wrong(self, jobs):
-        raise CheckFailed("wrong token")
+        if self.facts.name == "hf_peft":
+            raise CheckFailed("wrong token")
+        return right(self, jobs)
 
-    monkeypatch.setattr(SYSTEMS.get("hf_peft"), "serve", wrong)
+    monkeypatch.setattr(HfSystem, "serve", wrong)
     outcome = run(composed(tmp_path, "workload=skewed", "engine.max_batch_size=4", name=NAME), Fig11())
     assert outcome.measured == 6
     assert "wrong token" in outcome.failed[0]

@@ -17,11 +17,12 @@ from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, fitting_model, model_conf, ranks_here
 from experiments.harness.settings import settle
 from experiments.plots.tensor_parallel import draw_ranks
-from experiments.systems import Limits, StreamConf
 from experiments.systems import ranks as rank_processes
+from experiments.systems.bench import StreamConf
 from experiments.systems.rank_bench import RankBench, RankedBench
 from experiments.systems.rank_bytes import adapter_share, bytes_ratio
 from experiments.systems.ranks import Ranks
+from experiments.systems.weights import Limits
 from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.engine import Engine, EngineConfig
 from punica.measure.records import read_rows
@@ -234,7 +235,7 @@ def test_a_cell_on_two_ranks_and_its_figure(tmp_path, hardware):
 
 
 def test_the_figure_needs_no_paper_and_no_ratios(tmp_path):
-    from experiments.claims.paper import read_figure
+    from experiments.facts.paper import read_figure
     from experiments.harness.schema import REPOSITORY
     from experiments.plots import style
 

@@ -12,11 +12,16 @@ import pandas as pd
 import pytest
 from fakes import composed
 
-from experiments.claims.paper import read_figure
-from experiments.claims.placement import placement_verdicts
-from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
-from experiments.cluster import chosen_cost
+from experiments.claims.predictions import (
+    placement_verdicts,
+    prediction_table,
+    predictions,
+    remains,
+    residual_table,
+    sensitivity,
+)
 from experiments.cluster import loads as loads_module
+from experiments.cluster import recorded as recorded_module
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.loads import (
     Stream,
@@ -37,12 +42,12 @@ from experiments.cluster.served import (
     summary,
     transitions,
 )
-from experiments.cluster.simulated_hour import HOUR, seen
-from experiments.cluster.slowed_hour import slowed, slowed_readings, slowness
+from experiments.cluster.simulated_hour import HOUR, seen, slowed, slowed_readings, slowness
 from experiments.cluster.step_costs import FittedCost, a100_of_the_cluster, model_bytes
 from experiments.cluster.windows import Window, fitted_to, predicted_half, windows_of
 from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
+from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
@@ -201,7 +206,7 @@ def test_another_cost_model_makes_the_hour_stale(tmp_path, monkeypatch):
 def recorded(monkeypatch):
     """One machine whose rows tell a cost model."""
     found = {("h200", "llama2-7b"): FittedCost(replace(COST, name="h200 llama2-7b, own rows"), {})}
-    monkeypatch.setattr(chosen_cost, "recorded_costs", lambda _: found)
+    monkeypatch.setattr(recorded_module, "recorded_costs", lambda _: found)
 
 
 @pytest.mark.usefixtures("recorded")
@@ -361,7 +366,7 @@ def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_besid
 
 
 def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path, monkeypatch):
-    from experiments.systems import paper_stream
+    from experiments.systems.stream import paper_stream
 
     loads(tmp_path, p99=1.0)
     (load,) = read_loads(tmp_path / "h200")["llama2-7b"]

@@ -7,15 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.facts.systems import ENGINE, entries, without_lora
 from experiments.harness import CheckFailed
 from experiments.harness.schema import DType, ModelConf
 from experiments.harness.span import Span
-from experiments.systems import Job, Limits, World, paper_stream
 from experiments.systems.load_bench import capacity_of, check_system, load
 from experiments.systems.load_readings import load_readings, place_readings, tail, user_readings, users_of
-from experiments.systems.loaded import ADMISSIONS, BASELINES, FromFolders, Loaded
+from experiments.systems.loaded import FromFolders, Loaded
 from experiments.systems.open_loop import DISK, MEMORY, SLOT, Arrival, Trace, Traced, check_trace, counts_of, drive
 from experiments.systems.steady import _members
+from experiments.systems.stream import Job, paper_stream
+from experiments.systems.weights import Limits
+from experiments.systems.world import World
 from punica.engine import Engine
 from punica.workload import drawn_adapters, poisson_arrivals
 
@@ -24,6 +27,7 @@ TINY = ModelConf(
     num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
 )  # fmt: skip
 PROMPT = (5, 9, 77)
+LOADED = [entry.name for entry in entries() if entry.served_by == ENGINE]
 
 
 class Ticks:
@@ -56,7 +60,7 @@ def world() -> World:
 
 @pytest.fixture(scope="module")
 def systems(world) -> dict[str, Loaded]:
-    return {name: Loaded(world, name) for name in ADMISSIONS}
+    return {name: Loaded(world, name) for name in LOADED}
 
 
 def run(system, ticks, jobs, times, measured=(0.0, 100.0), deadline=1000.0) -> Trace:
@@ -192,7 +196,7 @@ def test_waiting_in_a_queue_is_no_wrong() -> None:
 # the systems, by steps
 
 
-@pytest.mark.parametrize("name", ADMISSIONS)
+@pytest.mark.parametrize("name", LOADED)
 def test_every_system_gives_the_right_tokens(name, systems, world) -> None:
     check_system(systems[name], paper_stream("Distinct", 6, 48, world.vocab_size), 5, 4)
 
@@ -201,11 +205,11 @@ def test_capacity_in_steps_is_that_of_the_batch(systems, world, monkeypatch) -> 
     """Steps of a second, requests of five tokens for adapters of their own: a place of the batch serves 1/5 per s."""
     jobs = [Job(PROMPT, 5, 1 + i) for i in range(12)]
     found = {}
-    for name in ("punica", "punica_many", "punica_resident_first", *BASELINES):
+    for name in ("punica", "punica_many", "punica_resident_first", *without_lora()):
         with monkeypatch.context() as patch:
             found[name] = capacity_of(systems[name], jobs, 40.0, Ticks(systems[name], patch))
         assert not systems[name].engine.has_unfinished()
-    for name in BASELINES:
+    for name in without_lora():
         assert found[name].requests == pytest.approx(1 / 5)
         assert found[name].batch == 1
     for name in ("punica", "punica_many", "punica_resident_first"):
@@ -354,7 +358,7 @@ def test_all_graphs_are_there_before_the_clock_runs(monkeypatch) -> None:
 def test_a_graph_captured_while_the_clock_runs_costs_the_row(systems, monkeypatch, timed) -> None:
     system, counts = systems["punica"], iter(range(9))
     monkeypatch.setattr(system, "_graphs", lambda: next(counts))
-    with pytest.raises(CheckFailed, match="Loaded captured a CUDA graph while it was timed"):
+    with pytest.raises(CheckFailed, match="punica captured a CUDA graph while it was timed"):
         timed(system, [Job(PROMPT, 2, 1)] * 4, Ticks(system, monkeypatch))
     assert not system.engine.has_unfinished()
 

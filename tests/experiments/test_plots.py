@@ -6,7 +6,7 @@ import pytest
 from fakes import composed
 from matplotlib.patches import Patch
 
-from experiments.claims.paper import read_figure
+from experiments.facts.paper import read_figure
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
 from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09

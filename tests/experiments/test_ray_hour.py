@@ -13,7 +13,7 @@ import pytest
 from fakes import composed
 
 from experiments.cluster import ray_hour
-from experiments.cluster.ray_hour import HOUR, KILLED, SIMULATED, World, check_tokens, hour_of, overheads
+from experiments.cluster.ray_hour import KILLED, RAY, SIMULATED_RAY, World, check_tokens, hour_of, overheads
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.settings import settle
@@ -151,11 +151,11 @@ def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert (outcome["measured"], outcome["failed"]) == (3, [])
     rows = read_rows(Path(outcome["rows_file"]))
-    assert {row.panel: row.kind for row in rows} == {HOUR: "measured", KILLED: "measured", SIMULATED: "simulated"}
+    assert {row.panel: row.kind for row in rows} == {RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated"}
     value = {(row.panel, row.metric, row.statistic): row.value for row in rows}
-    for panel in (HOUR, KILLED, SIMULATED):
-        assert value[panel, "total_tokens", "value"] == value[HOUR, "total_tokens", "value"]
+    for panel in (RAY, KILLED, SIMULATED_RAY):
+        assert value[panel, "total_tokens", "value"] == value[RAY, "total_tokens", "value"]
     assert value[KILLED, "lost_runners", "value"] == 1
-    assert value[HOUR, "requests_with_other_tokens", "value"] == 0
-    assert 0 < value[HOUR, "decision_time", "median"] < value[HOUR, "decision_time", "p90"]
-    assert all(row.cost_model for row in rows if row.panel == SIMULATED)
+    assert value[RAY, "requests_with_other_tokens", "value"] == 0
+    assert 0 < value[RAY, "decision_time", "median"] < value[RAY, "decision_time", "p90"]
+    assert all(row.cost_model for row in rows if row.panel == SIMULATED_RAY)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.claims.fitness import certainty
-from experiments.claims.table import total
+from experiments.claims.table import certainty, total
 from experiments.commands.batch import SOURCES
 from experiments.commands.report import AUTO, choose, read_folder, verdicts_by_clock, write_report
 from experiments.harness.schema import REPOSITORY, ConfigError

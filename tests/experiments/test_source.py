@@ -97,6 +97,12 @@ def test_operator_figures_depend_on_kernels_and_on_no_engine():
     assert not [name for name in names if name.startswith(("punica/engine", "experiments/plots", "experiments/claims"))]
 
 
+def test_a_class_that_is_named_in_a_string_decides_as_if_it_were_imported():
+    paths = decisive(REPOSITORY / "experiments/fig11_textgen.py")
+    names = {path.relative_to(REPOSITORY).as_posix() for path in paths}
+    assert {"experiments/systems/hf_systems.py", "experiments/systems/engine_systems.py"} <= names
+
+
 def test_rows_of_other_code_are_measured_again_and_replaced(tmp_path, monkeypatch):
     grid = ("workload=distinct", "figure.batch_sizes=[1,2]")
     run(composed(tmp_path, *grid), Fake())

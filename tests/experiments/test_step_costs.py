@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.claims.paper import as_rows, read_figure
 from experiments.cluster import step_costs
 from experiments.cluster.step_costs import a100_of_the_cluster, model_bytes, paper_a100, recorded_cost, timed_layers
+from experiments.facts.paper import as_rows, read_figure
 from punica.cluster import StepCost, StepWork, residuals
 from punica.workload import popularity
 

@@ -5,18 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.facts.systems import SYSTEMS, entries
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType, ModelConf
-from experiments.systems import SYSTEMS, Job, Limits, StreamBench, StreamConf, World, check, check_tokens, paper_stream
 from experiments.systems import bench as bench_module
-from experiments.systems.hf_backend import Generated
-from experiments.systems.hf_product import SameProduct, linear_layers
-from experiments.systems.stream import shortened, timeline_of
+from experiments.systems import check
+from experiments.systems.bench import StreamBench, StreamConf
+from experiments.systems.check import check_tokens
+from experiments.systems.hf_backend import Generated, SameProduct, linear_layers
+from experiments.systems.serving import built
+from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
+from experiments.systems.weights import Limits
+from experiments.systems.world import World
 from punica.engine import ADMISSION_RULES
 from punica.engine.runner import ModelRunner
 from punica.workload import PAPER_WORKLOADS, released_lengths
 
-EXACT = [name for name in SYSTEMS.names() if SYSTEMS.get(name).exact]
+MEASURED = [entry.name for entry in entries() if entry.served_by]
+EXACT = [name for name in MEASURED if SYSTEMS.get(name).exact]
 TINY = ModelConf(
     name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
@@ -59,9 +65,9 @@ def test_one_forward_over_a_sequence_chooses_what_is_generated_step_by_step(lora
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_system_generates_what_hugging_face_generates_one_by_one(name, world, jobs):
-    system = SYSTEMS.get(name)(world)
+    system = built(name, world)
     served = system.serve(jobs)
-    assert served.tokens == reference_tokens(world, jobs, system.lora)
+    assert served.tokens == reference_tokens(world, jobs, system.facts.lora)
     assert served.new_tokens == sum(job.new_tokens for job in jobs) == 50
     assert served.prompt_tokens == 89
     assert served.rows - served.idle_rows == served.new_tokens
@@ -69,7 +75,7 @@ def test_every_system_generates_what_hugging_face_generates_one_by_one(name, wor
 
 
 def test_a_system_serves_again_as_it_served_before(world, jobs):
-    system = SYSTEMS.get("punica")(world)
+    system = built("punica", world)
     first = system.serve(jobs)
     again = system.serve(jobs)
     assert (again.tokens, again.steps) == (first.tokens, first.steps)
@@ -89,20 +95,20 @@ def test_a_system_serves_again_as_it_served_before(world, jobs):
     ],
 )
 def test_batches_are_those_of_the_policy(name, steps, idle, world, jobs):
-    served = SYSTEMS.get(name)(world).serve(jobs)
+    served = built(name, world).serve(jobs)
     assert timeline_of(jobs, SYSTEMS.get(name).admission, 4).steps == steps
     assert (served.steps, served.idle_rows) == (steps, idle)
 
 
 def test_the_released_index_rule_gives_wrong_tokens_unless_there_is_one_adapter(world, jobs):
-    system = SYSTEMS.get("punica_last_admitted")(world)
+    system = built("punica_last_admitted", world)
     assert system.serve(jobs).tokens != reference_tokens(world, jobs, lora=True)
     check_tokens(system, jobs)  # which gives it a single adapter
 
 
 @pytest.mark.parametrize("name", ["punica", "hf_peft_mixed", "static_batching"])
 def test_the_check_catches_a_wrong_token(name, world, jobs, monkeypatch):
-    system = SYSTEMS.get(name)(world)
+    system = built(name, world)
     served = system.serve(jobs[:3])
     spoilt = [list(tokens) for tokens in served.tokens]
     spoilt[1][-1] ^= 1
@@ -114,7 +120,7 @@ def test_the_check_catches_a_wrong_token(name, world, jobs, monkeypatch):
 def test_the_check_refuses_adapters_that_change_nothing(jobs):
     world = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9)
     with pytest.raises(CheckFailed, match="change no token"):
-        check_tokens(SYSTEMS.get("punica")(world), jobs[:3])
+        check_tokens(built("punica", world), jobs[:3])
 
 
 HALF = [torch.float16, torch.bfloat16]
@@ -126,20 +132,20 @@ def half_world(request) -> World:
     return World(model, "cpu", Limits(max_batch_size=4, max_len=48), rank=8)
 
 
-@pytest.mark.parametrize("name", SYSTEMS.names())
+@pytest.mark.parametrize("name", MEASURED)
 def test_half_precision_is_compared_at_every_position_of_whole_sequences(name, half_world, jobs):
-    system = SYSTEMS.get(name)(half_world)
+    system = built(name, half_world)
     found = check_tokens(system, jobs)
     assert 0.9 <= found.tokens <= 1.0
     assert 0 <= found.logit_error < 0.06
     # the reference itself, batched, and a backbone with its products may have its bits
-    assert found.logit_error > 0 or name.startswith("hf_") or not system.lora
+    assert found.logit_error > 0 or name.startswith("hf_") or not system.facts.lora
 
 
 def test_forced_tokens_are_taken_instead_of_chosen_ones(world, jobs):
     forced = [[(position + 3) % 256 for position in range(job.new_tokens)] for job in jobs]
     for name in ("punica", "punica_static", "hf_peft", "hf_peft_mixed"):
-        system = SYSTEMS.get(name)(world)
+        system = built(name, world)
         found = system.forced(jobs, forced)
         for job, tokens, logits in zip(jobs, forced, found, strict=True):
             assert logits.shape == (job.new_tokens, 256)
@@ -153,19 +159,19 @@ def test_forced_tokens_reach_steps_that_are_sent_ahead(name, world, jobs, monkey
     """As on a GPU, where the next step is under way before the host has seen the tokens of this one."""
     monkeypatch.setattr(ModelRunner, "works_ahead", True)
     jobs = [replace(job, new_tokens=job.new_tokens + 8) for job in jobs]
-    system, ahead, sent = SYSTEMS.get(name)(world), ModelRunner.stage_ahead, []
+    system, ahead, sent = built(name, world), ModelRunner.stage_ahead, []
     monkeypatch.setattr(ModelRunner, "stage_ahead", lambda *of: sent.append(of) or ahead(*of))
     forced = [[(5 * position + 1) % 256 for position in range(job.new_tokens)] for job in jobs]
     found = system.forced(jobs, forced)
     assert len(sent) > 15
     for job, tokens, logits in zip(jobs, forced, found, strict=True):
-        with world.peft.adapter(job.adapter_id if system.lora else None):
+        with world.peft.adapter(job.adapter_id if system.facts.lora else None):
             alone = world.peft.forced([job.prompt], [tokens])[0]
         torch.testing.assert_close(logits, alone, atol=1e-3, rtol=1e-3)
 
 
 def test_a_half_precision_error_late_in_one_sequence_is_caught(half_world, jobs, monkeypatch):
-    system = SYSTEMS.get("punica")(half_world)
+    system = built("punica", half_world)
     right = system.forced
 
     def late_error(jobs, tokens):
@@ -186,14 +192,14 @@ def test_few_positions_may_lie_beyond_the_tolerance_within_twice_of_it(half_worl
     for given, message in ((few, None), (torch.cat((few, few[:1])), r"0\.98\d+ of"), (few * 1.1, "up to")):
         monkeypatch.setattr(check, "_errors", lambda ours, theirs, given=given: given)
         if message is None:
-            assert check_tokens(SYSTEMS.get("punica")(half_world), jobs).logit_error == pytest.approx(1.9 * limit)
+            assert check_tokens(built("punica", half_world), jobs).logit_error == pytest.approx(1.9 * limit)
         else:
             with pytest.raises(CheckFailed, match=message):
-                check_tokens(SYSTEMS.get("punica")(half_world), jobs)
+                check_tokens(built("punica", half_world), jobs)
 
 
 def test_half_precision_that_often_chooses_other_tokens_is_caught(half_world, jobs, monkeypatch):
-    system = SYSTEMS.get("punica")(half_world)
+    system = built("punica", half_world)
     right = system.forced
 
     def close_calls(jobs, tokens):  # within the error that logits may have, the two best change places
@@ -262,7 +268,7 @@ def test_peft_computes_with_the_weights_of_the_adapter_in_its_place(world):
 
 def test_weights_exist_once(world):
     shared = {tensor.untyped_storage().data_ptr() for tensor in world.exported().values()}
-    engine = SYSTEMS.get("continuous_batching")(world).engine
+    engine = built("continuous_batching", world).engine
     assert {parameter.untyped_storage().data_ptr() for parameter in engine.runner.model.parameters()} == shared
     hugging_face = dict(world.peft.model.named_parameters())
     base = [tensor for name, tensor in hugging_face.items() if "lora_" not in name]
@@ -288,8 +294,7 @@ def test_the_stated_stream_has_101_tokens_per_request():
 
 
 def test_every_system_follows_an_admission_rule_that_can_be_replayed():
-    for name in SYSTEMS.names():
-        rule = SYSTEMS.get(name).admission
+    for rule in {entry.admission for entry in entries()}:
         assert rule in ADMISSION_RULES.names()
         assert timeline_of(shortened(paper_stream("Skewed", 5, 32, 256), 5, 3), rule, 4).steps >= 3
 

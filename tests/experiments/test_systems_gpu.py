@@ -3,11 +3,15 @@
 import pytest
 import torch
 
+from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType, ModelConf
-from experiments.systems import SYSTEMS, Limits, StreamBench, StreamConf, World
-from experiments.systems.hf_product import linear_layers
+from experiments.systems.bench import StreamBench, StreamConf
+from experiments.systems.hf_backend import linear_layers
+from experiments.systems.serving import built
 from experiments.systems.stream import shortened
+from experiments.systems.weights import Limits
 from experiments.systems.whole_stream import compare
+from experiments.systems.world import World
 
 pytestmark = pytest.mark.gpu
 HALF = ModelConf(
@@ -23,7 +27,7 @@ def bench() -> StreamBench:
 
 
 @pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
-@pytest.mark.parametrize("name", SYSTEMS.names())
+@pytest.mark.parametrize("name", names_in(FIG11))
 def test_every_system_is_checked_and_timed_with_its_graphs_captured_before(bench, name, workload):
     for draw in range(2):
         found = {reading.metric: reading.value for reading in bench.measure(name, workload, draw)}
@@ -41,7 +45,7 @@ def test_forced_tokens_reach_the_steps_that_are_sent_ahead(bench):
     """The engine sends a decode step while the one before runs: with the forced tokens, not the chosen ones."""
     jobs = shortened(bench.jobs("Skewed"), 4, 10)
     forced = [[(7 * place + 5 * number) % 512 for place in range(job.new_tokens)] for number, job in enumerate(jobs)]
-    found = SYSTEMS.get("punica")(bench.world).forced(jobs, forced)
+    found = built("punica", bench.world).forced(jobs, forced)
     for job, tokens, logits in zip(jobs, forced, found, strict=True):
         with bench.world.peft.adapter(job.adapter_id):
             alone = bench.world.peft.forced([job.prompt], [tokens])[0]
@@ -69,7 +73,7 @@ def test_a_world_is_made_on_the_device(bench):
     assert {tensor.device.type for tensor in bench.world.exported().values()} == {"cuda"}
     assert torch.isfinite(bench.world.kv_cache.keys[1]).all()
     jobs = shortened(bench.jobs("Distinct"), 5, 2)
-    SYSTEMS.get("punica")(bench.world).serve(jobs)
+    built("punica", bench.world).serve(jobs)
     assert len(bench.world.registered) <= 4
     assert bench.world.registered.keys() >= {(False, bench.world.adapter_set(job.adapter_id)) for job in jobs}
     assert all(adapter.image.is_pinned() for adapter in bench.world.registered.values())

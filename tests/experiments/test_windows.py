@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.facts.systems import FIG11, FIG12, SYSTEMS, names_in
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType, ModelConf
-from experiments.systems import SYSTEMS, Limits, StreamBench, StreamConf, World, hf_decoding
-from experiments.systems.bench import check_steps
-from experiments.systems.serving import Step
+from experiments.systems import hf_decoding
+from experiments.systems.bench import StreamBench, StreamConf, check_steps
+from experiments.systems.serving import Step, built
 from experiments.systems.stream import paper_stream, timeline_of
+from experiments.systems.timeline import Timeline
+from experiments.systems.weights import Limits
 from experiments.systems.whole_stream import DRAWS, compare
 from experiments.systems.windows import AGREEMENT, AGREEMENT_OF_OTHERS, Window, draw_windows
+from experiments.systems.world import World
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner
-from punica.workload import POLICIES, Timeline, popularity, released_lengths, stated_lengths
+from punica.workload import popularity, released_lengths, stated_lengths
 
+WINDOWED = sorted({*names_in(FIG11), *names_in(FIG12)})
 TINY = ModelConf(
     name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
@@ -42,7 +47,7 @@ def cost(features):
     return 30.0 + 0.4 * rows + 2e-3 * context + 0.2 * adapters + 0.3 * prompts + 8.0 * prefills
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sorted({SYSTEMS.get(name).admission for name in WINDOWED}))
 @pytest.mark.parametrize("workload", ["Distinct", "Uniform", "Skewed", "Identical"])
 @pytest.mark.parametrize("lengths", [released_lengths, stated_lengths], ids=["released", "stated"])
 def test_draws_agree_with_the_stream_and_together_predict_its_time_within_3_percent(lengths, workload, policy):
@@ -94,12 +99,12 @@ def test_a_short_stream_is_its_own_window():
     assert one.means == pytest.approx(line.means)
 
 
-@pytest.mark.parametrize("name", SYSTEMS.names())
+@pytest.mark.parametrize("name", WINDOWED)
 @pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
 def test_systems_run_the_steps_of_the_replay_wherever_a_window_begins(name, workload, world):
-    system = SYSTEMS.get(name)(world)
+    system = built(name, world)
     jobs = paper_stream(workload, 11, 96, 256)
-    line = timeline_of(jobs, system.admission, 4)
+    line = timeline_of(jobs, system.facts.admission, 4)
     features = line.features()
     live = 0
     for start in (0, 1, line.steps // 3, line.steps // 2 + 1, line.steps - 5):
@@ -118,9 +123,9 @@ def test_an_engine_lays_a_window_out_as_the_stream_does(name, world, monkeypatch
     """The same spans, positions and rows of each adapter as when the stream is served from its start. Which slots they
     have, and so which of them are neighbours, depends on all that was served before.
     """
-    system = SYSTEMS.get(name)(world)
+    system = built(name, world)
     jobs = paper_stream("Skewed", 9, 96, 256)
-    line = timeline_of(jobs, system.admission, 4)
+    line = timeline_of(jobs, system.facts.admission, 4)
     seen = []
     launch = system.engine.runner.launch
 
@@ -145,9 +150,9 @@ def test_an_engine_lays_a_window_out_as_the_stream_does(name, world, monkeypatch
 def test_shapes_of_steps_are_those_that_the_engine_lays_out(world, monkeypatch):
     """So that their graphs can be captured before: prompt rows, decode rows, adapters among these."""
     for name in ("punica", "punica_static", "continuous_batching", "punica_last_admitted"):
-        system = SYSTEMS.get(name)(world)
+        system = built(name, world)
         jobs = paper_stream("Skewed", 9, 96, 256)
-        line, seen, captured = timeline_of(jobs, system.admission, 4), set(), set()
+        line, seen, captured = timeline_of(jobs, system.facts.admission, 4), set(), set()
         launch = system.engine.runner.launch
 
         def noted(staged, launch=launch, seen=seen):
@@ -159,7 +164,7 @@ def test_shapes_of_steps_are_those_that_the_engine_lays_out(world, monkeypatch):
             return launch(staged)
 
         def capture(*shape, uses_lora, captured=captured, system=system):
-            assert uses_lora == system.lora
+            assert uses_lora == system.facts.lora
             captured.add(shape if uses_lora else (*shape[:2], 0))
 
         monkeypatch.setattr(system.engine.runner, "launch", noted)
@@ -173,13 +178,13 @@ def test_shapes_of_steps_are_those_that_the_engine_lays_out(world, monkeypatch):
 
 
 def test_a_graph_captured_inside_a_window_costs_its_row(world, monkeypatch):
-    system, counts = SYSTEMS.get("punica")(world), iter(range(9))
+    system, counts = built("punica", world), iter(range(9))
     jobs = paper_stream("Skewed", 9, 96, 256)
     monkeypatch.setattr(system, "_graphs", lambda: next(counts))
-    with pytest.raises(CheckFailed, match="Punica captured a CUDA graph while it was timed"):
-        system.run_steps(jobs, timeline_of(jobs, system.admission, 4), 5, 3)
+    with pytest.raises(CheckFailed, match="punica captured a CUDA graph while it was timed"):
+        system.run_steps(jobs, timeline_of(jobs, system.facts.admission, 4), 5, 3)
     assert not system.engine.has_unfinished()
-    with pytest.raises(CheckFailed, match="Punica captured a CUDA graph while it was timed"):
+    with pytest.raises(CheckFailed, match="punica captured a CUDA graph while it was timed"):
         system.serve(jobs)
 
 
@@ -187,7 +192,7 @@ def test_engines_share_cache_and_registered_adapters(world):
     jobs = paper_stream("Distinct", 9, 96, 256)
     engines = []
     for name in ("punica", "punica_static"):
-        system = SYSTEMS.get(name)(world)
+        system = built(name, world)
         system.serve(jobs)
         engines.append(system.engine)
     first, second = (engine.manager.list_adapters() for engine in engines)
@@ -198,7 +203,7 @@ def test_engines_share_cache_and_registered_adapters(world):
 
 
 def test_slots_hold_what_running_requests_use_then_what_was_used_last(world):
-    system = SYSTEMS.get("punica")(world)
+    system = built("punica", world)
     drawn, adapters = paper_stream("Distinct", 7, 96, 256), [1, 2, 3, 2, 4, 5, 6]
     jobs = [replace(job, adapter_id=number) for job, number in zip(drawn, adapters, strict=True)]
     assert system._in_slots([4, 2], jobs[:5]) == [4, 2, 3, 1]
@@ -209,8 +214,8 @@ def test_slots_hold_what_running_requests_use_then_what_was_used_last(world):
 @pytest.mark.parametrize("name", ["hf_peft", "hf_peft_mixed"])
 def test_hugging_face_attends_to_as_many_tokens_as_in_the_whole_batch(name, world, monkeypatch):
     jobs = paper_stream("Identical", 4, 96, 256)
-    system = SYSTEMS.get(name)(world)
-    line = timeline_of(jobs, system.admission, 4)
+    system = built(name, world)
+    line = timeline_of(jobs, system.facts.admission, 4)
     seen = []
     logits = hf_decoding.Decoding.logits
 

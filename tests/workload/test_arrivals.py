@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.claims.paper import read_figure
+from experiments.facts.paper import read_figure
 from punica.workload import independent_seeds, plotted_rate, poisson_arrivals, profile_arrivals, released_rate
 
 PAPER = Path(__file__).parents[2] / "paper_results"

@@ -7,8 +7,8 @@ import pandas as pd
 
 from experiments.claims.bounds import read_bounds
 from experiments.claims.judge import judge_claim
-from experiments.claims.paper import FIGURE_FILES, as_rows, read_claims, read_figure
 from experiments.claims.rows import Rows
+from experiments.facts.paper import FIGURE_FILES, as_rows, read_claims, read_figure
 from punica.measure.records import COLUMNS, Row
 
 PAPER = Path(__file__).parents[3] / "paper_results"

@@ -8,9 +8,9 @@ from claim_rows import BOUNDS, PAPER, STATEMENTS, decode, frame, laptop, serving
 
 from experiments.claims import CLAIMS, VERDICTS, WHYS, as_frame, claim, counts, judge
 from experiments.claims.bounds import Outcome, outcome_of
-from experiments.claims.paper import read_claims
+from experiments.claims.judge import scripts_of
 from experiments.claims.rows import Rows
-from experiments.claims.unjudged import scripts_of
+from experiments.facts.paper import read_claims
 from punica.measure.records import COLUMNS
 
 NO_ROWS_NEEDED = {"C05", "C18", "C35", "C36", "C37", "C44"}

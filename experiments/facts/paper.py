@@ -1,18 +1,17 @@
-"""The paper's numbers as data: reading ``paper_results/`` (see the README there for columns and provenance).
+"""The paper's numbers, from ``paper_results/`` (its README has columns and provenance).
 
-Only the package `punica` is installed, so every function takes ``folder``, the path of ``paper_results``. One quantity
-of the paper often has several rows (a number in the text, a bar label, the digitised figure); `read_figure` keeps the
-best of them. `as_rows` turns the result into the columns of our own rows, so that one function can compute a claim
+Only the package `punica` is installed, so every function takes ``folder``, the path of ``paper_results``. `read_figure`
+keeps one row of each quantity; `as_rows` gives it the columns of our own rows, so that one function computes a claim
 from either.
 """
 
 import csv
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+from experiments.facts.systems import by_paper_name
 from punica.measure.records import COLUMNS
 
 FIGURE_FILES = {
@@ -29,34 +28,14 @@ FIGURE_FILES = {
 """Figure (as in the column ``figure``) -> file."""
 
 SOURCES = ("digitised", "figure label", "derived", "text")
-"""Where a number comes from, best first."""
-
-SYSTEMS = {
-    "Punica": "punica",
-    "Punica layer with LoRA": "punica",
-    "Punica runtime, backbone only": "backbone",
-    "HuggingFace Transformers": "hf_peft",
-    "FasterTransformer": "static_batching",
-    "vLLM": "continuous_batching",
-    "DeepSpeed": "deepspeed",
-}
-"""The paper's serving systems -> the system of ours with the same batching rule (DeepSpeed has none)."""
-
-NAMES = {
-    "continuous_batching": "continuous batching, one adapter",
-    "static_batching": "static batching, one adapter",
-}
-"""Our systems whose names in rows do not say what they are -> their names for people."""
-
-POLICIES = {"continuous_batching": "vLLM (2023)", "static_batching": "FasterTransformer"}
-"""System that runs on our engine without LoRA -> the system whose batching policy it has."""
+"""Sources of a number, best first."""
 
 _MEASURED = ("system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu", "panel", "figure")
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One row of ``claims.csv``: a quantitative claim of the paper, in words."""
+    """A quantitative claim of the paper, in words: one row of ``claims.csv``."""
 
     id: str
     statement: str
@@ -72,27 +51,6 @@ class Statement:
     data_file: str
 
 
-def name_of(system: str) -> str:
-    """The name of one of our systems in figures, tables and verdicts."""
-    return NAMES.get(system, system)
-
-
-def short_name(system: str) -> str:
-    """The name of one of our systems within a list."""
-    return name_of(system).partition(",")[0]
-
-
-def policies(systems: Iterable[str]) -> str:
-    """A sentence about whose policies ``systems`` have, for captions; empty where none has another system's.
-
-    >>> policies(["punica", "continuous_batching"])
-    'continuous batching: the policy of vLLM (2023), on this engine without LoRA'
-    """
-    here = set(systems)
-    said = [f"{short_name(one)}: the policy of {whose}" for one, whose in POLICIES.items() if one in here]
-    return f"{', '.join(said)}, on this engine without LoRA" if said else ""
-
-
 def paper_file(folder: str | Path, name: str) -> Path:
     """Path of a file of ``paper_results/``; FileNotFoundError names it and the remedy."""
     path = Path(folder) / name
@@ -104,8 +62,8 @@ def paper_file(folder: str | Path, name: str) -> Path:
 def read_figure(folder: str | Path, figure: str) -> pd.DataFrame:
     """The paper's rows of one figure, one row per quantity, from its best source (`SOURCES`); numbers are float64.
 
-    Rows whose batch size or rank is a phrase ("1-64 high") and rows about several workloads at once are left out:
-    they repeat in words what other rows hold. ValueError lists the known figures.
+    Rows whose batch size or rank is a phrase ("1-64 high") and rows about several workloads at once are left out, as
+    they repeat others in words. ValueError lists the known figures.
     """
     if figure not in FIGURE_FILES:
         raise ValueError(f"the paper has no rows of figure {figure!r}; known: {', '.join(FIGURE_FILES)}")
@@ -123,12 +81,13 @@ def read_figure(folder: str | Path, figure: str) -> pd.DataFrame:
 
 def as_rows(paper: pd.DataFrame, scale: str = "paper") -> pd.DataFrame:
     """Rows of `read_figure` in the columns of our rows: kind ``paper``, hardware ``a100``, systems by our names."""
+    ours = by_paper_name()
     return pd.DataFrame(
         {
             **{name: "" for name in COLUMNS},
             **dict.fromkeys(("t_s", "gpu"), float("nan")),
             **{name: paper[name] for name in COLUMNS if name in paper},
-            "system": paper["system"].map(lambda name: SYSTEMS.get(name, name)),
+            "system": paper["system"].map(lambda name: ours.get(name, name)),
             "hardware": "a100",
             "kind": "paper",
             "statistic": "value",

@@ -1,12 +1,12 @@
-"""The timeline: batches of each policy by hand, step counts of the replay, features by brute force."""
+"""The timeline: batches of each rule by hand, step counts of the replay, features by brute force."""
 
 import numpy as np
 import pytest
 
+from experiments.systems.timeline import Timeline
+from punica.scheduling import ADMISSION_RULES, AdmissionRule
 from punica.workload import (
-    POLICIES,
     RequestLengths,
-    Timeline,
     popularity,
     released_lengths,
     replay_continuous,
@@ -15,6 +15,7 @@ from punica.workload import (
     stated_lengths,
 )
 
+POLICIES = ADMISSION_RULES.names()
 PROMPTS, OUTPUTS, ADAPTERS = [3, 2, 5, 1], [4, 2, 1, 3], [1, 1, 2, 2]
 
 
@@ -56,11 +57,11 @@ def test_a_static_batch_of_one_adapter_ends_where_the_next_begins():
     assert [len(line.at(step).members) for step in range(line.steps)] == [2] * 4 + [2] * 3
 
 
-def test_a_step_says_who_joins_how_far_all_are_and_who_waits():
+def test_a_step_says_who_joins_how_far_all_are_and_how_many_have_begun():
     line = timeline("fcfs")
-    assert (line.at(0).members, line.at(0).joined, line.at(0).waiting) == (((0, 0),), 1, 1)
-    assert (line.at(1).members, line.at(1).joined, line.at(1).waiting) == (((0, 1), (1, 0)), 1, 2)
-    assert (line.at(2).members, line.at(2).joined, line.at(2).waiting) == (((0, 2), (1, 1)), 0, 2)
+    assert (line.at(0).members, line.at(0).joined, line.at(0).begun) == (((0, 0),), 1, 1)
+    assert (line.at(1).members, line.at(1).joined, line.at(1).begun) == (((0, 1), (1, 0)), 1, 2)
+    assert (line.at(2).members, line.at(2).joined, line.at(2).begun) == (((0, 2), (1, 1)), 0, 2)
     idle = timeline("static_mixed").at(3)
     assert (idle.members, idle.joined) == (((0, 3), (1, 2)), 0)
 
@@ -118,7 +119,10 @@ def test_stated_lengths_are_rescaled_like_released_ones():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"policy": "lifo"}, "'lifo'.*single_adapter"), ({"adapters": [1]}, "one entry for each of 4 requests, got 1")],
+    [
+        ({"policy": "no such rule"}, "'no such rule'.*single_adapter"),
+        ({"adapters": [1]}, "one entry for each of 4 requests, got 1"),
+    ],
 )
 def test_bad_input_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
@@ -129,3 +133,36 @@ def test_bad_input_is_refused_by_name(change, message):
 def test_a_step_outside_of_the_stream_is_refused(step):
     with pytest.raises(ValueError, match=rf"step must be in \[0, 7\), got {step}"):
         timeline("fcfs").at(step)
+
+
+@pytest.fixture
+def newest_first(monkeypatch):
+    """A rule that takes the request that arrived last, one per step."""
+
+    class NewestFirst(AdmissionRule):
+        def candidate(self, waiting, is_resident):
+            return waiting[-1]
+
+        def allows(self, candidate, running, admitted):
+            return not admitted
+
+    monkeypatch.setitem(ADMISSION_RULES._entries, "newest_first", NewestFirst)
+
+
+@pytest.mark.usefixtures("newest_first")
+def test_a_rule_that_reorders_the_queue_is_replayed_in_its_order():
+    line = timeline("newest_first")
+    batches = ["".join(str(request) for request, _ in line.at(step).members) for step in range(line.steps)]
+    assert batches == ["3", "32", "31", "10", "0", "0", "0"]
+    assert line.order == [3, 2, 1, 0]
+    assert [line.at(step).begun for step in range(4)] == [1, 2, 3, 4]
+
+
+def test_a_rule_that_lets_nothing_begin_is_refused(monkeypatch):
+    class Never(AdmissionRule):
+        def allows(self, candidate, running, admitted):
+            return False
+
+    monkeypatch.setitem(ADMISSION_RULES._entries, "never", Never)
+    with pytest.raises(ValueError, match="'never' lets no request into an empty batch"):
+        timeline("never")

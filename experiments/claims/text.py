@@ -1,0 +1,236 @@
+"""Claims of the text: loading an adapter (section 5.2: C42 to C44), the fused norm (section 6: C45), and batches under
+each admission rule, by replaying the released requests (section 7.2: C35 to C37).
+"""
+
+from functools import lru_cache
+
+import pandas as pd
+
+from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
+from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim, why
+from experiments.claims.rows import NotMeasured, NotTestable, Rows, at, curve, model_for, pick
+from experiments.facts.models import MODELS, SECONDS
+from experiments.harness.schema import model_conf
+from punica.workload.lengths import released_lengths
+from punica.workload.popularity import popularity
+from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
+
+LOADING, NORM = "text 5.2", "text 6"
+SYSTEM, LINK = "punica", "link"
+RANK, BATCH = 16, 32
+PAPER_LINK = 25.0
+"""GB/s that a PCIe Gen4 x16 link gives in practice (D03); the claim is about that link."""
+LONG = 1000
+"""Least requests of a stream for C36: in shorter ones ramp and tail show."""
+RULES = {"continuous": replay_continuous, "one_adapter": replay_one_adapter, "static": replay_static}
+
+
+def loads(rows: Rows) -> tuple[pd.DataFrame, str]:
+    """Return rows of rank 16 of the model that plays 7B, and its name."""
+    frame = rows.figure(LOADING)
+    model = model_for(frame, "7B")
+    return pick(frame, model=model, rank=RANK), model
+
+
+def milliseconds(frame: pd.DataFrame, panel: str, metric: str, system: str = SYSTEM) -> float:
+    found = pick(frame, panel=panel, metric=metric, system=system).iloc[0]
+    return 1e3 * float(found["value"]) * SECONDS[found["unit"]]
+
+
+def overlap(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return loads beside decode steps of 32 rows, each with its own adapter."""
+    return pick(frame, panel="overlap", batch_size=BATCH, workload="Distinct")
+
+
+@claim("C42")
+def loading_takes_milliseconds(rows: Rows) -> Finding:
+    """Load of a model over the link's time for its bytes, and over a decode step at batch 32.
+
+    In the second the load is scaled to the paper's link (x bandwidth / 25 GB/s) and the step is not. Microseconds of a
+    layer and milliseconds of a model count for 7B alone.
+    """
+    frame, model = loads(rows)
+    load, link = (milliseconds(frame, "model", "load_time", system) for system in (SYSTEM, LINK))
+    bandwidth = float(pick(frame, panel="model", metric="bandwidth", system=LINK)["value"].iloc[0])
+    size = float(pick(frame, panel="model", metric="bytes", system=SYSTEM)["value"].iloc[0])
+    step = milliseconds(overlap(frame), "overlap", "step_latency_alone")
+    scale = bandwidth / PAPER_LINK
+    quantities = {"load_over_link": load / link, "load_over_step": load * scale / step}
+    layer = 1e3 * milliseconds(frame, "layer", "load_time")
+    if model in MODELS["7B"]:  # a stand-in's microseconds say nothing about 50 us
+        quantities |= {"layer_us": layer, "model_ms": load}
+    text = (
+        f"{layer:.0f} us per layer, {load:.3g} ms per model ({model}, {size / 1e6:.3g} MB): {load / link:.2f}x a plain "
+        f"copy at {bandwidth:.1f} GB/s, {100 * load / step:.1f} % of a {step:.3g} ms step "
+        f"({100 * load * scale / step:.1f} % if the link had the paper's {PAPER_LINK:g} GB/s)"
+    )
+    return Finding(quantities, text, models=(model,))
+
+
+@claim("C43")
+def loading_hides_behind_a_step(rows: Rows) -> Finding:
+    """Load beside a decode step at batch 32, over that step; and the step's increase over a step alone.
+
+    Not testable on a CPU, whose cores both load and compute.
+    """
+    frame, model = loads(rows)
+    beside = overlap(frame)
+    load, step = (milliseconds(beside, "overlap", metric) for metric in ("load_time", "step_latency_alone"))
+    text = f"{load:.3g} ms / {step:.3g} ms = {load / step:.3f} ({model})"
+    if "cpu" in set(beside["hardware"]):
+        raise NotTestable(f"on a CPU a load runs on the cores of the step, not on a stream of its own; it took {text}")
+    quantities = {"load_over_step": load / step}
+    try:
+        stall = milliseconds(beside, "overlap", "stall")
+    except NotMeasured:
+        return Finding(quantities, text)
+    quantities["stall_over_step"] = stall / step
+    return Finding(quantities, f"{text}; the step beside a load {100 * stall / step:+.1f} %")
+
+
+@why("C42")
+def loading_takes_longer(rows: Rows) -> str:
+    frame, model = loads(rows)
+    load, link = (milliseconds(frame, "model", "load_time", system) for system in (SYSTEM, LINK))
+    bandwidth = float(pick(frame, panel="model", metric="bandwidth", system=LINK)["value"].iloc[0])
+    step = milliseconds(overlap(frame), "overlap", "step_latency_alone")
+    scaled = load * bandwidth / PAPER_LINK
+    return (
+        f"{model}: {100 * min(1.0, link / load):.0f} % of the load is the link's own copy; scaled from {bandwidth:.3g} "
+        f"to the paper's {PAPER_LINK:g} GB/s it is {scaled:.3g} ms beside a step that takes {step:.3g} ms here, and is "
+        f"below 15 % of one of {scaled / 0.15:.3g} ms"
+    )
+
+
+@why("C43")
+def load_is_not_hidden(rows: Rows) -> str:
+    frame, model = loads(rows)
+    beside = overlap(frame)
+    load, step = (milliseconds(beside, "overlap", metric) for metric in ("load_time", "step_latency_alone"))
+    return (
+        f"{model}: a load of {load:.3g} ms beside a step of {BATCH} rows that takes {step:.3g} ms covers "
+        f"{100 * load / step:.0f} % of it; it would be half of a step of {2 * load:.3g} ms"
+    )
+
+
+@claim("C44")
+def lora_is_small(rows: Rows) -> Finding:
+    """LoRA parameters of all seven projections at rank 16 over backbone parameters, in percent."""
+    models = {role: model_conf(names[0]) for role, names in MODELS.items()}
+    percent = {role: 100 * one.lora_parameters(16) / one.backbone_parameters() for role, one in models.items()}
+    return Finding(percent, ", ".join(f"{value:.3f} ({name})" for name, value in percent.items()), SIMULATED)
+
+
+def norms(rows: Rows) -> tuple[pd.Series, pd.Series]:
+    """Return microseconds of the unfused and of the fused norm by number of rows."""
+    frame = rows.figure(NORM)
+    return curve(frame, "norm_latency", system="unfused"), curve(frame, "norm_latency", system="fused")
+
+
+@claim("C45")
+def fusing_the_norm(rows: Rows) -> Finding:
+    """Operations one by one, over one kernel, at the rows of a full decode step; not testable on a CPU, where torch
+    norms by the same operations.
+    """
+    unfused, fused = (at(line, BATCH) for line in norms(rows))
+    text = f"{unfused:.3g} us / {fused:.3g} us = {unfused / fused:.1f} for {BATCH} rows"
+    if "cpu" in set(rows.figure(NORM)["hardware"]):
+        raise NotTestable(f"torch norms on a CPU by the same operations, none of them fused: {text}")
+    return Finding({"unfused_over_fused": unfused / fused}, text)
+
+
+@why("C45")
+def norm_is_not_all_launches(rows: Rows) -> str:
+    unfused, fused = norms(rows)
+    first = int(min(unfused.index))
+    return (
+        f"{first} row: {at(unfused, first):.3g} us unfused and {at(fused, first):.3g} fused; {BATCH} rows: "
+        f"{at(unfused, BATCH):.3g} and {at(fused, BATCH):.3g}: launches of single operations are not most of the time "
+        "here, or the fused one costs as much as several of them"
+    )
+
+
+@lru_cache
+def replay(rule: str, workload: str, num_requests: int) -> Replay:
+    """Replay one rule of the paper on the released requests."""
+    outputs = released_lengths(num_requests).output.tolist()
+    return RULES[rule](outputs, popularity(workload).requests(num_requests).tolist())
+
+
+def _served(rows: Rows) -> Serving | None:
+    """Return Figure 11 of 7B, None where it was not measured."""
+    try:
+        return Serving(rows, "7B")
+    except NotMeasured:
+        return None
+
+
+def _beside(name: str, value: float | None) -> str:
+    return "" if value is None else f"; {name} {value:.3g} in this machine's figure 11"
+
+
+@claim("C35")
+def baseline_batches_are_small(rows: Rows) -> Finding:
+    """Share of steps with at most 3 requests under continuous batching of one adapter, 1000 requests."""
+    uniform, skewed = (replay("one_adapter", workload, 1000) for workload in ("Uniform", "Skewed"))
+    text = (
+        f"{uniform.share(1, 3):.3f} Uniform, {skewed.share(1, 3):.3f} Skewed; mean batch {uniform.mean_batch:.2f} "
+        f"and {skewed.mean_batch:.2f} (1000 requests replayed)"
+    )
+    cell = _served(rows)
+    measured = _beside("mean batch of Skewed", cell and cell.known(CONTINUOUS, "Skewed", "mean_batch_size"))
+    quantities = {"uniform": uniform.share(1, 3), "skewed": skewed.share(1, 3)}
+    return Finding(quantities, text + measured, SIMULATED)
+
+
+@claim("C36")
+def punica_runs_full(rows: Rows) -> Finding:
+    """Mean batch and share of full steps under Punica's rule, 1024 requests; and the mean batch of a stream served to
+    its end. Windows do not count: they are drawn to hold as many requests as the replay.
+    """
+    steps = replay("continuous", "Distinct", 1024)
+    full = steps.share(MAX_BATCH, MAX_BATCH)
+    text = f"{steps.mean_batch:.1f}; {full:.3f} (1024 requests replayed)"
+    quantities = {"mean_batch": steps.mean_batch, "share_full": full}
+    cell = _served(rows)
+    stream = cell.longest_stream(PUNICA, "Distinct") if cell else {}
+    measured = stream["stream_mean_batch_size"] if stream.get("stream_requests", 0) >= LONG else None
+    if measured is not None:
+        quantities["measured_mean_batch"] = measured
+    return Finding(quantities, text + _beside("mean batch", measured), SIMULATED if measured is None else MEASURED)
+
+
+@claim("C37")
+def static_batching_wastes_steps(rows: Rows) -> Finding:
+    """Steps of static over continuous batching on Identical, and the throughput gap where both were measured."""
+    static, continuous = (replay(rule, "Identical", 1024).steps for rule in ("static", "continuous"))
+    quantities = {"steps_ratio": static / continuous}
+    text = f"{static / continuous:.2f} ({static} / {continuous}, 1024 requests replayed)"
+    gaps = _throughput_gaps(rows)
+    if gaps:
+        quantities |= {"smallest_gap": min(gaps), "largest_gap": max(gaps)}
+        text += f"; measured throughput gap {', '.join(f'{gap:.2f}' for gap in gaps)}"
+    return Finding(quantities, text, MEASURED if gaps else SIMULATED)
+
+
+def _throughput_gaps(rows: Rows) -> list[float]:
+    cell = _served(rows)
+    if cell is None:
+        return []
+    try:
+        fastest = cell.get(CONTINUOUS, "Identical")
+        return [fastest / cell.get(system, "Identical") for system in (STATIC, "deepspeed") if cell.has(system)]
+    except NotMeasured:
+        return []
+
+
+@why("C36")
+def batches_are_not_full(rows: Rows) -> str:
+    cell = Serving(rows, "7B")
+    metrics = "stream_requests", "stream_steps", "stream_mean_batch_size"
+    stream = cell.longest_stream(PUNICA, "Distinct")
+    requests, steps, mean = (stream.get(name, 0.0) for name in metrics)
+    return (
+        f"the {steps:.0f} steps of a stream of {requests:.0f} requests hold {mean:.3g} on the mean, "
+        f"{100 * (1 - mean / cell.batch):.0f} % short of {cell.batch:g}"
+    )

@@ -1,0 +1,133 @@
+"""Serving systems: one entry of `SYSTEMS` each, which engines, figures, claims and plots read.
+
+A new system is a line here and a class that serves it, or `ENGINE` with another rule of admission.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from omegaconf import OmegaConf
+
+from punica.registry import Registry
+
+ENGINE = "experiments.systems.engine_systems.EngineSystem"
+HUGGING_FACE = "experiments.systems.hf_systems.HfSystem"
+FIG11, FIG12, STATED, LOAD, MANY = (
+    "fig11_textgen", "fig12_textgen_70b", "ext_stated_lengths", "ext_latency_under_load", "ext_many_adapters",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class System:
+    """A serving system.
+
+    Attributes:
+        name: in rows and on the command line.
+        served_by: dotted name of its `ServingSystem`; empty for a system of the paper that is not measured.
+        admission: rule of `punica.scheduling.admission` that forms its batches.
+        figures: experiments that run it by default.
+        lora: applies adapters. `exact`: every request is computed with its own adapter.
+        baseline: a baseline of the paper, whose batches hold one adapter; "best baseline" is the fastest of these.
+        slow: steps so long that its windows have fewer of them.
+        label: name for people. `policy`: the system whose batching policy it has, on this engine without LoRA.
+        paper: names in the paper's rows.
+        colour, marker: index into `plots.style.PALETTE` and marker; None and "": the next free ones.
+        shade: of bars; 1 is the full colour, less is mixed with white.
+    """
+
+    name: str
+    served_by: str = ENGINE
+    admission: str = "fcfs"
+    figures: tuple[str, ...] = ()
+    lora: bool = True
+    exact: bool = True
+    baseline: bool = False
+    slow: bool = False
+    label: str = ""
+    policy: str = ""
+    paper: tuple[str, ...] = ()
+    colour: int | None = None
+    marker: str = ""
+    shade: float = 1.0
+
+
+SYSTEMS: Registry[System] = Registry("serving system")
+for _entry in (
+    System("punica", figures=(FIG11, FIG12, STATED, LOAD, MANY), paper=("Punica", "Punica layer with LoRA"),
+           colour=0, marker="o"),
+    System("punica_many", admission="fcfs_many", figures=(LOAD,), colour=9, marker="^"),
+    System("punica_resident_first", admission="resident_first", figures=(MANY,), colour=4, marker="D"),
+    System("punica_sharded", "experiments.systems.engine_systems.Sharded", figures=(FIG12,), colour=0, shade=0.6),
+    System("continuous_batching", admission="single_adapter", figures=(FIG11, FIG12, STATED, LOAD), lora=False,
+           baseline=True, label="continuous batching, one adapter", policy="vLLM (2023)", paper=("vLLM",),
+           colour=4, marker="v"),
+    System("static_batching", admission="static", figures=(FIG11, STATED, LOAD), lora=False, baseline=True,
+           label="static batching, one adapter", policy="FasterTransformer", paper=("FasterTransformer",),
+           colour=2, marker="^"),
+    System("deepspeed", "", "static", lora=False, baseline=True, paper=("DeepSpeed",), colour=5, marker="P"),
+    System("hf_peft", HUGGING_FACE, "static", (FIG11, STATED), baseline=True, paper=("HuggingFace Transformers",),
+           colour=3, marker="s"),
+    System("hf_peft_mixed", HUGGING_FACE, "static_mixed", (FIG11, STATED), slow=True, colour=1, marker="D"),
+    System("punica_static", admission="static_mixed", figures=(FIG11, STATED), colour=0, shade=0.6),
+    System("punica_last_admitted", "experiments.systems.engine_systems.LastAdmitted", figures=(FIG11,), exact=False,
+           colour=9, marker="X", shade=0.3),
+):  # fmt: skip
+    SYSTEMS.register(_entry.name)(_entry)
+
+OTHER_PAPER_SYSTEMS = {"Punica runtime, backbone only": "backbone"}
+"""System of the paper that serves no requests -> ours."""
+
+
+def entries() -> Iterator[System]:
+    """All systems, in the order in which figures draw them."""
+    return (SYSTEMS.get(name) for name in SYSTEMS.names())
+
+
+def names_in(figure: str) -> list[str]:
+    """Systems that the experiment `figure` runs by default; `${systems_in:...}` in its YAML."""
+    return [entry.name for entry in entries() if figure in entry.figures]
+
+
+OmegaConf.register_new_resolver("systems_in", names_in, replace=True)
+
+
+def baselines() -> list[str]:
+    """The systems among which a best baseline is chosen."""
+    return [entry.name for entry in entries() if entry.baseline]
+
+
+def measured_baselines() -> list[str]:
+    """Baselines that are measured here, not quoted from the paper."""
+    return [name for name in baselines() if SYSTEMS.get(name).served_by]
+
+
+def without_lora() -> list[str]:
+    """The measured systems that serve the backbone alone."""
+    return [entry.name for entry in entries() if entry.served_by and not entry.lora]
+
+
+def by_paper_name() -> dict[str, str]:
+    """Systems of the paper -> ours with the same batching rule."""
+    return {theirs: entry.name for entry in entries() for theirs in entry.paper} | OTHER_PAPER_SYSTEMS
+
+
+def name_of(system: str) -> str:
+    """Name of one of our systems in figures, tables and verdicts."""
+    return (SYSTEMS.get(system).label if system in SYSTEMS.names() else "") or system
+
+
+def short_name(system: str) -> str:
+    """Name of one of our systems within a list."""
+    return name_of(system).partition(",")[0]
+
+
+def policies(systems: Iterable[str]) -> str:
+    """A sentence about whose policies `systems` have, for captions; empty where none has another system's.
+
+    >>> policies(["punica", "continuous_batching"])
+    'continuous batching: the policy of vLLM (2023), on this engine without LoRA'
+    """
+    here = set(systems)
+    chosen = [one for one in entries() if one.policy and one.name in here]
+    said = [f"{short_name(one.name)}: the policy of {one.policy}" for one in chosen]
+    return f"{', '.join(said)}, on this engine without LoRA" if said else ""

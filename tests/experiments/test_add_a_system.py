@@ -1,0 +1,85 @@
+"""A serving system is added by a rule, an entry and this test: everything else finds it by itself."""
+
+import pytest
+from fakes import composed
+
+from experiments.facts import systems
+from experiments.facts.systems import FIG11, LOAD, SYSTEMS, System, entries
+from experiments.fig11_textgen import EXPERIMENT, ratios
+from experiments.harness.schema import DType, ModelConf
+from experiments.harness.settings import settle
+from experiments.plots import style
+from experiments.systems.check import check_tokens
+from experiments.systems.load_bench import check_system
+from experiments.systems.loaded import Loaded
+from experiments.systems.serving import built
+from experiments.systems.stream import paper_stream, timeline_of
+from experiments.systems.weights import Limits
+from experiments.systems.world import World
+from punica.scheduling import ADMISSION_RULES, AdmissionRule
+
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
+NAME = "newest_first"
+
+
+class NewestFirst(AdmissionRule):
+    """The request that arrived last joins next, one per step."""
+
+    def candidate(self, waiting, is_resident):
+        return waiting[-1]
+
+    def allows(self, candidate, running, admitted):
+        return not admitted
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch):
+    monkeypatch.setitem(ADMISSION_RULES._entries, NAME, NewestFirst)
+    entry = System(NAME, admission=NAME, figures=(FIG11, LOAD), baseline=True)
+    monkeypatch.setitem(SYSTEMS._entries, NAME, entry)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(TINY, "cpu", Limits(max_batch_size=4, max_len=96), rank=8)
+
+
+def test_its_tokens_are_right_on_a_stream_and_under_load(world):
+    jobs = paper_stream("Skewed", 6, 48, 256)
+    assert check_tokens(built(NAME, world), jobs).tokens == 1.0
+    check_system(Loaded(world, NAME), jobs, 5, 4)
+
+
+@pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
+def test_it_runs_the_steps_of_its_replay_wherever_a_window_begins(workload, world):
+    system, jobs = built(NAME, world), paper_stream(workload, 11, 96, 256)
+    line = timeline_of(jobs, NAME, 4)
+    assert line.order[:3] == [10, 9, 8]
+    features = line.features()
+    for start in (0, 1, line.steps // 3, line.steps // 2 + 1, line.steps - 5):
+        steps = system.run_steps(jobs, line, start, 5)
+        assert [step.tokens for step in steps] == features[start : start + 5, 0].astype(int).tolist()
+
+
+def test_its_figures_run_it_and_the_best_baseline_counts_it(tmp_path):
+    cfg = settle(composed(tmp_path, "workload=skewed", name=FIG11), EXPERIMENT)
+    assert NAME in {point.system for point in EXPERIMENT.points(cfg)}
+    assert NAME in systems.baselines()
+    found = dict.fromkeys(cfg.figure.systems, 10.0) | {"punica": 300.0, NAME: 100.0}
+    assert next(one.value for one in ratios(found) if one.metric == "speedup_over_best_baseline") == 3.0
+
+
+def test_it_has_a_colour_of_its_own():
+    looks = style._system_looks()
+    assert looks[NAME] not in [looks[one.name] for one in entries() if one.name != NAME]
+    assert looks[NAME][0] not in [looks[one.name][0] for one in entries() if one.name != NAME]
+
+
+def test_systems_of_one_figure_look_different():
+    looks = style._system_looks()
+    for figure in {figure for one in entries() for figure in one.figures}:
+        here = [(looks[one.name], one.shade) for one in entries() if figure in one.figures]
+        assert len(set(here)) == len(here), figure
