@@ -18,7 +18,8 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,11 +29,14 @@ import numpy as np
 import psutil
 
 from punica.measure.environment import gpu_query, l3_mib
+from punica.measure.records import Row
 
 OTHER_CPU_LIMIT = 0.05
 """Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
 CALIBRATION_LIMIT = 1.5
 """How many times as long as on this machine when it is quiet (`Calibrator.quiet`) a calibration may take."""
+REPEAT_LIMIT = 5.0
+"""Largest ratio of a repeat's median to the p90 of its quickest sibling; quiet repeats stay below 2."""
 SHORTEST_OTHER_S = 0.04
 """Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
@@ -211,3 +215,21 @@ def _gpu_state() -> tuple[float, int] | None:
         return float(clock.split()[0]), int(reasons, 16)
     except (IndexError, KeyError, ValueError):
         return None
+
+
+def slow_repeats(rows: Iterable[Row]) -> set[int]:
+    """Return the repeats of some points that are far slower than their siblings, though no witness saw why.
+
+    Two samples per repeat leave the median to one outlier: 4.4 ms beside 0.2 ms was recorded on an idle machine.
+    """
+    found: defaultdict[tuple[object, ...], dict[int, dict[str, float]]] = defaultdict(dict)
+    for row in rows:
+        if row.unit in ("us", "ms", "s") and row.statistic in ("median", "p90") and row.repeat is not None:
+            by_repeat = found[row.config_hash, row.metric, row.gpu, row.t_s]
+            by_repeat.setdefault(row.repeat, {})[row.statistic] = row.value
+    slow = set()
+    for by_repeat in found.values():
+        whole = {repeat: times for repeat, times in by_repeat.items() if len(times) == 2}
+        limit = REPEAT_LIMIT * min((times["p90"] for times in whole.values()), default=0.0)
+        slow |= {repeat for repeat, times in whole.items() if times["median"] > limit > 0}
+    return slow

@@ -13,7 +13,7 @@ import csv
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
 
@@ -212,3 +212,12 @@ class RowFile:
         if len(kept) < len(self.rows):
             write_rows(self.path, kept)
             self.rows = kept
+
+    def mark(self, measurements: Collection[tuple[str, int | None]]) -> None:
+        """Mark all rows of these (config hash, repeat) as disturbed, and write the file."""
+        keys = set(measurements)
+        changed = [
+            replace(row, disturbed=True) if (row.config_hash, row.repeat) in keys else row for row in self.rows
+        ]
+        write_rows(self.path, changed)
+        self.rows = changed
