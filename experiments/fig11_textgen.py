@@ -40,7 +40,7 @@ Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six win
 mixed batches, whose steps take up to 1.7 seconds), two in each of three passes: on an H200 with model=llama2-7b 2.5
 minutes for the first pass of the systems of our engine, checks included, and 40 s for each further one; Hugging Face's,
 whose host launches every kernel, are expected to add 3 minutes a pass; 75 and 120 GB, at scale=gpu too (7B's Distinct
-alone: 72). A command there ends after 8 minutes (`scale.minutes`), and the same command again goes on where it ended.
+alone: 72). A command there ends after 8 minutes (`figure.minutes`), and the same command again goes on where it ended.
 In pieces, of 13B the last one split by workloads:
 
     python -m experiments.fig11_textgen scale=paper model=llama2-7b draw=false \

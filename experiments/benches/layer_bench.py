@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from experiments.benches.model_steps import TOLERANCE, Invocation, difference, llama_config, random_llama, spans
-from experiments.harness.experiment import CheckFailed
+from experiments.benches.model_steps import TOLERANCE, Invocation, check_rows, llama_config, random_llama, spans
 from experiments.harness.schema import ModelConf
 from punica.adapters import LoRAModelManager, random_adapter
 from punica.config import LoRAConfig
@@ -69,14 +68,11 @@ class LayerBench:
 
         Raises `CheckFailed` when they do not.
         """
-        batch_size = len(adapter_ids)
-        x = self.rows(batch_size)
-        together = self.output(x, *self.begin(adapter_ids, kv_length))
-        for row in {0, batch_size - 1}:
-            alone = self.output(x[row : row + 1], *self.begin([adapter_ids[row]], kv_length, row))
-            plain = self.output(x[row : row + 1], *self.begin([0], kv_length, row))
-            error = difference(together[row : row + 1], alone)
-            if not error <= TOLERANCE[self.dtype]:
-                raise CheckFailed(f"row {row} of {batch_size} differs by {error:.2e} from the same row alone")
-            if difference(plain, alone) <= TOLERANCE[self.dtype]:
-                raise CheckFailed(f"row {row} of {batch_size} comes out as if it had no adapter")
+        x = self.rows(len(adapter_ids))
+
+        def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+            one, own = x[row : row + 1], [adapter_ids[row]]
+            alone = self.output(one, *self.begin(own, kv_length, row))
+            return alone, self.output(one, *self.begin([0], kv_length, row))
+
+        check_rows(self.output(x, *self.begin(adapter_ids, kv_length)), of_row, TOLERANCE[self.dtype])

@@ -11,9 +11,9 @@ from itertools import groupby
 
 import torch
 
-from experiments.benches.captured import CapturedRun
 from experiments.benches.model_steps import (
     TOLERANCE,
+    CapturedRun,
     Invocation,
     difference,
     llama_config,

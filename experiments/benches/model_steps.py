@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from transformers import LlamaConfig
 
-from experiments.benches.captured import CapturedRun
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.engine.kernel_attention import attention_for
 from punica.engine.kv_cache import KVCache
+from punica.layers import rehearsal
 from punica.models import LlamaForCausalLM
 from punica.scheduling import Span
 
@@ -51,6 +51,28 @@ def random_llama(model: ModelConf, device: str, layers: int | None = None) -> Ll
     llama = LlamaForCausalLM(llama_config(model, layers), dtype=getattr(torch, model.dtype.name), device=device)
     llama.init_random_weights(0)
     return llama
+
+
+class CapturedRun:
+    """A function as a CUDA graph, which the host replays; `function` is kept because it owns what the graph reads.
+
+    It runs once before the capture, as it will in the graph, so that every kernel is compiled and loaded.
+    """
+
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
+        self.function, self.graph = function, torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), rehearsal():
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            self.output = function()
+
+    def __call__(self) -> torch.Tensor:
+        """Run it again; the next call overwrites the result."""
+        self.graph.replay()
+        return self.output
 
 
 class StepInputs(NamedTuple):
@@ -168,6 +190,22 @@ def check_decode(invocation: Invocation) -> None:
             raise CheckFailed(f"a {name} step differs by {error:.2e} (relative) from what the host launches")
 
 
+def check_rows(
+    together: torch.Tensor, of_row: Callable[[int], tuple[torch.Tensor, torch.Tensor]], tolerance: float
+) -> None:
+    """`CheckFailed` unless the first and the last row of a batch equal the same row alone, and not without its adapter.
+
+    `of_row`: both outputs `[1, width]` of a row on its own, with and without its adapter.
+    """
+    for row in {0, len(together) - 1}:
+        alone, plain = of_row(row)
+        error = difference(together[row : row + 1], alone)
+        if not error <= tolerance:
+            raise CheckFailed(f"row {row} of {len(together)} differs by {error:.2e} from the same row alone")
+        if difference(plain, alone) <= tolerance:
+            raise CheckFailed(f"row {row} of {len(together)} comes out as if it had no adapter")
+
+
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error of `found`."""
+    """Return the relative error of `found`."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())

@@ -1,15 +1,13 @@
 """The LoRA operator with block sizes of one's own choice, and its kernels compiled in parallel beforehand."""
 
-import json
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
 from experiments.benches.layer_call import MAX_LORAS
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
+from experiments.benches.tables import compile_in_parallel
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear
@@ -82,16 +80,6 @@ def _compile(job: Job) -> str:
 
 
 def compile_all(jobs: list[Job], workers: int) -> None:
-    """Compile the kernels of `jobs` in parallel; those that fail are met again, and skipped, when timed."""
-    unique = {json.dumps([_code_form(job[0]), *job[1:]]): job for job in jobs}
-    if workers == 0 or not unique:
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for message in pool.map(_compile, unique.values(), chunksize=4):
-            if message:
-                print("not compiled:", message[:200])
-
-
-def _code_form(op: Operator) -> tuple:
-    """What of an operator decides which code its kernels are (row counts do not)."""
-    return op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1
+    """Compile the kernels of `jobs` in parallel; those that fail are skipped when they are timed."""
+    code = {(op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1, *rest): (op, *rest) for op, *rest in jobs}
+    compile_in_parallel(_compile, list(code.values()), workers)  # other numbers of rows run the same code

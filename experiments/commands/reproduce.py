@@ -3,7 +3,7 @@
 Run again, it measures only what other work disturbed and what time was too short for; delete one file of rows, and it
 redoes that figure. `figures=[fig08]` chooses figures by name or prefix; any other override (`scale=smoke`,
 `hardware=cpu`, `force=true`, ...) goes to every figure. It ends when the minutes of the chosen figures
-(`scale.minutes`) are over, on a slow or busy machine with less measured. A figure that fails does not stop the others,
+(`figure.minutes`) are over, on a slow or busy machine with less measured. A figure that fails does not stop the others,
 and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` on a GPU, unless it is named.
 
     python -m experiments.commands.reproduce
@@ -17,10 +17,10 @@ from omegaconf import DictConfig
 
 from experiments.commands.batch import batch_main, composed, each
 from experiments.harness.budget import Deadline
-from experiments.harness.catalogue import experiments
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.resume import Outcome, run
+from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 from punica.measure.records import RowsError
 
@@ -28,10 +28,14 @@ from punica.measure.records import RowsError
 def reproduce(cfg: DictConfig) -> int:
     """Run every chosen figure, then the report if any row changed; 0 when all went well."""
     started = time.perf_counter()
-    deadline = Deadline(_minutes(cfg))
+    configs, broken = each(cfg, composed)
+    minutes = {name: one.figure.minutes.get(one.scale.name) for name, one in configs.items()}
+    deadline = Deadline({name: share for name, share in minutes.items() if share is not None})
 
     def one(experiment: Experiment) -> Outcome:
-        outcome = run(composed(experiment), experiment, deadline.budget(experiment.name))
+        if experiment.name in broken:
+            raise ConfigError(broken[experiment.name])
+        outcome = run(configs[experiment.name], experiment, deadline.budget(experiment.name))
         state = f"{outcome.measured} measured, {outcome.skipped} up to date, {len(outcome.failed)} failed"
         if outcome.disturbed:
             state += f", {outcome.disturbed} marked as disturbed"
@@ -59,12 +63,6 @@ def reproduce(cfg: DictConfig) -> int:
         seconds=round(time.perf_counter() - started, 2),
     )
     return 1 if failures else 0
-
-
-def _minutes(cfg: DictConfig) -> dict[str, float]:
-    """The minutes of the chosen figures that have some."""
-    minutes = cfg.scale.get("minutes") or {}
-    return {one.name: minutes[one.name] for one in experiments(cfg.figures) if one.name in minutes}
 
 
 def _say_what_was_left_out(outcomes: Iterable[Outcome]) -> None:

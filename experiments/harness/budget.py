@@ -1,6 +1,6 @@
 """Time limits of `make reproduce`: the deadline of all figures, and the budget of one.
 
-A figure's share of the time left is its part of the minutes (`scale.minutes`) of all figures that are not done. Unused
+A figure's share of the time left is its part of the minutes (`figure.minutes`) of all figures that are not done. Unused
 time thus goes to later figures, and all of them bear an overrun. Within a share, samples give way first, down to
 `scale.min_repeats`; then passes; then points. A measurement is estimated by its last duration, a new one by that of the
 measurement before it. A figure's script by itself has no deadline: its first pass is whole, only repeats give way.
@@ -28,7 +28,7 @@ class OutOfTime(BaseException):
 
 
 class Budget:
-    """Time of one figure: `seconds` from now (None: no limit), of which `scale.minutes` gave it `own`.
+    """Time of one figure: `seconds` from now (None: no limit), of which `figure.minutes` gave it `own`.
 
     `firm`: under a deadline, so that even first measurements are left out or stopped.
     """
@@ -67,7 +67,7 @@ class Budget:
 
     def fits(self, *keys: str, slack: float = 0.0) -> bool:
         """Check that measurements of `keys` end within the share, or beyond it by the part `slack` of the minutes."""
-        return 0 < self.left and self.left + slack * self._own >= sum(map(self.estimate, keys))
+        return self.left > 0 and self.left + slack * self._own >= sum(map(self.estimate, keys))
 
 
 class Deadline:

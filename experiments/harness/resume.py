@@ -38,13 +38,13 @@ class Outcome:
 def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -> Outcome:
     """Measure what is missing, stale or marked as disturbed of `experiment` under `cfg`; draw it if its rows changed.
 
-    `budget`: its share of a longer run; None: `scale.minutes`, in which repeats alone give way. A point whose result
+    `budget`: its share of a longer run; None: `figure.minutes`, in which repeats alone give way. A point whose result
     fails its check is listed in `Outcome.failed` and has no row. Raises `ConfigError` for a choice that cannot run and
     `RowsError` for files that cannot be read or written, both before anything is measured.
     """
     started = time.perf_counter()
     settled = settle(cfg, experiment)
-    minutes = settled.scale.minutes.get(experiment.name)
+    minutes = settled.figure.minutes.get(settled.scale.name)
     budget = budget or Budget(None if minutes is None else 60 * minutes)
     places, source = folders(settled), source_of(experiment)
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")

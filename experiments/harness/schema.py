@@ -186,7 +186,6 @@ class ScaleConf:
     seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
     passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
     tries: int = low(0)  # further ones of a disturbed point, once the passes are done
-    minutes: dict[str, float] = field(default_factory=dict)  # a figure's share of `make reproduce`; none: no limit
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
     hidden_size: int = MISSING  # operator figures: h1 of the projection
     intermediate_size: int = MISSING  # operator figures: h2 of the projection
@@ -221,6 +220,7 @@ class FigureConf:
     """What every figure has; an experiment subclasses it with its own fields and a file in `conf/figure/`."""
 
     title: str = MISSING
+    minutes: dict[str, float] = field(default_factory=dict)  # by scale: time of a run; none: no limit
     systems: list[str] = field(default_factory=list)  # what `system=all` runs, in drawing order
     workloads: list[str] = field(default_factory=lambda: list(PAPER_WORKLOADS))  # what `workload=all` runs
 

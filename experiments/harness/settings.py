@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
 
 
-ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.tries", "scale.minutes", "paths")
+ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.tries", "paths")
 
 
 @dataclass(frozen=True)

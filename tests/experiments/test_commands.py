@@ -110,7 +110,7 @@ def test_reproduce_resumes_redoes_only_what_was_deleted_and_reports(tmp_path):
 
 @pytest.mark.slow
 def test_reproduce_ends_when_its_minutes_are_over_and_goes_on_when_run_again(tmp_path):
-    shares = [f"+scale.minutes.{name}=0.0005" for name in ("fig08_lora_operator", "readme_backbone")]
+    shares = ["+figure.minutes.smoke=0.0005"]
     words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
     done = command("commands.reproduce", *words, *shares)
     assert done.returncode == 0, done.stderr

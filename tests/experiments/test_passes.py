@@ -146,7 +146,7 @@ def test_passes_that_would_not_end_in_time_are_left_out(tmp_path, minutes, passe
 
 def test_the_first_pass_gives_way_to_a_deadline_alone(tmp_path):
     slow = Slow()
-    outcome = run(composed(tmp_path, *GRID, f"+scale.minutes.{NAME}=0.0001"), slow)
+    outcome = run(composed(tmp_path, *GRID, "+figure.minutes.smoke=0.0001"), slow)
     assert (outcome.measured, outcome.left_out) == (2, 4)
     slow = Slow()
     outcome = run(composed(tmp_path / "firm", *GRID), slow, within(0.1, slow, firm=True))
