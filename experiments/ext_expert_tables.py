@@ -3,11 +3,11 @@
     python -m experiments.ext_expert_tables
 
 Batches of Mixtral-8x7B and Qwen3-30B-A3B (1 to 128 rows, 1 and 4 adapters, rank 16, bfloat16), through the wrapper at
-its defaults: w13 and w2 apart, added to their outputs and as a delta (outputs overwritten, which is what the fastest
-public kernel does), and the alignment of rows by adapter and expert, which a layer needs once: no cell and no row where
-nothing is aligned, since every pair of row and expert stands by itself. One CUDA graph per cell, weights from HBM,
-median of replays, results checked against float32 references, deltas again after a graph replay;
-`paper_results/anchors.csv` holds the public kernels' times.
+its defaults: w13 and w2 apart, added to their outputs and as a delta (outputs overwritten, as the fastest public kernel
+does), and the alignment of rows by adapter and expert, once per layer. Where the assignment is naive nothing is
+aligned, and there is no cell and no row. One CUDA graph per cell, weights from HBM, median of replays. Results are
+checked against float32 references, deltas again after a replay. `paper_results/anchors.csv` has the public kernels'
+times.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ r"""Extension: the paper's popularity sweep carried to mixtures of experts, with
 Not in the paper, whose models are dense. A token meets k experts, and its adapter has weights of its own in each of
 them: rows which share an adapter share its weights only where they also share an expert. Claim: batching rows of
 different adapters still pays, because the experts themselves, whatever the adapter, are read once. Expected shape: what
-LoRA adds to a layer grows with the (adapter, expert) pairs that the batch meets, so that popularities lie closer
-together than in a dense layer, closest where experts are many (Qwen3-30B-A3B: 128, 8 of them per token) and a batch
+LoRA adds to a layer grows with the (adapter, expert) pairs that the batch meets. So popularities are closer together
+than in a dense layer, closest where experts are many (Qwen3-30B-A3B: 128, 8 of them per token) and a batch
 hardly ever meets an expert twice; with 8 experts (Mixtral 8x7B) Identical stays cheapest. Throughput grows with the
 batch, less steeply than a dense model's until every expert is met.
 

@@ -10,9 +10,9 @@ C            prefill, 4096 -> r -> 4096, 512 to 8192 tokens
 padding      mixed ranks at their true ranks, and padded to the widest
 shapes       projections of other models and ragged prefills, to which no rule was fitted
 step         the paper's step: one prompt and 31 decodes, and its parts
-gemm         what the operator adds to the base projection in front of it
+gemm         added latency of the operator after the base projection
 determinism  partials (ours), atomic additions
-invariant    what the same bits in every batch cost, on the batches of A and C
+invariant    cost of the same bits in every batch, on the batches of A and C
 fp8          adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
 ===========  ========================================================================
 

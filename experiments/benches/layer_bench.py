@@ -1,4 +1,4 @@
-"""One decoder layer with LoRA in a decode step: what Figure 10 times.
+"""One decoder layer with LoRA in a decode step, for Figure 10.
 
 All seven projections carry adapters, every slot its own copy of the weights. Metadata (which row uses which slot)
 is set once per step, outside the timing, as a server does once for all layers.
@@ -52,22 +52,19 @@ class LayerBench:
         return cos, sin
 
     def run(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The layer as the model calls it: the residual stream `x [T, hidden]` gains what attention makes of it, in
-        place; returned is what the MLP adds, which the layer behind adds to it.
+        """Run the layer as the model does: attention is added to the residual stream `x [T, hidden]` in place, and the
+        MLP's output is returned, for the next layer to add.
         """
         return self.layer(x, None, cos, sin, self.invocation.attention)
 
     def output(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """What the layer makes of `x`, which stays as it is: `[T, hidden]` to the same shape."""
+        """Return the layer's output of `x` `[T, hidden]`, which is not changed."""
         x = x.clone()
         return x.add_(self.run(x, cos, sin))
 
     @torch.inference_mode()
     def check(self, adapter_ids: list[int], kv_length: int) -> None:
-        """First and last row of the batch come out as when each runs alone, and not as without its adapter.
-
-        Raises `CheckFailed` when they do not.
-        """
+        """`CheckFailed` unless first and last row equal the same row alone, and not without its adapter."""
         x = self.rows(len(adapter_ids))
 
         def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Single model invocations at a chosen batch and context: what Figures 1 and 10 time.
+"""Single model invocations at a chosen batch and context, for Figures 1 and 10.
 
 `Invocation` lays rows out as the engine does (`punica.scheduling.layout`) but without requests: row i of a decode step
 attends to `seq_len` cached tokens in blocks of its own, and a prefill computes whole prompts. The cache holds noise;
@@ -100,12 +100,12 @@ class Invocation:
         self.attention.begin(spans, kv_rows)
         return tokens, positions
 
-    @torch.inference_mode()  # else nobody could refill inputs that were made in it
+    @torch.inference_mode()  # else inputs made in it could not be refilled
     def decode_step(self, batch_size: int, kv_length: int) -> Callable[[], torch.Tensor]:
         """A decode step of `batch_size` requests with `kv_length` cached tokens each, begun: the call that runs it.
 
-        On a GPU that replays a graph, captured once per batch size: as in the engine the context lies in buffers that
-        are refilled, so that only the call of the step begun last is of use. Returns hidden states `[T, hidden]`.
+        On a GPU it replays a graph, captured once per batch size, whose buffers are refilled as in the engine: only the
+        call of the step begun last is valid. Returns hidden states `[T, hidden]`.
         """
         layout = spans(batch_size, 1, kv_length)
         if self.device.type != "cuda":
@@ -163,10 +163,9 @@ def step_tokens(batch_size: int, kv_length: int) -> int:
 
 @torch.inference_mode()
 def check_decode(invocation: Invocation) -> None:
-    """Prefill 19 tokens of two requests and decode the 20th: the same hidden states as computing all 20 at once, and
-    `prefill_step` and `decode_step` do what the host launches, the latter also once it has run with another context.
+    """`CheckFailed` unless, for two requests, a prefill of 19 tokens and a decode step equal one prefill of 20.
 
-    Raises `CheckFailed` when they differ: paging, positions or masks are wrong then, and no time would mean anything.
+    `prefill_step` and `decode_step`, run with another context before, must equal eager launches.
     """
     length = 20
     whole = spans(2, length, length)

@@ -1,4 +1,4 @@
-"""The operator tables' columns: what is called on the sets of one operator, and checked before its time counts.
+"""Columns of the operator tables: calls on the sets of one operator, checked before they are timed.
 
 ==========================  ==============================================================================
 punica                      the flat operator, both kernels early, B row after row as in adapter files
@@ -47,13 +47,13 @@ TOLERANCES = {"torch": TORCH_TOLERANCE, "fp8 w8a8": 5e-2}
 
 
 class Beside(NamedTuple):
-    """A call that a layer begins in front of its base product, in a graph on a stream of its own."""
+    """A LoRA call that a layer begins before its base product, in a graph on a second stream."""
 
     streams: DualStream
     call: Callable[..., object]
 
     def behind(self, product: Callable[[], object], x: torch.Tensor, i: int) -> None:
-        """``product()``, then the call on set i; ``x``: what both read."""
+        """Run ``product()`` and the call on set i; ``x``: their input."""
         beside(self.streams, x, product, partial(self.call, i))
 
     def __call__(self, i: int) -> None:

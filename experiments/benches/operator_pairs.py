@@ -1,4 +1,4 @@
-"""The LoRA operator with block sizes of one's own choice, and its kernels compiled in parallel beforehand."""
+"""The LoRA operator under chosen schedules, and parallel compilation of its kernels."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def step_of(op: Operator, device: torch.device) -> LoRABatch:
 def pair_plan(
     sets: OperatorSets, shrink: Schedule, expand: Schedule, *, pdl: bool, pdl_shrink: bool | None = None
 ) -> Callable[[int], None]:
-    """``call(i)``: the operator on set i with these schedules, as a layer has it run, but not dispatched."""
+    """Build ``call(i)``: the operator on set i with these schedules, as in a layer, without dispatch."""
     step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
     forms = Stack.of_a(sets.stacked_a[0]).form.stored, Stack.of_b(sets.stacked_b[0]).form.stored
     mode = LinearMode(has_ranks=True, pdl=pdl)
@@ -55,7 +55,7 @@ def pair_plan(
 
 
 class _MetaSets:
-    """Stands in for `OperatorSets` in a worker that only compiles: the same shapes and strides, no memory."""
+    """Shapes and strides of `OperatorSets` without memory, for a worker that only compiles."""
 
     def __init__(self, op: Operator) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -1,13 +1,12 @@
-"""The LoRA operators of Figures 7, 8, 9 and README, ready to be checked and timed on either device.
+"""The LoRA operators of Figures 7, 8, 9 and README, checked and timed on either device.
 
 A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
-y [T, h2]. What stands for the library takes B as its layers store it, rank after rank; the baselines take it row after
-row, as adapter files hold it. An operator adds `x A^T B^T` of each row's adapter into y. Preparing one builds what a
-server builds once per step (segment plan, kernel metadata) outside the timing, and gives the call that is timed
-together with its result, so that the result can be checked first.
+y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. The library's take B as layers store it, rank
+after rank, the baselines as adapter files do, row after row. The work of a server per step (segment plan, kernel
+metadata) is prepared outside the timing.
 
-On a CPU one problem is enough, because the timer empties the caches between calls. Under `cuda_graph` nothing does, so
-`problems` returns as many as it takes for their adapters to exceed the caches; each has its own x, y and adapters.
+On a CPU the timer empties the caches between calls, and one problem is enough. Under `cuda_graph` there are as many
+`problems`, each with its own x, y and adapters, as exceed the caches.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ OPERATORS: Registry[Prepare] = Registry("operator")
 
 @dataclass(frozen=True)
 class Backend:
-    """SGMV on one kind of device: `sgmv(problem, v)` shrinks into v and expands into y; `expand` only expands."""
+    """SGMV on one kind of device: `sgmv(problem, v)` adds into y; `expand` expands v alone."""
 
     sgmv: Callable[[Problem, torch.Tensor], Call]
     expand: Callable[[Problem, torch.Tensor], Call]
@@ -263,15 +262,15 @@ def rotated(cfg: Config, sizes: Sequence[int], copies: int, weights: Weights) ->
 
 
 def window(first: int, resident: int, total: int) -> slice:
-    """Which of the bank's `total` slots one problem sees whose adapters begin at slot `first`: as many as are resident
-    on a server, however many the timer rotates through, since kernels search among all slots they see.
+    """Return the slots of a problem whose adapters begin at slot `first`: as many as are resident on a server, out of
+    `total` that the timer rotates through, since kernels search all slots they see.
     """
     start = max(0, min(first, total - resident))
     return slice(start, min(start + resident, total))
 
 
 def flush_bytes(cfg: Config) -> int:
-    """How many bytes the caches cannot hold."""
+    """Return a number of bytes that no cache has room for."""
     return (cfg.hardware.flush_mib or 0) << 20
 
 

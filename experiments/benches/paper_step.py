@@ -1,4 +1,4 @@
-"""The step that the paper runs, one prompt and many decodes in one batch: what `ext_paper_step` times.
+"""The paper's step, one prompt and many decodes in one batch, for `ext_paper_step`.
 
 ===========  ==========================================================================
 SGMV         the whole step in one call of a layer (`layer_call`)

@@ -11,7 +11,7 @@ and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` o
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from omegaconf import DictConfig
 
@@ -29,8 +29,7 @@ def reproduce(cfg: DictConfig) -> int:
     """Run every chosen figure, then the report if any row changed; 0 when all went well."""
     started = time.perf_counter()
     configs, broken = each(cfg, composed)
-    minutes = {name: one.figure.minutes.get(one.scale.name) for name, one in configs.items()}
-    deadline = Deadline({name: share for name, share in minutes.items() if share is not None})
+    deadline = Deadline(minutes_of(configs))
 
     def one(experiment: Experiment) -> Outcome:
         if experiment.name in broken:
@@ -65,8 +64,14 @@ def reproduce(cfg: DictConfig) -> int:
     return 1 if failures else 0
 
 
+def minutes_of(configs: Mapping[str, DictConfig]) -> dict[str, float]:
+    """Return the minutes at their scale of those figures that have some."""
+    found = {name: cfg.figure.minutes.get(cfg.scale.name) for name, cfg in configs.items()}
+    return {name: minutes for name, minutes in found.items() if minutes is not None}
+
+
 def _say_what_was_left_out(outcomes: Iterable[Outcome]) -> None:
-    """What time was too short for; the report says how many points were disturbed."""
+    """Print the points that were left out for want of time."""
     short = [f"{one.experiment} {one.left_out} of {one.points}" for one in outcomes if one.left_out]
     if short:
         said = f"left out for want of time: {', '.join(short)}; make reproduce again goes on with them"

@@ -1,4 +1,4 @@
-"""Figures of the extensions, which the paper has nothing to stand beside.
+"""Figures of the extensions, which have no counterpart in the paper.
 
 One column of axes per popularity or panel: absolute latency above, ratios to the system of reference below.
 """
@@ -34,7 +34,7 @@ EXPERTS = (
 )
 """Metric, system, reference system, and label of each row of axes of `draw_moe`."""
 DODGE = 1.08
-"""Factor on the batch size between lines that would lie on one another."""
+"""Factor on the batch size between lines of equal values."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
 """How a bound or a scale beside the measured lines looks."""
 
@@ -97,7 +97,7 @@ def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """What LoRA adds to the projection, and the projection alone; below, the one relative to the other."""
+    """Draw the latency that LoRA adds to the projection, and the projection's; below, their ratio."""
     panels, figure, axes = _columns(rows, 2, "panel")
     for panel, (above, below) in zip(panels, axes.T, strict=True):
         mine = rows[rows["panel"] == panel]

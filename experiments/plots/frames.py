@@ -32,11 +32,11 @@ def measured_frame(path: Path) -> pd.DataFrame:
 
 
 def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame` with one row for those that differ by `repeat` alone. The column `repeats` says how many it stands for.
+    """Merge rows of `frame` that differ by `repeat` alone; the column `repeats` counts them.
 
-    As the claims do: the median of those that nothing disturbed, or of all where none was quiet, and then the point
-    stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered; a
-    count is the median one, too. `lowest` and `highest` are the least and the largest value of those that count.
+    As in claims: the median of undisturbed repeats, or of all where each was disturbed; then the point stays marked.
+    p10 is the least and p90 the largest, so that a band covers all repeats. `lowest` and `highest` are the least and
+    the largest value.
     """
     frame = frame.assign(repeats=1, lowest=frame["value"], highest=frame["value"])
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
@@ -54,7 +54,7 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _over_repeats(rows: pd.DataFrame, key: list[str]) -> dict[str, pd.Series]:
-    """What stands for the repeats of each of `rows`, which are all of one statistic, and between what they lie."""
+    """Return value, least and largest over the repeats of each of `rows`, which are all of one statistic."""
     of = {"p10": "min", "p90": "max"}.get(rows["statistic"].iloc[0], "median")
     values = rows.groupby(key, dropna=False, sort=False)["value"]
     return {name: values.transform(how) for name, how in (("value", of), ("lowest", "min"), ("highest", "max"))}
@@ -88,7 +88,7 @@ def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:
 
 
 def described(rows: pd.DataFrame) -> str:
-    """What was measured on, for titles: `AMD EPYC, 2 cores` or the GPU, the models, timer, scale and repeats."""
+    """Describe the measurement for titles: CPU (`AMD EPYC, 2 cores`) or GPU, models, timer, scale and repeats."""
     devices, timers, scales = (", ".join(distinct(rows, name)) for name in ("device", "timer", "scale"))
     models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
     runs = [often] if (often := how_often(rows)) else []
@@ -97,8 +97,7 @@ def described(rows: pd.DataFrame) -> str:
 
 
 def how_often(rows: pd.DataFrame) -> str:
-    """How many repeats a point stands for, from the fewest to the most, and what has fewer; empty where nothing was
-    timed.
+    """Word the number of repeats per point, from fewest to most, and which have fewer; empty where nothing was timed.
 
     >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "system": ["a", "b"], "timer": "events"}))
     'median of 1 to 3 repeats (b: 1)'
@@ -139,5 +138,5 @@ def role_of(model: str) -> str:
 
 
 def beside(model: str) -> str:
-    """Which of the paper's models a stand-in is drawn beside; empty for a model of the paper's size."""
+    """Name the paper's model that a smaller one is drawn beside; empty for a model of the paper's size."""
     return f" beside the paper's {STAND_INS[model]}" if model in STAND_INS else ""

@@ -114,7 +114,7 @@ def _loud(rows: pd.DataFrame) -> set[str]:
 
 
 def _latency(axis: Axes, table: pd.DataFrame, metric: str, looks: dict[str, Any]) -> None:
-    """The median as a line, p99 dashed or else p95 dotted, what lies between as a band."""
+    """Draw the median as a line, p99 dashed or else p95 dotted, with a band between."""
     if metric not in table:
         return
     table = table.dropna(subset=[metric])

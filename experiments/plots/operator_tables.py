@@ -56,7 +56,7 @@ def _summed(what: str, part: str, ratios: list[float]) -> Iterator[str]:
 
 
 def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
-    """How alike this machine and its clock are to the anchors'."""
+    """Compare torch's times on this machine with the anchors'."""
     for name in ("torch_loop", "torch_gbmm"):
         for line in found:
             here, there = line.us.get(name), anchors_of(line).get(name)

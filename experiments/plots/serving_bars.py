@@ -14,9 +14,7 @@ from experiments.plots import style
 from experiments.plots.frames import beside, centre, described
 
 PAPER_NAMES = {ours: theirs for theirs, ours in reversed(SYSTEMS.items())}
-"""Our system -> the paper's whose bar stands beside it. DeepSpeed (same policy as FasterTransformer) is the paper's
-alone.
-"""
+"""Our system -> the paper's whose bar is beside it. DeepSpeed (FasterTransformer's policy) is the paper's alone."""
 INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for system, name in PAPER_NAMES.items()}
 """What is written on a bar that the paper alone has."""
 REFERENCE = "punica"
@@ -57,7 +55,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def regime(rows: pd.DataFrame) -> str:
-    """What each bar stands for: requests, tokens, their share of prompts, and windows of steps."""
+    """Describe the work of a bar: requests, tokens, their share of prompts, and windows of steps."""
     cells = rows[~rows["panel"].str.endswith("ratios")]
 
     def span(metric: str) -> str:
@@ -81,7 +79,7 @@ def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
-    """The paper's rows under the names of the systems that stand for theirs."""
+    """Return the paper's rows under the names of our corresponding systems."""
     return paper.assign(system=paper["system"].map(SYSTEMS)).dropna(subset=["system"])
 
 
@@ -94,9 +92,7 @@ def colour_of(system: str) -> tuple[float, float, float]:
 
 
 class Places:
-    """Where bars stand in a group: measured systems in the order of the figure, each beside the paper's; those of the
-    paper alone come last.
-    """
+    """Places of bars in a group: measured systems in the figure's order, each beside the paper's, then the paper's."""
 
     def __init__(self, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[str]) -> None:
         self.workloads = list(dict.fromkeys(mine["workload"]))
@@ -113,7 +109,7 @@ class Places:
         return self.workloads.index(workload) - GROUP / 2 + self.width * self.slots.index((system, paper))
 
     def alone(self, system: str) -> bool:
-        """Whether only the paper has it."""
+        """Tell whether only the paper has it."""
         return (system, False) not in self.slots
 
 

@@ -1,4 +1,4 @@
-"""What else the machine did while something was measured, and whether that spoils the number.
+"""Disturbance of a measurement by other work on the machine.
 
 Three witnesses, because each is blind to something:
 
@@ -7,8 +7,8 @@ Three witnesses, because each is blind to something:
   another guest of the same host that fills the memory bus or lowers the clock;
 * **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``, where there is a GPU.
 
-A `Watch` brackets one measurement. Nothing is thrown away here: a number keeps its `Disturbance`, and whoever measures
-decides whether to try again.
+A `Watch` brackets one measurement. A number keeps its `Disturbance`; the caller decides whether to measure again.
+`slow_repeats` finds what no witness saw, once there are repeats to compare.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ thermal, power brake. The power cap (0x4) is left out: dense products reach it o
 _ATTEMPTS = 5
 _COPY_MIB = 32
 _QUIET_SHARE = 0.1
-"""Of the calibrations of a process, those that say what it takes when nothing disturbs. Not the quickest alone: that is
-a rare one (on a virtual machine with two cores a third less than what is usual), the rarer the longer a run lasts, and
-it marked two of three points of an idle machine."""
+"""Quantile of a process's calibrations that counts as undisturbed. The quickest alone is too rare: on two virtual cores
+it takes a third less than usual, and marked two of three points of an idle machine."""
 _ENOUGH = 20
 """Calibrations from which on that may fall but not rise, so that a machine that stays slow stays marked."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """The columns of a row that say how quiet its interval was; ``None``: not known on this machine."""
+    """Columns of a row on other work in its interval; ``None``: not known on this machine."""
 
     disturbed: bool
     other_cpu: float | None
@@ -87,7 +86,7 @@ def cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
 
 
 def _living_children() -> float:
-    """Seconds of processes of ours that nobody has waited for yet, and of theirs: they count as children afterwards."""
+    """Return the seconds of child processes, and of theirs, that were not waited for yet."""
     found = 0.0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -103,7 +102,7 @@ def _busy_ticks(fields: list[str]) -> int:
 
 
 def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
-    """CPU seconds that others spent on our cores in between, at least 0."""
+    """Return the CPU seconds of other processes on our cores in between, at least 0."""
     return max(0.0, (after.busy - before.busy) - (after.own - before.own))
 
 
@@ -149,9 +148,7 @@ class Calibrator:
 
     @property
     def quiet(self) -> Calibration:
-        """What both take when nothing disturbs: a tenth of this process's calibrations were quicker, when that was
-        least; of its first few, a tenth of those so far.
-        """
+        """Undisturbed calibration: the least 10 % quantile in this process; of its first few, the present one."""
         return self._usual() if len(self._found) < _ENOUGH else self._lowest
 
     def _usual(self) -> Calibration:
@@ -171,7 +168,7 @@ class Calibrator:
 
 @cache
 def calibrator(device: str) -> Calibrator:
-    """The one of this process, so that all figures of a run have one idea of what is quick."""
+    """Return the calibrator of this process, so that all figures of a run share one reference."""
     return Calibrator(device)
 
 
@@ -185,7 +182,7 @@ class Watch:
         self._times = cpu_times()
 
     def stop(self) -> Disturbance:
-        """What happened since. The calibration lies outside of the interval whose CPU time is counted."""
+        """Return the disturbance since. The calibration is not part of the interval whose CPU time is counted."""
         before, after = self._times, cpu_times()
         gpu = _gpu_state() if self._device.startswith("cuda") else None
         calibration = self._calibrator.run()

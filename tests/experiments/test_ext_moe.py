@@ -15,8 +15,8 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
-from experiments.plots.frames import frame_of, measured_frame
 from experiments.plots.extensions import draw_moe
+from experiments.plots.frames import frame_of, measured_frame
 from punica.measure.records import Row, read_rows, write_rows
 from punica.measure.timing import Protocol
 
