@@ -18,9 +18,8 @@ from punica.measure.timing import Call
 
 def projection(cfg: Config) -> torch.Tensor:
     """The weights W [copies, h1, h2], random, scaled so that y has unit variance."""
-    figure, device, copies = operator_conf(cfg), cfg.hardware.device, 1
-    if cfg.timer.name == "cuda_graph":
-        copies = max(2, -(-operators.flush_bytes(cfg) // (figure.h1 * figure.h2 * figure.dtype.bytes)))
+    figure, device = operator_conf(cfg), cfg.hardware.device
+    copies = operators.copies(cfg, figure.h1 * figure.h2 * figure.dtype.bytes)
     generator = torch.Generator(device).manual_seed(2)
     weights = torch.empty(copies, figure.h1, figure.h2, device=device, dtype=getattr(torch, figure.dtype.name))
     for one in weights:

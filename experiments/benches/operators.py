@@ -234,25 +234,24 @@ def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> 
 def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Problem]:
     """The batch of `workload` in the shapes of `cfg.figure`, as often as the timer needs it."""
     figure, adapters = operator_conf(cfg), popularity(workload).number_of_adapters(batch_size)
-    total, copies = max(figure.resident(cfg), adapters), 1
+    total, count = max(figure.resident(cfg), adapters), 1
     if cfg.timer.name == "cuda_graph":
-        per_slot = rank * (figure.h1 + figure.h2) * figure.dtype.bytes
-        total = max(total, -(-flush_bytes(cfg) // per_slot))
-        copies = total // adapters
+        total = max(total, copies(cfg, rank * (figure.h1 + figure.h2) * figure.dtype.bytes, least=1))
+        count = total // adapters
     a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
-    return rotated(cfg, popularity(workload).group_sizes(batch_size), copies, (a, b, None))
+    return rotated(cfg, popularity(workload).group_sizes(batch_size), count, (a, b, None))
 
 
-def rotated(cfg: Config, sizes: Sequence[int], copies: int, weights: Weights) -> list[Problem]:
-    """`copies` batches of `sizes` rows per adapter, each on its own x, y and adapters out of all slots of `weights`."""
+def rotated(cfg: Config, sizes: Sequence[int], count: int, weights: Weights) -> list[Problem]:
+    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters out of all of `weights`."""
     a, b, ranks = weights
     figure, device, rows = operator_conf(cfg), cfg.hardware.device, sum(sizes)
     slots = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(copies, rows, figure.h1, generator=generator, device=device).to(a.dtype)
-    y = torch.zeros(copies, rows, figure.h2, dtype=a.dtype, device=device)
+    x = torch.randn(count, rows, figure.h1, generator=generator, device=device).to(a.dtype)
+    y = torch.zeros(count, rows, figure.h2, dtype=a.dtype, device=device)
     stored, made = b.mT.contiguous().mT, []
-    for i in range(copies):
+    for i in range(count):
         first = i * len(sizes)
         seen = window(first, max(figure.resident(cfg), len(sizes)), a.shape[0])
         true = None if ranks is None else ranks[:, seen].contiguous()
@@ -267,6 +266,11 @@ def window(first: int, resident: int, total: int) -> slice:
     """
     start = max(0, min(first, total - resident))
     return slice(start, min(start + resident, total))
+
+
+def copies(cfg: Config, nbytes: int, least: int = 2) -> int:
+    """Return how often inputs of `nbytes` are needed: once, or under `cuda_graph` until the caches have no room."""
+    return max(least, -(-flush_bytes(cfg) // nbytes)) if cfg.timer.name == "cuda_graph" else 1
 
 
 def flush_bytes(cfg: Config) -> int:
@@ -295,16 +299,14 @@ def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
     """The calls of the backbone's projection X @ W [h1, h2] that LoRA is added to, the first of them checked."""
     figure, device = operator_conf(cfg), cfg.hardware.device
     h1, h2, dtype = figure.h1, figure.h2, figure.dtype
-    kind, copies = getattr(torch, dtype.name), 1
-    if cfg.timer.name == "cuda_graph":
-        copies = -(-flush_bytes(cfg) // (h1 * h2 * dtype.bytes))
+    kind, count = getattr(torch, dtype.name), copies(cfg, h1 * h2 * dtype.bytes, least=1)
     generator = torch.Generator(device).manual_seed(2)
-    x = torch.randn(copies, batch_size, h1, generator=generator, device=device).to(kind)
-    w = (torch.randn(copies, h1, h2, generator=generator, device=device) * h1**-0.5).to(kind)
-    out = torch.empty(copies, batch_size, h2, dtype=kind, device=device)
+    x = torch.randn(count, batch_size, h1, generator=generator, device=device).to(kind)
+    w = (torch.randn(count, h1, h2, generator=generator, device=device) * h1**-0.5).to(kind)
+    out = torch.empty(count, batch_size, h2, dtype=kind, device=device)
     torch.mm(x[0], w[0], out=out[0])
     check("backbone X@W", out[0], x[0].double() @ w[0].double(), TOLERANCE[dtype])
-    return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(copies)]
+    return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(count)]
 
 
 def microseconds(cfg: Config, calls: Mapping[Name, Sequence[Call]]) -> dict[Name, list[float]]:

@@ -37,9 +37,7 @@ def steps(cfg: Config, requests: int, prompt: int, rank: int) -> list[Problem]:
     """The step on its own x, y and adapters, as often as the timer needs it: under `cuda_graph` often enough to move
     more bytes than the caches hold.
     """
-    figure, copies = operator_conf(cfg), 1
-    if cfg.timer.name == "cuda_graph":
-        copies = max(2, -(-operators.flush_bytes(cfg) // bytes_moved(cfg, requests, prompt, rank)))
+    figure, copies = operator_conf(cfg), operators.copies(cfg, bytes_moved(cfg, requests, prompt, rank))
     slots = max(figure.resident(cfg), copies * requests)
     a, b = operators.bank(slots, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
     return operators.rotated(cfg, sizes_of(requests, prompt), copies, (a, b, None))

@@ -19,7 +19,8 @@ from experiments.commands.batch import batch_main, composed, each
 from experiments.harness.budget import Deadline
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
-from experiments.harness.resume import Outcome, run
+from experiments.harness.passes import Outcome
+from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 from punica.measure.records import RowsError

@@ -32,13 +32,19 @@ Noise = dict[tuple[str, int | None], float]
 
 
 @dataclass
-class Measured:
-    """Outcome in points: measured, failed with the reason, marked as disturbed, left out for want of time."""
+class Outcome:
+    """Outcome of a run, in points times repeats; its JSON is the last line on stdout."""
 
+    experiment: str
     points: int = 0
+    measured: int = 0
+    skipped: int = 0
     failed: list[str] = field(default_factory=list)
     disturbed: int = 0
     left_out: int = 0
+    rows_file: str = ""
+    figures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class Passes:
@@ -57,13 +63,11 @@ class Passes:
         self._tries: Counter[tuple[str, int]] = Counter()
         self._wrong: set[str] = set()  # labels of points whose check failed
         self._short: set[int] = set()  # repeats of which something was left out
-        self._left = 0  # points to be measured, all passes together
-        self.outcome = Measured()
 
-    def run(self, pending: Sequence[Point], derived: Sequence[Point]) -> Measured:
-        """Measure `pending` pass by pass, then compute what is `derived` from it."""
+    def run(self, pending: Sequence[Point], derived: Sequence[Point], outcome: Outcome) -> None:
+        """Measure `pending` pass by pass, then compute what is `derived` from it, and complete `outcome`."""
         passes, begun = list(self._passes(pending)), False
-        self._left = len(pending)
+        self._left, self.outcome = len(pending), outcome  # points to be measured, all passes together
         with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
             for index, groups in enumerate(passes):
                 if index:
@@ -80,11 +84,10 @@ class Passes:
             for _ in range(self.cfg.scale.tries):
                 self._measure_marked()
             self._derive(derived)
-            if left_out := self.outcome.left_out:
+            if outcome.left_out:
                 short = "did not fit into its share of time; the same command goes on with them"
-                self._say(f"{left_out} of its measurements {short}")
-        self.outcome.disturbed = sum(map(len, self._marked()))
-        return self.outcome
+                self._say(f"{outcome.left_out} of its measurements {short}")
+        outcome.disturbed = sum(map(len, self._marked()))
 
     def _passes(self, pending: Sequence[Point]) -> Iterator[list[Group]]:
         for repeat in sorted({point.repeat for point in pending}):
@@ -98,7 +101,7 @@ class Passes:
                 self._leave_out([group])
             elif group[0].label() not in self._wrong:
                 if self._measure(group):
-                    self.outcome.points += len(group)
+                    self.outcome.measured += len(group)
                 elif group[0].label() not in self._wrong:
                     self._leave_out([group])
             self._left -= len(group)
@@ -200,7 +203,7 @@ class Passes:
                     self._fail([point], error)
             else:
                 self._write([point], [readings], {})
-                self.outcome.points += 1
+                self.outcome.measured += 1
 
     def _say_what_is_left(self, passes: Sequence[Sequence[Group]], of: int) -> None:
         seconds = sum(self.budget.estimate(_key(group)) for groups in passes for group in groups)

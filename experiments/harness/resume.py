@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -11,28 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.harness.budget import Budget
 from experiments.harness.experiment import Experiment, config_hash
 from experiments.harness.on_disk import machine
-from experiments.harness.passes import Passes
+from experiments.harness.passes import Outcome, Passes
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import Folders, folders, is_read, keys_read, settle
 from experiments.harness.source import source_of
 from punica.measure import environment
 from punica.measure.records import RowFile, ensure_writable
-
-
-@dataclass
-class Outcome:
-    """Outcome of a run, in points times repeats; its JSON is the last line on stdout."""
-
-    experiment: str
-    points: int = 0
-    measured: int = 0
-    skipped: int = 0
-    failed: list[str] = field(default_factory=list)
-    disturbed: int = 0
-    left_out: int = 0
-    rows_file: str = ""
-    figures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -> Outcome:
@@ -65,11 +49,9 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
         changed = {point.repeat for point in pending}
         derived = [point for point in points if experiment.is_derived(point) and point.repeat in changed]
         try:
-            found = Passes(experiment, settled, columns, digest, rows, noise, budget).run(timed, derived)
+            Passes(experiment, settled, columns, digest, rows, noise, budget).run(timed, derived, outcome)
         finally:
             experiment.release()
-        outcome.measured, outcome.failed = found.points, found.failed
-        outcome.disturbed, outcome.left_out = found.disturbed, found.left_out
     if settled.draw and rows.rows:
         outcome.figures = _draw(experiment, rows, places)
     outcome.seconds = round(time.perf_counter() - started, 2)
