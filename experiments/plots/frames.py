@@ -32,11 +32,11 @@ def measured_frame(path: Path) -> pd.DataFrame:
 
 
 def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
-    """Merge rows of `frame` that differ by `repeat` alone; the column `repeats` counts them.
+    """`frame` with one row for those that differ by `repeat` alone. The column `repeats` says how many it stands for.
 
-    As in claims: the median of undisturbed repeats, or of all where each was disturbed; then the point stays marked.
-    p10 is the least and p90 the largest, so that a band covers all repeats. `lowest` and `highest` are the least and
-    the largest value.
+    As the claims do: the median of those that nothing disturbed, or of all where none was quiet, and then the point
+    stays marked. Of p10 the least is kept and of p90 the largest, so that a band covers what the repeats covered; a
+    count is the median one, too. `lowest` and `highest` are the least and the largest value of those that count.
     """
     frame = frame.assign(repeats=1, lowest=frame["value"], highest=frame["value"])
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
@@ -54,7 +54,7 @@ def one_of_repeats(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _over_repeats(rows: pd.DataFrame, key: list[str]) -> dict[str, pd.Series]:
-    """Return value, least and largest over the repeats of each of `rows`, which are all of one statistic."""
+    """What stands for the repeats of each of `rows`, which are all of one statistic, and between what they lie."""
     of = {"p10": "min", "p90": "max"}.get(rows["statistic"].iloc[0], "median")
     values = rows.groupby(key, dropna=False, sort=False)["value"]
     return {name: values.transform(how) for name, how in (("value", of), ("lowest", "min"), ("highest", "max"))}

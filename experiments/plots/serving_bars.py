@@ -14,7 +14,9 @@ from experiments.plots import style
 from experiments.plots.frames import beside, centre, described
 
 PAPER_NAMES = {ours: theirs for theirs, ours in reversed(SYSTEMS.items())}
-"""Our system -> the paper's whose bar is beside it. DeepSpeed (FasterTransformer's policy) is the paper's alone."""
+"""Our system -> the paper's whose bar stands beside it. DeepSpeed (same policy as FasterTransformer) is the paper's
+alone.
+"""
 INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for system, name in PAPER_NAMES.items()}
 """What is written on a bar that the paper alone has."""
 REFERENCE = "punica"
@@ -79,7 +81,7 @@ def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's rows under the names of our corresponding systems."""
+    """The paper's rows under the names of the systems that stand for theirs."""
     return paper.assign(system=paper["system"].map(SYSTEMS)).dropna(subset=["system"])
 
 

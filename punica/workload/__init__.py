@@ -1,10 +1,10 @@
 """The paper's request streams, defined once. No torch in here.
 
-    popularity.py       adapters of rows and requests.
-    lengths.py          tokens of prompts and outputs.
-    arrivals.py         arrival times.
-    replay.py           number of steps under each scheduling rule of the paper.
-    timeline.py         members of the batch at every one of these steps.
+    popularity.py       who asks for which adapter
+    lengths.py          how much: tokens of prompts and outputs
+    arrivals.py         when
+    replay.py           how many steps that takes under each scheduling rule of the paper
+    timeline.py         who is in the batch at every one of these steps
 
 >>> from punica.workload import popularity, released_lengths
 >>> popularity("Skewed").group_sizes(8)

@@ -1,7 +1,7 @@
-"""Timeline of a serving policy on a stream, without a model: members of the batch and their progress at every step.
+"""What a serving policy does with a stream, step by step and without a model: who is in the batch, how far is each.
 
-`replay.py` counts steps; here each can be inspected. Between two changes of the batch every request grows by a token
-per step, so a stream of 1000 requests and a million steps is a few thousand stretches.
+`replay.py` counts steps; here every step can be looked at. Between two changes of the batch nothing happens but that
+every request grows by a token, so a stream of 1000 requests and a million steps is a few thousand stretches.
 
 A *step* is one invocation of the model. The policies are the admission rules of the engine: ``fcfs`` and
 ``single_adapter`` admit at most one request per step, whose prefill joins the decode rows; ``static`` and
@@ -141,7 +141,7 @@ class Timeline:
         return range(waiting, end)
 
     def _until_change(self, members: Sequence[tuple[int, int]], waiting: int) -> int:
-        """Return the steps until a request leaves, is done, or joins."""
+        """Steps until someone leaves, or is done, or joins."""
         if self._joining(members, waiting) and not self.inseparable:
             return 1
         return min(self.outputs[request] - done for request, done in members if done < self.outputs[request])
